@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from harness import Benchmark, Must, Outcome
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.diff import MIN_TESTED, SAME, SLOWER, UNPROVEN, Difference, Limits, compare
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.model import Report
 from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
 

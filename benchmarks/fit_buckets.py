@@ -17,8 +17,8 @@ from statistics import median
 
 import numpy as np
 
+from bootseer.sim.job_start import simulate
 from bootseer.sim.scenario import read_scenario
-from bootseer.sim.start import simulate
 
 PAPER_S = {1: 44, 4: 127, 28: 334, 88: 314, 177: 409, 306: 431, 625: 501}
 FITTED = (1, 4, 28, 88)

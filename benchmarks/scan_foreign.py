@@ -20,7 +20,7 @@ from statistics import median
 import training_log
 from harness import Benchmark, Cost, Must, Outcome, alternate, spawn
 
-from bootseer.report.foreign.programs import parsers, search
+from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.search import fastest_find
 from bootseer.trace.event import TAG_STEM
 

@@ -26,9 +26,9 @@ from bootseer import __version__
 from bootseer.errors import PermanentError
 from bootseer.sim import figures
 from bootseer.sim.figures import Document, Figure, Series, by_nodes, lines, origin_of
+from bootseer.sim.job_start import ARMS, Outcome, simulate
 from bootseer.sim.month import Times, policies, simulate_month
 from bootseer.sim.scenario import Month, Scenario, read_scenario
-from bootseer.sim.start import ARMS, Outcome, simulate
 
 _NODES: Final = (2, 4, 8, 16, 32, 64, 128)
 _FOLD: Final = "fold=32"

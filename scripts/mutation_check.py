@@ -4,7 +4,7 @@ A mutant is one module with one operator, constant or condition changed. It is k
 not end in time; a survivor is a decision that no test holds. The sample is the same for the same seed and source text.
 
     python scripts/mutation_check.py                        # all modules, 40 mutants each
-    python scripts/mutation_check.py fetch/schedule.py --mutants 200 --show
+    python scripts/mutation_check.py fetch/scheduler.py --mutants 200 --show
     python scripts/mutation_check.py --tree ../before --json before.json
 """
 
@@ -28,7 +28,7 @@ MODULES = {
     "checkpoint/layout.py": ["checkpoint/test_layout.py", "checkpoint/test_parity.py", "checkpoint/test_policy.py"],
     "env/life/decide.py": ["env/life/test_decide.py"],
     "fetch/hotset.py": ["fetch/test_hotset.py", "fetch/test_hotset_format.py", "fetch/test_worth.py"],
-    "fetch/schedule.py": ["fetch/test_schedule.py", "fetch/test_schedule_properties.py"],
+    "fetch/scheduler.py": ["fetch/test_scheduler.py", "fetch/test_scheduler_properties.py"],
     "hdfs/choice.py": ["hdfs/test_choice.py", "hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
     "hdfs/schedule.py": ["hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
 }

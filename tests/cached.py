@@ -16,8 +16,8 @@ from pathlib import Path
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
+from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull, MissingBlocks
-from bootseer.cache.file import CachedFile
 from store_doubles import MemoryStore
 
 BLOCK = 4096

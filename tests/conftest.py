@@ -37,7 +37,7 @@ _LONGEST = (
     *("tests/launch/test_run_slurm.py", "tests/hook/test_warm_torch.py", "tests/launch/test_run_environment.py"),
     # Of `make quick`:
     *("tests/store/test_oci.py", "tests/store/test_registry.py", "tests/trace/test_event_properties.py"),
-    *("tests/service/test_ingest.py", "tests/report/test_scan.py", "tests/peers/test_choice.py"),
+    *("tests/service/test_ingest.py", "tests/report/test_log_scan.py", "tests/peers/test_choice.py"),
 )
 """What takes longest, in about this order: test files, and servers whose files one worker runs."""
 _EXAMPLES = 50

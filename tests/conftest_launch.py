@@ -13,7 +13,7 @@ import pytest
 
 import warm
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from bootseer.trace.event import ALIVE, Event
 from once import secret_rules
 

@@ -21,7 +21,7 @@ from typing import Any
 import warm
 from bootseer.artifact.owned_folder import delete_abandoned
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.model import Report, Stage
 from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 

@@ -22,7 +22,7 @@ from bootseer import logs
 file = Path(sys.argv[1])
 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
 logs.set_up(os.environ, file=file)
-log = logging.getLogger("bootseer.fetch.reads")
+log = logging.getLogger("bootseer.fetch.block_reads")
 for number in range(int(sys.argv[2])):
     log.info("line %d %s", number, "x" * 1000)
 log.debug("never")

@@ -20,7 +20,7 @@ import pytest
 
 from bootseer.report.analysis.live import Live
 from bootseer.report.inputs import sources
-from bootseer.report.scan import Growing
+from bootseer.report.log_scan import Growing
 from bootseer.trace.event import Event, encode
 from conftest_launch import BOOTSEER
 from fleet import EPOCH_NS, INSTALL, NS, Fleet

@@ -160,7 +160,7 @@ def test_several_jobs_ask_for_a_choice_without_driving_the_terminal(run, log):
 
 def test_the_log_says_what_was_read_and_which_startup_was_chosen(run, log):
     told = run("--debug", "report", log()).stderr
-    assert "report.scan [" in told
+    assert "report.log_scan [" in told
     assert "read 1 files, " in told
     assert " 0 facts; skipped: nothing" in told
     assert "job 'moe', attempt 0, restart 0, of 1 startups in the input: training_began, " in told
@@ -430,8 +430,8 @@ def test_very_many_nodes_and_barriers_take_linear_time(run, log):
 
 
 def test_the_page_of_a_report_without_nodes_is_complete():
+    from bootseer.report.analysis.compose import untimed
     from bootseer.report.analysis.prepare import Options
-    from bootseer.report.analysis.report import untimed
     from bootseer.report.model import Fact, Input
 
     fact = Fact("uv", "environment_setup.install", "installed <b>7</b>", 0.3, "n", "a.log:3")

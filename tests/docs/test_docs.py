@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.cli.verbs import cli
 from bootseer.report import model
-from bootseer.report.analysis import diff, report, verdict
+from bootseer.report.analysis import compose, diff, verdict
 from bootseer.trace.event import KINDS, MAX_LINE_BYTES, OUTCOMES, PHASES, VERSION, Event, decode
 from bootseer.trace.identity import discover
 
@@ -63,7 +63,7 @@ def example_lines() -> list[bytes]:
 @pytest.mark.parametrize("line", example_lines())
 def test_each_example_line_is_an_event(line: bytes, tmp_path: Path) -> None:
     from bootseer.report.inputs import sources
-    from bootseer.report.scan import scan
+    from bootseer.report.log_scan import scan
 
     (tmp_path / "job.log").write_bytes(line + b"\n")
     found = scan(sources([str(tmp_path)]))
@@ -95,8 +95,8 @@ def test_each_reason_for_a_skipped_line_is_documented() -> None:
 
 def test_each_stage_that_the_code_writes_is_documented() -> None:
     known = first_cells(section("formats/event.md", "Stages"))
-    assert set(report.STAGES) <= known
-    assert set(report.STAGES) <= first_cells(section("glossary.md", "Stages of every full startup"))
+    assert set(compose.STAGES) <= known
+    assert set(compose.STAGES) <= first_cells(section("glossary.md", "Stages of every full startup"))
     written = set(re.findall(r'\bemit\(\s*"([a-z_.]+)"', source()))
     written |= {f"model_initialization.{name}" for name in re.findall(r'STAGE \+ "(\w+)"', source())}
     written |= set(

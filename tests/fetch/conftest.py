@@ -7,8 +7,8 @@ import pytest
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.settings import FetchSettings
 from fetch.files import content, stored
 from store_doubles import FaultyStore, MemoryStore
 

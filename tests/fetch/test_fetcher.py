@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 
 from bootseer.errors import PermanentError, TransientError
+from bootseer.fetch.block_request import Form
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
-from bootseer.fetch.settings import FetchSettings, Purpose
-from bootseer.fetch.transfer import Form
 from fetch.files import BLOCK, stored
 from fetch.waiting import until
 from store_doubles import Fault, FaultyStore

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.settings import FetchSettings
 from fetch.files import BLOCK
 from fetch.waiting import until
 from store_doubles import Fault

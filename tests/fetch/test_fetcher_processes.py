@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from bootseer.blocks.block_file import read_index
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.store.open import open_store
 from fetch import files
 from fetch.files import BLOCK

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from bootseer.fetch.settings import Purpose
+from bootseer.fetch.fetch_settings import Purpose
 from fetch.virtual import BLOCK, Layout, World, void
 
 pytestmark = pytest.mark.slow

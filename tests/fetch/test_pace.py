@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bootseer.errors import PermanentError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.ledger import Pace
-from bootseer.fetch.settings import FetchSettings
 
 SETTINGS = FetchSettings()
 MIB = 1 << 20

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.routed import rotated
-from bootseer.fetch.settings import FetchSettings, Purpose
 from fetch.virtual import BLOCK, Fault, Layout, World, void
 
 SETTINGS = FetchSettings()

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.hotset import HotSetTrust
-from bootseer.fetch.settings import FetchSettings
 
 SETTINGS = FetchSettings()
 WINDOW = 32 << 20

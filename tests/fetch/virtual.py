@@ -16,10 +16,10 @@ from random import Random
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Place, Stripe
 from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler, Routes
-from bootseer.fetch.settings import FetchSettings, Purpose
 
 BLOCK = 128 << 10
 _EPSILON = 1e-9

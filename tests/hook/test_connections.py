@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.report.analysis.connections import connection_lines
+from bootseer.report.analysis.rank_connections import connection_lines
 from bootseer.report.analysis.spans import Key, NodeSpans, Span, StartupSpans
 
 JOB = """

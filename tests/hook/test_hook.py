@@ -45,7 +45,7 @@ def _write(folder: Path, source: str) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory):
     """One real distributed job on two ranks, its output and its events."""
     from bootseer.report.inputs import sources
-    from bootseer.report.scan import scan
+    from bootseer.report.log_scan import scan
 
     folder = tmp_path_factory.mktemp("trained")
     env = {**os.environ, "BOOTSEER_SPOOL": str(folder / "spool")}

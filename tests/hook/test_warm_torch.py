@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from hook.test_hook import TORCHRUN, needs_torch
 
 pytestmark = needs_torch

@@ -17,7 +17,7 @@ from bootseer.artifact.places import unpacked_folder
 from bootseer.image.mounting import methods
 from bootseer.mounts.method import MountMethod
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from busybox import running
 from conftest_launch import BOOTSEER
 from plain_user import UID, as_plain_user, home_of, run_as_plain_user

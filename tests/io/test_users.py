@@ -21,8 +21,8 @@ from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.checkpoint.writing.lane import Lane, WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import TransientError
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.settings import FetchSettings
 from bootseer.io import deadline
 from bootseer.io.executor import Executor
 from bootseer.io.tasks import Tasks

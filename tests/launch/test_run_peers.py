@@ -18,7 +18,7 @@ import pytest
 
 from bootseer.mounts.process import ProcessId
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from conftest_launch import BOOTSEER
 from image_node import LARGE_BYTES, have_converted
 from image_node import Node as ImageNode

@@ -19,7 +19,7 @@ import pytest
 
 from bootseer.image.sources.open import this_platform
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from bootseer.trace.event import Event
 from busybox import CONFIG
 from conftest_launch import BOOTSEER, stages

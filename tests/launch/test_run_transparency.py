@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from conftest_launch import BOOTSEER
 
 pytestmark = pytest.mark.slow

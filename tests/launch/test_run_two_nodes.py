@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from conftest_launch import BOOTSEER
 from registry import free_port
 

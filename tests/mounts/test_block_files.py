@@ -18,9 +18,9 @@ import pytest
 from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.record import read_record
-from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.session import Session
 from bootseer.mounts.block_files import BlockFileService, ServedFile
 from bootseer.mounts.layers import mount_erofs

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import bootseer.peers.readers
 from bootseer.cache.cache import Cache
-from bootseer.cache.file import CachedFile
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client

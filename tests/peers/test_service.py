@@ -145,8 +145,8 @@ def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
     node: Node, index: Index, source: BlockSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.job.register_blocks(source)
-    monkeypatch.setattr("bootseer.cache.file._RESERVE_BYTES", 1 << 60)
-    monkeypatch.setattr("bootseer.cache.file._RESERVE_SHARE", 1.0)
+    monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_SHARE", 1.0)
     with pytest.raises(NotFoundError):
         node.ask(index, 2)
     filled = node.blocks.figures()["filled_bytes"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.analysis.spans import startups
 from bootseer.report.analysis.starts import environment_starts, environment_summary
 from bootseer.report.model_starts import EnvironmentStart

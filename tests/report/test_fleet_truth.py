@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.inputs import Source
+from bootseer.report.log_scan import scan
 from bootseer.report.model import Report
-from bootseer.report.scan import scan
 from bootseer.trace.event import decode
 from bootseer.units import format_hours
 from fleet import BARRIERS, DEFAULT_WORK, EPOCH_NS, INSTALL, NS, RELEASE_S, Fleet, slow_installs

@@ -14,7 +14,7 @@ import zstandard
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.report import inputs
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from fleet import Fleet
 
 LINES = Fleet(2).lines()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.analysis.starts import peers_summary
 from bootseer.trace.event import Event
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.trace.event import INSTANT, KINDS, PHASES, Event
 from startups import EPOCH_S, began, moment, report, row, span
 

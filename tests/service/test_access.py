@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.errors import TransientError, UsageError
 from bootseer.report.inputs import Source
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from bootseer.service import schema
 from bootseer.service.access import COOKIE, READ, Tokens, needed, networks
 from bootseer.service.app import _check_access

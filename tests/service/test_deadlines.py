@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.service.deadlines import Day, Deadlines, words
-from bootseer.service.upkeep import CLASSES, class_of
+from bootseer.service.histogram import CLASSES, class_of
 
 INSTALL = "environment_setup.install"
 

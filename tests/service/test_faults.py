@@ -21,7 +21,7 @@ import zstandard
 from sqlalchemy import select
 
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.reading import read_report
+from bootseer.report.read_logs import read_report
 from bootseer.service import schema
 from bootseer.service.app import Settings
 from bootseer.service.database import Database

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import warm
 from bootseer.errors import UsageError
 from bootseer.service.deadlines import Day, Deadlines
+from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.over_time import band, exported, now, since_day
 from bootseer.service.rows import DAY_NS
 from bootseer.service.schema import OPEN, live, start
-from bootseer.service.upkeep import CLASSES, class_of, roll_up
+from bootseer.service.upkeep import roll_up
 from conftest_launch import BOOTSEER
 from fleet import EPOCH_NS, INSTALL, Fleet
 from running_service import running_service

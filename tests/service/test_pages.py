@@ -25,8 +25,8 @@ from bootseer.service import schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
 from bootseer.service.database import Database, default_url
-from bootseer.service.over_time import Answers
 from bootseer.service.rows import day_of
+from bootseer.service.shared_answers import Answers
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
 from fleet_month import Month
 from running_service import RunningService, ask, running_service
@@ -124,7 +124,7 @@ def test_jobs_are_found_by_a_part_of_their_name_and_filters_narrow_all_of_a_page
 
 
 def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they_asked(monkeypatch: Any) -> None:
-    monkeypatch.setattr("bootseer.service.over_time._LASTS", 1e9)
+    monkeypatch.setattr("bootseer.service.shared_answers._LASTS", 1e9)
     begun: list[float] = []
 
     def make(request: Request) -> Response:
@@ -156,7 +156,7 @@ def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they
 
 def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(monkeypatch: Any) -> None:
     for name, value in (("_LASTS", 0.0), ("_SLOW_S", -1.0)):
-        monkeypatch.setattr(f"bootseer.service.over_time.{name}", value)
+        monkeypatch.setattr(f"bootseer.service.shared_answers.{name}", value)
     made: list[int] = []
 
     def make(request: Request) -> Response:

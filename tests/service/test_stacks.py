@@ -18,7 +18,7 @@ import pytest
 
 from bootseer.launch.doctor import check_stacks
 from bootseer.service.deadlines import Day, Deadlines
-from bootseer.service.upkeep import CLASSES
+from bootseer.service.histogram import CLASSES
 from bootseer.trace import stacks
 from bootseer.trace.event import decode
 from bootseer.trace.stacks import Sampler, StackRequest, read_requests

@@ -16,25 +16,17 @@ from hypothesis import strategies as st
 from sqlalchemy import delete, select
 
 from bootseer.errors import TransientError
+from bootseer.report.analysis.compose import Analysis
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import Analysis
 from bootseer.report.analysis.spans import unique
 from bootseer.report.inputs import Source
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from bootseer.service import schema
 from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.histogram import CLASSES, bound_s, class_of, quantile_s
 from bootseer.service.raw import LOG
 from bootseer.service.rows import DAY_NS
-from bootseer.service.upkeep import (
-    CLASSES,
-    bound_s,
-    class_of,
-    forget,
-    quantile_s,
-    reconcile,
-    reindex,
-    roll_up,
-)
+from bootseer.service.upkeep import forget, reconcile, reindex, roll_up
 from fleet import EPOCH_NS, INSTALL, Fleet
 from service.test_derive import Place, contents
 

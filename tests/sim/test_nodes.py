@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from bootseer.errors import PermanentError
-from bootseer.fetch.schedule import Scheduler
+from bootseer.fetch.scheduler import Scheduler
 from bootseer.sim.engine import Engine
+from bootseer.sim.job_start import ARMS, simulate
 from bootseer.sim.nodes import BlockFile, Job, Node, Store
 from bootseer.sim.scenario import Fault, read_scenario, shipped
-from bootseer.sim.start import ARMS, simulate
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.locks import try_flock
+from bootseer.io.locks import claim
 from bootseer.logs import logger
 from bootseer.mounts.control import send_request, socket_path
 from bootseer.mounts.state import MountState, Runtime
@@ -343,12 +343,12 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
     servers: list[_Server] = []
     locks: list[int] = []
     try:
-        locks.append(_locked(settings.runtime / _LOCK, "an agent runs already", "bootseer agent status"))
+        locks.append(claim(settings.runtime / _LOCK, "an agent runs already", "bootseer agent status"))
         # An agent with another runtime folder does not know our mounts and would delete what they use. The lock has the
         # host's name, because hosts may share the cache.
         shared = settings.cache / f"agent.{socket.gethostname()}.lock"
         hint = "stop it, or use another cache (BOOTSEER_CACHE)"
-        locks.append(_locked(shared, f"an agent with another runtime folder cleans up {settings.cache}", hint))
+        locks.append(claim(shared, f"an agent with another runtime folder cleans up {settings.cache}", hint))
         for server in _listening(settings.runtime, listen):
             servers.append(server)
             server.agent = agent
@@ -370,15 +370,6 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             (settings.runtime / SOCKET).unlink(missing_ok=True)
         for lock in locks:
             os.close(lock)
-
-
-def _locked(path: Path, refused: str, hint: str) -> int:
-    """Take the lock; returns its descriptor. Raises `UsageError(refused)` if another process holds it."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if try_flock(lock):
-        return lock
-    os.close(lock)
-    raise UsageError(refused, hint=hint)
 
 
 def request_status(runtime: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from msgspec import Struct
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
+from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
-from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.mounts import shared_layers
 from bootseer.mounts.state import Runtime

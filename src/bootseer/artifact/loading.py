@@ -18,7 +18,7 @@ from bootseer.blocks.index import Index
 from bootseer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from bootseer.cache.file import CachedFile
+    from bootseer.cache.cached_file import CachedFile
     from bootseer.fetch.hotset import Block
 
 Loading = Literal["auto", "lazy", "pull"]

@@ -20,10 +20,10 @@ from msgspec import Struct
 
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries, evict
+from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import Damaged, mapped
 from bootseer.cache.entries import Entry
 from bootseer.cache.eviction_plan import Candidate, Step, goal_bytes, plan
-from bootseer.cache.file import CachedFile
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from bootseer.cli.command import Group, json_option, listen_address
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
+from bootseer.cli.verb_parts import Group, json_option, listen_address
 from bootseer.units import format_bytes, format_seconds
 
 _VERBS = {

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.cli.command import Group, json_option
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, table
+from bootseer.cli.verb_parts import Group, json_option
 from bootseer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback
-from bootseer.cli.command import Group, json_option, with_options
 from bootseer.cli.output import Output, Progress
+from bootseer.cli.verb_parts import Group, json_option, with_options
 from bootseer.errors import PermanentError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 

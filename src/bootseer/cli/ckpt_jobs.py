@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, split
-from bootseer.cli.command import json_option, with_options
 from bootseer.cli.output import Output, table
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 

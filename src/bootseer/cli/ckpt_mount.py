@@ -10,9 +10,9 @@ import click
 
 from bootseer.checkpoint.layout import MAX_STRIPES
 from bootseer.cli.ckpt_place import tell_fallback
-from bootseer.cli.command import json_option
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
+from bootseer.cli.verb_parts import json_option
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import os
 
 import click
 
-from bootseer.cli.command import Amount
 from bootseer.cli.output import Progress, print_json, terminal
+from bootseer.cli.verb_parts import Amount
 
 
 @click.command("diff")
@@ -47,7 +47,7 @@ def diff_command(
     bootseer diff --baseline last-week/*.log.gz today.log.gz --min-seconds 5
     """
     from bootseer.report.analysis.diff import Limits, compare
-    from bootseer.report.reading import read_runs
+    from bootseer.report.read_logs import read_runs
 
     places = [*baseline, *sides]
     if len(places) < 2 or (len(places) > 2 and not baseline):

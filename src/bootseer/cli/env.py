@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from bootseer.cli.command import Group, MayHaveCommand, json_option, with_options
 from bootseer.cli.env_options import CAPTURE, KEY, SETUP, wanted
 from bootseer.cli.env_store import STORE, cache, catalog_of, document_of
 from bootseer.cli.image_options import TRUST
 from bootseer.cli.output import Output, Progress
+from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
 from bootseer.errors import UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import json_option, with_options
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import PLAIN_HTTP, signatures
 from bootseer.cli.options import Option
 from bootseer.cli.output import Output, table
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 

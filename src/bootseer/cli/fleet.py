@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import json_option
 from bootseer.cli.output import Output, Progress, print_json, table, terminal
+from bootseer.cli.verb_parts import json_option
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.units import S_PER_H, format_bytes, format_seconds
 
@@ -150,7 +150,7 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
     if service is None or logs:
         from bootseer.cli.report import watched
         from bootseer.report.analysis.prepare import Options
-        from bootseer.report.reading import read_report
+        from bootseer.report.read_logs import read_report
 
         with watched(True, as_json, "auto") as show:
             read_report(logs or (job,), Options(job=job if logs else None), os.environ, watch=show, wait=wait)
@@ -244,7 +244,7 @@ def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
     """A temporary database with the starts of these logs."""
     import tempfile
 
-    from bootseer.report.reading import read_all
+    from bootseer.report.read_logs import read_all
     from bootseer.service.database import Database, default_url
     from bootseer.service.derive import derive_found
     from bootseer.service.upkeep import roll_up

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import Group, MayHaveCommand, json_option, with_options
 from bootseer.cli.image_options import CONTAINER, CONVERTED, SOURCE, request, request_of_verb, wanted
 from bootseer.cli.output import Output, shown, table
+from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
 from bootseer.errors import UsageError
 from bootseer.units import format_bytes
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 from msgspec.structs import replace
 
-from bootseer.cli.command import json_option, listen_address
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import parse_layer_limits, signatures
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
+from bootseer.cli.verb_parts import json_option, listen_address
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import Group, json_option, with_options
 from bootseer.cli.image_options import CONVERTED, request_of_verb
 from bootseer.cli.output import Output, table, write_file
+from bootseer.cli.verb_parts import Group, json_option, with_options
 from bootseer.errors import PermanentError, UsageError
 from bootseer.units import format_bytes
 

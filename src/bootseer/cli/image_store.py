@@ -8,11 +8,11 @@ from contextlib import closing
 
 import click
 
-from bootseer.cli.command import json_option, with_options
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import PLAIN_HTTP, request_of_verb
 from bootseer.cli.options import Option
 from bootseer.cli.output import Output
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.units import format_bytes, plural
 
 _STORE = (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.cli.command import Amount
 from bootseer.cli.output import Progress, print_json, terminal, write_file
+from bootseer.cli.verb_parts import Amount
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def report_command(
     """
     from bootseer.cli.pattern import compiled, of_stages
     from bootseer.report.analysis.prepare import Options
-    from bootseer.report.reading import read_report
+    from bootseer.report.read_logs import read_report
 
     if wait and not follow:
         raise click.UsageError("--wait needs --follow")
@@ -135,7 +135,7 @@ def report_command(
 def _hints() -> Iterator[None]:
     """Adds to errors of the analysis the options of this verb that help."""
     from bootseer.report.analysis.prepare import SeveralJobsError, printable
-    from bootseer.report.reading import NoSuchJobError
+    from bootseer.report.read_logs import NoSuchJobError
 
     try:
         yield

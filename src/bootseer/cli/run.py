@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.command import WithCommand, command_of, with_options
 from bootseer.cli.run_options import OPTIONS, start
+from bootseer.cli.verb_parts import WithCommand, command_of, with_options
 from bootseer.errors import UsageError
 
 

@@ -12,8 +12,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import Group, json_option, listen_address
 from bootseer.cli.output import Output, table
+from bootseer.cli.verb_parts import Group, json_option, listen_address
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.units import plural
 

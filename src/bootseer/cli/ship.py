@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.cli.command import Amount, json_option
 from bootseer.cli.output import Output
+from bootseer.cli.verb_parts import Amount, json_option
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.units import plural
 

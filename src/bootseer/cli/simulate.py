@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.command import json_option
 from bootseer.cli.output import Output, Progress, table, write_file
+from bootseer.cli.verb_parts import json_option
 from bootseer.errors import PermanentError, UsageError
 
 if TYPE_CHECKING:
+    from bootseer.sim.job_start import Outcome
     from bootseer.sim.scenario import Month, Scenario
-    from bootseer.sim.start import Outcome
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from bootseer.sim.job_start import ARMS, MORE_ARMS
     from bootseer.sim.scenario import shipped
-    from bootseer.sim.start import ARMS, MORE_ARMS
 
     return [
         name for name in (shipped() if param.name == "scenario" else [*ARMS, *MORE_ARMS]) if name.startswith(incomplete)
@@ -85,8 +85,8 @@ def simulate_command(
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
     """
+    from bootseer.sim.job_start import ARMS, MORE_ARMS
     from bootseer.sim.scenario import read_scenario
-    from bootseer.sim.start import ARMS, MORE_ARMS
 
     variants = [
         (label, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
@@ -134,7 +134,7 @@ def simulate_command(
 
 
 def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]:
-    from bootseer.sim.start import simulate
+    from bootseer.sim.job_start import simulate
 
     done: list[Outcome] = []
     with Progress("simulating") as progress:

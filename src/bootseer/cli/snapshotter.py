@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from bootseer import logs
-from bootseer.cli.command import with_options
 from bootseer.cli.image_options import SOURCE, parse_workload, signatures
+from bootseer.cli.verb_parts import with_options
 from bootseer.errors import UsageError
 
 _OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", "layer_limits"))

@@ -7,7 +7,7 @@ import os
 import click
 
 from bootseer import __version__
-from bootseer.cli.command import Group
+from bootseer.cli.verb_parts import Group
 
 _VERBS = {
     "run": ("run", "Run a command and measure its startup."),

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from bootseer.blocks.codec import Buffer
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.reads import Reads, closed
-from bootseer.fetch.settings import Purpose
+from bootseer.fetch.block_reads import Reads, closed
+from bootseer.fetch.fetch_settings import Purpose
 from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import show_threads
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.fetch_settings import FetchSettings
 
 Block = tuple[str, int]
 """Identity of a block file, and block number."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.settings import FetchSettings, Purpose
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 
 if TYPE_CHECKING:
     from bootseer.blocks.index import Place, Stripe

@@ -25,9 +25,9 @@ from typing import Final, Protocol, TypeVar
 from msgspec import field
 
 from bootseer.errors import BootseerError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch, Geometry, Key, OriginQueues, Pace, Wanted
-from bootseer.fetch.schedule import Scheduler
-from bootseer.fetch.settings import FetchSettings, Purpose
+from bootseer.fetch.scheduler import Scheduler
 
 T = TypeVar("T")
 _WINDOW_RUNS: Final = 8

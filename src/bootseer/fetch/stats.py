@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from bootseer.fetch.settings import Purpose
+from bootseer.fetch.fetch_settings import Purpose
 
 
 class FetchStats(Struct):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bootseer.errors import TransientError
+from bootseer.errors import TransientError, UsageError
 
 HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
 _POLL_S = 0.005
@@ -52,6 +52,18 @@ def flocked(path: Path, *, deadline_s: float) -> Iterator[int]:
                 return
         finally:
             os.close(fd)
+
+
+def claim(path: Path, taken: str, hint: str = "") -> int:
+    """Lock a file, created if missing, without waiting; returns its descriptor, which holds the lock.
+
+    Raises `UsageError` with the message `taken` if another process holds it, and `OSError`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if try_flock(fd):
+        return fd
+    os.close(fd)
+    raise UsageError(taken, hint=hint)
 
 
 def is_same(fd: int, path: Path) -> bool:

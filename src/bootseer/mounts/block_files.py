@@ -17,12 +17,12 @@ from msgspec.structs import asdict
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
-from bootseer.cache.file import CachedFile
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
 from bootseer.fetch.record import RecordWriter
-from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import mount
 from bootseer.mounts.daemon import open_peers

@@ -17,7 +17,7 @@ from typing import Final
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, CorruptError, TransientError
-from bootseer.fetch.transfer import Form
+from bootseer.fetch.block_request import Form
 from bootseer.logs import logger
 from bootseer.peers.choice import RUN_BYTES, Level, Members, Route, Step
 from bootseer.peers.client import Client, Watch
@@ -105,7 +105,7 @@ class PeerGroup:
 
 
 class FilePeers:
-    """The nodes as origins of one file: `fetch.transfer.Peers`."""
+    """The nodes as origins of one file: `fetch.block_request.Peers`."""
 
     uri = NAME
 
@@ -151,7 +151,7 @@ def run_bytes(file_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PeerOrigin:
-    """One node: `fetch.transfer.Origin`."""
+    """One node: `fetch.block_request.Origin`."""
 
     group: PeerGroup
     step: Step

@@ -24,7 +24,7 @@ from typing import Final
 from zlib import crc32
 
 from bootseer.cache.cache import Cache
-from bootseer.cache.file import CachedFile
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.timer import Timer
 from bootseer.peers.choice import Level

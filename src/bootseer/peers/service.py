@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from bootseer.cache.cache import Cache
-from bootseer.cache.file import CachedFile
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.settings import FetchSettings
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client

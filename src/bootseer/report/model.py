@@ -1,6 +1,6 @@
 """The report as data: the result of the analysis, shown by every renderer.
 
-`Report` is the result of `analysis.report`. Terminal, HTML, Perfetto and JSON outputs are views of it, so each number
+`Report` is the result of `analysis.compose`. Terminal, HTML, Perfetto and JSON outputs are views of it, so each number
 is computed once. docs/formats/report.md describes the JSON for other programs. All times are seconds since the
 startup's own zero (`Startup.zero_ns`), on the clock of the reference node.
 """

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from bootseer.errors import UsageError
-from bootseer.io.locks import try_flock
+from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
@@ -33,9 +33,10 @@ from bootseer.service.derive import Derived, Patterns
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
 from bootseer.service.metrics import Metrics
-from bootseer.service.over_time import Answers, OverTime
+from bootseer.service.over_time import OverTime
 from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
+from bootseer.service.shared_answers import Answers
 from bootseer.service.upkeep import RAW_DAYS, Upkeep
 from bootseer.store.open import is_loopback, open_store
 
@@ -243,12 +244,10 @@ def locked(settings: Settings) -> Iterator[None]:
     """Lock the data folder. Raises `UsageError` if another process has locked it, or if it cannot be written."""
     path = settings.data / "lock"
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = claim(path, f"another service uses {settings.data}", _OTHERWISE)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint=_OTHERWISE) from error
     try:
-        if not try_flock(lock):
-            raise UsageError(f"another service uses {settings.data}", hint=_OTHERWISE)
         yield
     finally:
         os.close(lock)

@@ -13,7 +13,7 @@ from operator import add
 from typing import Any, Final
 
 from bootseer.report.analysis.lanes import TRAINING_BEGAN
-from bootseer.service.upkeep import CLASSES, quantile_s
+from bootseer.service.histogram import CLASSES, quantile_s
 from bootseer.units import format_seconds
 
 LEARNED_DAYS: Final = 28

@@ -21,13 +21,13 @@ from sqlalchemy import Connection, bindparam, delete, func, insert, select, text
 
 from bootseer.errors import TransientError
 from bootseer.logs import logger
+from bootseer.report.analysis.compose import Analysis
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import Analysis
 from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans, unique
 from bootseer.report.foreign.parser import UNKNOWN_JOB
 from bootseer.report.inputs import Source
+from bootseer.report.log_scan import Scanned, scan
 from bootseer.report.model import Report
-from bootseer.report.scan import Scanned, scan
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name

@@ -24,11 +24,11 @@ from starlette.routing import Route
 from bootseer.errors import TransientError
 from bootseer.service import questions
 from bootseer.service.database import Database
+from bootseer.service.histogram import CLASSES, bound_s
 from bootseer.service.over_time import OverTime, now
 from bootseer.service.questions import Filter, bucket_name
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import alert, stage, stage_day, start, technique_start
-from bootseer.service.upkeep import CLASSES, bound_s
 from bootseer.units import PROMETHEUS, Figures
 
 _PERIOD_DAYS: Final = 28

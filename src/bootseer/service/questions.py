@@ -20,6 +20,7 @@ from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, 
 
 from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.verdict import BUCKETS
+from bootseer.service.histogram import CLASSES, class_of, quantile_s
 from bootseer.service.rows import BEGAN
 from bootseer.service.schema import (
     CLOSED,
@@ -36,7 +37,6 @@ from bootseer.service.schema import (
     storage_day,
     technique_start,
 )
-from bootseer.service.upkeep import CLASSES, class_of, quantile_s
 from bootseer.trace.event import FAILED
 from bootseer.units import NS_PER_S
 

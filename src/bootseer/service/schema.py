@@ -204,7 +204,7 @@ stage_day: Final = Table(
     _sum("wait_s"),
     _sum("gpu_s"),
     _sum("cost"),
-    # Histograms in 64 classes (`upkeep.class_of`), as JSON: of the starts' medians over nodes, and of their 99th
+    # Histograms in 64 classes (`histogram.class_of`), as JSON: of the starts' medians over nodes, and of their 99th
     # percentiles.
     _text("hist"),
     _text("hist99"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 import time
 from collections import defaultdict
@@ -23,15 +22,13 @@ from bootseer.logs import logger
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, Patterns, derive_attempt
+from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.raw import EVENTS, RawStore, parse_name
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
 Gap = tuple[int, int]
-CLASSES: Final = 64
-_FIRST_S: Final = 0.05
-_PER_DOUBLING: Final = 4
 _SUM_EVERY_S: Final = 2.0
 _RECONCILE_EVERY_S: Final = 60.0
 _FORGET_EVERY_S: Final = 3600.0
@@ -39,28 +36,6 @@ _PAGES: Final = 20_000
 """Maximum number of SQLite pages to return to the disk at once, because other transactions wait meanwhile."""
 RAW_DAYS: Final = 14
 """How long raw lines are kept; starts, reports and sums are kept for ever."""
-
-
-def class_of(value_s: float) -> int:
-    """The class of a duration in `stage_day.hist`: bounds grow by 2 ** 0.25, from 0.05 s to 46 minutes."""
-    if value_s <= _FIRST_S:
-        return 0
-    return min(math.ceil(_PER_DOUBLING * math.log2(value_s / _FIRST_S)), CLASSES - 1)
-
-
-def bound_s(number: int) -> float:
-    return _FIRST_S * math.pow(2.0, number / _PER_DOUBLING)
-
-
-def quantile_s(hist: Iterable[int], share: float) -> float | None:
-    """A quantile of a histogram, accurate to 19 %; None if it is empty."""
-    counts = list(hist)
-    wanted, seen = share * sum(counts), 0
-    for number, count in enumerate(counts):
-        seen += count
-        if count and seen >= wanted:
-            return bound_s(number)
-    return None
 
 
 def roll_up(database: Database, day: int) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Final
 from bootseer.cache.eviction_plan import Candidate, goal_bytes, plan
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Lookup, decide
+from bootseer.sim.job_start import environment_document, simulate
 from bootseer.sim.scenario import Month, Scenario
-from bootseer.sim.start import environment_document, simulate
 
 _DAY_S: Final = 86400.0
 Times = dict[tuple[int, int], tuple[float, float, float]]

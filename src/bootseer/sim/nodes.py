@@ -2,7 +2,7 @@
 
 The real code makes the decisions: `fetch.routed` with hot sets, pacing and hedged requests, `peers.choice` and
 `peers.health`. Store, links, processors and sockets between nodes are models: an owner answers with its blocks, reports
-that it is fetching them, or hangs. A request is delivered as a whole; `Health` hears of its progress at intervals.
+that it is fetching them, or hangs. A request is delivered as a whole, and `Health` gets its progress at intervals.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from bootseer.blocks.codec import ZSTD, Buffer
 from bootseer.blocks.index import Place, Stripe
 from bootseer.errors import BootseerError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
-from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.peers.choice import Level, Members, Peer, Route, Step
 from bootseer.peers.health import Health, PeerRequest
 from bootseer.peers.origins import run_bytes

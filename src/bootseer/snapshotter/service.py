@@ -22,7 +22,7 @@ from bootseer.agent.agent import activated_socket, is_activated, notify
 from bootseer.artifact.places import own_folder
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.io.locks import try_flock
+from bootseer.io.locks import claim
 from bootseer.logs import logger
 from bootseer.machine.check import Check
 from bootseer.snapshotter.lazy import LazyImages, Settings
@@ -62,9 +62,7 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     if len(os.fsencode(socket)) > _MAX_SOCKET:
         raise UsageError(f"{socket}: too long for a socket", hint=f"at most {_MAX_SOCKET} bytes")
     own_folder(root, otherwise="name another folder with --root")
-    lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if not try_flock(lock):
-        raise UsageError(f"another snapshotter serves {root}", hint="name another folder with --root")
+    lock = claim(root / "lock", f"another snapshotter serves {root}", "name another folder with --root")
     snapshots = Snapshots(root, LazyImages(root, settings))
     own_folder(socket.parent, otherwise="name another socket with --socket")
     if socket.exists() and not stat.S_ISSOCK(socket.stat().st_mode):

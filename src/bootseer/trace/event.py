@@ -5,7 +5,7 @@
 The tag may be anywhere in a line, because launchers and log collectors add prefixes. The format is specified in
 docs/formats/event.md; change both or neither.
 
-No I/O: callers read the clocks, `trace.sinks` writes the lines, and `report.scan` finds them.
+No I/O: callers read the clocks, `trace.sinks` writes the lines, and `report.log_scan` finds them.
 """
 
 from __future__ import annotations

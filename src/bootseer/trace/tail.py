@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from bootseer.errors import UsageError
-from bootseer.io.locks import try_flock
+from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.trace import ship
@@ -115,10 +114,7 @@ class Logs:
                 if time.time() - entry.stat().st_mtime > _MAX_AGE_S:
                     Path(entry).unlink()
         path = state / f"{fingerprint(about)[:32]}.json"
-        self._positions = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        if not try_flock(self._positions):
-            os.close(self._positions)
-            raise UsageError("another process follows the same logs for this job and service")
+        self._positions = claim(path, "another process follows the same logs for this job and service")
         self._streams = self._load()
         self._lost: set[str] = set()
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 import hadoop
 from bootseer.places import open_place
 from bootseer.report.inputs import sources
-from bootseer.report.scan import scan
+from bootseer.report.log_scan import scan
 from checkpoint.peer_nodes import Node, meet
 from checkpoint.striped_files import content_of, put_striped
 from conftest_launch import BOOTSEER

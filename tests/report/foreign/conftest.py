@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bootseer.report.foreign.parser import Findings, Line, Parser, plain
-from bootseer.report.foreign.programs import parsers
+from bootseer.report.foreign.program_tables import parsers
 from bootseer.report.foreign.times import parse_prefix
 
 REFERENCE_NS = 1_795_197_600 * 10**9  # 2026-11-20T18:00:00Z

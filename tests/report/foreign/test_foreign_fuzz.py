@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.report.foreign.parser import Findings, Line, plain
-from bootseer.report.foreign.programs import parsers, search
+from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.times import EARLIEST_NS, LATEST_NS, MAX_DURATION_NS
 from bootseer.trace.event import decode, encode
 

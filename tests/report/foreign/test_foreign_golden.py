@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.report.foreign.programs import PROGRAMS
+from bootseer.report.foreign.program_tables import PROGRAMS
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LOGS = sorted(GOLDEN.glob("*/*.log"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bootseer.report.foreign.parser import Line, image_reference
-from bootseer.report.foreign.programs import parsers
+from bootseer.report.foreign.program_tables import parsers
 from bootseer.report.foreign.rules import Site, hosts_of
 from bootseer.trace.event import decode, encode
 

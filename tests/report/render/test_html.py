@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.analysis.stragglers import host_list
 from bootseer.report.model import Report
 from bootseer.report.render import html

@@ -19,7 +19,7 @@ from functools import partial
 from msgspec import Struct
 
 from bootseer.cache.cache import Cache
-from bootseer.cache.file import CachedFile
+from bootseer.cache.cached_file import CachedFile
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
 from bootseer.checkpoint.reading.buffer import ChunkBuffer

@@ -22,8 +22,8 @@ from functools import partial
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
+from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
-from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import BootseerError, TransientError

@@ -11,7 +11,7 @@ never end it.
     Checked 2 packages in 42ms            uv when all is there; older versions: `Audited`
 
 uv prints a duration for each phase: with line times a span that reaches back before the first, else a fact with their
-sum. Package names and URLs are never repeated: a requirement may hold a token.
+sum. Package names and URLs are never shown: a requirement may contain a token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UV = re.compile(
 
 
 class PipParser(Parser):
-    """See the module's docstring."""
+    """pip's installations in one log."""
 
     name = "pip"
     clues = (
@@ -74,7 +74,7 @@ class PipParser(Parser):
 
     def _begins(self, line: Line, *, nested: bool, words: str) -> None:
         if (self._installing and not nested and words != "Building wheels for") or self._lone(line):
-            self._close()  # a good burst says that it ended before the next begins
+            self._close()  # a successful burst has an end before the next begins
         self._first = self._first or line
         self._collected += words == "Collecting"
         self._sure |= self._collected > 1 or words != "Collecting"
@@ -109,7 +109,7 @@ class PipParser(Parser):
 
 
 class UvParser(Parser):
-    """See the module's docstring."""
+    """uv's installations in one log."""
 
     name = "uv"
     # Within JSON, colours are escaped.

@@ -13,8 +13,8 @@ Time`): so its events have times, as exact as the ages are (`precision_s`).
     Container image "registry.example/moe:1" already present on machine
 
 The pod is the node of its events, as it is the host name that the job itself sees; the machine is the attribute `host`.
-containerd knows no pod: its node is the file's. `Created` and `Started` follow `Pulled` within milliseconds and are
-left unread.
+containerd's log names no pod: its node is the file's. `Created` and `Started` follow `Pulled` within milliseconds and
+are ignored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ORDER = list(_KINDS)
 
 @dataclass(slots=True)
 class _Moment:
-    """One event: what was said, of which pod, when."""
+    """One event: its message, pod and time."""
 
     line: Line
     message: str
@@ -88,7 +88,7 @@ class _Moment:
     wall_ns: int | None
     kind: str = ""
     age_s: int = -1
-    """How long before it was shown, where that is known; then `precision_s` says what is cut off."""
+    """How long before the log was printed, if only that is known, in units of `precision_s`; else -1."""
     precision_s: int = 0
     took_s: int = -1
     """The difference of two ages, where no time is known."""
@@ -207,14 +207,14 @@ class KubernetesParser(Parser):
         # `kubectl get events` promises no order.
         self._moments.sort(key=lambda each: (each[0].wall_ns or 0, _ORDER.index(each[0].kind)))
         for moment, found in self._moments:
-            self._tell(moment, found)
+            self._record(moment, found)
         for pod, created in self._created.items():
             self._builder.span(created.line, QUEUE, created.wall_ns, None, place=Place(pod))
         for (_, image), begun in self._pulling.items():
             self._span(begun, image, begun.wall_ns, None)
         return self._builder.finish()
 
-    def _tell(self, moment: _Moment, found: re.Match[str]) -> None:
+    def _record(self, moment: _Moment, found: re.Match[str]) -> None:
         match moment.kind:
             case "created" if moment.wall_ns is not None:
                 self._created[found[1]] = moment
@@ -261,7 +261,7 @@ class ContainerdParser(Parser):
         begun = self._pulling.pop(image if image in self._pulling else next(short, image), None)
         attrs = {"image": make.image_reference(image), **attrs}
         if line.wall_ns is not None:
-            # Two pods may pull one image at once: the begin at hand is the later one's, the duration knows better.
+            # If two pods pull the same image, the begin may be that of the later one: the duration is more reliable.
             begins = [begun.wall_ns] if begun is not None and begun.wall_ns is not None else []
             begins += [line.wall_ns - duration_ns] if duration_ns is not None else []
             begin_ns = min(begins, default=None)

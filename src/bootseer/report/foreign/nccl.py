@@ -57,10 +57,10 @@ class _Communicator:
 
 
 class NcclParser(Parser):
-    """See the module's docstring."""
+    """The communicators in one log."""
 
     name = "nccl"
-    # Holds in all three kinds of line in every version, and in no line of the steady state.
+    # Contained in all three kinds of line in every version, and in no line of the steady state.
     clues = (
         Clue(
             b"Init ",
@@ -116,7 +116,7 @@ class NcclParser(Parser):
         builder = Builder(self.name)
         world = max((comm.size for comm in self._communicators), default=0)
         ranks = {(comm.host, comm.pid): comm.comm_rank for comm in self._communicators if comm.size == world}
-        untold: dict[int, list[_Communicator]] = {}
+        without_timings: dict[int, list[_Communicator]] = {}
         for comm in self._communicators:
             attrs = {"comm_rank": comm.comm_rank, "comm_size": comm.size}
             begin_ns = comm.begin_ns
@@ -129,8 +129,8 @@ class NcclParser(Parser):
             if not spanned and comm.total_ns is not None:
                 builder.fact(comm.line, STAGE, _described(comm), comm.total_ns, node=comm.host)
             elif not spanned and comm.complete:
-                untold.setdefault(comm.size, []).append(comm)
-        for size, comms in untold.items():
+                without_timings.setdefault(comm.size, []).append(comm)
+        for size, comms in without_timings.items():
             text = f"NCCL communicator of {size}: {plural(len(comms), 'rank')} complete, without timings"
             builder.fact(comms[0].line, STAGE, text, None, node=comms[0].host)
         return builder.finish()

@@ -1,7 +1,7 @@
-"""The contract of a parser for logs that jobs write anyway, and the builder of what it finds.
+"""The interface of parsers for logs of other programs, and the builder of their findings.
 
-`scan` looks for each parser's clues in raw bytes and hands over only the lines that hold one: a parser sees a few lines
-of a log of gigabytes. One parser object lives for one log file, because the programs spread a story over several lines.
+`log_scan` searches raw bytes for each parser's clues and passes on only the lines that contain one: a parser sees a few
+lines of a log of gigabytes. Each log file has its own parser objects, because a stage may be spread over several lines.
 Foreign programs have no monotonic clock in their logs: `mono_ns` is the wall time. Span ids are made from file and
 line, so that reading a log twice gives the same events, which the reader drops as duplicates.
 """
@@ -24,15 +24,15 @@ from bootseer.units import seconds
 FOREIGN = "parsed_from"
 """The attribute that names the program whose log line an event was made from."""
 UNKNOWN_JOB = "(unknown)"
-"""The job of an event made from a foreign line that names none; the reader puts the real one in its place."""
+"""The job of an event made from a foreign line that names none; `log_scan` replaces it by that of the other events."""
 
 NODES = "nodes"
 """The attribute that lists all nodes of a scheduler's event, as Slurm writes lists."""
 BY_LOG = "step_line"
-"""What a `training_began` from a log's first line about a training step says that it came by."""
+"""The attribute `by` of a `training_began` that was derived from a log's first lines about training steps."""
 MAX_RANK: Final = 10_000_000
 MAX_LINE: Final = 65_536
-"""Parsers read no further into a line: what they know is short, and a line may be of any length."""
+"""Parsers read no further into a line, which may be of any length."""
 _MAX_NAME = 256
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}", re.ASCII)
@@ -73,12 +73,12 @@ class Reader(Protocol):
 
 
 class Parser(Reader, Protocol):
-    """Reads the lines that hold one of `clues`."""
+    """Reads the lines that contain one of `clues`."""
 
     name: str
     clues: tuple[Clue, ...]
-    """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as
-    much as a thousand that hold none."""
+    """Every line that changes the findings must contain one, and as few other lines as possible: each costs as much as
+    a thousand without a clue."""
 
     @property
     def done(self) -> bool:
@@ -97,7 +97,7 @@ def name(text: str) -> str:
 
 
 def rank(text: str | int | None) -> int:
-    """A rank that can be, or `NO_RANK`."""
+    """A plausible rank, or `NO_RANK`."""
     if isinstance(text, str):
         text = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else None
     return text if type(text) is int and 0 <= text < MAX_RANK else NO_RANK
@@ -174,7 +174,7 @@ class Builder:
         return True
 
     def fact(self, line: Line, stage: str, text: str, duration_ns: int | None, *, node: str = "") -> None:
-        """What has no time. `text` must be made of validated parts only: it is shown to people."""
+        """A finding without a time. `text` may contain only validated parts, because it is shown to users."""
         duration_s = None if duration_ns is None else seconds(duration_ns)
         where = f"{line.file}:{line.number}"
         self._findings.facts.append(Fact(self._source, stage, text, duration_s, node or line.node, where))

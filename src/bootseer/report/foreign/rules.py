@@ -2,7 +2,7 @@
 
 A line begins or ends a stage, states its duration, or is an instant. A begin is paired with the end that has the
 same key; a begin whose end is not in the log stays open, unless its rule says that the end is seldom logged. Where a
-line has no time, a duration becomes a fact, and an end a fact without a duration. `programs` holds the tables, and
+line has no time, a duration becomes a fact, and an end a fact without a duration. `program_tables` has the tables, and
 `Site` reads the pattern that a user gives.
 """
 
@@ -24,14 +24,14 @@ from bootseer.trace.event import FAILED, OK
 BEGIN: Final = "begin"
 END: Final = "end"
 FAIL: Final = "fail"
-"""The stage failed here, and did not end well."""
+"""The stage failed."""
 TOOK: Final = "took"
-"""Tells a duration: it ended when the line was written, or at the moment of the rule's `label`."""
+"""States a duration, which ended when the line was written, or at the time of the rule's `label`."""
 MARK: Final = "mark"
 AT: Final = "at"
-"""Tells a time in its text, for the durations that have its `label`."""
+"""States a time, for the durations with its `label`."""
 NOW: Final = "now"
-"""Tells the time of the lines behind it, which have none."""
+"""States the time of the lines after it, which have none."""
 STEP: Final = "step"
 """A training step, or a group of them, is over: the first such line ends the startup."""
 
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
     literal: str
     then: str = ""
     says: str = ""
-    """What a fact says of it."""
+    """Text of a fact."""
     label: str = ""
     seldom_ended: bool = False
     """Begins what is reported only if its end is in the log."""
@@ -84,7 +84,7 @@ class _Open(NamedTuple):
 
 
 class TableParser(Parser):
-    """See the module's docstring."""
+    """The parser of one program's table."""
 
     def __init__(self, name: str, rules: tuple[Rule, ...]) -> None:
         self.name = name

@@ -70,7 +70,7 @@ class Prefix(NamedTuple):
     """What `parse_prefix` found."""
 
     wall_ns: int | None
-    """ns since 1970, or None when the line starts with no time that can be."""
+    """ns since 1970, or None when the line starts with no plausible time."""
     rest: int
     """Offset of the text after the time; 0 if the line has no time."""
 
@@ -143,7 +143,7 @@ def _from_glog(found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | N
 
 
 def _behind_syslog(text: str, found: re.Match[str], reference_ns: int, zone: tzinfo) -> Prefix:
-    """Syslog knows whole seconds only; klog and containerd behind it know more."""
+    """Syslog has whole seconds; the time of klog or containerd after it is more precise."""
     month, day, hour, minute, second, _ = found.groups()
     clock = (_MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second))
     outer = _prefix(_nearest_year(clock, None, reference_ns, zone), found.end())

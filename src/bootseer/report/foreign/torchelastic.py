@@ -54,7 +54,7 @@ class _Rendezvous:
 
 @dataclass(slots=True)
 class _Agent:
-    """One agent process; a log that srun merged holds several."""
+    """One agent process; a log that srun merged contains several."""
 
     launched: Line | None = None
     restart: int = 0
@@ -78,11 +78,11 @@ class _Recorded:
 
 
 class TorchElasticParser(Parser):
-    """See the module's docstring."""
+    """torchrun's agents in one log."""
 
     name = "torchelastic"
-    # The first holds in every line of torch's launcher and agent, among them the lines of a message of many lines; the
-    # second in the lines of older versions, the third in the events.
+    # Every line of torch's launcher and agent contains the first, also within a message of several lines; lines of
+    # older versions contain the second, events the third.
     clues = (
         Clue(b"distributed/", rb"(?<=torch/distributed/)[\w./]{1,120}\.py:\d+\]"),
         Clue(b"distributed.", rb"(?<=torch\.distributed\.)[\w.]{1,120}:"),
@@ -182,17 +182,17 @@ class TorchElasticParser(Parser):
         builder.job = self._job
         seen: set[int] = set()
         for agent in self._agents.values():
-            self._tell(builder, agent)
+            self._add(builder, agent)
             seen.update(rendezvous.restart for rendezvous in agent.all if rendezvous.begin_ns is not None)
         started: set[tuple[str, int]] = set()
         for recorded in self._recorded:
             # The same moments from the agent's lines with times are better.
             if recorded.restart not in seen:
-                self._tell_recorded(builder, recorded, started)
+                self._add_recorded(builder, recorded, started)
         return builder.finish()
 
     @staticmethod
-    def _tell(builder: Builder, agent: _Agent) -> None:
+    def _add(builder: Builder, agent: _Agent) -> None:
         if agent.launched is not None:
             builder.instant(agent.launched, "launcher_start", agent.launched.wall_ns)
         for rendezvous in agent.all:
@@ -225,7 +225,7 @@ class TorchElasticParser(Parser):
             )
 
     @staticmethod
-    def _tell_recorded(builder: Builder, recorded: _Recorded, started: set[tuple[str, int]]) -> None:
+    def _add_recorded(builder: Builder, recorded: _Recorded, started: set[tuple[str, int]]) -> None:
         line, wall_ns, duration_ns = recorded.line, recorded.line.wall_ns, recorded.duration_ns
         place = Place(recorded.node, recorded.restart)
         if recorded.state == "START":

@@ -58,8 +58,8 @@ def own_s(node: Node) -> float:
 
 
 def domain(nodes: list[Node]) -> str:
-    """The domain that the names of all nodes share, such as `.cluster.example.com`: it makes labels long and tells
-    nothing apart. Addresses have none."""
+    """The domain that the names of all nodes share, such as `.cluster.example.com`, which labels omit. Addresses have
+    none."""
     domains = {node.node.partition(".")[2] for node in nodes}
     shared = domains.pop() if len(nodes) > len(domains) == 1 else ""
     return f".{shared}" if any(character.isalpha() for character in shared) else ""

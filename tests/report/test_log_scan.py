@@ -11,11 +11,11 @@ import pytest
 
 from bootseer.errors import UsageError
 from bootseer.report import inputs
-from bootseer.report import scan as scanning
+from bootseer.report import log_scan as scanning
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
-from bootseer.report.foreign.programs import parsers, search
-from bootseer.report.scan import Scanned, scan
+from bootseer.report.foreign.program_tables import parsers, search
+from bootseer.report.log_scan import Scanned, scan
 from bootseer.trace.event import decode, encode
 from fleet import Fleet
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
-from bootseer.fetch.settings import FetchSettings, Purpose
 from fetch.virtual import BLOCK, Fault, Layout, World
 
 SETTINGS = FetchSettings()

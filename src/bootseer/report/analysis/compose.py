@@ -18,7 +18,6 @@ from bootseer.errors import UsageError
 from bootseer.report import model
 from bootseer.report.analysis import barriers as barrier_model
 from bootseer.report.analysis import verdict
-from bootseer.report.analysis.connections import connection_lines
 from bootseer.report.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
 from bootseer.report.analysis.prepare import (
     Options,
@@ -32,6 +31,7 @@ from bootseer.report.analysis.prepare import (
     share,
     total,
 )
+from bootseer.report.analysis.rank_connections import connection_lines
 from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
 from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, Piece, cut, stages
 from bootseer.report.analysis.starts import (

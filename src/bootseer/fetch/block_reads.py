@@ -5,11 +5,11 @@ The path of a missing block:
 1. `read`: the cache does not have it (`MissingBlocks`), so the read becomes a `PendingRead` of the missing blocks.
 2. `_advance`: the scheduler decides which blocks to request now, together with which others, and from which of the
    file's origins (`schedule`); each request goes to a worker thread.
-3. `_fetch`, on that thread: `transfer.fetch_blocks` claims the blocks against other processes, asks the origin,
+3. `_fetch`, on that thread: `block_request.fetch_blocks` claims the blocks against other processes, asks the origin,
    verifies each block as it arrives and stores it in the cache. Blocks claimed by another process are polled
    (`_check_claim`).
-4. `_process_step`: the scheduler is told of the arrival (or of damage, then it retries or gives up), and complete reads
-   are served (`_serve`), from memory or from the cache.
+4. `_process_step`: the arrival, or damage, is reported to the scheduler, which may retry or give up. Complete reads are
+   served (`_serve`), from memory or from the cache.
 
 A cached block is served on the reader's own thread, without a lock during the read. All other state is guarded by
 `_lock`, which is never held during I/O, decoding or callbacks: methods collect `_Actions` under the lock and run them
@@ -30,16 +30,16 @@ from msgspec import Struct, field
 
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
+from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import MissingBlocks
-from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.fetch.block_request import ArrivedBlock, Claim, File, Peers, StoreOrigin, fetch_blocks
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import Availability
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import Done, OtherClaims, PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
-from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.fetch.stats import FetchStats
-from bootseer.fetch.transfer import ArrivedBlock, Claim, File, Peers, StoreOrigin, fetch_blocks
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.logs import logger
 from bootseer.store.store import Store

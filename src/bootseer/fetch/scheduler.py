@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import HotSetTrust
 from bootseer.fetch.ledger import Fetch, Key, Ledger, OriginQueues, Request, Wanted
-from bootseer.fetch.settings import FetchSettings, Purpose
 
 # Minimum delay until the next call: a clock may not advance.
 _MIN_SLEEP_S = 0.001

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bootseer.blocks.codec import decode
 from bootseer.errors import TransientError
-from bootseer.fetch.transfer import StoreOrigin, _cut
+from bootseer.fetch.block_request import StoreOrigin, _cut
 from fetch.files import BLOCK
 from store_doubles import Fault, FaultyStore
 

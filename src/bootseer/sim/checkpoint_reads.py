@@ -349,7 +349,7 @@ class Shared:
     """Data that all nodes of a job read: once from its origin, then from each other, as decided by `peers.readers`."""
 
     def __init__(self, engine: Engine, num_bytes: float, latency_s: float) -> None:
-        """`latency_s`: of a query to the node that knows which nodes have read a unit."""
+        """`latency_s`: of a query to the unit's owner, which records the nodes that have read it."""
         self._engine, self._latency_s = engine, latency_s
         self._readers = Readers()
         self._num = min(_UNITS, max(int(num_bytes) // _UNIT_BYTES, 1))

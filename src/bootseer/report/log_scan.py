@@ -31,7 +31,7 @@ from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.report import inputs
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser, Reader
-from bootseer.report.foreign.programs import parsers, search
+from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import other_unit, parse_prefix
 from bootseer.report.model import Fact, Input

@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from bootseer.errors import UsageError
 from bootseer.logs import logger
 from bootseer.report import inputs
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.live import Live, Moment
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.report import analyse
 from bootseer.report.foreign.parser import UNKNOWN_JOB
+from bootseer.report.log_scan import Growing, Progress, Scanned, scan
 from bootseer.report.model import Report
-from bootseer.report.scan import Growing, Progress, Scanned, scan
 from bootseer.store import addresses
 from bootseer.trace import spools
 from bootseer.units import plural

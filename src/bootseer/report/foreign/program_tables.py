@@ -1,4 +1,4 @@
-"""The tables of programs whose lines speak for themselves; `rules` says how they are read.
+"""The tables of programs in whose logs each line can be understood by itself, read by `rules`.
 
     slurm      slurmctld: a job waits until it is allocated, is configured; slurmd: it begins on its node
     crio       CRI-O's pulls, which have an id
@@ -11,10 +11,9 @@
     transformers   Hugging Face: weights and checkpoint shards, the Trainer's begin
     steps      the first lines about training steps: Megatron, DeepSpeed, MaxText, torchtitan
 
-Patterns are bounded: a hostile line may hold their literal ten thousand times. What a program prints of secrets (Ray's
-environment) pairs its lines and is never told.
-Another clue costs the search nearly nothing, a line that holds one costs as much as a thousand others: clues are to be
-as strict as they can without losing a line.
+Patterns are bounded: a hostile line may contain their literal ten thousand times. Secrets that a program prints (Ray's
+environment) are used to pair its lines and never shown. Another clue costs the search nearly nothing, but a line that
+contains one costs as much as a thousand others: clues should be as strict as possible without losing a line.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bootseer.checkpoint.layout import Policy
+from bootseer.sim.checkpoint_reads import Cluster, Reads, Shared
 from bootseer.sim.engine import Engine
-from bootseer.sim.hdfs import Cluster, Reads, Shared
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 
 from bootseer.blocks.codec import RAW, Buffer, decode
 from bootseer.blocks.index import Index
-from bootseer.cache.file import CachedFile
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.routed import Routes

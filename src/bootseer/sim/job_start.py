@@ -23,8 +23,8 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.sim.checkpoint_reads import Cluster, Reads, Shared
 from bootseer.sim.engine import Engine, Link
-from bootseer.sim.hdfs import Cluster, Reads, Shared
 from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
 from bootseer.sim.scenario import Fault, Scenario
 from bootseer.store.store import Stored

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, TransientError
+from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
-from bootseer.fetch.settings import FetchSettings, Purpose
 from fetch.virtual import BLOCK, Fault, Layout, World
 
 SMALL = FetchSettings(

@@ -1,0 +1,37 @@
+"""Histograms of durations, as in the table `stage_day`: 64 classes, from 0.05 s to 46 minutes.
+
+Sums of days are histograms because medians of days cannot be combined. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+CLASSES: Final = 64
+_FIRST_S: Final = 0.05
+_PER_DOUBLING: Final = 4
+
+
+def class_of(value_s: float) -> int:
+    """The class of a duration: the upper bounds of classes grow by 2 ** 0.25."""
+    if value_s <= _FIRST_S:
+        return 0
+    return min(math.ceil(_PER_DOUBLING * math.log2(value_s / _FIRST_S)), CLASSES - 1)
+
+
+def bound_s(number: int) -> float:
+    """The upper bound of a class."""
+    return _FIRST_S * math.pow(2.0, number / _PER_DOUBLING)
+
+
+def quantile_s(hist: Iterable[int], share: float) -> float | None:
+    """A quantile of a histogram, accurate to 19 %; None if it is empty."""
+    counts = list(hist)
+    wanted, seen = share * sum(counts), 0
+    for number, count in enumerate(counts):
+        seen += count
+        if count and seen >= wanted:
+            return bound_s(number)
+    return None

@@ -1,0 +1,89 @@
+"""Answers to HTTP requests, computed in a few threads and shared between equal requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+
+_LASTS: Final = 5.0
+"""An answer about weeks is reused for this multiple of the time that it took to compute."""
+_SLOW_S: Final = 0.3
+"""If an answer takes longer to compute, the old one is shown meanwhile, for up to `_STALE_S`."""
+_STALE_S: Final = 60.0
+_KEPT: Final = 32
+_THREADS: Final = 4
+"""More threads would only compete for the interpreter lock, and delay batches."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """An answer that is being computed, or was computed last."""
+
+    lock: asyncio.Lock
+    users: int = 0
+    began_s: float = float("-inf")
+    until_s: float = float("-inf")
+    stale_s: float = float("-inf")
+    """Until when it may be returned while the next one is computed."""
+    answer: Response | None = None
+
+
+class Answers:
+    """Computes answers in a few threads, and shares them between equal requests.
+
+    A computation that began after a request arrived is as fresh as one of its own, so it serves all equal requests that
+    were waiting. Answers about weeks of data are also reused for some time, in proportion to the time they took, which
+    bounds the cost of 200 readers on any machine. A slow answer is returned stale while the next one is computed.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[str, str, str], _Asked] = {}
+        self._threads: anyio.CapacityLimiter | None = None
+        self._renewals: set[asyncio.Task[Response]] = set()
+
+    async def of(self, request: Request, make: Callable[[Request], Response], *, of_weeks: bool = False) -> Response:
+        """The result of `make` for the request, or a shared result of an equal request."""
+        arrived_s = time.monotonic()
+        self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
+        key = (request.url.path, request.url.query, request.state.grant.team)
+        asked = self._asked.setdefault(key, _Asked(asyncio.Lock()))
+        if asked.answer is not None and asked.until_s < arrived_s < asked.stale_s:
+            if not asked.lock.locked():
+                renewal = asyncio.create_task(self._made(asked, arrived_s, request, make, of_weeks))
+                self._renewals.add(renewal)
+                renewal.add_done_callback(self._renewals.discard)
+            return asked.answer
+        return await self._made(asked, arrived_s, request, make, of_weeks)
+
+    async def _made(
+        self, asked: _Asked, arrived_s: float, request: Request, make: Callable[[Request], Response], of_weeks: bool
+    ) -> Response:
+        asked.users += 1
+        try:
+            async with asked.lock:
+                if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
+                    asked.began_s = time.monotonic()
+                    asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
+                    now_s = time.monotonic()
+                    took_s = now_s - asked.began_s
+                    asked.until_s = now_s + _LASTS * took_s if of_weeks else now_s
+                    asked.stale_s = asked.until_s + (_STALE_S if of_weeks and took_s > _SLOW_S else 0.0)
+                return asked.answer
+        finally:
+            asked.users -= 1
+            self._forget()
+
+    def _forget(self) -> None:
+        now_s = time.monotonic()
+        over = [key for key, asked in self._asked.items() if not asked.users and asked.stale_s <= now_s]
+        free = [key for key, asked in self._asked.items() if not asked.users and asked.stale_s > now_s]
+        for key in (*over, *free[:-_KEPT]):
+            del self._asked[key]
