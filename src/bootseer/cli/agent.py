@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import click
 
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
-from bootseer.cli.verb_parts import Group, json_option, listen_address
+from bootseer.cli.verb_parts import Group, json_option, listen_address, stop_event
 from bootseer.units import format_bytes, format_seconds
 
 _VERBS = {
@@ -66,9 +64,6 @@ def run_command(
     from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.trace.spools import default_root
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     settings = AgentSettings(
         cache=(cache or cache_root(os.environ, os.getuid())).absolute(),
         runtime=runtime_root(os.environ, os.getuid()),
@@ -79,7 +74,7 @@ def run_command(
         service=ship_to,
         spools=spool_roots or ((default_root(os.environ),) if ship_to else ()),
     )
-    run_agent(settings, stop, listen=listen_address(listen, 9464) if listen else None)
+    run_agent(settings, stop_event(), listen=listen_address(listen, 9464) if listen else None)
 
 
 @click.command("status")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bootseer.cli.output import Output
-from bootseer.cli.verb_parts import Amount, json_option
+from bootseer.cli.verb_parts import Amount, json_option, stop_event
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.units import plural
 
@@ -62,12 +61,9 @@ def ship_command(
     files = [place for place in named if place not in folders]
     if not follow and not any(found for place in folders for found in attempt_folders(place)) and not files:
         raise UsageError(f"no spool files in {', '.join(folders)}", hint="give --job NAME to send logs", exit_code=1)
-    ended = threading.Event()
     sender = Spools(folders, link)
     if follow:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: ended.set())
-        lines = _follow(sender, files, job, link, where, ended)
+        lines = _follow(sender, files, job, link, where, stop_event())
         waiting = 0
     else:
         until = time.monotonic() + within

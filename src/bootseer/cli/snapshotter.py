@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import click
 
 from bootseer import logs
 from bootseer.cli.image_options import SOURCE, parse_workload, signatures
-from bootseer.cli.verb_parts import with_options
+from bootseer.cli.verb_parts import stop_event, with_options
 from bootseer.errors import UsageError
 
 _OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", "layer_limits"))
@@ -74,7 +72,4 @@ def snapshotter_command(
         trusted_keys=signatures(values, os.environ).trusted,
         record_s=record_s,
     )
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    run_snapshotter(root.absolute(), (socket or runtime / SOCKET).absolute(), settings, stop)
+    run_snapshotter(root.absolute(), (socket or runtime / SOCKET).absolute(), settings, stop_event())

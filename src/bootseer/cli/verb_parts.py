@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +147,14 @@ def listen_address(text: str, example: int, *, least: int = 1) -> tuple[str, int
         hint = f"for example 127.0.0.1:{example} or [::1]:{example}"
         raise UsageError(f"--listen {text}: not an address with a port", hint=hint)
     return host.strip("[]"), int(port)
+
+
+def stop_event() -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set from now on."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 _MOST = 1e9

@@ -353,9 +353,9 @@ class RoutedScheduler(Scheduler):
 
 def rotated(items: list[T], window: int, turn: float) -> list[T]:
     """The same items; each window of this size is rotated to start at its fraction `turn`."""
-    parts = (items[start : start + window] for start in range(0, len(items), window))
-    return [item for part in parts for half in _halves(part, int(turn * len(part))) for item in half]
-
-
-def _halves(part: Sequence[T], at: int) -> tuple[Sequence[T], Sequence[T]]:
-    return part[at:], part[:at]
+    found: list[T] = []
+    for start in range(0, len(items), window):
+        part = items[start : start + window]
+        at = int(turn * len(part))
+        found += part[at:] + part[:at]
+    return found

@@ -195,35 +195,37 @@ def _techniques(report: Report) -> list[dict[str, Any]]:
             came = sum(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in starts)
             hits = sum(one.mode in ready for one in starts)
             saved_s = sum(getattr(one, "saved_s", None) or 0.0 for one in starts)
-            digest = next((one.digest for one in starts if one.digest), "")
-            stored = max(one.stored_bytes for one in starts)
-            cached = sum(one.local_bytes for one in starts)
-            found.append(_technique(technique, digest, stored, hits, len(starts) - hits, cached, 0, came, saved_s))
+            found.append(
+                {
+                    "technique": technique,
+                    "digest": next((one.digest for one in starts if one.digest), ""),
+                    "stored_bytes": max(one.stored_bytes for one in starts),
+                    "hits": hits,
+                    "misses": len(starts) - hits,
+                    "cache_bytes": sum(one.local_bytes for one in starts),
+                    "peer_bytes": 0,
+                    "origin_bytes": came,
+                    "saved_s": saved_s,
+                }
+            )
     mounted = [one for one in report.checkpoints if one.mode == "mounted"]
     if mounted:
-        near = sum(one.cache_bytes + one.same_bytes for one in mounted)
-        peers, came = sum(one.peer_bytes for one in mounted), sum(one.place_bytes for one in mounted)
         hits = sum(one.cache_bytes + one.same_bytes + one.peer_bytes >= one.place_bytes for one in mounted)
-        misses = len(mounted) - hits
-        found.append(_technique(CHECKPOINT, mounted[0].uri, 0, hits, misses, near, peers, came, 0.0))
+        found.append(
+            {
+                "technique": CHECKPOINT,
+                "digest": mounted[0].uri,
+                "stored_bytes": 0,
+                "hits": hits,
+                "misses": len(mounted) - hits,
+                "cache_bytes": sum(one.cache_bytes + one.same_bytes for one in mounted),
+                "peer_bytes": sum(one.peer_bytes for one in mounted),
+                "origin_bytes": sum(one.place_bytes for one in mounted),
+                "saved_s": 0.0,
+            }
+        )
     _with_peers(report, [one for one in found if one["technique"] != CHECKPOINT])
     return found
-
-
-def _technique(
-    technique: str, digest: str, stored: int, hits: int, misses: int, cached: int, peers: int, came: int, saved_s: float
-) -> dict[str, Any]:
-    return {
-        "technique": technique,
-        "digest": digest,
-        "stored_bytes": stored,
-        "hits": hits,
-        "misses": misses,
-        "cache_bytes": cached,
-        "peer_bytes": peers,
-        "origin_bytes": came,
-        "saved_s": saved_s,
-    }
 
 
 def _with_peers(report: Report, fetched: Sequence[dict[str, Any]]) -> None:
