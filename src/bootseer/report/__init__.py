@@ -1,0 +1,1 @@
+"""Reports on startups: logs become events, events an analysis, and the analysis text, HTML, JSON or a trace."""

@@ -1,0 +1,1 @@
+"""Events of startups: how they are written, kept in spools, and sent on."""

@@ -1,0 +1,1 @@
+"""From events to the report as data (`report.model`)."""

@@ -1,0 +1,1 @@
+"""Parsers for logs of other programs: schedulers, container runtimes, installers, launchers, trainers."""

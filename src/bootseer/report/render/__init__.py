@@ -1,0 +1,1 @@
+"""Views of a report: terminal, HTML, and a trace for Perfetto."""
