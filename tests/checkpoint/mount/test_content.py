@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.mount.content import Content, MountContext
-from bootseer.checkpoint.mount.open_files import Nodes
+from bootseer.checkpoint.mount.nodes import Nodes
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.filesystem import Data
 from bootseer.places.folder import FolderPlace

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from bootseer.checkpoint.files import FileInfo
-from bootseer.checkpoint.mount.open_files import Nodes
+from bootseer.checkpoint.mount.nodes import Nodes
 from bootseer.places.place import Entry
 
 

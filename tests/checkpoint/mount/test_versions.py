@@ -165,6 +165,25 @@ def test_a_removed_file_that_is_open_is_read_rightly_or_not_at_all(one: MountedP
         assert list(one.target.iterdir()) == []
 
 
+def test_the_time_of_a_file_is_set_by_name_while_it_is_open(one: MountedPlace, other: MountedPlace) -> None:
+    (one.target / "f").write_bytes(b"old")
+    until(lambda: one.shown.facts()["open_files"] == 0, "closed")
+    with (one.target / "f").open("r+b", buffering=0) as file:
+        assert file.read(1) == b"o"
+        os.utime(one.target / "f", (5, 5))
+        assert (one.target / "f").read_bytes() == b"old"
+        file.write(b"nl")
+    assert (other.target / "f").read_bytes() == b"onl"
+
+
+def test_a_synced_file_without_a_name_that_cannot_be_cut_is_an_io_error(one: MountedPlace) -> None:
+    with (one.target / "f").open("wb", buffering=0) as file:
+        file.write(bytes(3 * MIB))
+        os.fsync(file.fileno())
+        (one.target / "f").unlink()
+        assert number_of(lambda: os.ftruncate(file.fileno(), 5)) == errno.EIO
+
+
 def test_a_temporary_file_without_a_name_is_written_and_read(one: MountedPlace, other: MountedPlace) -> None:
     with (one.target / "f").open("w+b", buffering=0) as file:
         (one.target / "f").unlink()

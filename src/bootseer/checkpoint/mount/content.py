@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo, Files
+from bootseer.checkpoint.mount.nodes import Node
 from bootseer.checkpoint.os_errors import number_of, os_error
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.writing.publication import Written
@@ -39,33 +40,6 @@ Check = Callable[[], None]
 
 def no_check() -> None:
     """For callers that cannot be interrupted."""
-
-
-class Node:
-    """One file or folder as the kernel knows it."""
-
-    __slots__ = ("cached_version", "content", "info", "lookup_count", "number", "path")
-
-    def __init__(self, number: int, path: str, info: FileInfo) -> None:
-        self.number = number
-        self.path: str | None = path
-        """None when the name leads to another node, or is gone."""
-        self.info = info
-        """The latest known attributes."""
-        self.content: Content | None = None
-        """Set while the file is open."""
-        self.lookup_count = 0
-        """The kernel's lookup count: references handed out minus references forgotten."""
-        self.cached_version: str | None = None
-        """The version that may be in the page cache; None: nothing is, "": what is there must be invalidated."""
-
-    @property
-    def is_folder(self) -> bool:
-        return self.info.is_folder
-
-    @property
-    def is_live(self) -> bool:
-        return self.content is not None and self.content.is_live
 
 
 class SharedReader:
@@ -247,8 +221,7 @@ class Content:
                 moved = self._node.path
                 if moved is None or moved == path:
                     # Removed elsewhere. The kernel looks the name up again, and creates the file if that was asked for.
-                    self._detach(self._node)
-                    raise os_error(errno.ESTALE) from None
+                    raise self._stale_version() from None
                 return SharedReader(self._context.open(moved), moved)
 
     def _matches_node(self, reader: CheckpointFile) -> bool:
@@ -256,9 +229,10 @@ class Content:
         known = self._read is None or reader.version == self._read.reader.version
         return known and reader.size_bytes == self._node.info.size_bytes
 
-    def _stale_version(self, fresh: SharedReader) -> OSError:
-        """The name leads to another version than the node's."""
-        fresh.release()
+    def _stale_version(self, fresh: SharedReader | None = None) -> OSError:
+        """The name leads to another version than the node's, or is gone."""
+        if fresh is not None:
+            fresh.release()
         self._detach(self._node)
         return os_error(errno.ESTALE)
 
@@ -335,6 +309,17 @@ class Content:
             self._mtime_ns = self._mtime_ns if mtime_ns is None else mtime_ns
             self._is_dirty = True
             self._num_changes += 1
+
+    def touched(self) -> None:
+        """The time of the published file was set here. On places where that makes another version of it, reads go on
+        with that one."""
+        with contextlib.suppress(BootseerError):  # the old reader may have all it needs open
+            fresh = self._open_version()
+            with self.lock:
+                if self._read is not None and self._read.reader.size_bytes == fresh.reader.size_bytes:
+                    self._read, fresh = fresh, self._read
+                    self._node.cached_version = self._read.reader.version
+            fresh.release()
 
     def publish(self, check: Check = no_check) -> None:
         """Make what was written durable, checked, and visible everywhere. May be repeated after an error."""

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
-from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
-from bootseer.checkpoint.mount.open_files import Listings, Nodes, OpenFiles, is_same
+from bootseer.checkpoint.mount.content import Check, Content, MountContext
+from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
+from bootseer.checkpoint.mount.open_files import Listings, OpenFiles
 from bootseer.checkpoint.os_errors import LoggedOsErrors, os_error
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
@@ -140,7 +141,7 @@ class CheckpointFiles:
 
     def change(self, node: int, changes: Changes) -> Attributes:
         found = self._nodes.get(node)
-        with self._logging_errors(f"changing {found.path}"):
+        with self._logging_errors(f"changing {found.info.path}"):
             if changes.size is not None:
                 self._resize(found, changes.size)
             content = found.content
@@ -181,6 +182,8 @@ class CheckpointFiles:
             self._files.set_mode(path, changes.mode)
         if changes.mtime_ns is not None:
             self._files.set_mtime(path, changes.mtime_ns)
+            if node.content is not None:
+                node.content.touched()
         self._listings.forget(folder_of(path))
         info = self._files.stat(path)
         # Another mtime is another version. It may also be another file, whose size must not be shown to readers of this

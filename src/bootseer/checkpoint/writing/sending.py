@@ -145,6 +145,11 @@ class Spool:
         return PermanentError(message)
 
 
+def _gone(error: NotFoundError) -> TransientError:
+    """The error of an open file whose published parts are missing."""
+    return TransientError(f"{error}: the file was removed or replaced")
+
+
 _LOOK_S = 0.5
 _MAX_RECALLS = 4
 """A file whose segments were recalled so often is sent at publication and not before."""
@@ -241,9 +246,9 @@ class Sending:
             assert segment is not None  # noqa: S101 - it is complete
             try:
                 read_segment(self._place, self._folder, segment, offset, stop, lambda at, data: pieces.append(data))
-            except NotFoundError:
+            except NotFoundError as error:
                 if self._complete_at(offset) is sent:
-                    raise
+                    raise _gone(error) from error
                 continue  # recalled by a writer meanwhile
             offset = stop
         return b"".join(pieces)
@@ -263,8 +268,10 @@ class Sending:
             self._budget.reserve_extra(missing)
             try:
                 read_segment(self._place, self._folder, hit.segment, hit.start, hit.end, self._spool.write)
-            except BaseException:
+            except BaseException as error:
                 self._budget.free(missing)
+                if isinstance(error, NotFoundError):
+                    raise _gone(error) from error
                 raise
             with self._state:
                 self._sent.remove(hit)
