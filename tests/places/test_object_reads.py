@@ -78,6 +78,32 @@ def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri
             assert isinstance(outcomes.get(timeout=120).error, TransientError)
 
 
+def test_connections_that_all_die_at_once_delay_neither_their_requests_nor_those_that_wait(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a router forgets them: nothing comes over any of them, and new ones work."""
+    monkeypatch.setattr(object_data, "_LEAST_LATE_S", 0.2)
+    monkeypatch.setattr(object_data, "_MOST_BYTES", 1 << 18)
+    data = os.urandom(4 * _MIB)
+    outcomes: queue.Queue[ReadOutcome] = queue.Queue()
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]
+            dead = iter([Fault(stall_after=1000)] * int(object_data._FIRST_AT_ONCE))
+            proxy.plan = lambda request: next(dead, None) if request.method == "GET" else None
+            found = bytearray(len(data))
+            for at in range(0, len(data), 1 << 18):
+                file.read_into(at, memoryview(found)[at : at + (1 << 18)], outcomes.put)
+            for _ in range(0, len(data), 1 << 18):
+                assert outcomes.get(timeout=40).error is None
+        assert found == data
+        until = time.monotonic() + 40
+        while place._reads._running:  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
 def test_the_end_of_a_place_ends_reads_that_are_retried_or_in_flight(
     proxy: FaultProxy, uri: str, fault: Fault, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,7 @@
 """Reading objects: ranges, by many requests at once.
 
-Bytes go to their readers as they arrive. A request that has brought nothing for long is made a second time for what is
-missing, over another connection (hedged); one that fails is made again, until its deadline. One that is only slow is
+Bytes go to their readers as they arrive. A request that has brought nothing for long is made again for what is missing,
+over another connection (hedged); one that fails is made again, until its deadline. One that is only slow is
 not: where many share a full link, what it has left would cross that twice. More are made at once as long as that brings
 more; half as many after the server has said that it is asked too much (429, 503).
 """
@@ -35,6 +35,11 @@ _GAIN = 1.1
 _LEAST_LATE_S, _FIRST_LATE_S = 1.0, 10.0
 """Bounds of how long a request may bring nothing, and that bound before it is known how long they usually do."""
 _MOST_HEDGES = 0.05
+"""Hedges per request, unless one has brought nothing for `_DEAD` times the time after which it is late: then its
+connection is dead, and nothing crosses a full link twice."""
+_DEAD = 4.0
+_MAX_HEDGES = 3
+"""Of one request."""
 _MOST_PUT_OFF = 4
 _NUM_PAUSES = 64
 _PIECE_BYTES = 256 << 10
@@ -115,7 +120,7 @@ class _Request:
         """How often its deadline was put off."""
         self.num_failures = 0
         self.num_running = 0
-        self.is_hedged = False
+        self.num_hedges = 0
         self.is_taken = False
         """Whether it is asked for, or a part of one that is."""
 
@@ -150,7 +155,8 @@ class ObjectReads:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._threads = Executor("bootseer-objects", _MAX_AT_ONCE)
+        # As many again for hedges: a thread whose connection is dead waits for obstore's timeout.
+        self._threads = Executor("bootseer-objects", 2 * _MAX_AT_ONCE)
         self._timer = Timer("bootseer-objects-timer", threads=1)
         self._lock = threading.Lock()
         self._urgent: deque[_Request] = deque()
@@ -166,6 +172,7 @@ class ObjectReads:
         self._window_bytes = 0
         """Bytes that have arrived in that window."""
         self._running = 0
+        """Threads that take requests. One whose request was hedged is not counted: the hedge's goes on in its place."""
         self._pauses: deque[float] = deque(maxlen=_NUM_PAUSES)
         """Of each request, the longest time in which nothing arrived."""
         self._closed = False
@@ -206,10 +213,13 @@ class ObjectReads:
                 self._others.remove(request)
                 self._urgent.append(request)
 
-    def _work(self) -> None:
+    def _work(self, hedged: _Request | None = None, hedge: int = 0) -> None:
+        """Make requests, one after another, beginning with the given hedge."""
+        if hedged is not None and not self._ask(hedged, hedge):
+            return
         while (request := self._take()) is not None:
-            if not request.is_over:
-                self._ask(request)
+            if not self._ask(request, request.num_hedges):
+                return
 
     def _take(self) -> _Request | None:
         """What is asked for next, with what goes on where it ends; None when this thread is not needed any more."""
@@ -229,7 +239,14 @@ class ObjectReads:
             self._running -= 1
             return None
 
-    def _ask(self, request: _Request) -> None:
+    def _ask(self, request: _Request, hedge: int) -> bool:
+        """Make a request, or its hedge of this number. Returns whether this thread goes on: no later hedge does."""
+        if not request.is_over:
+            self._ask_for(request)
+        with self._lock:
+            return request.num_hedges == hedge
+
+    def _ask_for(self, request: _Request) -> None:
         began_s = time.monotonic()
         if self._closed or request.remaining_s(self._heard_s) <= 0:
             why = "the place was closed" if self._closed else "not read in time"
@@ -363,19 +380,15 @@ class ObjectReads:
         if request.is_over or not request.num_running:
             return
         late_s = self._late_s()
-        wait_s = request.heard_s + late_s - time.monotonic()
         with self._lock:
-            is_late = wait_s <= 0 and not request.is_hedged
-            if is_late and self._events["hedges"] <= _MOST_HEDGES * self._counts["requests"]:
-                self._events["hedges"] += 1
-                request.is_hedged = True
-            else:
-                is_late = False
-        next_s = wait_s if wait_s > 0 else late_s
-        self._timer.after(left_s if request.is_hedged else min(left_s, next_s), partial(self._look, request))
-        if is_late:
-            with suppress(BootseerError):
-                self._threads.submit(partial(self._ask, request))
+            is_allowed = self._events["hedges"] <= _MOST_HEDGES * self._counts["requests"]
+            wait_s = request.heard_s + (late_s if is_allowed else _DEAD * late_s) - time.monotonic()
+            if wait_s <= 0 and request.num_hedges < _MAX_HEDGES:
+                with suppress(BootseerError):
+                    self._threads.submit(partial(self._work, request, request.num_hedges + 1))
+                    request.num_hedges += 1
+                    self._events["hedges"] += 1
+        self._timer.after(min(left_s, wait_s if wait_s > 0 else late_s), partial(self._look, request))
 
     def _late_s(self) -> float:
         """How long a request may bring nothing: four times the longest pause of nineteen of twenty."""
