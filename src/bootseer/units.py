@@ -1,4 +1,4 @@
-"""Units and their words: one place that turns nanoseconds and bytes into text."""
+"""Units as text: durations, bytes, GPU-hours, money, counted nouns; and metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def format_seconds(value_s: float) -> str:
 
 
 def format_hours(value: float) -> str:
-    """GPU-hours: digits that say something, never an exponent. A small cost must not read as none."""
+    """GPU-hours with at least two significant digits, never as an exponent: a small cost must not look like none."""
     if abs(value) >= 100:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
     return f"{value:.2f}" if not 0 < abs(value) < 1 else _small(value)
@@ -40,7 +40,7 @@ def format_money(value: float, currency: str = "") -> str:
 
 
 def _small(value: float) -> str:
-    """Two digits that say something."""
+    """Two significant digits."""
     return "< 0.0001" if abs(value) < 0.0001 else f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
 
 
@@ -70,13 +70,13 @@ PROMETHEUS = "text/plain; version=0.0.4"
 
 
 class Figures:
-    """Figures in Prometheus' text form: too little to be worth its client library."""
+    """Metrics in Prometheus' text format, which is too simple to be worth its client library."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
 
     def family(self, name: str, kind: str, about: str) -> None:
-        """Begin a figure: `counter`, `gauge` or `histogram`."""
+        """Begin a metric of the kind `counter`, `gauge` or `histogram`."""
         self._lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
 
     def value(self, name: str, value: float, **labels: str) -> None:
@@ -87,7 +87,7 @@ class Figures:
     def histogram(
         self, name: str, bounds: Sequence[float], counts: Sequence[int], sum_: float | None, **labels: str
     ) -> None:
-        """`counts`: one for each bound and one for what lies above all."""
+        """`counts`: one for each bound, and one for values above all bounds."""
         total = 0
         for bound, count in zip(bounds, counts, strict=False):
             total += count
@@ -99,7 +99,7 @@ class Figures:
             self.value(f"{name}_sum", sum_, **labels)
 
     def text(self) -> str:
-        """All of it."""
+        """All metrics, as a response to Prometheus."""
         return "\n".join([*self._lines, ""])
 
 

@@ -192,7 +192,7 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
         raise UsageError(f"{path}: this folder of keys may be written by others", hint=f"chmod go-w {path}")
     if os.path.lexists(path):  # otherwise reading it reports the error
         folder = path if is_folder else path.parent
-        os.close(open_trusted(folder, otherwise="keep the trusted keys in another folder", shared=True))
+        os.close(open_trusted(folder, otherwise="keep the trusted keys in another folder"))
     for file in sorted(path.glob("*.pem")) if is_folder else [path]:
         for block in _PUBLIC.findall(_read(file, 0o022, "may be written by others", "go-w")):
             try:

@@ -85,7 +85,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
     """Send what is written until a signal, or until standard input ends if nothing else is followed. Returns the number
     of lines sent from standard input."""
     from bootseer.trace.ship import pause_s
-    from bootseer.trace.tail import Logs, state_folder
+    from bootseer.trace.ship_logs import Logs, state_folder
 
     named = [place for place in files if place != "-"]
     logs = Logs(named, job, link, where, state_folder(os.environ)) if named else None

@@ -51,12 +51,11 @@ def trusted_folder(path: str | Path, *, otherwise: str, make: bool = True, priva
         walk.close()
 
 
-def open_trusted(path: str | Path, *, otherwise: str, shared: bool = False) -> int:
-    """The same as a descriptor for use with `dir_fd`. The caller closes it.
-
-    A `shared` folder may belong to root or have the sticky bit, like a parent; use `open_own` for its entries.
+def open_trusted(path: str | Path, *, otherwise: str) -> int:
+    """A descriptor, for use with `dir_fd`, of a folder that users may share: it may belong to root or have the sticky
+    bit, like a parent. Use `open_own` for its entries. The caller closes it.
     """
-    walk = _Walk(path, otherwise, shared=shared)
+    walk = _Walk(path, otherwise, shared=True)
     try:
         return os.open(".", _FOLDER, dir_fd=walk.folder)
     finally:

@@ -68,7 +68,7 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
 
 def _open_root(root: str) -> int:
     if os.geteuid() == 0:  # root gives subfolders to the user of a container
-        return open_trusted(root, shared=True, otherwise=_OTHERWISE)
+        return open_trusted(root, otherwise=_OTHERWISE)
     os.makedirs(root, mode=0o700, exist_ok=True)
     return os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 

@@ -53,7 +53,6 @@ class Tracer:
         attrs: Mapping[str, Any] | None = None,
         wall_ns: int | None = None,
         mono_ns: int | None = None,
-        rank: int | None = None,
     ) -> str:
         """Write one event and return its span id.
 
@@ -74,7 +73,7 @@ class Tracer:
             restart=identity.restart,
             kind=identity.kind,
             node=identity.node,
-            rank=identity.rank if rank is None else rank,
+            rank=identity.rank,
             pid=os.getpid(),
             trace=self.trace,
             span=span,

@@ -13,8 +13,8 @@ from importlib.resources import files
 
 from bootseer import __version__
 from bootseer.report.model import Report
-from bootseer.report.render import html_sections as upper
-from bootseer.report.render import html_tables as lower
+from bootseer.report.render import html_lower as lower
+from bootseer.report.render import html_upper as upper
 from bootseer.report.render.html_gantt import nodes_section, payload, timeline
 from bootseer.report.render.html_starts import starts_sections
 from bootseer.report.render.html_svg import Palette, patterns, scale_of

@@ -18,7 +18,7 @@ from bootseer.errors import UsageError
 from bootseer.service import schema
 from bootseer.service.raw import parse_name
 from bootseer.trace.ship import Link, target
-from bootseer.trace.tail import Logs
+from bootseer.trace.ship_logs import Logs
 from conftest_launch import BOOTSEER
 from running_service import RunningService, running_service
 
@@ -72,7 +72,7 @@ def arrived(service: RunningService, job: str) -> dict[str, list[bytes]]:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_each_line_arrives_once_and_in_order(service, tmp_path, monkeypatch, seed):
     monkeypatch.setattr("bootseer.trace.ship.BATCH_BYTES", 300)
-    monkeypatch.setattr("bootseer.trace.tail._SETTLED_S", -1.0)
+    monkeypatch.setattr("bootseer.trace.ship_logs._SETTLED_S", -1.0)
     chance, job = random.Random(seed), f"grows-{seed}"
     Mortal.chance = random.Random(seed)
     folder, state = tmp_path / "logs", tmp_path / "state"
@@ -123,7 +123,7 @@ def test_each_line_arrives_once_and_in_order(service, tmp_path, monkeypatch, see
 
 @pytest.mark.parametrize("copied", [False, True], ids=["renamed", "copied"])
 def test_what_was_rotated_several_times_between_two_looks_arrives_whole(service, tmp_path, monkeypatch, copied):
-    monkeypatch.setattr("bootseer.trace.tail._SETTLED_S", -1.0)
+    monkeypatch.setattr("bootseer.trace.ship_logs._SETTLED_S", -1.0)
     (state := tmp_path / "state").mkdir()
     log, job = tmp_path / "app.log", f"rotated-{copied}"
     where = target(service.url, {})
