@@ -1,9 +1,9 @@
-"""Make a folder with BootSeer and a Python of its own that runs wherever it is copied to, on any glibc that is as new.
+"""Make a relocatable folder with BootSeer and its own Python, which runs on any machine whose glibc is not older.
 
     python bundle.py /opt/bootseer containerd s3 hdfs sign service
 
-It copies what runs it: the interpreter, its standard library, BootSeer with the named extras, and the shared libraries
-that these need besides the C library, found by relative paths. Needs the programs `ldd` and `patchelf`.
+Copies the interpreter that runs it, its standard library, BootSeer with the named extras, and the shared libraries that
+these need besides the C library, found by relative paths. Needs the programs `ldd` and `patchelf`.
 """
 
 import os
@@ -41,7 +41,7 @@ exec "$(dirname "$(readlink -f "$0")")/python3" -P -s -m bootseer "$@"
 
 
 def main(target: Path, extras: list[str]) -> None:
-    """Write the folder, which must not exist. Its file VERSION names its content."""
+    """Write the folder, which must not exist. Its file VERSION identifies its content."""
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     library = target / "lib" / python
     shutil.copytree(
@@ -70,7 +70,7 @@ def main(target: Path, extras: list[str]) -> None:
 
 
 def _distributions(name: str, extras: Iterable[str]) -> Iterator[metadata.Distribution]:
-    """The named one and what it requires."""
+    """The named distribution and all that it requires."""
     todo, done = [(name, frozenset(extras))], set()
     while todo:
         name, wanted = todo.pop()
@@ -89,7 +89,7 @@ def _distributions(name: str, extras: Iterable[str]) -> Iterator[metadata.Distri
 
 def _copy_distribution(distribution: metadata.Distribution, library: Path) -> None:
     for file in distribution.files or ():
-        # Not its programs, and not the path file of an editable.
+        # Neither its programs nor the path file of an editable installation.
         if ".." in file.parts or file.is_absolute() or file.suffix == ".pth":
             continue
         source, target = Path(str(distribution.locate_file(file))), library / file
@@ -103,7 +103,7 @@ def _add_libraries(target: Path) -> None:
     for path in sorted(target.rglob("*")):
         if path.is_symlink() or not path.is_file() or not _is_elf(path):
             continue
-        # A static program or one of another machine needs nothing.
+        # `ldd` prints nothing useful for static programs and those of other architectures.
         answer = subprocess.run(["ldd", path], capture_output=True, text=True, check=False).stdout
         foreign = [
             (name, Path(found))

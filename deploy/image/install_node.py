@@ -1,10 +1,10 @@
-"""Put BootSeer on a node: the program, systemd's units, and one file of its own that containerd reads.
+"""Install BootSeer on a node: the program, systemd units, and one configuration file for containerd.
 
     install_node.py --host /host            # in a container that has the node's root folder there
     install_node.py --host / --remove
 
-The node's own files stay as they are. Whatever is there already is left alone, so that it may run as often as one
-likes; containerd is restarted only when the file that it reads changed. Needs root, and nothing but Python 3.11.
+The node's own files are not edited. Idempotent: what is already correct is left alone, and containerd is restarted only
+when our file for it has changed. Needs root, and nothing but Python 3.11.
 """
 
 import argparse
@@ -37,20 +37,20 @@ Table = dict[str, Any]
 
 
 class InstallError(Exception):
-    """What a person has to mend, in one line."""
+    """What the administrator has to mend, in one line."""
 
 
 class Node:
-    """The node whose root folder is `root`; `say` is called with each thing that was changed."""
+    """The node whose root folder is `root`; `say` is called with a line for each change."""
 
     def __init__(self, root: Path, say: Callable[[str], None]) -> None:
         self.root = root
         self.say = say
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of the node, in its root folder."""
+        """Run a program of the node, with the node's root folder as root."""
         before = None if self.root == Path("/") else lambda: (os.chroot(self.root), os.chdir("/"))
-        # Variables of this container mean nothing there. systemctl would do nothing in a changed root folder.
+        # This container's variables do not apply there. By default systemctl does nothing in a chroot.
         env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         env |= {"SYSTEMD_IGNORE_CHROOT": "1"} if self.has_systemd else {}
         try:
@@ -63,7 +63,7 @@ class Node:
             raise InstallError(f"{' '.join(words)} has not ended within two minutes") from error
 
     def must(self, *words: str) -> str:
-        """What a program of the node prints."""
+        """The output of a program of the node. Raises `InstallError` if it fails."""
         done = self.run(*words)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()
@@ -72,11 +72,11 @@ class Node:
 
     @property
     def has_systemd(self) -> bool:
-        """Whether it runs; not so in a folder that becomes the image of a machine."""
+        """Whether systemd runs there: not in a folder that becomes the image of a machine."""
         return (self.root / "run/systemd/system").is_dir()
 
     def write(self, path: str, text: str, mark: Path | None = None) -> bool:
-        """Whether a file had to be changed. The file `mark` is made before it is."""
+        """Write a file; returns whether it had to be changed. The file `mark` is created before that."""
         target = self.root / path
         if target.is_file() and not target.is_symlink() and target.read_text(errors="replace") == text:
             return False
@@ -94,7 +94,7 @@ class Node:
         return True
 
     def link(self, path: str, to: str) -> None:
-        """Make a symbolic link, or let ours lead elsewhere. Raises `InstallError` for what is not ours."""
+        """Create a symbolic link, or replace one made here. Raises `InstallError` if anything else is there."""
         target = self.root / path
         if target.is_symlink() and str(target.readlink()) == to:
             return
@@ -109,7 +109,7 @@ class Node:
         self.say(f"/{path} leads to {to}")
 
     def drop(self, path: str) -> bool:
-        """Whether there was such a file or link, which is gone now."""
+        """Delete a file or link; returns whether it existed."""
         if not os.path.lexists(self.root / path):
             return False
         (self.root / path).unlink()
@@ -118,7 +118,7 @@ class Node:
 
 
 def install(node: Node, options: argparse.Namespace) -> None:
-    """Bring the node to where it should be. Raises `InstallError`."""
+    """Install or update what is missing or outdated. Raises `InstallError`."""
     wanted = [name for name in UNITS if options.containerd or "snapshotter" not in name]
     sockets = [name for name in wanted if name in SOCKETS]
     services = [name for name in wanted if name not in SOCKETS]
@@ -129,7 +129,7 @@ def install(node: Node, options: argparse.Namespace) -> None:
     )
     if '"' in variables.replace('="', "").replace('"\n', "") or "\\" in variables:
         raise InstallError('options of agent and snapshotter may not hold " and \\')
-    # What was changed and not taken up yet, now or when an earlier run was stopped in between.
+    # Exists while changes, also those of an earlier run that was stopped, have not been loaded by systemd.
     unfinished = node.root / FOLDER / ".unfinished"
     changed = _program(node, options.source, unfinished)
     for path, text in [(VARIABLES, variables), *((f"{UNIT_FOLDER}/{name}", _unit(name)) for name in wanted)]:
@@ -139,13 +139,13 @@ def install(node: Node, options: argparse.Namespace) -> None:
             node.must("systemctl", "enable", name)
     if changed or unfinished.exists():
         _systemctl(node, "daemon-reload")
-        # systemd opens no socket beside a service that runs: an older version had fewer of them.
+        # systemd opens no socket for a service that is running, and older versions had fewer sockets.
         _systemctl(node, "stop", *services)
         _systemctl(node, "restart", *sockets)
         _systemctl(node, "start", *services)
         unfinished.unlink(missing_ok=True)
     elif node.has_systemd:
-        # One that was stopped by hand comes back; one that runs stays as it is.
+        # Starts units that were stopped by hand.
         node.must("systemctl", "start", *sockets, *services)
     unread = node.root / FOLDER / ".unread"
     if options.containerd and (_containerd(node, options, unread) or unread.exists()):
@@ -162,7 +162,7 @@ def _unit(name: str) -> str:
 
 
 def _program(node: Node, source: Path, mark: Path) -> bool:
-    """Whether there is another version now."""
+    """Install the program and switch to it; returns whether the current version has changed."""
     try:
         version = (source / "VERSION").read_text().strip()
     except OSError as error:
@@ -172,13 +172,13 @@ def _program(node: Node, source: Path, mark: Path) -> bool:
         new = target.with_name(f".new-{version}")
         shutil.rmtree(new, ignore_errors=True)
         shutil.copytree(source, new, symlinks=True)
-        os.sync()
-        # Before anything leads to it: a node with another C library shows here.
+        # Before anything links to it: it does not run on a node with an older C library.
         try:
             node.must(f"/{FOLDER}/{new.name}/bin/bootseer", "--version")
         except InstallError:
             shutil.rmtree(new, ignore_errors=True)
             raise
+        os.sync()  # a power failure must not leave the new name without its content
         new.rename(target)
         node.say(f"installed /{FOLDER}/{version}")
     current = node.root / FOLDER / "current"
@@ -191,7 +191,7 @@ def _program(node: Node, source: Path, mark: Path) -> bool:
 
 
 def _forget(node: Node) -> None:
-    """Remove versions that neither are current nor run: daemons of mounts live as long as their containers."""
+    """Remove versions that are neither current nor running: mount daemons live as long as their containers."""
     folder = node.root / FOLDER
     used = set()
     for command in (node.root / "proc").glob("[0-9]*/cmdline"):
@@ -226,15 +226,15 @@ def _restart_containerd(node: Node, options: argparse.Namespace) -> None:
     if options.restart == "no":
         node.say("containerd has to be restarted: what it reads has changed")
     else:
-        # Running containers have parents of their own, and go on.
+        # Running containers are not affected: their parents are shims.
         _systemctl(node, "restart", options.containerd_unit)
 
 
 def _containerd(node: Node, options: argparse.Namespace, mark: Path) -> bool:
-    """Let containerd know the snapshotter and the runtime; whether what it reads has changed.
+    """Configure the snapshotter and the runtime; returns whether containerd's configuration has changed.
 
-    Up to 1.7 a plugin's section in a later file replaces that of the earlier ones, so that ours has to say all of it
-    again. What containerd makes of it is compared with what it was, before the file comes to where it is read.
+    Up to 1.7, a plugin's section in a later file replaces that of earlier ones, so ours has to repeat all of it. Before
+    the file is installed, containerd's resulting configuration is compared with the one before.
     """
     path = f"{options.drop_in.strip('/')}/{TOML}"
     config = Path(options.config)
@@ -298,7 +298,7 @@ def _read(node: Node, config: Path, leave_out: str) -> tuple[Table, list[str]]:
 
 
 def _dump(node: Node, options: argparse.Namespace, work: Path, main: Table, imports: list[str]) -> Table:
-    """What containerd makes of these files."""
+    """The configuration that containerd reads from these files."""
     path = work / "config.toml"
     path.write_text(toml_text({**main, "imports": imports}))
     inside = f"/{path.relative_to(node.root)}"
@@ -313,7 +313,7 @@ def _loaded(options: argparse.Namespace, text: str) -> Table:
 
 
 def _ours(before: Table, options: argparse.Namespace) -> Table:
-    """What we add to the configuration that containerd has."""
+    """What we add to containerd's configuration."""
     plugins = before.get("plugins", {})
     two = RUNTIME in plugins
     runtimes = plugins.get(RUNTIME if two else CRI1, {}).get("containerd", {})
@@ -321,7 +321,7 @@ def _ours(before: Table, options: argparse.Namespace) -> Table:
     known = runtimes.get("runtimes", {})
     if base not in known:
         raise InstallError(f"containerd has no runtime {base}; it has {', '.join(sorted(known)) or 'none'}")
-    # As the node's own: kubelet's kind of cgroups, and NVIDIA's runtime where that is the usual one.
+    # A copy of the node's default runtime, with its cgroup driver, or NVIDIA's.
     runtime = {**deepcopy(known[base]), "snapshotter": "bootseer"}
     plugin: Table = {"type": "snapshot", "address": SOCKET}
     if not two:
@@ -339,7 +339,7 @@ def _ours(before: Table, options: argparse.Namespace) -> Table:
 
 
 def _wanted(before: Table, files: list[Table], options: argparse.Namespace) -> Table:
-    """Our file: what we add, in the sections as the node's files have them."""
+    """The content of our file: what we add, merged into the sections of the node's files."""
     wanted, version = _ours(before, options), files[0].get("version", before["version"])
     if IMAGES in wanted["plugins"]:
         if version < 3:  # containerd 2 with a file of 1.x turns the old section into the new one, but not back
@@ -363,7 +363,7 @@ def _merge(into: Table, other: Table) -> None:
 
 
 def _known(config: Table) -> Table:
-    """Without what differs by itself: the list of files, fields of a plugin that containerd fills in, and a runtime's
+    """Without what differs in any case: the list of files, fields of a plugin that containerd fills in, and a runtime's
     snapshotter, which containerd 1.6 does not know."""
     plain = {key: deepcopy(value) for key, value in config.items() if key not in ("imports", "proxy_plugins")}
     plain["proxy_plugins"] = {key: value for key, value in config.get("proxy_plugins", {}).items() if key != "bootseer"}
@@ -375,7 +375,7 @@ def _known(config: Table) -> Table:
 
 
 def _difference(one: Any, other: Any, at: str = "") -> str:
-    """Where two tables differ first; empty where they do not."""
+    """The path of the first difference between two tables; empty if they are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted(one.keys() | other.keys()):
             if found := _difference(one.get(key), other.get(key), f"{at}.{key}".lstrip(".")):
@@ -408,7 +408,7 @@ def _value(value: Any) -> str:
 
 
 def remove(node: Node, options: argparse.Namespace) -> None:
-    """Take back what `install` did. The cache stays, and versions that run."""
+    """Undo `install`. The cache and running versions stay."""
     there = [name for name in UNITS if os.path.lexists(node.root / UNIT_FOLDER / name)]
     if options.containerd and node.drop(f"{options.drop_in.strip('/')}/{TOML}"):
         _restart_containerd(node, options)
@@ -426,26 +426,26 @@ def remove(node: Node, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Parse the options, and do it once or as long as this container lives."""
+    """Parse the options; install or remove once, or with --stay repeatedly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--host", type=Path, default=Path("/host"), help="the node's root folder (default: %(default)s)"
     )
-    parser.add_argument("--source", type=Path, default=Path("/opt/bootseer"), help="what bundle.py made")
-    parser.add_argument("--remove", action="store_true", help="take everything back")
-    parser.add_argument("--stay", action="store_true", help="look again from time to time, until a signal")
+    parser.add_argument("--source", type=Path, default=Path("/opt/bootseer"), help="the folder made by bundle.py")
+    parser.add_argument("--remove", action="store_true", help="uninstall")
+    parser.add_argument("--stay", action="store_true", help="check again every --every seconds, until a signal")
     parser.add_argument(
-        "--every", type=float, default=300.0, metavar="S", help="with --stay: seconds between two looks"
+        "--every", type=float, default=300.0, metavar="S", help="with --stay: seconds between two checks"
     )
-    parser.add_argument("--no-containerd", dest="containerd", action="store_false", help="the agent alone")
+    parser.add_argument("--no-containerd", dest="containerd", action="store_false", help="install only the agent")
     parser.add_argument("--containerd-program", default="containerd", help="a name or path on the node")
-    parser.add_argument("--containerd-unit", default="containerd.service", help="what systemd calls it")
-    parser.add_argument("--config", default="/etc/containerd/config.toml", help="containerd's own, which is read only")
+    parser.add_argument("--containerd-unit", default="containerd.service", help="its systemd unit")
+    parser.add_argument("--config", default="/etc/containerd/config.toml", help="containerd's own file, read only")
     parser.add_argument("--drop-in", default="/etc/containerd/conf.d", help="the folder for our file")
     parser.add_argument(
-        "--base-runtime", default="", help="the runtime that ours is made after (default: the usual one)"
+        "--base-runtime", default="", help="the runtime that ours is a copy of (default: the default runtime)"
     )
-    parser.add_argument("--restart", choices=("yes", "no"), default="yes", help="restart containerd where it is needed")
+    parser.add_argument("--restart", choices=("yes", "no"), default="yes", help="restart containerd if necessary")
     options = parser.parse_args()
     node = Node(options.host.resolve(), lambda text: (sys.stdout.write(f"{text}\n"), sys.stdout.flush()))
     ended = threading.Event()
