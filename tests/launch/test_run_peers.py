@@ -122,6 +122,20 @@ def test_a_killed_service_costs_no_job_and_a_killed_run_leaves_nothing(nodes: li
     assert first.left == []
 
 
+def test_a_service_that_fails_leaves_its_folder_to_the_run(nodes: list[Node]) -> None:
+    """A container that is started later, or again, mounts it."""
+    first, second = nodes
+    service = first.meet()
+    second.meet()
+    (folder,) = first.left
+    (folder / "files" / f"{'a' * 64}.json").write_text("[" * 100_000)  # a RecursionError
+    wait_until(lambda: not service.alive)
+    assert (folder / "members.json").exists()
+    first.end()
+    second.end()
+    assert (first.run.returncode, first.left) == (0, [])
+
+
 def test_a_command_waits_for_the_node_whose_setup_goes_on(env: dict[str, str], tmp_path: Path) -> None:
     setup = tmp_path / "setup.sh"
     setup.write_text(f"until [ -e {tmp_path}/go ]; do sleep 0.05; done")
@@ -157,10 +171,9 @@ def test_a_job_does_not_wait_for_listed_nodes_that_are_not_its_own(env: dict[str
 
 def test_a_job_does_not_wait_for_nodes_when_its_peer_service_has_ended(env: dict[str, str], tmp_path: Path) -> None:
     node = Node(tmp_path, env, "a", "--peers", str(tmp_path / "meet"), "--wait-for-nodes", "3600")
-    state = tmp_path / "runtime-a" / "peers"
-    wait_until(lambda: list(state.glob("job-*/state.json")))
-    (found,) = state.glob("job-*/state.json")
-    os.kill(json.loads(found.read_text())["pid"], signal.SIGTERM)
+    wait_until(lambda: [path for path in node.runtime.glob("peers/job-*/stage") if path.read_text() == "ready"])
+    (state,) = node.runtime.glob("peers/job-*/state.json")
+    os.kill(json.loads(state.read_text())["pid"], signal.SIGTERM)
     assert "bootseer: the peer service has ended: the command does not wait for other nodes\n" in node.end()
 
 

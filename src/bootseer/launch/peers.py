@@ -16,7 +16,15 @@ from typing import Any
 
 from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.artifact.places import own_folder
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, error_named
+from bootseer.errors import (
+    BootseerError,
+    Interrupted,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+    error_named,
+)
 from bootseer.io.locks import flocked, try_flock
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.interrupt import interruptible
@@ -183,12 +191,12 @@ class PeersStart:
         def work(send: Send) -> None:
             try:
                 self._serve(folder, send, wait_for)
-            finally:
+            except Interrupted:
                 # Not left to the run, which may have been killed: that cannot be told by the parent process id, which
-                # stays the run's as long as one of its threads is alive.
-                with suppress(BootseerError):
-                    send({"state": JobPeers.open(folder).state()})
+                # stays the run's as long as one of its threads is alive. A service that fails leaves the folder to the
+                # run: containers are still to be started with it, and processes get blocks from the other nodes.
                 shutil.rmtree(folder, ignore_errors=True)
+                raise
 
         self._service = start_background(work, name="bootseer-peers", log=folder / "log")
         reply = self._service.next_message(_READY_S)
@@ -232,6 +240,8 @@ class PeersStart:
         finally:
             if service is not None:
                 service.close()
+                with suppress(BootseerError):
+                    send({"state": JobPeers.open(folder).state()})
                 left = service.state_for_agent() if isinstance(source, Listed) else None
                 if left is not None:
                     _notify_agent(options.runtime, left, begins=False)
@@ -244,6 +254,9 @@ class PeersStart:
             self._service.stop()
             self._service = None
         if self._owned_folder is not None:
+            # `remove` would keep it while a process that the job left behind has its hosts file mounted. That is not
+            # affected, and the next start of this name must not find the state of this one.
+            shutil.rmtree(self._owned_folder.path, ignore_errors=True)
             self._owned_folder.remove()
             self._owned_folder = None
 
