@@ -96,6 +96,7 @@ class Lab:
 def lab(tmp_path: Path) -> Iterator[Lab]:
     lab = Lab(tmp_path, free_port())
     yield lab
+    (tmp_path / "end").touch()  # also after a failure
     lab.agent.kill()
     lab.agent.wait()
 

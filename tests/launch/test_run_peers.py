@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,9 +79,10 @@ def wait_until(is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 @pytest.fixture
-def nodes(env: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> list[Node]:
+def nodes(env: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
     words = ["--peers", str(tmp_path / "meet"), *getattr(request, "param", [])]
-    return [Node(tmp_path, env, name, *words) for name in ("a", "b")]
+    yield [Node(tmp_path, env, name, *words) for name in ("a", "b")]
+    (tmp_path / "end").touch()  # also after a failure
 
 
 def test_jobs_with_names_that_look_alike_have_services_of_their_own(run, tmp_path: Path) -> None:
