@@ -313,3 +313,11 @@ def test_link_local_addresses_do_not_serve() -> None:
     command = ["unshare", "-n", "-m", "sh", "-c", script + 'exec "$0" -c "$1"', sys.executable, program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "['10.0.0.5']\n", done.stderr
+
+
+@pytest.mark.root
+def test_a_sandbox_without_sys_serves_at_the_loopback_address() -> None:
+    program = "from bootseer.peers.interfaces import chosen; print([each.address for each in chosen(())])"
+    command = ["unshare", "-m", "sh", "-c", 'umount -l /sys && exec "$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "['127.0.0.1']\n", done.stderr

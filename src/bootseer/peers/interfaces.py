@@ -59,10 +59,10 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces to other nodes, the fastest first."""
+    """All interfaces to other nodes, the fastest first; none where /sys is not mounted, as in some sandboxes."""
     found = []
     default = _default_route()
-    for folder in sorted(_NET.iterdir()):
+    for folder in sorted(_NET.iterdir()) if _NET.is_dir() else ():
         name = folder.name
         with contextlib.suppress(OSError):
             if (folder / "operstate").read_text().strip() not in ("up", "unknown") or name.startswith(_VIRTUAL):
