@@ -60,6 +60,12 @@ def test_a_run_that_ended_early_has_no_say_about_later_blocks():
     assert planned(merged(*whole, *crashed)) == list(range(10))
 
 
+def test_a_run_that_ended_just_when_others_needed_a_block_counts():
+    hot_set = merged(run(1, [1, 2, 3]), run(2, [1, 2], duration_ms=20))
+    assert hot_set.confidence()[FILE, 3] == 1 / 2
+    assert merged(run(1, [1, 2, 3]), run(2, [1, 2], duration_ms=19)).confidence()[FILE, 3] == 1
+
+
 def test_what_the_newer_run_imported_is_kept_and_else_what_any_did():
     old = replace(merged(run(1, [1])), imports="old")
     new = replace(merged(run(2, [1])), imports="new")

@@ -176,6 +176,10 @@ def test_damaged_bytes_end_in_an_error_of_ours_or_in_a_set(noise, at):
 def test_the_oldest_runs_are_left_out_when_all_do_not_fit(monkeypatch):
     rows = tuple(Need(FILES[0], at * 7919 % 2**20, at * 37, Availability.MISSING) for at in range(1000))
     whole = HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8)))
+    size = zstandard.get_frame_parameters(encode_hot_set(whole)).content_size
+    for limit, num_kept in ((size, 8), (size - 1, 7)):
+        monkeypatch.setattr(hotset, "MAX_JSON_BYTES", limit)
+        assert len(parse_hot_set(encode_hot_set(whole)).records) == num_kept
     monkeypatch.setattr(hotset, "MAX_JSON_BYTES", 50_000)
     kept = parse_hot_set(encode_hot_set(whole))
     assert 0 < len(kept.records) < 8

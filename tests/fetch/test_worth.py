@@ -57,6 +57,19 @@ def test_a_workload_that_leaves_the_path_of_the_record_ends_the_trust_at_once():
     assert judged(*shared, *[False] * (SETTINGS.diverged_needs - 1 - SETTINGS.suspend_score)).suspended
 
 
+def test_a_set_with_one_need_more_for_it_than_against_it_can_still_lose_its_trust():
+    worth = judged(*[True] * SETTINGS.diverged_needs, *[False] * SETTINGS.diverged_needs)
+    assert worth.was_wrong
+    assert worth.allowance(WINDOW) == SETTINGS.min_window_bytes >> 1
+
+
+def test_the_oldest_need_leaves_the_window():
+    worth = HotSetTrust(FetchSettings(judged_window=2))
+    for covered in (False, True, True):
+        worth.note_need(covered)
+    assert worth.allowance(WINDOW) == SETTINGS.min_window_bytes << 2
+
+
 def test_a_set_that_was_wrong_is_fetched_only_shortly_ahead_of_its_readers():
     trust = HotSetTrust(SETTINGS)
     for block in (*range(10), 3):  # listed twice, it counts once

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 STRIPES = (
-    Option("stripes", ("--stripes",), "Number of nodes to stripe a file over.", COUNT, "N", least=1, most=MAX_STRIPES),
-    Option("parity", ("--parity", "--no-parity"), "Add a parity part, so that any one part may be lost.", FLAG),
-    Option("part_bytes", ("--part-size",), "Maximum size of a part, such as 64m.", metavar="SIZE"),
-    Option("replication", ("--replication",), "Copies of each part.", COUNT, "N", least=1, most=MAX_REPLICATION),
+    Option("--stripes", "Number of nodes to stripe a file over.", COUNT, "N", least=1, most=MAX_STRIPES),
+    Option("--parity --no-parity", "Add a parity part, so that any one part may be lost.", FLAG),
+    Option("--part-size", "Maximum size of a part, such as 64m.", metavar="SIZE", dest="part_bytes"),
+    Option("--replication", "Copies of each part.", COUNT, "N", least=1, most=MAX_REPLICATION),
 )
 _TICK_S = 0.5
 

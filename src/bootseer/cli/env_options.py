@@ -33,90 +33,90 @@ _MAX_S = 3600.0 * 24 * 365 * 10
 
 REQUIREMENTS = "File to install from: requirements.txt, pyproject.toml, uv.lock, pylock.toml or environment.yml."
 SETUP = (
-    Option("setup", ("--setup",), "Setup script.", metavar="SCRIPT"),
-    Option("requirements", ("--requirements", "-r"), REQUIREMENTS, metavar="FILE", many=True),
+    Option("--setup", "Setup script.", metavar="SCRIPT"),
+    Option("--requirements -r", REQUIREMENTS, metavar="FILE", many=True),
 )
 """The setup, for verbs that run no command after it."""
 
 KEY = (
-    Option("inputs", ("--env-input",), "File or folder that the setup depends on.", metavar="PATH", many=True),
-    Option("variables", ("--env-var",), "Variable that the setup depends on.", metavar="NAME", many=True),
+    Option("--env-input", "File or folder that the setup depends on.", metavar="PATH", many=True, dest="inputs"),
+    Option("--env-var", "Variable that the setup depends on.", metavar="NAME", many=True, dest="variables"),
     Option(
-        "tenant",
-        ("--env-tenant",),
+        "--env-tenant",
         "Share snapshots only with setups of the same tenant (default: with all).",
         metavar="NAME",
+        dest="tenant",
     ),
     Option(
-        "leave_out",
-        ("--env-leave-out",),
+        "--env-leave-out",
         "Path or shell pattern (~ for any home) to leave out of snapshots, besides known credentials. The command that "
         "follows the setup still sees it.",
         metavar="PATH",
         many=True,
+        dest="leave_out",
     ),
     Option(
-        "keep",
-        ("--env-keep",),
+        "--env-keep",
         "Path or pattern to keep in snapshots although it looks like a secret.",
         metavar="PATH",
         many=True,
+        dest="keep",
     ),
 )
 """Parts of the request key besides the setup itself."""
 
 CAPTURE = (
     Option(
-        "imports",
-        ("--env-import",),
+        "--env-import",
         "Module that must be importable for a snapshot to be published.",
         metavar="MODULE",
         many=True,
+        dest="imports",
     ),
     Option(
-        "conflicts",
-        ("--env-conflicts",),
+        "--env-conflicts",
         "Whether to publish a snapshot if `pip check` finds a new conflict (accept) or not (refuse, the default).",
         choices=("refuse", "accept"),
+        dest="conflicts",
     ),
     Option(
-        "secret_rules",
-        ("--env-secret-rules",),
+        "--env-secret-rules",
         "Additional rules to detect secrets, in the format of gitleaks (TOML) or kingfisher (YAML).",
         metavar="FILE",
         many=True,
+        dest="secret_rules",
     ),
     Option(
-        "max_age",
-        ("--env-max-age",),
+        "--env-max-age",
         "Replace snapshots older than this, such as 12h, 7d or none (default: 7d, or none if all versions are pinned).",
         metavar="TIME",
+        dest="max_age",
     ),
 )
 """Conditions for a snapshot."""
 
 ENVIRONMENT = (
     Option(
-        "env_mode",
-        ("--env",),
+        "--env",
         "Environment snapshots: use and make them (auto, the default), always make a new one (refresh), do neither "
         "(bypass), or fail if none can be used (require).",
         choices=MODES,
+        dest="env_mode",
     ),
     *KEY,
     *CAPTURE,
     Option(
-        "daemons",
-        ("--env-daemons",),
+        "--env-daemons",
         "Processes that the setup leaves running: start them again from a snapshot (relaunch, the default), or use no "
         "snapshots for such a setup (refuse).",
         choices=("relaunch", "refuse"),
+        dest="daemons",
     ),
     Option(
-        "wait",
-        ("--env-wait",),
+        "--env-wait",
         "How long to wait for another node that makes the snapshot (default: 10m).",
         metavar="TIME",
+        dest="wait",
     ),
 )
 """Options of `run` about the environment."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bootseer.mounts.state import Runtime
 
 STORE = (
-    Option("store", ("--store",), "Store of the snapshots (default: this node's cache).", metavar="URI"),
+    Option("--store", "Store of the snapshots (default: this node's cache).", metavar="URI"),
     PLAIN_HTTP,
 )
 _LEAST_DIGITS = 4

@@ -26,108 +26,94 @@ _DEFAULT_KEYS = "/etc/bootseer/trusted-keys"
 
 TRUST = (
     Option(
-        "require_signature",
-        ("--require-signature",),
+        "--require-signature",
         f"Use only images and environments signed by a trusted key (default: keys in {_DEFAULT_KEYS}).",
         FLAG,
         default=False,
     ),
     Option(
-        "trusted_keys",
-        ("--trusted-keys",),
+        "--trusted-keys",
         "Public keys (ed25519, PEM) to trust: a file, or a folder of .pem files. Implies --require-signature.",
         metavar="PATH",
     ),
 )
 """Which signatures are required of artifacts from a store."""
 
-PLAIN_HTTP = Option("plain_http", ("--plain-http",), "Use the registry without encryption.", FLAG, default=False)
+PLAIN_HTTP = Option("--plain-http", "Use the registry without encryption.", FLAG, default=False)
 CONVERTED = (
-    Option("store", ("--store",), "Where the converted image is (default: its own repository).", metavar="URI"),
+    Option("--store", "Where the converted image is (default: its own repository).", metavar="URI"),
     PLAIN_HTTP,
 )
 """Where verbs find a converted image."""
 
 SOURCE = (
     Option(
-        "store",
-        ("--store",),
+        "--store",
         "Store of converted images (default: the image's own repository) and environments (default: this node).",
         metavar="URI",
     ),
     PLAIN_HTTP,
     Option(
-        "loading",
-        ("--loading",),
+        "--loading",
         "Load the image lazily, or completely before the start (pull), or whichever is predicted to be faster (auto,"
         " the default).",
         choices=("auto", "lazy", "pull"),
         default="auto",
     ),
     Option(
-        "fallback",
-        ("--fallback",),
+        "--fallback",
         "For an image that is not converted: convert it on this node (default), or fail (none).",
         choices=("convert", "none"),
         default="convert",
     ),
     Option(
-        "layer_limits",
-        ("--layer-limit",),
+        "--layer-limit",
         "Raise a limit for converting layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
         metavar="NAME=VALUE",
         many=True,
+        dest="layer_limits",
     ),
     *TRUST,
 )
 """How the image is loaded on this node."""
 
 CONTAINER = (
+    Option("--workload", "Name of the hot set (default: from the command's program and arguments).", metavar="NAME"),
+    Option("--mount", "Bind-mount a file or folder of this machine.", metavar="SRC:DST[:ro]", many=True, dest="binds"),
+    Option("--env -e", "Set a variable in the container; without =V, to its value here.", metavar="N[=V]", many=True),
+    Option("--env-file", "File of such variables, one per line.", metavar="FILE", many=True, dest="env_files"),
+    Option("--workdir -w", "Working directory of the command (default: the image's).", metavar="DIR"),
+    Option("--user -u", "User to run as, by name in the image or number.", metavar="USER[:GROUP]"),
     Option(
-        "workload",
-        ("--workload",),
-        "Name of the hot set (default: from the command's program and arguments).",
-        metavar="NAME",
+        "--group-add", "Additional group, by name in the image or number.", metavar="GROUP", many=True, dest="groups"
     ),
-    Option("binds", ("--mount",), "Bind-mount a file or folder of this machine.", metavar="SRC:DST[:ro]", many=True),
+    Option("--hostname", "Host name of the container (default: this machine's).", metavar="NAME"),
+    Option("--entrypoint", "Replace the image's entrypoint; none removes it.", metavar="PROGRAM"),
+    Option("--read-only", "Make the container's root file system read-only.", FLAG, default=False),
+    Option("--device", "Device node or CDI name to add.", metavar="DEVICE", many=True, dest="devices"),
     Option(
-        "env",
-        ("--env", "-e"),
-        "Set a variable in the container; without =V, to its value here.",
-        metavar="N[=V]",
-        many=True,
+        "--cap-add", "Capability to add to the default ones, or ALL.", metavar="NAME", many=True, dest="capabilities"
     ),
-    Option("env_files", ("--env-file",), "File of such variables, one per line.", metavar="FILE", many=True),
-    Option("workdir", ("--workdir", "-w"), "Working directory of the command (default: the image's).", metavar="DIR"),
-    Option("user", ("--user", "-u"), "User to run as, by name in the image or number.", metavar="USER[:GROUP]"),
-    Option("groups", ("--group-add",), "Additional group, by name in the image or number.", metavar="GROUP", many=True),
-    Option("hostname", ("--hostname",), "Host name of the container (default: this machine's).", metavar="NAME"),
-    Option("entrypoint", ("--entrypoint",), "Replace the image's entrypoint; none removes it.", metavar="PROGRAM"),
-    Option("read_only", ("--read-only",), "Make the container's root file system read-only.", FLAG, default=False),
-    Option("devices", ("--device",), "Device node or CDI name to add.", metavar="DEVICE", many=True),
-    Option("capabilities", ("--cap-add",), "Capability to add to the default ones, or ALL.", metavar="NAME", many=True),
-    Option("dropped", ("--cap-drop",), "Default capability to drop, or ALL.", metavar="NAME", many=True),
+    Option("--cap-drop", "Default capability to drop, or ALL.", metavar="NAME", many=True, dest="dropped"),
     Option(
-        "ulimits",
-        ("--ulimit",),
+        "--ulimit",
         "Resource limit of its processes, such as nofile=65536 (default: this process's).",
         metavar="NAME=SOFT[:HARD]",
         many=True,
+        dest="ulimits",
     ),
-    Option("memory", ("--memory",), "Memory limit, such as 8g; needs cgroups.", metavar="SIZE"),
-    Option("cpus", ("--cpus",), "CPU limit, such as 1.5; needs cgroups.", metavar="NUMBER"),
-    Option("tmpfs", ("--tmpfs",), "Mount a tmpfs, such as /scratch:size=8g.", metavar="DST[:OPTIONS]", many=True),
-    Option("shm_size", ("--shm-size",), "Size of /dev/shm, such as 8g (default: half of the memory).", metavar="SIZE"),
+    Option("--memory", "Memory limit, such as 8g; needs cgroups.", metavar="SIZE"),
+    Option("--cpus", "CPU limit, such as 1.5; needs cgroups.", metavar="NUMBER"),
+    Option("--tmpfs", "Mount a tmpfs, such as /scratch:size=8g.", metavar="DST[:OPTIONS]", many=True),
+    Option("--shm-size", "Size of /dev/shm, such as 8g (default: half of the memory).", metavar="SIZE"),
     Option(
-        "runtime",
-        ("--runtime",),
+        "--runtime",
         "OCI runtime; auto, the default, uses runc if it is installed.",
         choices=("auto", "runc", "crun"),
         default="auto",
     ),
     Option(
-        "pid",
-        ("--pid",),
+        "--pid",
         "PID namespace: the container's own (default), or the host's, for profilers and debuggers.",
         choices=("own", "host"),
         default="own",
@@ -136,16 +122,15 @@ CONTAINER = (
 """The container that the command runs in."""
 
 IMAGE = (
-    Option("image", ("--image",), "Run the command in this container image, loaded lazily.", metavar="REF"),
+    Option("--image", "Run the command in this container image, loaded lazily.", metavar="REF"),
     *SOURCE,
     # `--env` of `run` is about environment snapshots.
     *(
-        option._replace(flags=("--container-env", "-e")) if option.flags[0] == "--env" else option
+        option._replace(words="--container-env -e", dest="env") if option.name == "env" else option
         for option in CONTAINER
     ),
     Option(
-        "container_gpus",
-        ("--container-gpus",),
+        "--container-gpus",
         "GPUs in the container: all (default if a CDI file describes them), numbers, or none.",
         metavar="GPUS",
     ),

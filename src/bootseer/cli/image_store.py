@@ -17,8 +17,7 @@ from bootseer.units import format_bytes, plural
 
 _STORE = (
     Option(
-        "store",
-        ("--store",),
+        "--store",
         "Store of the converted images (default: $BOOTSEER_STORE, else an image's own repository, else this node).",
         metavar="URI",
     ),

@@ -22,10 +22,8 @@ MAX_COUNT = 999_999_999
 class Option(NamedTuple):
     """One option of a verb."""
 
-    name: str
-    """Key of its value."""
-    flags: tuple[str, ...]
-    """As typed; a flag that can be switched off has its `--no-` form last."""
+    words: str
+    """Its flags as typed, separated by blanks; a flag that can be switched off has its `--no-` form last."""
     help: str
     kind: str = TEXT
     metavar: str | None = None
@@ -37,6 +35,17 @@ class Option(NamedTuple):
     """Largest value of a count."""
     choices: tuple[str, ...] = ()
     default: object = None
+    dest: str = ""
+    """Key of its value; empty: as the first flag."""
+
+    @property
+    def flags(self) -> list[str]:
+        return self.words.split()
+
+    @property
+    def name(self) -> str:
+        """Key of its value."""
+        return self.dest or self.flags[0].removeprefix("--").replace("-", "_")
 
     @property
     def start(self) -> object:

@@ -27,33 +27,24 @@ if TYPE_CHECKING:
 PEERS_VARIABLE = "BOOTSEER_PEERS"
 CHECKPOINT = (
     Option(
-        "checkpoint",
-        ("--checkpoint",),
+        "--checkpoint",
         "Folder of checkpoints for the command; unless it is on a local disk, it is mounted and prefetched.",
         metavar="URI",
     ),
     Option(
-        "checkpoint_dir",
-        ("--checkpoint-dir",),
+        "--checkpoint-dir",
         "Folder where the command finds it (default: one whose path is in $BOOTSEER_CHECKPOINT).",
         metavar="DIR",
     ),
+    Option("--checkpoint-memory", "Memory for read-ahead, such as 512m (default: 256m).", metavar="SIZE"),
     Option(
-        "checkpoint_memory",
-        ("--checkpoint-memory",),
-        "Memory for read-ahead, such as 512m (default: 256m).",
-        metavar="SIZE",
-    ),
-    Option(
-        "checkpoint_cache",
-        ("--checkpoint-cache", "--no-checkpoint-cache"),
+        "--checkpoint-cache --no-checkpoint-cache",
         "Cache what was read on this node's disk (default: yes).",
         FLAG,
         default=True,
     ),
     Option(
-        "checkpoint_read",
-        ("--checkpoint-read",),
+        "--checkpoint-read",
         "Read it through a mount, or plainly from its folder (default: auto, by the kind of storage).",
         metavar="auto|mount|plain",
         choices=("auto", "mount", "plain"),
@@ -64,95 +55,73 @@ CHECKPOINT = (
 
 PEERS = (
     Option(
-        "peers",
-        ("--peers",),
+        "--peers",
         "Also fetch blocks from the job's other nodes, which find each other through this FOLDER or store, or from a"
         " list: HOST[:PORT],..., @FILE, slurm, dns:NAME[:PORT]. auto: through the store. (Default: $BOOTSEER_PEERS,"
         " else off.)",
         metavar="auto|off|FOLDER|LIST",
     ),
     Option(
-        "peers_secret",
-        ("--peers-secret",),
+        "--peers-secret",
         "File (mode 0600) with the secret that the job's nodes share; not needed with a FOLDER.",
         metavar="FILE",
     ),
     Option(
-        "peers_interface",
-        ("--peers-interface",),
+        "--peers-interface",
         "Serve peers on this network interface; may be repeated (default: the fastest ones).",
         metavar="NAME",
         many=True,
     ),
     Option(
-        "peers_limit",
-        ("--peers-limit",),
+        "--peers-limit",
         "Bytes per second that this node sends to peers until training begins (default: 1g).",
         metavar="SIZE|none",
     ),
     Option(
-        "peers_after_training",
-        ("--peers-after-training",),
+        "--peers-after-training",
         "The same from then on (default: a twentieth of the links' speed; off: send nothing).",
         metavar="SIZE|off",
     ),
+    Option("--peers-tls", "Encrypt traffic between nodes, for 3 to 4 times the CPU time.", FLAG, default=False),
     Option(
-        "peers_tls",
-        ("--peers-tls",),
-        "Encrypt traffic between nodes, for 3 to 4 times the CPU time.",
-        FLAG,
-        default=False,
-    ),
-    Option(
-        "wait_for_nodes",
-        ("--wait-for-nodes",),
+        "--wait-for-nodes",
         "Start the command when image, environment and checkpoint are ready on all nodes, or after this many seconds"
         " (default: 0, do not wait).",
         COUNT,
         most=86_400,
         default=0,
     ),
-    Option(
-        "min_nodes",
-        ("--min-nodes",),
-        "Fail if fewer nodes are ready by then (default: start with any number).",
-        COUNT,
-        default=0,
-    ),
+    Option("--min-nodes", "Fail if fewer nodes are ready by then (default: start with any number).", COUNT, default=0),
 )
 """Options of `run` about peers."""
 
 OPTIONS = (
-    Option("job", ("--job",), "Name of the job (default: the scheduler's, else the script's)."),
-    Option("attempt", ("--attempt",), "Number of this start of the job.", COUNT),
-    Option("kind", ("--kind",), "Kind of startup (default: full).", choices=KINDS),
-    Option("node", ("--node",), "Name of this node, unique within the job."),
-    Option("num_nodes", ("--num-nodes",), "Number of nodes, to detect those that report nothing.", COUNT, least=1),
-    Option("gpus", ("--gpus",), "Number of this node's GPUs that the job uses.", COUNT),
-    Option("setup", ("--setup",), "Script to run first, as the stage environment_setup.", metavar="SCRIPT"),
-    Option("requirements", ("--requirements", "-r"), REQUIREMENTS, metavar="FILE", many=True),
-    Option("spool", ("--spool",), "Folder for event files; nodes may share one.", metavar="DIR"),
+    Option("--job", "Name of the job (default: the scheduler's, else the script's)."),
+    Option("--attempt", "Number of this start of the job.", COUNT),
+    Option("--kind", "Kind of startup (default: full).", choices=KINDS),
+    Option("--node", "Name of this node, unique within the job."),
+    Option("--num-nodes", "Number of nodes, to detect those that report nothing.", COUNT, least=1),
+    Option("--gpus", "Number of this node's GPUs that the job uses.", COUNT),
+    Option("--setup", "Script to run first, as the stage environment_setup.", metavar="SCRIPT"),
+    Option("--requirements -r", REQUIREMENTS, metavar="FILE", many=True),
+    Option("--spool", "Folder for event files; nodes may share one.", metavar="DIR"),
     Option(
-        "sinks",
-        ("--trace-to",),
+        "--trace-to",
         "Where events go: spool (default), stderr (the job's own log), otlp or otlp=URL, service or service=URL; may be"
         " repeated.",
         metavar="SINK",
         many=True,
         default=("spool",),
+        dest="sinks",
     ),
+    Option("--hook --no-hook", "Mark torch's stages in Python processes (default: yes).", FLAG, default=True),
     Option(
-        "hook", ("--hook", "--no-hook"), "Mark torch's stages in Python processes (default: yes).", FLAG, default=True
-    ),
-    Option(
-        "began_pattern",
-        ("--began-pattern",),
+        "--began-pattern",
         "Output line that marks the end of the first step, for programs without torch.",
         metavar="REGEX",
     ),
     Option(
-        "warm",
-        ("--warm",),
+        "--warm",
         "Fork the ranks of torchrun, accelerate or DeepSpeed from a process that has already imported the modules of"
         " earlier starts (default: off; see docs/process.md).",
         metavar="auto|on|off",
@@ -160,14 +129,13 @@ OPTIONS = (
         default="off",
     ),
     Option(
-        "restarts",
-        ("--restarts",),
+        "--restarts",
         "How many times to restart the command in place after a transient failure (default: 0; see docs/restarts.md).",
         COUNT,
         default=0,
     ),
-    Option("restart_delay", ("--restart-delay",), "Seconds to wait before a restart.", COUNT, most=86_400, default=0),
-    Option("quiet", ("--quiet", "-q"), "Print no summary at the end.", FLAG, default=False),
+    Option("--restart-delay", "Seconds to wait before a restart.", COUNT, most=86_400, default=0),
+    Option("--quiet -q", "Print no summary at the end.", FLAG, default=False),
     *CHECKPOINT,
     *PEERS,
     *ENVIRONMENT,

@@ -52,7 +52,7 @@ def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Ca
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             if option.kind == FLAG:
-                flags = ["/".join(option.flags)] if option.flags[-1].startswith("--no-") else list(option.flags)
+                flags = ["/".join(option.flags)] if option.flags[-1].startswith("--no-") else option.flags
                 decorator = click.option(*flags, option.name, is_flag=True, default=option.default, help=option.help)
             else:
                 decorator = click.option(
