@@ -25,11 +25,9 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 
-from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head
-from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, Interrupted, NotFoundError, PermanentError, TransientError, UsageError
@@ -295,7 +293,7 @@ def _copy_all(
         if not hasattr(own, "buffer"):  # reused: freed buffers of this size are not returned to the system
             own.buffer = bytearray(_PIECE_BYTES)
         view = memoryview(own.buffer)[:length]
-        if head is not None and os.preadv(descriptor, [view], offset) == length and _is_right(head, offset, view):
+        if head is not None and os.preadv(descriptor, [view], offset) == length and head.matches(offset, view):
             done.add(length)
             kept.add(length)
             return
@@ -333,18 +331,6 @@ def _is_complete(info: FileInfo, local: Path) -> bool:
     except FileNotFoundError:
         return False
     return (found.st_size, found.st_mtime_ns) == (info.size_bytes, info.entry.mtime_ns)
-
-
-def _is_right(head: Head, offset: int, data: memoryview) -> bool:
-    """Whether the bytes from a chunk boundary on match the digests of a striped file."""
-    while data:
-        segment = head.segments[head.segment_at(offset)]
-        chunk = (offset - segment.start) // CHUNK_BYTES
-        length = segment.index.length(chunk)
-        if digest_of(data[:length]) != segment.index.digest(chunk):
-            return False
-        offset, data = offset + length, data[length:]
-    return True
 
 
 def _copy_file(

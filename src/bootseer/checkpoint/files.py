@@ -144,7 +144,8 @@ class Files:
         if not recursive and any(not is_hidden(name_of(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
             raise NotEmptyError(f"{self._uri_of(path)} is not empty")
-        self.place.delete(hidden, recursive=True)
+        with contextlib.suppress(NotFoundError):  # a collector may be deleting it too
+            self.place.delete(hidden, recursive=True)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder. A file replaces a file, a folder one that shows nothing.

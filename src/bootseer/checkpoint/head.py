@@ -17,7 +17,7 @@ from bisect import bisect_right
 from blake3 import blake3
 from msgspec import Struct
 
-from bootseer.blocks.codec import DIGEST_BYTES
+from bootseer.blocks.codec import DIGEST_BYTES, digest_of
 from bootseer.blocks.index import MAX_STRIPES, Index
 from bootseer.checkpoint.layout import CHUNK_BYTES, index_of, num_chunks, part_size
 from bootseer.errors import CorruptError, PermanentError
@@ -97,6 +97,17 @@ class Head(Struct, frozen=True):
         if not 0 <= offset < self.size_bytes:
             raise IndexError(f"byte {offset} of {self.size_bytes}")
         return bisect_right(self.segments, offset, key=lambda segment: segment.start) - 1
+
+    def matches(self, offset: int, data: memoryview) -> bool:
+        """Whether whole chunks of the file, from `offset` on, have their digests."""
+        while data:
+            segment = self.segments[self.segment_at(offset)]
+            chunk = (offset - segment.start) // CHUNK_BYTES
+            length = segment.index.length(chunk)
+            if digest_of(data[:length]) != segment.index.digest(chunk):
+                return False
+            offset, data = offset + length, data[length:]
+        return True
 
 
 def make_segment(

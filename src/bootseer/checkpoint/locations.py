@@ -109,6 +109,11 @@ class Location(Struct, frozen=True):
         return self
 
 
+def is_below(name: object) -> bool:
+    """Whether a name that a checkpoint's own files give is a path inside of its folder."""
+    return isinstance(name, str) and bool(name) and not name.startswith("/") and ".." not in name.split("/")
+
+
 class _Process:
     """The file systems that the process has opened."""
 

@@ -16,7 +16,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
 from bootseer.checkpoint.catalog import is_job, lost_parts, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
@@ -44,6 +43,8 @@ from bootseer.units import format_bytes
 
 _FILES_AT_ONCE = 4
 """Files that are written concurrently; their parts share the threads of the `Writing`."""
+_COMPARED_BYTES = 4 << 20
+"""Read at once of the source, to compare it with what an interrupted put has left: whole chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,12 +364,10 @@ def _reuse(files: Files, rest: str, root: str, file: _File, source: FileSource) 
         head = target_files.head(old)
         if head is None or head.size_bytes != file.size_bytes or lost_parts(target_files, old, head):
             return False
-        for segment in head.segments:
-            index = segment.index
-            for chunk in range(index.num_blocks):
-                data = source.read(segment.start + chunk * index.block_size, index.length(chunk))
-                if digest_of(data) != index.digest(chunk):
-                    return False
+        for at in range(0, head.size_bytes, _COMPARED_BYTES):
+            data = source.read(at, min(_COMPARED_BYTES, head.size_bytes - at))
+            if not head.matches(at, memoryview(data)):
+                return False
         target_files.set_mode(old, file.mode)
         make_folder_like_parent(files.place, parts_folder(new, head.id).rpartition("/")[0])
         files.place.rename(parts_folder(old, head.id), parts_folder(new, head.id), replace=False)

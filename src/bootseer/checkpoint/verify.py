@@ -171,7 +171,7 @@ class _Row:
         wanted = [(self._parts[chunk % stripes], chunk_place(chunk, stripes)[1], index.length(chunk)) for chunk in row]
         if self._parity is not None:
             wanted.append((self._parity, chunk_place(first, stripes)[1], index.length(first)))
-        results = _read_what_is_open(wanted)
+        results = _read(wanted, check=False)
         bad: dict[int, tuple[str, str]] = {}
         for chunk, (data, outcome) in zip(row, results, strict=False):
             if outcome.error is not None:
@@ -213,25 +213,18 @@ class _Row:
         return Problem(self._path, offset, length, parity.name, node or ",".join(parity.nodes), reason, repairable=True)
 
 
-def _read_what_is_open(
-    wanted: Sequence[tuple[OpenFile | BootseerError, int, int]],
+def _read(
+    wanted: Sequence[tuple[OpenFile | BootseerError, int, int]], *, check: bool
 ) -> list[tuple[bytearray, ReadOutcome]]:
-    """Read side by side; what could not be opened gives its error."""
-    opened = [(file, offset, length) for file, offset, length in wanted if not isinstance(file, BootseerError)]
-    results = iter(_read(opened, check=False))
-    return [
-        (bytearray(length), ReadOutcome(file, "")) if isinstance(file, BootseerError) else next(results)
-        for file, _, length in wanted
-    ]
-
-
-def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[tuple[bytearray, ReadOutcome]]:
-    """Read side by side; returns when all reads have ended, or should have by their deadlines."""
+    """Read side by side; what could not be opened gives its error. Returns when all reads have ended, or should have by
+    their deadlines."""
     reads: list[tuple[bytearray, Future[ReadOutcome]]] = []
     for file, offset, length in wanted:
         buffer, ended = bytearray(length), Future[ReadOutcome]()
         reads.append((buffer, ended))
         try:
+            if isinstance(file, BootseerError):
+                raise file
             file.read_into(offset, memoryview(buffer), ended.set_result, check=check, deadline_s=_READ_S)
         except BootseerError as error:
             ended.set_result(ReadOutcome(error, ""))

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from bootseer.checkpoint.dcp.saved import Pieces, layout_of
+from bootseer.checkpoint.locations import is_below
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.safetensors.header import Header, read_headers
 from bootseer.checkpoint.tensors import dtype_of, is_plain
@@ -83,7 +84,7 @@ def _stored(
         raise CorruptError(f"{chunks.where}: the metadata does not say where {index.fqn} is stored")
     found: list[Any] = [getattr(place, name, None) for name in ("relative_path", "offset", "length")]
     file, offset, length = found
-    if not (_is_inside(file) and _is_count(offset) and _is_count(length)):
+    if not (is_below(file) and _is_count(offset) and _is_count(length)):
         raise CorruptError(f"{chunks.where}: the metadata places {index.fqn} at {file!r}, {offset!r}, {length!r}")
     descriptors = tuple(getattr(place, "transform_descriptors", None) or ())
     if kind == LoadItemType.BYTE_IO:
@@ -118,10 +119,6 @@ class _Chunks:
         if offset not in by_offset:
             raise CorruptError(f"{self.where}: the metadata has no part of {index.fqn} at {offset}")
         return dtype, by_offset[offset]
-
-
-def _is_inside(file: object) -> bool:
-    return isinstance(file, str) and bool(file) and not file.startswith("/") and ".." not in file.split("/")
 
 
 def _is_count(number: object) -> bool:

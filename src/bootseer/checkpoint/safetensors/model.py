@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from bootseer.checkpoint.locations import Location, resolve
+from bootseer.checkpoint.locations import Location, is_below, resolve
 from bootseer.checkpoint.ranges import Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.safetensors.box import box_of, is_box, runs_of, strides_of
@@ -122,7 +122,7 @@ def _files_of(index: bytes, uri: str, names: Collection[str] | None) -> dict[str
         weights = json.loads(index)["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{uri}: not the index of a model: {type(error).__name__}: {error}") from None
-    if not isinstance(weights, dict) or not all(_is_beside(file) for file in weights.values()):
+    if not isinstance(weights, dict) or not all(is_below(file) for file in weights.values()):
         raise CorruptError(f"{uri}: names files that are not in its folder")
     by_file: dict[str, list[str]] = {}
     for name in weights if names is None else dict.fromkeys(names):
@@ -130,10 +130,6 @@ def _files_of(index: bytes, uri: str, names: Collection[str] | None) -> dict[str
             raise NotFoundError(f"{uri}: has no tensor {name}")
         by_file.setdefault(weights[name], []).append(name)
     return by_file
-
-
-def _is_beside(file: object) -> bool:
-    return isinstance(file, str) and bool(file) and not file.startswith("/") and ".." not in file.split("/")
 
 
 def _load(
