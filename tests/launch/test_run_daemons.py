@@ -78,7 +78,7 @@ class Daemons:
         place.write("ask.py", text + ASK)
         place.outside.mkdir(parents=True)
         self.script = place.counting_script(
-            f"mkdir -p {self.at.parent}\n"
+            f"mkdir -p {self.at.parent}; mkdir ~/made || exit\n"
             "SAYS=hello python server.py unix </dev/null >/dev/null 2>&1 &\n"
             f"python server.py daemon {self.port} </dev/null >~/agent.out 2>&1\n"
             f"BUILDS_S=1 python server.py slow {self.slow} </dev/null >/dev/null 2>&1 &\n"
@@ -149,6 +149,7 @@ def test_what_cannot_be_started_again_makes_the_setup_run(place: Place) -> None:
     stale = f"{daemons.pid_file}, the pid file of python, already exists and is stale"
     for number, (why, *more) in enumerate(((stale,), ("this start refuses them", "--env-daemons", "refuse")), 2):
         daemons.pid_file.write_text("4194304\n")  # no process has this number
+        (place.root / "home/made").rmdir()
         ran = place.run(*more, *daemons.words, "true")
         assert why in ran.stderr
         assert (place.start()["mode"], place.start()["code"]) == ("installed", "daemons")

@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from msgspec.structs import replace
-
 from bootseer.env.capturing.leftovers import TRANSIENT
 from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
@@ -46,6 +44,7 @@ _END_S = 60.0
 """For ending all daemons on a busy node: if the helper were killed before, they would keep running."""
 _MAX_ERROR_BYTES = 4096
 _NOT_STARTED = 127
+_NOT_ALL = "not all that the setup left running could be started"
 # Ignored by Python or by `background`; daemons get the default action.
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -98,9 +97,7 @@ class RelaunchedDaemons:
         try:
             while not (reply := self._background.next_message(2 * self._deadline_s)).get("ready"):
                 if "error" in reply:
-                    raise EnvironmentUnavailable(
-                        "daemons", f"not all that the setup left running could be started: {reply['error']}"
-                    )
+                    raise EnvironmentUnavailable("daemons", f"{_NOT_ALL}: {reply['error']}")
                 daemon = self._daemons[reply["daemon"]]
                 emit_daemon_stage(self._task, daemon, reply["began_s"], reply["ready_s"])
         except BootseerError as error:
@@ -173,7 +170,8 @@ def _run_daemons(
         if os.getppid() != parent:
             raise Interrupted(signal.SIGTERM, "SIGTERM")
     for one in starts:
-        _check_conflicts(one.daemon, uid)
+        _check_user(one.daemon, uid)
+        _check_addresses(one.daemon)
     try:
         for one in starts:
             _fork_daemon(one, uid)
@@ -208,17 +206,30 @@ def remove_stale_files(daemons: Iterable[Daemon], made: Mapping[str, int]) -> No
                 os.unlink(path)  # noqa: PTH108 - a name
 
 
-def _check_conflicts(daemon: Daemon, uid: int) -> None:
-    """Raises `PermanentError` if something prevents a daemon from being started."""
+def check_addresses(daemons: Iterable[Daemon]) -> None:
+    """Raises `EnvironmentUnavailable` if an address or pid file of a daemon is taken. Checked again at its start."""
+    try:
+        for one in daemons:
+            _check_addresses(one)
+    except PermanentError as error:
+        raise EnvironmentUnavailable("daemons", f"{_NOT_ALL}: {error}") from error
+
+
+def _check_user(daemon: Daemon, uid: int) -> None:
+    """Raises `PermanentError` if this job cannot start a daemon as its user, who may be in the snapshot alone."""
     name = daemon.name
     if daemon.uid != uid:
         if uid != 0:
             raise PermanentError(f"{name} ran as user {daemon.user or daemon.uid}, which this job may not become")
         with contextlib.suppress(KeyError):
             if daemon.user and pwd.getpwnam(daemon.user).pw_uid == daemon.uid:
-                daemon = replace(daemon, user="")
+                return
         if daemon.user:
             raise PermanentError(f"{name} ran as user {daemon.user} ({daemon.uid}), unknown here or with another uid")
+
+
+def _check_addresses(daemon: Daemon) -> None:
+    name = daemon.name
     for number, address in listening().items():
         if any(clash(address, own) for own in daemon.sockets):
             # Without this process, which may have inherited the socket.

@@ -64,9 +64,11 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
     prepared = PreparedEnvironment("restored", decision, apply_exports(document.exports, task.env))
     try:
         with task.stage("restore") as facts:
+            if document.daemons:
+                _check_daemons(task, document, on_host=on_host)
             _restore(task, document, command, prepared, on_host=on_host)
             if document.daemons:
-                _relaunch(task, document, prepared, on_host=on_host)
+                _relaunch(task, document, prepared)
             facts.update(key=document.key, way=prepared.facts.get("way"))
     except BaseException as error:
         prepared.undo.close()
@@ -98,11 +100,18 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
     return prepared
 
 
-def _relaunch(task: Task, document: EnvironmentDocument, prepared: PreparedEnvironment, *, on_host: bool) -> None:
-    names = ", ".join(one.name for one in document.daemons)
+def _check_daemons(task: Task, document: EnvironmentDocument, *, on_host: bool) -> None:
+    """Before any file is written: it would be in the way of the setup, which runs instead."""
     if task.options.daemons == "refuse" or not on_host:
+        names = ", ".join(one.name for one in document.daemons)
         reason = "this start refuses them (--env-daemons)" if on_host else "they cannot be started in an image"
         raise EnvironmentUnavailable("daemons", f"the setup left processes running ({names}), and {reason}")
+    from bootseer.launch.environment.daemons import check_addresses
+
+    check_addresses(document.daemons)
+
+
+def _relaunch(task: Task, document: EnvironmentDocument, prepared: PreparedEnvironment) -> None:
     from bootseer.launch.environment.daemons import RelaunchedDaemons
 
     daemons = RelaunchedDaemons(task, document.daemons, prepared.enter)
