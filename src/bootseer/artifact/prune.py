@@ -75,7 +75,7 @@ def prune(
     for document in listing.documents:
         if expired(document):
             key = catalog.kind.key(document)
-            done.try_step(key, partial(pruning.expire, key))
+            done.try_step(key, partial(pruning.expire, key, expired))
     if done.expired:
         listing = catalog.all()
     tombstones = pruning.tombstones()
@@ -110,8 +110,9 @@ class _Pruning(Generic[D]):
     now_s: float
     done: Pruned
 
-    def expire(self, key: str) -> None:
-        if self.catalog.remove(key, self.now_s) is not None:
+    def expire(self, key: str, expired: Callable[[D], bool]) -> None:
+        document = self.catalog.find(key)  # it may have been replaced since it was listed
+        if document is not None and expired(document) and self.catalog.remove(key, self.now_s) is not None:
             self.done.expired.append(key)
 
     def delete_objects(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:

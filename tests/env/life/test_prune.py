@@ -209,6 +209,20 @@ def test_quarantines_without_a_snapshot_and_old_leases_go(catalog: Catalog, stor
     assert catalog.keys_with("lease") == {OTHER_KEY}
 
 
+def test_a_snapshot_that_was_built_anew_meanwhile_does_not_expire(catalog: Catalog, store: Store) -> None:
+    published(catalog, max_age_s=10.0)
+    store_objects(store, "new")
+    new = replace(document(content="new", max_age_s=10.0), built_s=LATER_S)
+
+    def plan(request: Request) -> Fault | None:
+        if request.number == 2:  # the document is listed and read
+            catalog.publish(new, replace=True, now_s=LATER_S)
+        return None
+
+    assert prune(Catalog(FaultyStore(store, plan)), LATER_S).expired == []
+    assert catalog.find(KEY) == new
+
+
 class CrashedError(BaseException):
     """The process is killed before this request."""
 
