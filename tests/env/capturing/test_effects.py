@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.capturing import effects
-from bootseer.env.capturing.effects import Baseline, KernelState
+from bootseer.env.capturing.effects import Baseline, KernelState, leftover_processes
 from bootseer.env.capturing.watch import not_watched
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at
-from hung_mount import hung_mount, needs_fuse
+from hung_mount import child_that_asks, hung_mount, needs_fuse
 
 WAITS = f"{sys.executable} -c 'import signal; signal.pause()'"
 NOBODY_WATCHED = not_watched("nobody watched")
@@ -65,6 +65,19 @@ def test_without_mounts_of_its_own_a_daemon_is_known_by_its_environment() -> Non
         assert [reason for reason in found.unsafe if "process" in reason and str(pid) in reason]
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.root
+@needs_fuse
+def test_a_killed_process_that_the_kernel_holds_is_not_left_running(tmp_path: Path) -> None:
+    namespace = Path("/proc/self/ns/mnt").stat().st_ino
+    with hung_mount(tmp_path / "hung") as path:
+        pid = child_that_asks(path)
+        assert pid in leftover_processes("", namespace, grace_s=0)
+        os.kill(pid, signal.SIGKILL)
+        assert pid not in leftover_processes("", namespace, grace_s=0)
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.waitpid(pid, 0)
 
 
 @pytest.mark.root

@@ -18,6 +18,7 @@ import contextlib
 import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,16 @@ def _running(mark: str, namespace: int | None) -> dict[int, str]:
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208 - numbers, not paths
         if pid != os.getpid() and _is_of_setup(pid, needle, namespace):
             one = process(pid)
-            if one is not None and one.name not in _HARMLESS:
+            if one is not None and one.name not in _HARMLESS and not _is_killed(pid):
                 found[pid] = one.name
     return found
+
+
+def _is_killed(pid: int) -> bool:
+    """Whether SIGKILL waits for it to return from the kernel: from a dead mount, for example, in which the watch of the
+    setup may hang."""
+    pending = re.search(r"^SigPnd:\s*([0-9a-f]+)$", "\n".join(_lines(f"/proc/{pid}/status")), re.MULTILINE)
+    return pending is not None and bool(int(pending[1], 16) & 1 << signal.SIGKILL - 1)
 
 
 def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
