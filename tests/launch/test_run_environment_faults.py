@@ -183,6 +183,23 @@ def test_damaged_objects_make_the_setup_run_and_the_snapshot_anew(place: Place) 
     assert (place.start()["mode"], place.num_setups) == ("restored", 2)
 
 
+@pytest.mark.fuse
+def test_damage_that_only_reads_of_the_job_find_makes_the_snapshot_anew_at_the_next_start(place: Place) -> None:
+    script = place.counting_script(f"head -c 4M /dev/urandom > {place.site}/big\n")
+    words = ("--loading", "lazy", "--setup", script, "--", "sh", "-c", f"exec md5sum {place.site}/big")
+    place.run(*words)
+    largest = max(place.store.glob("sha256/*/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    place.cache = "other"
+    ran = place.run(*words, code=1)
+    assert "Input/output error" in ran.stderr
+    assert "is removed from its store: the next start makes it anew" in ran.stderr
+    place.run(*words)
+    assert (place.start()["mode"], place.num_setups) == ("captured", 2)
+
+
 def test_a_forged_document_is_no_snapshot(place: Place) -> None:
     script = place.counting_script("echo words > vocab\n")
     words = ("--setup", script, "--", "cat", "vocab")

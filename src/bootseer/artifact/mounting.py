@@ -199,23 +199,26 @@ class MountHandle:
             return numbers
         return numbers_of(status)
 
-    def report_problems(self) -> None:
-        """Say why reads failed while the command ran: the command itself saw only I/O errors."""
+    def report_problems(self) -> str:
+        """Say why reads failed while the command ran: the command itself saw only I/O errors. Returns what is damaged
+        or missing in the store, if anything."""
         daemon = self._daemon
         if daemon is None:
-            return
+            return ""
         if not daemon.process.alive:
             line = _last_line(daemon.folder / LOG)
             self._say(
                 f"the mount daemon died while the command ran: later reads of {self._label} failed"
                 f" (log: {line or 'empty, so it was killed'})"
             )
-            return
+            return ""
         fetch = failures(daemon)
-        if fetch.get("first_corrupt"):
-            self._say(f"reads of {self._label} failed, its store has damaged blocks: {fetch['first_corrupt']}")
+        damage = str(fetch.get("first_corrupt") or "")
+        if damage:
+            self._say(f"reads of {self._label} failed, its store has damaged blocks: {damage}")
         elif fetch.get("first_failure"):
             self._say(f"{fetch['failed_reads']} reads of {self._label} failed: {fetch['first_failure']}")
+        return damage
 
     def wait_for_record(self) -> None:
         """Wait shortly until the record is merged into the hot set, and report problems of the merge."""

@@ -51,7 +51,7 @@ class FetchStats(Struct):
     """Failed requests."""
     corrupt_blocks: int = 0
     first_corrupt: str = ""
-    """The first block that was invalid at every attempt, with its origin; empty if none."""
+    """The first block that was invalid or missing at every attempt, with its origin; empty if none."""
     first_failure: str = ""
     """The first error that a reader got; empty if none."""
     dropped: int = 0

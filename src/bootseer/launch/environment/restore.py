@@ -3,7 +3,8 @@
     environment_quarantine      the snapshot is suspect: the next start rebuilds it
 
 Evidence is a failed import in one of the command's processes (an event of the hook), or a processor fault before
-training began, as of code that was built for another processor.
+training began, as of code that was built for another processor. If reads found a part of the snapshot damaged or
+missing in the store, it is removed at once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.places import environments_folder
 from bootseer.artifact.workload import is_publisher, workload_key
 from bootseer.env.document import EnvironmentDocument, apply_exports
-from bootseer.env.life.catalog import NodeCatalog
+from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
+from bootseer.env.life.election import new_document
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring import loose, placement
 from bootseer.env.restoring.host import show_on_host
@@ -181,6 +183,25 @@ def _restore(
             placement.apply_plan(loose.plan(entries, layer.at, roots=roots, facts=facts), layer.at)
 
 
+def remove_damaged(task: Task, document: EnvironmentDocument, damage: str) -> None:
+    """Remove a snapshot of which the store has damaged or lost a part, as a read has found: the next start builds it
+    anew. One that another start has built meanwhile stays."""
+
+    def remove() -> None:
+        with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
+            catalog = Catalog(store, say)
+            unchanged = new_document(catalog, document.key, document) is None
+            if unchanged and catalog.remove(document.key, time.time()) is not None:
+                say(f"the environment's snapshot {key} is removed from its store: the next start makes it anew")
+
+    key = document.key[:12]
+    try:
+        _with_store(task, remove)
+    except BootseerError as error:
+        say(f"the environment's snapshot {key} was not removed from its store: {error}; see bootseer env remove")
+    _report_suspicion(task, document, damage)
+
+
 def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:
     """Quarantine the snapshot if there is evidence against it. The command ended with `code` after `seconds`."""
     session = task.session
@@ -197,7 +218,13 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
     except BootseerError as error:
         say(f"the environment's snapshot was not quarantined: {error}")
         return
-    session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": reason})
+    _report_suspicion(task, document, reason)
+
+
+def _report_suspicion(task: Task, document: EnvironmentDocument, reason: str) -> None:
+    session = task.session
+    if session is not None:
+        session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": reason})
 
 
 def _evidence(events: list[Event], code: int) -> str:
@@ -218,7 +245,12 @@ def _mark(task: Task, document: EnvironmentDocument, reason: str) -> None:
                 message = "is not at fault: a rebuild gave the same"
             say(f"{reason}: the environment's snapshot {document.key[:12]} {message}")
 
+    _with_store(task, mark)
+
+
+def _with_store(task: Task, work: Callable[[], None]) -> None:
+    """Work that opens the store: its client may have threads."""
     if breaks_forks(task.store_uri):
-        run_in_child(mark)
+        run_in_child(work)
     else:
-        mark()
+        work()

@@ -240,14 +240,19 @@ class EnvironmentStart:
         prepared = self.prepared
         if prepared is None:
             return
+        document = prepared.decision.document
         with reporting_errors("problems of the environment are not known"):
-            if prepared.layer is not None:
-                prepared.layer.report_problems()
+            damage = prepared.layer.report_problems() if prepared.layer is not None else ""
+            if damage and document is not None:
+                from bootseer.launch.environment.restore import remove_damaged
+
+                remove_damaged(self.task, document, damage)
+                return
         with reporting_errors("whether the environment is at fault is not known"):
-            if prepared.mode == "restored" and code and prepared.decision.document is not None:
+            if prepared.mode == "restored" and code and document is not None:
                 from bootseer.launch.environment.restore import suspect_snapshot
 
-                suspect_snapshot(self.task, prepared.decision.document, code, seconds)
+                suspect_snapshot(self.task, document, code, seconds)
 
     def report(self, until: str) -> None:
         """Report the start once; `until` is what ended it."""
