@@ -109,7 +109,7 @@ class MountedCheckpoint(Struct, frozen=True):
                 if kernel.is_mount(self.target):
                     raise TransientError(self._busy(str(error))) from error
                 # The daemon ends with the mount's copy in another namespace; `clean` removes its record then.
-                return reply
+                return {"lost": self.status().get("lost", [])}
         self.runtime.remove(self.state)
         return reply
 
