@@ -14,7 +14,8 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
@@ -35,8 +36,7 @@ _AT_ONCE = 4
 """Checkpoints that are measured in parallel; the files of each are, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True):
     """A published checkpoint."""
 
     name: str
@@ -228,8 +228,7 @@ def lost_parts(files: Files, path: str, head: Head) -> list[str]:
 _PARTS_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PartFound:
+class PartFound(Struct, frozen=True):
     """One part."""
 
     part: Part
@@ -241,8 +240,7 @@ class PartFound:
     """"" if it is there and of the right length."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentFound:
+class SegmentFound(Struct, frozen=True):
     """One segment."""
 
     start: int
@@ -250,8 +248,7 @@ class SegmentFound:
     parts: Sequence[PartFound]
 
 
-@dataclass(frozen=True, slots=True)
-class Anatomy:
+class Anatomy(Struct, frozen=True):
     """One file."""
 
     info: FileInfo
