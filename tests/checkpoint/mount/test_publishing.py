@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -249,3 +250,20 @@ def test_of_two_concurrent_closes_both_report_a_failed_publication(held: Held) -
     other.join(DEADLINE_S)
     assert told == [held.error]
     assert (root / "f").read_text() == "old"
+
+
+def test_a_truncate_that_reports_an_error_has_changed_nothing(mounts: Mounts, tmp_path: Path) -> None:
+    place = StepwisePlace(FolderPlace(tmp_path / "place"))
+    one = mounts(place=place)
+    (one.target / "f").write_bytes(b"old")
+    until(lambda: one.shown.facts()["open_files"] == 0, "closed")
+    refused: list[str] = []
+
+    def refuse_once(step: str, path: str) -> None:
+        if (step, path) == ("write_bytes", "f") and not refused:
+            refused.append(path)
+            raise PermanentError("not now")
+
+    place.before = refuse_once
+    assert number_of(lambda: os.truncate(one.target / "f", 9)) == errno.EIO
+    assert (one.root / "f").read_bytes() == (one.target / "f").read_bytes() == b"old"

@@ -193,7 +193,7 @@ class OpenFiles:
         handle.is_done = True
         try:
             yield handle.content
-            self._publish_if_last(handle.content)
+            self._publish_if_last(handle.content, discard=True)
         finally:
             self.close(number)
 
