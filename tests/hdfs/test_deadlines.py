@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from bootseer.hdfs.errors import DataNodeError
+import math
+
+import pytest
+
+from bootseer.hdfs.errors import DataNodeError, LostConnectionError, RefusedError, WrongBytesError
 from bootseer.hdfs.requests import ReadSettings
 from hdfs.played import PIECE, Played
 
@@ -45,3 +49,56 @@ def test_a_deadline_is_not_put_off_for_ever() -> None:
         played.receive(run)
     played.tick(1.0)
     assert "was not read within 5.0 s" in str(ticket.error)
+
+
+def _locate(played: Played) -> None:
+    while played.schedule.to_locate:
+        played.schedule.located(played.schedule.to_locate.popleft(), played.source.located, played.now_s)
+    played.look()
+
+
+def _fail(played: Played, error: DataNodeError) -> None:
+    played.finish(played.must_take("a:1"), error)
+    _locate(played)
+
+
+def test_a_piece_whose_nodes_all_lost_the_connection_is_requested_again_after_pauses_and_then_fails() -> None:
+    played = Played(("a:1",), options=ReadSettings(piece_bytes=PIECE, retry_s=(1.0, 3.0)))
+    ticket = played.read(0, 100)
+    _fail(played, LostConnectionError("reset"))  # then the NameNode is asked
+    for pause_s in (1.0, 3.0):
+        _fail(played, LostConnectionError("reset"))
+        assert played.take() is None
+        assert played.schedule.remaining_s(ticket, played.now_s) == math.inf  # parity is better
+        played.tick(pause_s - 0.5)
+        assert not played.schedule.to_locate
+        played.tick(0.5)
+        _locate(played)
+    assert not played.ended
+    _fail(played, LostConnectionError("reset"))
+    assert "a:1: reset" in str(played.error())
+
+
+def test_a_piece_is_delivered_by_a_node_that_recovers_during_a_pause() -> None:
+    played = Played(("a:1",))
+    played.read(0, 100)
+    _fail(played, LostConnectionError("reset"))
+    _fail(played, LostConnectionError("reset"))
+    played.tick(1.0)
+    _locate(played)
+    played.serve_all()
+    assert len(played.ended) == 1
+
+
+@pytest.mark.parametrize("error", [RefusedError("no block", token=False), WrongBytesError("wrong"), DataNodeError("?")])
+def test_other_errors_and_pauses_beyond_the_deadline_fail_at_once(error: DataNodeError) -> None:
+    played = Played(("a:1",))
+    played.read(0, 100)
+    _fail(played, error)
+    _fail(played, error)
+    assert played.ended
+    late = Played(("a:1",))
+    late.read(0, 100, deadline_s=0.9)
+    _fail(late, LostConnectionError("reset"))
+    _fail(late, LostConnectionError("reset"))
+    assert "a:1: reset" in str(late.error())

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -309,3 +310,19 @@ class TestFaults:
         opened.join(180.0)
         assert not opened.is_alive()
         assert read(reads.open("/two")) == DATA
+
+
+def test_datanodes_with_too_many_readers_are_asked_again(tmp_path: Path) -> None:
+    """They reset the connection of each one over their limit."""
+    data = DATA[: 8 * MIB]
+    with HdfsCluster(tmp_path, settings={"dfs.datanode.max.transfer.threads": "3"}) as small:
+        put(small.uri, "/file", data, block_size=2 * MIB)
+
+        def read_twice() -> bool:
+            with closing(HdfsClient(small.uri.removeprefix("hdfs://"))) as client:
+                file = client.reads().open("/file")
+                assert isinstance(file, HdfsFile)
+                return all(read(file, piece=MIB) == data for _ in range(2))
+
+        with ThreadPoolExecutor(6) as readers:
+            assert all(future.result() for future in [readers.submit(read_twice) for _ in range(6)])

@@ -7,13 +7,22 @@ from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import LocatedFile
-from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
+from bootseer.hdfs.errors import (
+    DataNodeError,
+    LostConnectionError,
+    RefusedError,
+    SilentError,
+    UncheckedError,
+    UnevenError,
+    WrongBytesError,
+)
 from bootseer.hdfs.requests import Run, Ticket
 from hdfs.played import NODES, Played, located
 
 ERRORS = st.sampled_from(
     [
         DataNodeError("broke"),
+        LostConnectionError("reset"),
         SilentError("silent"),
         WrongBytesError("wrong"),
         RefusedError("refused", token=False),

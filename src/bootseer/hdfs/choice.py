@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bootseer.hdfs.block_locations import Node
-from bootseer.hdfs.requests import NodeQueue, Piece, State
+from bootseer.hdfs.requests import NodeQueue, Piece, Run, State
 
 _MIN_SAMPLE_BYTES: Final = 256 << 10
 """Smaller requests measure latency rather than the rate."""
@@ -256,6 +256,16 @@ class NodeQueues:
         """Whether the DataNode has its maximum of threads: one if excluded, so that hung nodes cannot block all."""
         return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._connections_per_node)
 
+    def should_yield(self, run: Run) -> bool:
+        """Whether a run without urgent pieces should end early, to make room for an urgent piece."""
+        return (
+            run.index > 0
+            and run.filled == 0
+            and self.is_full(run.queue)
+            and run.queue.has_urgent()
+            and not any(piece.ticket.urgent for piece in run.live())
+        )
+
     def backlog_bytes(self, node: str) -> int:
         """Bytes that a DataNode has to send before it could begin another request."""
         queue = self.by_node.get(node)
@@ -278,7 +288,7 @@ class NodeQueues:
                 return math.inf
             return self._choice.expected_s(queue.name, num_bytes, now_s)
         if piece.state is not State.QUEUED:
-            return 0.0
+            return math.inf if piece.num_pauses and piece.state is State.PARKED else 0.0
         if len(piece.queues) > 1:
             return min(self.expected_s(queue.name, 0, now_s) for queue in piece.queues)
         (queue,) = piece.queues

@@ -23,7 +23,15 @@ from typing import Final
 
 from bootseer.hdfs import checksums
 from bootseer.hdfs.block_locations import Block, Node
-from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
+from bootseer.hdfs.errors import (
+    DataNodeError,
+    LostConnectionError,
+    RefusedError,
+    SilentError,
+    UncheckedError,
+    UnevenError,
+    WrongBytesError,
+)
 from bootseer.hdfs.protection import Aes, Channel, Messages, Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, receive_delimited
 from bootseer.hdfs.requests import MAX_PACKETS
@@ -90,7 +98,7 @@ class DataNodeConnection:
                 problem = error
             else:
                 return
-        error_kind = SilentError if isinstance(problem, TimeoutError) else DataNodeError
+        error_kind = SilentError if isinstance(problem, TimeoutError) else LostConnectionError
         raise error_kind(f"cannot be reached: {problem}") from problem
 
     def stop(self) -> None:
@@ -115,7 +123,7 @@ class DataNodeConnection:
         try:
             self._socket.sendall(data if self._channel is None else b"".join(self._channel.seal([data])))
         except OSError as error:
-            raise DataNodeError(f"the connection broke: {error}") from error
+            raise LostConnectionError(f"the connection broke: {error}") from error
 
     def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
         """Fill `views`. `on_silence` is called with the seconds since the last byte; it raises to end the wait."""
@@ -174,9 +182,9 @@ class DataNodeConnection:
                 on_silence(now_s - silent_since_s)
                 continue
             except OSError as error:
-                raise DataNodeError(f"the connection broke: {error}") from error
+                raise LostConnectionError(f"the connection broke: {error}") from error
             if got == 0:
-                raise DataNodeError("it closed the connection")
+                raise LostConnectionError("it closed the connection")
             if isinstance(self._channel, Aes):
                 self._channel.open_in_place(views, got)
             return got

@@ -40,6 +40,11 @@ class UncheckedError(RefusedError):
         super().__init__("it has no checksums of the block", token=False)
 
 
+class LostConnectionError(DataNodeError):
+    """The DataNode cannot be reached, or has closed the connection: it may be restarting, or have too many readers
+    (`dfs.datanode.max.transfer.threads`)."""
+
+
 class SilentError(DataNodeError):
     """No byte has arrived for longer than the reader waits."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -44,6 +44,8 @@ class ReadSettings(Struct, frozen=True):
     """The largest request to a DataNode."""
     max_hedges: int = 16
     """Concurrent hedges; each has memory for one piece."""
+    retry_s: tuple[float, ...] = (1.0, 3.0, 6.0, 10.0)
+    """Pauses before a piece is requested again whose DataNodes have all failed, if any may recover."""
     max_pieces: int = 1 << 17
     """Queued and in flight; more are refused."""
 
@@ -163,6 +165,9 @@ class Piece(Struct, eq=False):
     """DataNodes that delivered wrong bytes."""
     unchecked: set[str] = field(default_factory=set)
     """DataNodes that have it without checksums."""
+    may_recover: bool = False
+    """Whether a DataNode that has it has lost the connection since the latest pause."""
+    num_pauses: int = 0
     refreshed: bool = False
     """Whether locations were refreshed because of it."""
     hedge: Piece | None = None
@@ -177,6 +182,34 @@ class Piece(Struct, eq=False):
     def key(self) -> tuple[int, int, bool, bool]:
         """The key by which its predecessor finds it."""
         return (self.block.id, self.offset, self.ticket.check, self.strict)
+
+
+class PausedPieces:
+    """Pieces whose DataNodes have all failed. They are requested again after pauses, because one of the DataNodes may
+    recover."""
+
+    def __init__(self, pauses_s: Sequence[float]) -> None:
+        self._pauses_s = pauses_s
+        self._until: list[tuple[float, Piece]] = []
+
+    def try_add(self, piece: Piece, now_s: float) -> bool:
+        """Pause a piece, unless no DataNode is expected to recover in time; returns whether it is paused."""
+        if not piece.may_recover or piece.num_pauses == len(self._pauses_s):
+            return False
+        until_s = now_s + self._pauses_s[piece.num_pauses]
+        if until_s >= piece.ticket.until_s:
+            return False
+        self._until.append((until_s, piece))
+        piece.num_pauses, piece.may_recover = piece.num_pauses + 1, False
+        return True
+
+    def take_due(self, now_s: float) -> list[Piece]:
+        """The pieces whose pause is over, to be queued as if they had not been requested yet."""
+        due = [piece for until_s, piece in self._until if until_s <= now_s and piece.state is State.PARKED]
+        self._until = [entry for entry in self._until if entry[0] > now_s]
+        for piece in due:
+            piece.tried, piece.refreshed = {}, False
+        return due
 
 
 def read_error(piece: Piece) -> BootseerError:

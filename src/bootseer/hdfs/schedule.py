@@ -2,7 +2,7 @@
 
 Pieces wait in the queues of all DataNodes that store them; each free thread takes the next run of pieces from a queue.
 A piece whose DataNode fails goes to the others; when none is left, the NameNode is asked once for the block's current
-locations.
+locations. If connections were lost, it is requested again after pauses: a DataNode may be restarting, or too busy.
 
 Hedging. A run without progress is late. Its pieces that have not begun are queued at other DataNodes. The piece that
 has begun cannot simply be moved: the late run's thread may still write to its memory. So it is requested from another
@@ -23,12 +23,21 @@ from typing import Final
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.choice import NodeChoice, NodeQueues
-from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
+from bootseer.hdfs.errors import (
+    DataNodeError,
+    LostConnectionError,
+    RefusedError,
+    SilentError,
+    UncheckedError,
+    UnevenError,
+    WrongBytesError,
+)
 from bootseer.hdfs.requests import (
     MAX_PACKETS,
     NOTHING,
     HdfsSource,
     NodeQueue,
+    PausedPieces,
     Piece,
     ReadSettings,
     Run,
@@ -64,6 +73,7 @@ class Schedule:
         self._open: dict[Ticket, None] = {}
         self._num_hedges = 0
         self._parked: dict[HdfsSource, list[Piece]] = {}
+        self._paused = PausedPieces(settings.retry_s)
 
     # Called for readers
 
@@ -158,7 +168,7 @@ class Schedule:
     def claim(self, run: Run, length: int) -> list[memoryview] | None:
         """Memory for the next `length` bytes of a run, to which the caller may write until it calls `received` or
         `finished`. None if the run is to end here."""
-        if run.stopped or self._should_yield(run):
+        if run.stopped or self.queues.should_yield(run):
             return None
         run.claimed = length
         views: list[memoryview] = []
@@ -264,6 +274,8 @@ class Schedule:
             if not ticket.try_extend(now_s, now_s - self._settings.reconnect_s):
                 ticket.until_s = math.inf
                 self.fail(ticket, overrun(ticket), at_once=True)
+        for piece in self._paused.take_due(now_s):
+            self._queue(piece, now_s)
         self.queues.poke_all()
         for run in list(self.runs):
             if now_s - run.began_s >= self._settings.min_late_s and not run.stopped:
@@ -312,17 +324,6 @@ class Schedule:
             self._do_without_checksums(piece, now_s)
         else:
             self.queues.add(piece, healthy or trusted, now_s, first=first)
-
-    def _should_yield(self, run: Run) -> bool:
-        """Whether a run without urgent pieces should end early, to make room for an urgent piece."""
-        queue = run.queue
-        return (
-            run.index > 0
-            and run.filled == 0
-            and self.queues.is_full(queue)
-            and queue.has_urgent()
-            and not any(piece.ticket.urgent for piece in run.live())
-        )
 
     def _alternatives(self, piece: Piece, queue: NodeQueue) -> list[Node]:
         """Other DataNodes for a late piece. Never the DataNode of a hedge's original: the hedge would wait behind the
@@ -395,7 +396,7 @@ class Schedule:
             self._relocate(piece)
         elif piece.unchecked and piece.strict:
             self._do_without_checksums(piece, now_s)
-        else:
+        elif not self._paused.try_add(piece, now_s):
             self.fail(piece.ticket, piece.ticket.source.gone or read_error(piece), at_once=False)
 
     def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
@@ -437,6 +438,7 @@ class Schedule:
                 piece.tried.update(dict.fromkeys((node.host_port for node in piece.block.nodes), str(error)))
             elif not isinstance(error, SilentError):
                 piece.tried[queue.name] = str(error)
+            piece.may_recover |= isinstance(error, LostConnectionError)
             if isinstance(error, WrongBytesError):
                 piece.wrong.add(queue.name)
             elif isinstance(error, UncheckedError):
