@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one, in virtual time. What must hold for any load is in `test_schedule_properties`."""
+"""The scheduler's rules, one by one, in virtual time. What must hold for any load is in `test_scheduler_properties`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.scheduler import Scheduler
 from fetch.virtual import BLOCK, Fault, Layout, World
 
 SETTINGS = FetchSettings()
@@ -216,6 +217,17 @@ def test_a_suspended_hot_set_goes_on_when_readers_come_to_it() -> None:
     assert {(0, block) for block in range(1000, 1050 + ahead)} <= w.here
 
 
+def test_a_block_that_is_wanted_while_its_origin_is_paused_is_requested_at_the_end_of_the_pause() -> None:
+    scheduler = Scheduler(SETTINGS, lambda: 0.0)
+    file = scheduler.add(Layout([BLOCK] * 10), "store")
+    scheduler.want(file, [0], Purpose.DEMAND, 0.0)
+    (fetch,) = scheduler.tick(0.0).fetches
+    scheduler.request_finished(fetch.number, 0.1, TransientError("busy", retry_after_s=0.02))
+    scheduler.want(file, [5], Purpose.DEMAND, 0.11)
+    plan = scheduler.tick(0.11)  # block 0 is retried later, with backoff
+    assert (plan.fetches, plan.wake_at) == ([], pytest.approx(0.12))
+
+
 def test_retry_after_holds_for_readers_and_prefetch_of_that_origin_alone() -> None:
     busy = TransientError("too many requests", retry_after_s=7.0)
     layout = Layout([BLOCK] * 100)
@@ -371,10 +383,24 @@ def test_one_slow_block_does_not_hold_up_others() -> None:
 
 def test_hedges_stay_within_their_credit_when_everything_is_slow() -> None:
     w = world(fault=lambda fetch, earlier: Fault(hang=True))
-    for block in range(0, 60, 3):
+    for block in range(0, 6, 3):
         w.read(0, [block], Answers())
     w.run(until=9.0)
-    assert w.scheduler.counts.hedges <= SETTINGS.first_hedge_credit
+    assert w.scheduler.counts.hedges == SETTINGS.first_hedge_credit  # of four that were wanted
+
+
+def test_blocks_that_arrived_for_readers_earn_hedges_and_prefetched_ones_do_not() -> None:
+    def hedges(before: Callable[[World], None]) -> int:
+        w = world(fault=lambda fetch, earlier: Fault(hang=True) if fetch.blocks.start >= 500 else None)
+        before(w)
+        w.run(until=1.0)
+        w.read(0, [500], Answers())
+        w.read(0, [503], Answers())
+        w.run(until=10.0)
+        return w.scheduler.counts.hedges
+
+    assert hedges(lambda w: w.prefetch((0, block) for block in range(100))) == SETTINGS.first_hedge_credit
+    assert hedges(lambda w: w.read(0, range(100), Answers())) == 2 * SETTINGS.max_hedges
 
 
 def test_blocks_of_zeros_need_no_bytes_and_join_their_neighbours() -> None:
