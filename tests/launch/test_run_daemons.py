@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.env.document import Daemon
 from bootseer.env.processes import listening, pid_in, processes, sockets_of
-from bootseer.launch.environment.daemons import RelaunchedDaemons
+from bootseer.launch.environment.relaunch import RelaunchedDaemons
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from environment_place import Place, end, made_place

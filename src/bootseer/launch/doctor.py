@@ -26,7 +26,7 @@ from typing import Any
 from bootseer.artifact.places import runtime_root
 from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.capturing.capture import open_capture
-from bootseer.env.keys.settings import looks_secret
+from bootseer.env.keys.key_settings import looks_secret
 from bootseer.errors import BootseerError, UsageError
 from bootseer.hdfs.addresses import Cluster, default_authority
 from bootseer.hdfs.namenode import NameNode, Names

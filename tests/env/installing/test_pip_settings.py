@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.installing.settings import requirement_files, settings
+from bootseer.env.installing.pip_settings import requirement_files, settings
 
 pytestmark = pytest.mark.slow
 

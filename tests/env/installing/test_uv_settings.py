@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.installing.settings import Requirements, Setting, translate
+from bootseer.env.installing.pip_settings import Requirements, Setting, translate
 
 ALWAYS = ["--no-sources", "--no-config", "--index-strategy", "unsafe-best-match"]
 

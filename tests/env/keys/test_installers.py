@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.keys.files import FactCache, NodeFiles
-from bootseer.env.keys.settings import Configuration, configuration
+from bootseer.env.keys.key_settings import Configuration, configuration
 
 
 @pytest.fixture

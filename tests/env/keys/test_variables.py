@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.keys.settings import choose_variables, is_allowed, looks_secret
+from bootseer.env.keys.key_settings import choose_variables, is_allowed, looks_secret
 from bootseer.store.addresses import without_credentials
 
 

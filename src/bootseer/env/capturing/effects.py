@@ -1,6 +1,6 @@
 """Side effects of a setup besides captured files: processes, mounts, kernel state, files that no capture keeps.
 
-A restore brings back files and the environment, and starts recorded processes again (`daemons`). Any other side effect
+A restore brings back files and the environment, and starts recorded processes again. Any other side effect
 makes a setup "not snapshot-safe", with a reason. Added users and groups are restored with /etc and reported as notes.
 
 *Processes* belong to the setup if they run in its mount namespace or have its mark in their environment; the parent

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.env.document import Export
-from bootseer.env.keys.settings import search_path
+from bootseer.env.keys.key_settings import search_path
 
 OUTPUT = "environment"
 """The file that the hook writes: `NAME=value` and a zero byte for each variable, then one more zero byte."""

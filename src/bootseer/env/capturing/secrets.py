@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from bootseer.env.keys.settings import looks_secret
+from bootseer.env.keys.key_settings import looks_secret
 
 # Published content, and the few files in it that an installer writes for this installation. A file in `site-packages`
 # is published if the record of its package lists it.

@@ -17,13 +17,13 @@ from typing import Literal
 
 from bootseer.env.installing.interpreter import Interpreter, Run, ask, module_command, runner
 from bootseer.env.installing.packages import installed, path_in_root
-from bootseer.env.installing.settings import Read, Translation, requirement_files, settings, translate
+from bootseer.env.installing.pip_settings import Read, Translation, requirement_files, settings, translate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
-"""The oldest uv with all options that `settings` uses; older ones would ignore an index."""
+"""The oldest uv with all options that `pip_settings` uses; older ones would ignore an index."""
 _OLDEST_FOR_LOCKS = (0, 7, 0)
 """The oldest uv that reads and writes `pylock.toml`."""
 _OLDEST_PIP = (20, 3)

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
-from bootseer.env.keys.settings import search_path
+from bootseer.env.keys.key_settings import search_path
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.machine import child
 

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
-from bootseer.env.keys import gate, node, settings
+from bootseer.env.keys import gate, key_settings, node
 from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.key import RequestKey, digest_of, key_digest
 from bootseer.env.keys.script import Inputs, gather
@@ -116,7 +116,7 @@ class _Collector:
         ask = self._ask
         prefix = self._base()
         self._node()
-        configured = settings.configuration(ask.env, ask.cwd, prefix, self._files)
+        configured = key_settings.configuration(ask.env, ask.cwd, prefix, self._files)
         inputs = gather(
             ask.setup, ask.requirements, ask.cwd, ask.env, self._files, configured=configured.requirement_files
         )
@@ -190,7 +190,9 @@ class _Collector:
         env = self._ask.env
         user = env.get("PYTHONUSERBASE") or (f"{env['HOME']}/.local" if env.get("HOME") else "")
         version = ".".join(python.version.split(".")[:2])
-        search = [path for path in settings.search_path(env.get("PYTHONPATH", "")).split(":") if path.startswith("/")]
+        search = [
+            path for path in key_settings.search_path(env.get("PYTHONPATH", "")).split(":") if path.startswith("/")
+        ]
         return [f"{user}/lib/python{version}/site-packages", *search] if user else search
 
     def _fingerprint(self, folders: list[str]) -> None:
@@ -319,7 +321,7 @@ class _Collector:
     # -- variables and tools
     # -----------------------------------------------------------------------------------------------
 
-    def _settings(self, inputs: Inputs, found: settings.Configuration) -> None:
+    def _settings(self, inputs: Inputs, found: key_settings.Configuration) -> None:
         lines = (*found.lines, *(f"asked {line}" for line in inputs.requirements.settings))
         if lines:
             self._add("installer settings", f"sha256:{digest_of(lines)} {len(lines)} settings", lines)
@@ -332,9 +334,9 @@ class _Collector:
     def _variables(self, inputs: Inputs) -> None:
         env = self._ask.env
         if self._ask.setup is None:  # installers behave the same in all languages
-            language = settings.LANGUAGE.difference(inputs.variables, self._ask.variables)
+            language = key_settings.LANGUAGE.difference(inputs.variables, self._ask.variables)
             env = {name: value for name, value in env.items() if name not in language}
-        chosen = settings.choose_variables(
+        chosen = key_settings.choose_variables(
             env, referenced=inputs.variables, declared=self._ask.variables, assigned=inputs.assigned
         )
         for name, value in chosen.values.items():

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from bootseer.env.keys import requirement
+from bootseer.env.keys.key_settings import looks_secret
 from bootseer.env.keys.requirement import Requirement
-from bootseer.env.keys.settings import looks_secret
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
 

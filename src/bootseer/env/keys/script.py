@@ -20,9 +20,9 @@ from msgspec import Struct, field
 
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import programs, requirement, shell
+from bootseer.env.keys.key_settings import looks_secret
 from bootseer.env.keys.programs import option_values, read_install
 from bootseer.env.keys.requirements import Requirements, is_requirements_name
-from bootseer.env.keys.settings import looks_secret
 from bootseer.env.keys.shell import Command
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
@@ -388,7 +388,7 @@ def gather(
     configured: Iterable[tuple[str, bool]] = (),
 ) -> Inputs:
     """The inputs of a script and of files. Unreadable files become problems, never exceptions. `configured` are the
-    requirement files of pip's configuration (`settings.Configuration`)."""
+    requirement files of pip's configuration (`key_settings.Configuration`)."""
     inputs = Inputs(Requirements(env=env))
     for path in requirements:
         inputs.requirement_files[whole := posixpath.normpath(posixpath.join(cwd, path))] = False

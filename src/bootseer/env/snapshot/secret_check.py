@@ -32,7 +32,7 @@ from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Change
 from bootseer.env.installing.packages import published_files
-from bootseer.env.keys.settings import looks_secret
+from bootseer.env.keys.key_settings import looks_secret
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.units import listed

@@ -35,15 +35,15 @@ from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, is_system
 from bootseer.errors import BootseerError
-from bootseer.launch.environment.daemons import (
+from bootseer.launch.environment.plain import say_failed
+from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
+from bootseer.launch.environment.relaunch import (
     SocketWatch,
     emit_daemon_stage,
     end_processes,
     read_pid_files,
     remove_stale_files,
 )
-from bootseer.launch.environment.plain import say_failed
-from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
 from bootseer.launch.environment.setup import SetupHost, SetupResult, SetupRun, setup_problems
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import (

@@ -108,13 +108,13 @@ def _check_daemons(task: Task, document: EnvironmentDocument, *, on_host: bool) 
         names = ", ".join(one.name for one in document.daemons)
         reason = "this start refuses them (--env-daemons)" if on_host else "they cannot be started in an image"
         raise EnvironmentUnavailable("daemons", f"the setup left processes running ({names}), and {reason}")
-    from bootseer.launch.environment.daemons import check_addresses
+    from bootseer.launch.environment.relaunch import check_addresses
 
     check_addresses(document.daemons)
 
 
 def _relaunch(task: Task, document: EnvironmentDocument, prepared: PreparedEnvironment) -> None:
-    from bootseer.launch.environment.daemons import RelaunchedDaemons
+    from bootseer.launch.environment.relaunch import RelaunchedDaemons
 
     daemons = RelaunchedDaemons(task, document.daemons, prepared.enter)
     prepared.undo.callback(daemons.close)

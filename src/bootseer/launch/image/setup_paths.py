@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from bootseer.env.keys.files import FactCache, NodeFiles
+from bootseer.env.keys.key_settings import is_irrelevant
 from bootseer.env.keys.script import gather
-from bootseer.env.keys.settings import is_irrelevant
 from bootseer.errors import BootseerError
 from bootseer.image.containers.process import passed_variables
 from bootseer.image.containers.runtime_config import Bind
