@@ -7,7 +7,6 @@ threads survive a fork.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFolderError
 from bootseer.fuse.session import Session, mount_writable
+from bootseer.io.memory import keep_freed_memory
 from bootseer.mounts.serve import OnError, Served
 from bootseer.places import open_place
 
@@ -69,25 +69,6 @@ class MountRequest(Struct, frozen=True):
             stripes=folders.stripes if self.stripes is None else self.stripes,
             parity=folders.parity if self.parity is None else self.parity,
         )
-
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
-_MIB = 1 << 20
-
-
-def keep_freed_memory() -> bool:
-    """Have malloc keep up to 64 MiB of freed memory. Returns False without glibc."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return False
-    options = (
-        # One arena: several would each keep memory, and Python's lock lets only one thread allocate at a time anyway.
-        (_ARENA_MAX, 1),
-        (_MMAP_THRESHOLD, 32 * _MIB),
-        (_TRIM_THRESHOLD, 64 * _MIB),
-        (_TOP_PAD, 16 * _MIB),
-    )
-    return all(set_option(option, value) == 1 for option, value in options)
 
 
 _SPOOL = "spool"

@@ -32,6 +32,7 @@ from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.sources.folder import write_folder
 from bootseer.image.sources.manifest import folder_digest
 from bootseer.image.sources.source import ImageSource
+from bootseer.io.memory import keep_freed_memory
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
@@ -56,6 +57,7 @@ def convert(
     store are reused; with signing keys in `options`, only signed ones. Raises `CorruptError`, `PermanentError` and the
     store's errors; then nothing was published under the image's name.
     """
+    keep_freed_memory()
     options = options or ConvertOptions()
     report = progress or (lambda layer, done, total: None)
     with converting(store, source.digest, socket.gethostname()):
