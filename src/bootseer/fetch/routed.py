@@ -85,10 +85,18 @@ class PeerQueues(OriginQueues, eq=False):
     """Peers that are overloaded until a time (Retry-After)."""
     blocked_until: float = _NEVER
     """No prefetch can be started before this time, unless something happens."""
+    overflow: OriginQueues | None = None
+    """The next origin, if blocks for it wait here because it has enough."""
 
     def enqueue(self, key: Key, purpose: Purpose) -> None:
         OriginQueues.enqueue(self, key, purpose)
-        self.blocked_until = _NEVER
+        if purpose is not Purpose.DEMAND:
+            self.blocked_until = _NEVER
+
+    def is_blocked(self, now: float) -> bool:
+        """Whether examining the prefetch queues again would start nothing and move no block."""
+        is_drained = self.overflow is not None and len(self.overflow.hot) < _MAX_MOVED // 2
+        return now < self.blocked_until and not is_drained
 
     def has_room(self, step: Hashable, max_requests: int, now: float) -> bool:
         """Whether a peer can be asked now."""
@@ -125,7 +133,7 @@ class RoutedScheduler(Scheduler):
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
         super().want(file, blocks, purpose, now)
-        if self._peers is not None:
+        if self._peers is not None and purpose is not Purpose.DEMAND:
             self._peers.blocked_until = _NEVER
 
     def want_cold(self, file: int, blocks: range, now: float) -> None:
@@ -230,13 +238,16 @@ class RoutedScheduler(Scheduler):
         the other ones to the next origin."""
         if purpose is Purpose.HOT:
             self._next_hot(peers)  # drops finished entries
+            peers.overflow = None
             for key in list(islice(peers.hot, _MAX_EXAMINED)):
                 if self._is_next(key, Purpose.HOT, peers):
                     step = self._step(key, now)
                     if step is not None:
                         yield key, step
-                    elif len(self.files[key[0]].origins[1].hot) < _MAX_MOVED:
+                    elif len((store := self.files[key[0]].origins[1]).hot) < _MAX_MOVED:
                         self._move_to_next_origin(key)
+                    else:
+                        peers.overflow = store
             return
         kept: deque[tuple[int, range]] = deque()
         for _ in range(min(len(peers.cold), _MAX_EXAMINED_RUNS)):
@@ -299,12 +310,10 @@ class RoutedScheduler(Scheduler):
         if peers is None or origin is not peers:
             super()._start_prefetch(origin, purpose, window_bytes, now, fetches)
             return
-        if not window_bytes or now < peers.blocked_until:
+        if not window_bytes or peers.is_blocked(now) or self._is_full(peers, window_bytes):
             return
-        before = len(fetches)
         for key, step in self._ahead(peers, purpose, now):
-            limit = settings.total_peer_requests - settings.reserved_peer_requests
-            if peers.num_running >= limit or len(self.running) >= settings.max_requests:
+            if self._is_full(peers, window_bytes):
                 return
             if not peers.has_room(step, settings.peer_requests, now) or not self._is_next(key, purpose, peers):
                 continue
@@ -312,18 +321,30 @@ class RoutedScheduler(Scheduler):
             def eligible(other: Key, step: Hashable = step, peers: PeerQueues = peers) -> bool:
                 return self._is_next(other, purpose, peers) and self._step(other, now) == step
 
-            left = settings.inflight_bytes - settings.reserved_bytes - self.inflight_bytes
-            room = min(_WINDOWS * window_bytes - peers.prefetch_bytes, left)
-            most_bytes = min(peers.next_bytes, window_bytes // _REQUESTS_PER_WINDOW)
-            if room < most_bytes and peers.num_prefetch:
-                return  # better a full-sized request a little later than a small one now
+            most_bytes, room, left = self._prefetch_bytes(peers, window_bytes)
             blocks, sizes = self._adjacent(key, min(most_bytes, room), eligible)
             # A single block may always go, however small the window.
             if sum(sizes) > (room if peers.num_prefetch else left) and self.inflight_bytes:
                 return
             fetches.append(self._start_request(peers, step, key[0], blocks, sizes, purpose, now))
-        if len(fetches) == before and (purpose is Purpose.COLD or peers.hot):
+        # All blocks were examined: nothing changes before a request ends, a block is added or a route changes.
+        if purpose is Purpose.COLD or peers.hot:
             peers.blocked_until = now + _RETRY_S
+
+    def _is_full(self, peers: PeerQueues, window_bytes: int) -> bool:
+        """Whether no prefetch can be started at any peer."""
+        settings = self._settings
+        limit = settings.total_peer_requests - settings.reserved_peer_requests
+        if peers.num_running >= limit or len(self.running) >= settings.max_requests:
+            return True
+        most_bytes, room, _ = self._prefetch_bytes(peers, window_bytes)
+        return room < most_bytes and peers.num_prefetch > 0  # better a full-sized request a little later
+
+    def _prefetch_bytes(self, peers: PeerQueues, window_bytes: int) -> tuple[int, int, int]:
+        """The size of a full prefetch request, and what the window and the memory have room for."""
+        left = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
+        room = min(_WINDOWS * window_bytes - peers.prefetch_bytes, left)
+        return min(peers.next_bytes, window_bytes // _REQUESTS_PER_WINDOW), room, left
 
     def _start_request(
         self,

@@ -15,7 +15,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Final
 
 import google_crc32c
 
@@ -184,13 +184,9 @@ class BlockWriter:
         return [memoryview(_HEADER.pack(4 + len(sums) + length, len(fields)) + fields + sums)]
 
     def _sums(self, packet: memoryview) -> bytes:
-        import numpy as np  # here for the reason that `checksums` has
-
-        chunk = self._defaults.chunk_bytes
-        # google_crc32c refuses writable memory, unless it is numpy's.
-        array = np.frombuffer(packet, np.uint8)
-        crc: Callable[[Any], int] = zlib.crc32 if self._defaults.checksum_kind == CRC32 else google_crc32c.value
-        sums = [crc(array[at : at + chunk]) for at in range(0, len(array), chunk)]
+        crc = zlib.crc32 if self._defaults.checksum_kind == CRC32 else google_crc32c.value
+        chunk, data = self._defaults.chunk_bytes, bytes(packet)  # google_crc32c refuses writable memory
+        sums = [crc(data[at : at + chunk]) for at in range(0, len(data), chunk)]
         return struct.pack(f">{len(sums)}I", *sums)
 
     def _send(self, views: list[memoryview]) -> None:
