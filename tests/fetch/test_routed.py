@@ -103,6 +103,34 @@ def test_a_place_has_two_prefetches_at_a_time_and_all_of_them_twelve() -> None:
     assert sum(running.values()) == SETTINGS.total_peer_requests - SETTINGS.reserved_peer_requests
 
 
+def test_a_store_that_is_faster_than_the_retries_is_never_out_of_own_blocks() -> None:
+    w = world(Ring(["me"]), (BLOCK,) * 640, latency_s=0.001, bytes_per_s=2e9)
+    w.scheduler.fetch_all_now()
+    w.prefetch((0, block) for block in range(640))
+    w.run()
+    assert len(w.here) == 640
+    assert w.now < 0.2
+
+
+def test_blocks_that_wait_for_busy_peers_are_not_examined_for_each_need_of_a_reader() -> None:
+    class Counted(Ring):
+        calls = 0
+
+        def route(self, block: int, now: float) -> Way:
+            self.calls += 1
+            return super().route(block, now)
+
+    ring = Counted(["a", "b"])
+    w = world(ring, (BLOCK,) * 400, fault=lambda fetch, earlier: Fault(hang=fetch.purpose is Purpose.HOT))
+    w.prefetch((0, block) for block in range(400))
+    w.tick()
+    before = ring.calls
+    for block in range(300, 320):
+        void(w.read(0, [block], void))
+        w.tick()
+    assert ring.calls - before < 400
+
+
 def test_a_reader_does_not_wait_for_the_prefetches_of_its_owner() -> None:
     w = world(Ring(["a"]), fault=lambda fetch, earlier: Fault(hang=fetch.purpose is Purpose.COLD))
     pull(w)
