@@ -65,13 +65,16 @@ def encode(data: bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, byte
     return ZSTD, frame, digest_of(data)
 
 
-def decode(codec: int, stored: Buffer, length: int, digest: bytes) -> bytes:
-    """The block's bytes, verified against length and digest. Raises `CorruptError`."""
+def decode(codec: int, stored: Buffer, length: int, digest: bytes) -> Buffer:
+    """The block's bytes, verified against length and digest. Raises `CorruptError`.
+
+    A raw block is `stored` itself, without a copy: nothing may write to it afterwards.
+    """
     if codec == ZERO:
         if len(stored) or digest != _digest_of_zeros(length):
             raise CorruptError("a block that should hold only zeros does not")
         return bytes(length)
-    data = bytes(stored) if codec == RAW else _decompress(codec, stored, length)
+    data = stored if codec == RAW else _decompress(codec, stored, length)
     if len(data) != length:
         raise CorruptError(f"a block has {len(data)} bytes, not {length}")
     if digest_of(data) != digest:

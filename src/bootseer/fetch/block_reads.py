@@ -250,7 +250,7 @@ class Reads:
             self._changed.notify_all()
         return actions
 
-    def _block_available(self, key: Key, data: bytes | None, now: float) -> list[PendingRead]:
+    def _block_available(self, key: Key, data: Buffer | None, now: float) -> list[PendingRead]:
         """A block is in the cache, or at least in memory. Returns the complete reads."""
         self._other_claims.forget(key)
         complete = self._pending.arrived(key, data)

@@ -116,7 +116,7 @@ class ArrivedBlock(NamedTuple):
 
     block: int
     received_bytes: int
-    data: bytes | CorruptError
+    data: Buffer | CorruptError
     """The verified block, or the error that names the damaged one."""
     cache_error: BootseerError | None
     """Why it could not be cached."""
@@ -149,7 +149,7 @@ class File(Struct, frozen=True, eq=False):
                 return "claimed"
         return "free"  # if it was cached in between, the request for it will find it
 
-    def assemble(self, offset: int, length: int, held: Mapping[int, bytes]) -> Buffer:
+    def assemble(self, offset: int, length: int, held: Mapping[int, Buffer]) -> Buffer:
         """A range of the file, from blocks in memory and from the cache. Raises `MissingBlocks`."""
         size = self.index.block_size
         end = min(offset + length, self.index.size_bytes)
@@ -220,7 +220,7 @@ def _verify_and_cache(file: File, origin: Origin, block: int, received: Buffer) 
     begin, index, place = time.perf_counter(), file.index, file.index.place(block)
     codec = place.codec if origin.form is Form.STORED else RAW
     cache_error: BootseerError | None = None
-    data: bytes | CorruptError
+    data: Buffer | CorruptError
     try:
         data = decode(codec, received, index.length(block), index.digest(block))
     except CorruptError as error:

@@ -36,7 +36,7 @@ class PendingRead:
     on_cancel: Callable[[PendingRead], None] = field(repr=False)
     missing: set[int] = field(default_factory=set)
     """Blocks that it waits for."""
-    held: dict[int, bytes] = field(default_factory=dict, repr=False)
+    held: dict[int, Buffer] = field(default_factory=dict, repr=False)
     """Blocks that arrived while it waited."""
     open: bool = True
     """False once a thread is responsible for calling `done`."""
@@ -66,7 +66,7 @@ class PendingReads:
         heapq.heappush(self._deadlines, (read.deadline, self._next_number, read))
         self._next_number += 1
 
-    def arrived(self, key: Key, data: bytes | None) -> list[PendingRead]:
+    def arrived(self, key: Key, data: Buffer | None) -> list[PendingRead]:
         """A block arrived: with its bytes, or in the cache if None. Closes and returns the complete reads."""
         complete = []
         for read in self._by_block.pop(key, ()):

@@ -233,22 +233,22 @@ class RoutedScheduler(Scheduler):
             return False  # not in the peers' queue: it may follow a block that was moved on
         return super()._is_next(key, purpose, origin)
 
-    def _ahead(self, peers: PeerQueues, purpose: Purpose, now: float) -> Iterator[tuple[Key, Hashable]]:
-        """The next blocks to prefetch from peers, each with its route step; for cold ones the first of each run. Moves
-        the other ones to the next origin."""
-        if purpose is Purpose.HOT:
-            self._next_hot(peers)  # drops finished entries
-            peers.overflow = None
-            for key in list(islice(peers.hot, _MAX_EXAMINED)):
-                if self._is_next(key, Purpose.HOT, peers):
-                    step = self._step(key, now)
-                    if step is not None:
-                        yield key, step
-                    elif len((store := self.files[key[0]].origins[1]).hot) < _MAX_MOVED:
-                        self._move_to_next_origin(key)
-                    else:
-                        peers.overflow = store
-            return
+    def _hot_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The next hot blocks to prefetch from peers, each with its route step. Moves others to the next origin."""
+        self._next_hot(peers)  # drops finished entries
+        peers.overflow = None
+        for key in list(islice(peers.hot, _MAX_EXAMINED)):
+            if self._is_next(key, Purpose.HOT, peers):
+                step = self._step(key, now)
+                if step is not None:
+                    yield key, step
+                elif len((store := self.files[key[0]].origins[1]).hot) < _MAX_MOVED:
+                    self._move_to_next_origin(key)
+                else:
+                    peers.overflow = store
+
+    def _cold_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The first block of each of the next cold runs, as `_hot_ahead`."""
         kept: deque[tuple[int, range]] = deque()
         for _ in range(min(len(peers.cold), _MAX_EXAMINED_RUNS)):
             file, run = peers.cold.popleft()
@@ -268,7 +268,10 @@ class RoutedScheduler(Scheduler):
             if run[own:]:
                 kept.append((file, run[own:]))
         peers.cold.extendleft(reversed(kept))
-        yield from (((file, run[0]), self._step((file, run[0]), now)) for file, run in kept)
+        for file, run in kept:
+            key = (file, run[0])
+            if self._is_next(key, Purpose.COLD, peers):  # an entry before may have been of the same block
+                yield key, self._step(key, now)
 
     # What to start
 
@@ -312,7 +315,8 @@ class RoutedScheduler(Scheduler):
             return
         if not window_bytes or peers.is_blocked(now) or self._is_full(peers, window_bytes):
             return
-        for key, step in self._ahead(peers, purpose, now):
+        ahead = self._hot_ahead if purpose is Purpose.HOT else self._cold_ahead
+        for key, step in ahead(peers, now):
             if self._is_full(peers, window_bytes):
                 return
             if not peers.has_room(step, settings.peer_requests, now) or not self._is_next(key, purpose, peers):

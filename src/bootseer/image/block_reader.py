@@ -64,7 +64,7 @@ class BlockReader:
             with closing(self._store.read(name, place.offset, place.length, timeout_s=timeout_s)) as pieces:
                 stored = b"".join(pieces)
         try:
-            return decode(place.codec, stored, self._index.length(number), self._index.digest(number))
+            return bytes(decode(place.codec, stored, self._index.length(number), self._index.digest(number)))
         except CorruptError as error:
             raise CorruptError(f"{self._store.uri}: block {number} of {name}: {error}") from error
 
