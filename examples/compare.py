@@ -25,14 +25,16 @@ EXPLAINED = {
     "recorded": "The same on another new node, which finds that record beside the image. The hot blocks come in the "
     "order in which they were needed, ahead of the program and several requests at a time. The rest of the image "
     "follows when the job is running.",
-    "hot-update": "The same node again, as after a change of the code: what the job reads is here.",
+    "again": "The same node again: what the job reads of the image is here.",
+    "hot-update": "The job of that start runs, and is started again in its container by bootseer restart, as after a "
+    "change of the code. The warm parent stays too: nothing is imported a second time.",
 }
 WITH_SETUP = {
     "full-pull": "Before that, pip installs what the job needs besides, at every start.",
     "lazy": "pip installs as before, and BootSeer keeps the files that it made beside the image: the environment's "
     "snapshot.",
     "recorded": "The environment's snapshot is mounted as one more layer: nothing is installed.",
-    "hot-update": "The requirements are the same, so that the snapshot is, too.",
+    "again": "The requirements are the same, so that the snapshot is, too.",
 }
 """Where the job installs something when it starts."""
 WITH_CHECKPOINT = {
@@ -40,7 +42,7 @@ WITH_CHECKPOINT = {
     "lazy": "The checkpoint is mounted. It lies in HDFS as four stripes, which are read at once and from before Python "
     "starts: the job finds it here.",
     "recorded": "The checkpoint comes as before, from four DataNodes at once.",
-    "hot-update": "So is the checkpoint.",
+    "again": "So is the checkpoint.",
 }
 """Where it resumes from a checkpoint."""
 STAGES = {
@@ -62,14 +64,15 @@ TITLES = {
     "full-pull": "as nodes start today",
     "lazy": "with BootSeer, for the first time",
     "recorded": "with BootSeer, on a new node",
-    "hot-update": "with BootSeer, on the same node again",
+    "again": "with BootSeer, on the same node again",
+    "hot-update": "with BootSeer, new code in the same container",
 }
 MORE = {"environment_setup": WITH_SETUP, "checkpoint": WITH_CHECKPOINT}
 WIDTH = 50
 SIZE = 900
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Four starts of one job</title>
+<html lang="en"><meta charset="utf-8"><title>Starts of one job</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c1917 }}
 h2 {{ margin: 2rem 0 0; font-size: 1.2rem }}
@@ -77,9 +80,9 @@ p {{ margin: .3rem 0 }}
 svg {{ width: 100%; height: auto }}
 .facts {{ color: #57534e; font-size: .9rem }}
 </style>
-<h1>Four starts of one job</h1>
-<p>The same container image and the same command, three times on a node that has never seen the image, then once more on
-the last of them: from submission to the end of the first training step.</p>
+<h1>Starts of one job</h1>
+<p>The same container image and the same command, three times on a node that has never seen the image, then again on the
+last of them: from submission, or from the request of the hot update, to the end of the first training step.</p>
 {picture}
 <p class="facts">{key}</p>
 {starts}

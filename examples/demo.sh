@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Starts the job of examples/moe in a container on three nodes that have never seen its image, and shows where the startup
 # time went: full pull, pip and a copied checkpoint; lazily, with a snapshot taken of what pip did, and the checkpoint read
-# from four stripes; the same with what the start before recorded, and the snapshot mounted. Then once more after a change
-# of the code.
+# from four stripes; the same with what the start before recorded, and the snapshot mounted. Then once more on that node,
+# and once in its container, after a change of the code.
 #
 #   examples/demo.sh [FOLDER]        FOLDER, by default demo-out/ of the checkout, is emptied first
 #
@@ -35,6 +35,7 @@ if [[ ! -e $checkpoints/latest ]]; then
   PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 "$here/moe/train.py" --steps 1 \
     --checkpoint-mb "$mb" --checkpoint-dir "$checkpoints" >"$out/train.log" 2>&1 || { tail -5 "$out/train.log" >&2; exit 1; }
 fi
+export RUN_ON="--steps 1000000"
 export REQUIREMENTS="$here/moe/requirements.txt" IN_IMAGE=/app/requirements.txt WHEELS="$image/wheels"
 "$here/with_hdfs.sh" "$out" "$checkpoints" -- "$here/starts.sh" "oci:$image/oci:latest" "$out" -- \
   torchrun --standalone --nproc-per-node 2 /app/train.py --steps 4 --checkpoint-mb "$mb" \
@@ -53,6 +54,6 @@ for _ in {1..150}; do
   sleep 0.2
 done
 address="$(sed -n 's/.* at \(http[^ ]*\).*/\1/p' "$out/service.log")"
-"$bootseer" ship --quiet --to "$address" "$out"/{full-pull,lazy,recorded,hot-update}
-printf '\n==> the four starts in a service: %s (Ctrl-C ends it)\n' "$address" >&2
+"$bootseer" ship --quiet --to "$address" "$out"/{full-pull,lazy,recorded,again}
+printf '\n==> the starts in a service: %s (Ctrl-C ends it)\n' "$address" >&2
 wait $service

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Starts a command in a container three times, each time on a node that has never seen the image: with containerd, which
 # pulls and unpacks all of it first; lazily; and lazily with the record of that start. Then a fourth time on that last
-# node, as after a change of the code. Leaves reports in FOLDER.
+# node, and once more in the container of that start, as after a change of the code. Leaves reports in FOLDER.
 #
 #   examples/starts.sh IMAGE FOLDER [OPTION...] -- COMMAND...
 #
+# With RUN_ON in the environment (words to append to COMMAND so that it runs until it is ended) there is a hot update.
 # IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
 # IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
 # packages; BootSeer keeps the result as a snapshot, in the image's repository. With CHECKPOINT_PLAIN and
@@ -109,6 +110,10 @@ forget_memory() {
 }
 
 start() { # name, options of `bootseer run`..., --, command...
+  run "$@"
+  show "$1" "$1"
+}
+run() { # the same
   local name="$1"
   shift
   # Whoever submits a job can say when; a scheduler would.
@@ -116,10 +121,21 @@ start() { # name, options of `bootseer run`..., --, command...
     "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 |
     # Ctrl-C is for the job: what it says at its end is still shown.
     (trap '' INT && exec sed -u 's/^/    | /') >&2
-  "$BOOTSEER" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt" 2>"$short/said" ||
+}
+show() { # name, name of the run, more options of `bootseer report`...
+  local name="$1" spool="$out/$2"
+  shift 2
+  "$BOOTSEER" report --html "$out/$name.html" "$@" "$spool" >"$out/$name.txt" 2>"$short/said" ||
     { cat "$short/said" >&2; exit 1; }
-  "$BOOTSEER" report --json "$out/$name" >"$out/$name.json"
+  "$BOOTSEER" report --json "$@" "$spool" >"$out/$name.json"
   "$root/.venv/bin/python" "$here/compare.py" "$out" "$name" >&2
+}
+until_training() { # name of the run, what its event has
+  for _ in {1..600}; do
+    grep -rhs '"stage":"training_began"' "$out/$1" | grep -q "$2" && return
+    sleep 0.1
+  done
+  die "training did not begin within a minute"
 }
 
 say "a registry on this machine, and the image in it" \
@@ -132,10 +148,10 @@ if [[ -n ${REQUIREMENTS:-} ]]; then
     --container-env PIP_NO_INDEX=1 --container-env PIP_FIND_LINKS=/wheels --container-env PIP_QUIET=1)
 fi
 [[ -z ${CHECKPOINT_STRIPED:-} ]] || setup+=(--checkpoint "$CHECKPOINT_STRIPED" --checkpoint-dir "$CHECKPOINTS")
-in_image() { # name, more options..., -- command...
-  local name="$1"
-  shift
-  start "$name" --warm auto --image "$reference" --loading lazy --entrypoint none ${setup[@]+"${setup[@]}"} "$@"
+in_image() { # `start` or `run`, name, more options..., -- command...
+  local how="$1" name="$2"
+  shift 2
+  "$how" "$name" --warm auto --image "$reference" --loading lazy --entrypoint none ${setup[@]+"${setup[@]}"} "$@"
 }
 reference="$host/team/job:1"
 skopeo copy --quiet --dest-tls-verify=false "$image" "docker://$reference"
@@ -156,7 +172,7 @@ say "start 2, lazy: another node, the same image and job" \
   ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed in the registry: the environment's snapshot."} \
   ${CHECKPOINT_STRIPED:+"The checkpoint is mounted: it comes from all DataNodes at once, from before Python starts."}
 forget_memory
-in_image lazy -- "${command[@]}"
+in_image start lazy -- "${command[@]}"
 empty_node
 
 say "start 3, recorded: one more node" \
@@ -164,13 +180,30 @@ say "start 3, recorded: one more node" \
   "The record also tells what the ranks import: one process does it for both (--warm)." \
   ${REQUIREMENTS:+"It finds the snapshot too, and mounts it: nothing is installed any more."}
 forget_memory
-in_image recorded -- "${command[@]}"
+in_image start recorded -- "${command[@]}"
 
-say "start 4, hot-update: the same node once more, as after a change of the code" \
-  "What it reads of the image${REQUIREMENTS:+, of the snapshot}${CHECKPOINT_STRIPED:+, of the checkpoint} is here."
-in_image hot-update --kind hot_update -- "${command[@]}"
+say "start 4, again: the same node once more" \
+  "What it reads of the image${REQUIREMENTS:+, of the snapshot}${CHECKPOINT_STRIPED:+, of the checkpoint} is here." \
+  ${RUN_ON:+"Its job runs on: then its code is changed, and it is started again in its container (bootseer restart)."}
+names=(full-pull lazy recorded again)
+if [[ -n ${RUN_ON:-} ]]; then
+  # shellcheck disable=SC2086 - words
+  in_image run again --restarts 0 -- "${command[@]}" $RUN_ON &
+  job=$!
+  until_training again stage
+  "$BOOTSEER" restart again >"$short/said"
+  sed 's/^/    | bootseer restart: /' "$short/said" >&2
+  until_training again '"restart":1'
+  kill "$(sed -n 's/.*(run \([0-9]*\),.*/\1/p' "$short/said")"
+  wait "$job" || true
+  show again again --restart 0
+  show hot-update again --restart 1
+  names+=(hot-update)
+else
+  in_image start again -- "${command[@]}"
+fi
 
-"$root/.venv/bin/python" "$here/compare.py" "$out" full-pull lazy recorded hot-update
+"$root/.venv/bin/python" "$here/compare.py" "$out" "${names[@]}"
 say "more of it" \
   "$out/index.html        the picture, and a page for each start" \
   "$out/recorded.txt      the report of a start, as bootseer report shows it" \

@@ -26,7 +26,7 @@ from oci_images import write_layout
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-NAMES = ("full-pull", "lazy", "recorded", "hot-update")
+NAMES = ("full-pull", "lazy", "recorded", "again", "hot-update")
 SIZE = 40 << 20
 PROGRAMS = ("docker-registry", "skopeo", "containerd", "ctr", "runc")
 
@@ -127,20 +127,20 @@ def test_starts_are_measured_compared_and_leave_nothing_behind(
     image: str, tmp_path: Path, short: Path, checkpoints: Path
 ) -> None:
     out = tmp_path / "out"
-    job = f"cat /hot {out}/checkpoints/step-1/weights | wc -c; echo step 1 loss 2"
-    with starts(
-        image, out, short, "sh", "-c", job, within=(EXAMPLES / "with_hdfs.sh", out, checkpoints, "--")
-    ) as process:
+    job = f"cat /hot {out}/checkpoints/step-1/weights | wc -c; echo step 1 loss 2; [ $0 = sh ] || exec sleep 600"
+    within = ("env", "RUN_ON=on", EXAMPLES / "with_hdfs.sh", out, checkpoints, "--")
+    with starts(image, out, short, "sh", "-c", job, within=within) as process:
         said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     reports = [json.loads((out / f"{name}.json").read_text()) for name in NAMES]
-    assert [report["startup"]["outcome"] for report in reports] == ["training_began"] * 4
+    assert [report["startup"]["outcome"] for report in reports] == ["training_began"] * 5
     stages = [{row["stage"] for row in report["stages"]} for report in reports]
-    assert all("image_loading" in names for names in stages)
+    assert ["image_loading" in names for names in stages] == [True] * 4 + [False]
     modes = [[row["mode"] for row in report["images"]] for report in reports]
     assert modes[:3] == [[], ["lazy"], ["hot"]]
     assert modes[3][0] in ("hot", "local")
-    assert reports[3]["startup"]["kind"] == "hot_update"
+    assert [report["startup"]["kind"] for report in reports] == ["full"] * 4 + ["hot_update"]
+    assert reports[4]["restarts"][0]["by"] == "request"
     # The checkpoint: copied by one client, then from all DataNodes at once.
     assert "model_initialization.checkpoint_copy" in stages[0]
     assert reports[0]["checkpoints"] == []

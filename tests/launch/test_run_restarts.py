@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.image.sources.open import this_platform
+from bootseer.launch import supervise
 from bootseer.launch.restart import is_elastic
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
 from busybox import running
 from conftest_launch import BOOTSEER
 from environment_place import Place, made_place
-from image_node import Node, have_converted
+from image_node import Node, busybox_layer, convert_box, have_converted, push, tar
+from oci_images import write_layout
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +153,66 @@ def test_a_launcher_that_restarts_its_processes_is_left_alone_unless_it_was_kill
     assert (killed.returncode, killed.stdout) == (137, "start\nstart\n")
 
 
+def test_on_request_the_command_starts_again_whatever_it_ended_with(
+    env: dict[str, str], run: Run, events: Events
+) -> None:
+    """Without counting as a restart after a failure, of which there is none here."""
+    script = START.rstrip() + " trap 'exit 0' TERM; while :; do sleep 0.05; done"
+    with started(env, "-q", "--job", "moe", "--restarts", "0", "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        for number, kind in enumerate(("full", "hot_update", "hot_update")):
+            assert process.stdout.readline() == f"{number} {kind}\n"
+            words = ("--json", "moe") if number else ("--json",)
+            if number < 2:
+                (found,) = json.loads(run("restart", *words).stdout)["runs"]
+                assert (found["pid"], found["job"], found["restart"]) == (process.pid, "moe", number + 1)
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0, "what the command ended with after a signal of its own"
+    restarts = [event for event in events() if event.stage == "restart" and event.phase == "begin"]
+    assert [(one.restart, one.kind, one.attrs["requested"]) for one in restarts] == [
+        (1, "hot_update", True), (2, "hot_update", True),
+    ]  # fmt: skip
+    report = json.loads(run("report", "--json", "moe").stdout)
+    assert [one["by"] for one in report["restarts"]] == ["request"] * 2
+    assert "restart 2 on request: " in run("report", "moe").stdout
+
+
+def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_RESTART_GRACE_S", 0.2)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {supervise.RESTART_REQUEST})
+    try:
+        supervise.block_signals()
+        pid = supervise.spawn(["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"], os.environ, own_group=True)
+        requested: list[bool] = []
+        os.kill(os.getpid(), supervise.RESTART_REQUEST)
+        code = supervise.wait(pid, own_group=True, on_restart_request=lambda: requested.append(True))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    assert (code, requested) == (137, [True])
+
+
+def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run: Run) -> None:
+    with started(env, "-q", "--job", "plain", "--", "sh", "-c", "echo up; read _") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        ran = run("restart", "plain")
+        assert (ran.returncode, "no run of job plain on this node can be restarted" in ran.stderr) == (2, True)
+        assert "bootseer run --restarts N" in ran.stderr
+        process.communicate("\n", timeout=LIMIT_S)
+    with (
+        started(env, "-q", "--job", "one", "--restarts", "0", "--", "sh", "-c", "echo up; read _") as one,
+        started(env, "-q", "--job", "two", "--restarts", "0", "--", "sh", "-c", "echo up; read _") as two,
+    ):
+        for process in (one, two):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+        ran = run("restart")
+        assert (ran.returncode, "several jobs can be restarted: one, two" in ran.stderr) == (2, True), ran.stderr
+        for process in (one, two):
+            process.communicate("\n", timeout=LIMIT_S)
+            assert process.returncode == 0
+
+
 def test_what_says_that_a_launcher_restarts() -> None:
     assert is_elastic(["torchrun", "--max-restarts=3", "x"], {})
     assert is_elastic(["torchrun", "x"], {"PET_MAX_RESTARTS": "1"})
@@ -176,6 +239,80 @@ def test_the_image_stays_mounted(run: Run, events: Events, env: dict[str, str], 
     ] * 2
     points = [point for point in kernel.mount_points() if point.startswith(f"{node.folder}/")]
     assert all(point.startswith(f"{node.runtime}/layers/") for point in points), points
+    assert list((node.cache / "containers").iterdir()) == []
+
+
+def image_with_python(node: Node, python: str) -> str:
+    """Busybox and a Python of this name, an empty program over which the test mounts this machine's."""
+    tree = node.folder / "python"
+    (tree / "usr" / "bin").mkdir(parents=True)
+    (tree / "usr" / "bin" / python).touch(0o755)
+    (tree / "usr" / "local" / "bin").mkdir(parents=True)
+    (tree / "usr" / "local" / "bin" / "python3").symlink_to(f"../../bin/{python}")
+    layers = [busybox_layer(), tar(tree, ["usr"])]
+    config = {"Env": ["PATH=/usr/local/bin:/bin"]}
+    layout = node.folder / "python-layout"
+    write_layout(layout, layers, tag="1", architecture=this_platform().architecture, **config)
+    push(layout, node.registry.host, "team/python", "1")
+    reference = f"{node.registry.host}/team/python:1"
+    convert_box(reference)
+    return reference
+
+
+PYTHON = Path("/usr/bin/python3").resolve().name
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+@pytest.mark.skipif(
+    PYTHON not in [f"python3.{minor}" for minor in range(11, 30)], reason="needs the system's Python 3.11 or later"
+)
+def test_in_a_container_with_python_a_restart_stays_in_it_and_is_warm(
+    run: Run, events: Events, env: dict[str, str], node: Node, tmp_path: Path
+) -> None:
+    """After a failure and on request; signals and exit codes pass through the program in between."""
+    env.update(node.env)
+    job = tmp_path / "job"
+    (job / "library").mkdir(parents=True)
+    (job / "library" / "safetensors.py").touch()
+    (job / "child.py").write_text("import colorsys, safetensors")
+    (job / "launch.py").write_text("""import os, signal, subprocess, sys
+warm, number = "colorsys" in sys.modules, os.environ.get("BOOTSEER_RESTART", "0")
+subprocess.run([sys.executable, "/job/child.py"], check=True)
+kept = os.listdir("/dev/shm")
+open(f"/dev/shm/{number}", "w")
+print(number, os.environ["BOOTSEER_KIND"], warm, sorted(kept), flush=True)
+if os.environ["MODE"] == "record":
+    sys.exit()
+if number == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+while True:
+    signal.pause()
+""")
+    tmp_path.chmod(0o755)
+    mounts = [word for name in ("/usr/bin", "/usr/lib", "/lib", "/lib64") if Path(name).exists()
+              for word in ("--mount", f"{name}:{name}:ro")]  # fmt: skip
+    mounts += ["--mount", f"{job}:/job:ro", "--container-env", "PYTHONPATH=/job/library"]
+    words = ["--job", "boxed", "--image", image_with_python(node, PYTHON), "--warm", "on", *mounts, "--container-env"]
+    command = ["--", "/usr/bin/python3", "/job/launch.py"]
+    recorded = run("run", *words, "MODE=record", *command)
+    assert recorded.stdout == "0 full False []\n", recorded.stderr
+    with started(env, "--restarts", "1", *words, "MODE=run", *command) as process:
+        assert process.stdout is not None
+        out = [process.stdout.readline() for _ in range(2)]
+        asked = run("restart", "boxed")
+        out.append(process.stdout.readline())
+        process.send_signal(signal.SIGUSR1)
+        rest, err = process.communicate(timeout=LIMIT_S)
+    assert asked.returncode == 0, asked.stderr
+    assert out == ["0 full False []\n", "1 restart True ['0']\n", "2 hot_update True ['0', '1']\n"], err
+    assert (process.returncode, rest) == (7, ""), err
+    assert [
+        (one.phase, one.restart, one.attrs.get("exit_code"))
+        for one in events()
+        if one.stage == "command" and one.restart
+    ] == [("begin", 1, None), ("end", 1, 143), ("begin", 2, None), ("end", 2, 7)]
     assert list((node.cache / "containers").iterdir()) == []
 
 

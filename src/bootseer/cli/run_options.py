@@ -130,9 +130,10 @@ OPTIONS = (
     ),
     Option(
         "--restarts",
-        "How many times to restart the command in place after a transient failure (default: 0; see docs/restarts.md).",
+        "Restart the command in place up to N times after a transient failure, and whenever `bootseer restart` asks for"
+        " it; 0: only then (default: not at all; see docs/restarts.md).",
         COUNT,
-        default=0,
+        default=None,
     ),
     Option("--restart-delay", "Seconds to wait before a restart.", COUNT, most=86_400, default=0),
     Option("--quiet -q", "Print no summary at the end.", FLAG, default=False),

@@ -12,6 +12,7 @@ from bootseer.cli.verb_parts import Group
 _VERBS = {
     "run": ("run", "Run a command and measure its startup."),
     "stage": ("run", "Mark a stage from a shell script."),
+    "restart": ("restart", "Start a running job's command again in place, after a change of its code."),
     "report": ("report", "Show where a startup's time went."),
     "diff": ("diff", "Compare two startups."),
     "image": ("image", "Convert, run and mount container images that load lazily."),

@@ -44,8 +44,8 @@ class Options(NamedTuple):
     """Snapshots of the environment; None: the setup runs without them."""
     checkpoint: CheckpointOptions | None = None
     """Checkpoints to mount for the command."""
-    restarts: int = 0
-    """Maximum number of restarts after transient failures."""
+    restarts: int | None = None
+    """Maximum number of restarts after transient failures; None: none at all, not even on request."""
     restart_delay: int = 0
     """Seconds before each restart."""
     peers: PeersOptions | None = None
@@ -120,7 +120,7 @@ def run_command(
         session.peers.wait_for_nodes()
     if options.peers is not None and options.image is None:
         enter = with_hosts_file(env, enter)
-    if options.restarts:
+    if options.restarts is not None:
         from bootseer.launch.restart import Restarts
         from bootseer.trace.tracer import new_span
 
@@ -214,7 +214,13 @@ def _run_once(
     if session is not None:
         session.start_observers(env)  # after the spawn, so that the job does not wait for it
     tracer = session.tracer if session is not None else None
-    code = supervise.wait(pid, own_group=own_group, on_signal=on_signal, tracer=tracer)
+    code = supervise.wait(
+        pid,
+        own_group=own_group,
+        on_signal=on_signal,
+        on_restart_request=restarts.request if restarts is not None else None,
+        tracer=tracer,
+    )
     deadline_s = time.monotonic() + supervise.EXIT_FLUSH_S
     for relay in relays:
         relay.finish(deadline_s)

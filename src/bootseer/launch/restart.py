@@ -1,9 +1,9 @@
-"""`bootseer run --restarts N`: start a command again that failed for a transient reason.
+"""`bootseer run --restarts N`: start a command again that failed for a transient reason, or on request.
 
 Image, environment, checkpoints and peers are kept; processes that the command left running are ended, and the restart
 has `BOOTSEER_RESTART` in its environment. Not transient: exit codes of a shell or an argument parser for a command that
 cannot work (2, 126, 127), an end after a signal to `bootseer run`, and an elastic launcher that has used up its own
-restarts.
+restarts. A restart on request (`bootseer restart`, after a change of the code) is a hot update; it has no limit.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bootseer.errors import BootseerError
-from bootseer.launch.supervise import ENDING, NOT_EXECUTABLE, NOT_FOUND, log, say
+from bootseer.launch.supervise import ENDING, NOT_EXECUTABLE, NOT_FOUND, RESTART_REQUEST, log, say
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, OK
 from bootseer.trace.identity import RESTART
 from bootseer.units import plural
 
 if TYPE_CHECKING:
-    from bootseer.launch.session import Session
+    from bootseer.trace.event import Event
+    from bootseer.trace.tracer import Tracer
 
 STAGE = "restart"
 KIND = "BOOTSEER_KIND"
-_RUN = "BOOTSEER_RUN_ID"
+RUN_ID = "BOOTSEER_RUN_ID"
 """Marks the processes of one run; job, attempt and trace are also those of the job's other runs on the node."""
 _PERMANENT = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
 """Exit codes after which a restart is useless: success, wrong arguments (argparse and shells), no such program."""
@@ -39,6 +40,19 @@ _END_S = 30.0
 _POLL_S = 0.02
 
 
+class Recorder(Protocol):
+    """Where the events of one run go."""
+
+    tracer: Tracer
+    span: str
+    """Of the run."""
+    folder: str
+    """The spool of the attempt."""
+
+    def owns(self, event: Event) -> bool:
+        """Whether an event of the spool belongs to this run."""
+
+
 class Restarts:
     """The restarts of one command."""
 
@@ -47,7 +61,7 @@ class Restarts:
         max_restarts: int,
         delay_s: float,
         command: Sequence[str],
-        session: Session | None,
+        session: Recorder | None,
         renew: Callable[[Mapping[str, str]], None] | None,
         *,
         warm: bool,
@@ -62,44 +76,46 @@ class Restarts:
         self._num_restarts = self._restart_number = 0
         self._run_id = os.urandom(8).hex()
         self._orphans: set[int] = set()
+        self._requested_ns = 0
         self._warm = None
         if warm and session is not None and renew is None:  # a container's processes end with its first one
             from bootseer.launch.warm_restart import WarmRestart
 
-            self._warm = WarmRestart(session)
+            self._warm = WarmRestart(session.tracer, session.span)
         if session is not None:
-            self._restart_number = session.tracer.identity.restart
+            self._identity = session.tracer.identity
+            self._restart_number = self._identity.restart
+        signal.pthread_sigmask(signal.SIG_BLOCK, {RESTART_REQUEST})
 
     def tag_environment(self, env: dict[str, str]) -> None:
         """Set the variables by which the command's processes are found."""
-        env.update({RESTART: str(self._restart_number), _RUN: self._run_id})
+        env.update({RESTART: str(self._restart_number), RUN_ID: self._run_id})
+
+    def request(self) -> None:
+        """Note that the next end of the command was requested, for a restart."""
+        self._requested_ns = self._requested_ns or time.monotonic_ns()
 
     def prepare(self, code: int, signals: Sequence[int], env: dict[str, str]) -> int | None:
         """Prepare a restart, updating its environment `env`, and return None; or the exit code if there is none.
 
         The command has ended with exit code `code`, after `signals` were received.
         """
-        died_ns = time.monotonic_ns()
-        if code in _PERMANENT or ENDING.intersection(signals) or code - _SIGNALLED in signals:
+        requested_ns, self._requested_ns = self._requested_ns, 0
+        began_ns = requested_ns or time.monotonic_ns()
+        if ENDING.intersection(signals):
             return code
-        how = describe_exit(code)
-        if self._is_elastic and code <= _SIGNALLED:
-            say(f"{how}; its launcher restarts it itself (--max-restarts) and gave up: not started again")
+        if requested_ns:
+            say("starting the command again, as requested")
+        elif code in _PERMANENT or code - _SIGNALLED in signals or not self._may_restart(code):
             return code
-        if self._num_restarts == self._max_restarts:
-            say(f"{how} after {plural(self._max_restarts, 'restart')}: not started again")
-            return code
-        self._num_restarts += 1
-        wait = f" in {self._delay_s:g} s" if self._delay_s else ""
-        say(f"{how}; starting it again{wait} (restart {self._num_restarts} of {self._max_restarts})")
         left = self._end_processes()
         awaited = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-        if info := signal.sigtimedwait(awaited, self._delay_s):
+        if info := signal.sigtimedwait(awaited, 0 if requested_ns else self._delay_s):
             say(f"interrupted by {signal.Signals(info.si_signo).name} before the command was started again")
             return _SIGNALLED + info.si_signo
-        session = self._session
-        self._restart_number = session.begin_restart() if session is not None else self._restart_number + 1
-        env.update({RESTART: str(self._restart_number), KIND: "restart"})
+        session, kind = self._session, "hot_update" if requested_ns else "restart"
+        self._restart_number = self._last_restart() + 1
+        env.update({RESTART: str(self._restart_number), KIND: kind})
         try:
             if self._renew is not None:
                 self._renew({name: env[name] for name in (RESTART, KIND, traceparent.VARIABLE) if name in env})
@@ -107,23 +123,46 @@ class Restarts:
             say(f"the command cannot be started again: {error}")
             return code
         if session is not None:
+            session.tracer.identity = self._identity._replace(restart=self._restart_number, kind=kind)
             attrs = {
                 "number": self._num_restarts,
                 "most": self._max_restarts,
                 "exit_code": code,
                 "processes_ended": left,
+                **({"requested": True} if requested_ns else {}),
             }
-            span = session.tracer.emit(STAGE, BEGIN, parent=session.span, attrs=attrs, mono_ns=died_ns)
+            span = session.tracer.emit(STAGE, BEGIN, parent=session.span, attrs=attrs, mono_ns=began_ns)
             session.tracer.emit(STAGE, END, parent=session.span, span=span, outcome=OK)
         return None
 
+    def _may_restart(self, code: int) -> bool:
+        """Whether one more restart is left for a command that failed; tells the user."""
+        how = describe_exit(code)
+        if self._is_elastic and code <= _SIGNALLED:
+            say(f"{how}; its launcher restarts it itself (--max-restarts) and gave up: not started again")
+            return False
+        if self._num_restarts == self._max_restarts:
+            if not self._max_restarts:
+                return False
+            say(f"{how} after {plural(self._max_restarts, 'restart')}: not started again")
+            return False
+        self._num_restarts += 1
+        wait = f" in {self._delay_s:g} s" if self._delay_s else ""
+        say(f"{how}; starting it again{wait} (restart {self._num_restarts} of {self._max_restarts})")
+        return True
+
+    def _last_restart(self) -> int:
+        """The number of the last restart of the command's processes; an elastic launcher counts its own too."""
+        if (session := self._session) is None:
+            return self._restart_number
+        from bootseer.trace.spool_tail import SpoolTail
+
+        found = (event.restart for event in SpoolTail(session.folder).poll(last=True) if session.owns(event))
+        return max([self._restart_number, *found])
+
     def spawn_warm(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
         """Fork the command from the warm parent that its launcher left; its pid, or None to start it by exec."""
-        return (
-            self._warm.spawn(env, streams, own_group=own_group)
-            if self._warm is not None and self._num_restarts
-            else None
-        )
+        return self._warm.spawn(env, streams, own_group=own_group) if self._warm is not None else None
 
     def close(self) -> None:
         if self._warm is not None:
@@ -131,7 +170,7 @@ class Restarts:
 
     def _end_processes(self) -> int:
         """End processes that the command left running, which would hold devices and ports; returns their number."""
-        marks = {f"{RESTART}={self._restart_number}".encode(), f"{_RUN}={self._run_id}".encode()}
+        marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._run_id}".encode()}
         found: set[int] = set()
         begun_s = time.monotonic()
         kept = self._warm.pids() if self._warm is not None else set()

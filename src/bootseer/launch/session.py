@@ -125,15 +125,6 @@ class Session:
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 
-    def begin_restart(self) -> int:
-        """Begin the next restart of the command: later events carry its number, which is returned."""
-        from bootseer.trace.spool_tail import SpoolTail
-
-        last = max((event.restart for event in SpoolTail(self.folder).poll(last=True) if self.owns(event)), default=0)
-        restart = max(last, self.tracer.identity.restart) + 1  # an elastic launcher counts its own too
-        self.tracer.identity = self._initial_identity._replace(restart=restart, kind="restart")
-        return restart
-
     def command_did_not_start(self) -> None:
         """Suppress the hint at the report, unless an earlier start of the command has run."""
         self.quiet = self.quiet or self.tracer.identity == self._initial_identity

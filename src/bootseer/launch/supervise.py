@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import select
 import signal
@@ -50,6 +51,8 @@ FORWARDED = (
 )
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 """Signals that ask a process to end."""
+RESTART_REQUEST = signal.SIGURG
+"""Asks `bootseer run --restarts` to start its command again. A process that does not expect it ignores it."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
@@ -59,6 +62,8 @@ _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole for
 _PR_SET_PDEATHSIG = 1
 EXIT_FLUSH_S = 2.0
 """How long the end of the run waits for exporters and relays."""
+_RESTART_GRACE_S = 30.0
+"""Between SIGTERM and SIGKILL for a command that is to be started again: it may save its state."""
 _START_S = 120.0
 """For entering namespaces and reading the program's first bytes, which may come from a store."""
 _MAX_REPORT = 4096  # an atomic write to a pipe
@@ -270,16 +275,23 @@ def wait(
     pid: int,
     *,
     own_group: bool,
+    forwards: bool = True,
     on_signal: Callable[[int], None] | None = None,
+    on_restart_request: Callable[[], None] | None = None,
     tracer: Tracer | None = None,
 ) -> int:
     """Forward signals until the command ends; returns its exit code.
 
     Signals must be blocked (`block_signals`). `on_signal` is called for each received signal that is not ignored.
+    Not `forwards`: the command gets the same signals from their sender. With `on_restart_request`, a request
+    (`RESTART_REQUEST`) is not ignored: the function is called, and the command ended.
     `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
     began_s = time.monotonic()
+    kill_s = math.inf
     awaited = {*FORWARDED, signal.SIGCHLD}
+    if on_restart_request is not None:
+        awaited.add(RESTART_REQUEST)
     if own_group:
         # The terminal does not stop the command's own group together with this process.
         awaited.add(signal.SIGTSTP)
@@ -287,29 +299,43 @@ def wait(
     while (code := _reap(pid)) is None:
         # With a timeout: SIGCHLD may be delivered to a thread that has not blocked it, and would never arrive here.
         share = _ALIVE_SHARE if tracer is not None else 0
-        info = signal.sigtimedwait(awaited, max(_ALIVE_S, (time.monotonic() - began_s) * share))
+        now_s = time.monotonic()
+        info = signal.sigtimedwait(awaited, max(0.0, min(max(_ALIVE_S, (now_s - began_s) * share), kill_s - now_s)))
+        if time.monotonic() >= kill_s:
+            kill_s = math.inf
+            _send(pid, signal.SIGKILL, own_group=own_group)
         if info is None:
             if tracer is not None:
                 tracer.emit(ALIVE, INSTANT)
             continue
         if info.si_signo == signal.SIGCHLD:
             continue
+        if on_restart_request is not None and info.si_signo == RESTART_REQUEST:
+            on_restart_request()
+            kill_s = min(kill_s, time.monotonic() + _RESTART_GRACE_S)
+            _send(pid, signal.SIGTERM, own_group=own_group)
+            continue
         if on_signal is not None and signal.getsignal(info.si_signo) is not signal.SIG_IGN:
             on_signal(info.si_signo)
-        if not own_group and info.si_code == _FROM_KERNEL:
+        if not forwards or (not own_group and info.si_code == _FROM_KERNEL):
             continue
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if own_group:
-                os.killpg(pid, info.si_signo)
-                if info.si_signo in ENDING and _is_stopped(pid):  # as one that reads the terminal in the background
-                    os.killpg(pid, signal.SIGCONT)
-            else:
-                os.kill(pid, info.si_signo)
+        _send(pid, info.si_signo, own_group=own_group)
         log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
         if info.si_signo == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
+
+
+def _send(pid: int, number: int, *, own_group: bool) -> None:
+    """Send the command a signal; its whole process group, if that is its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if own_group:
+            os.killpg(pid, number)
+            if number in ENDING and _is_stopped(pid):  # as one that reads the terminal in the background
+                os.killpg(pid, signal.SIGCONT)
+        else:
+            os.kill(pid, number)
 
 
 def _is_stopped(pid: int) -> bool:

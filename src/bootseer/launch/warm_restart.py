@@ -16,13 +16,15 @@ import signal
 import socket
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT
-from bootseer.launch.session import Session
 from bootseer.launch.supervise import log
 from bootseer.trace.event import INSTANT
+
+if TYPE_CHECKING:
+    from bootseer.trace.tracer import Tracer
 
 _PR_SET_CHILD_SUBREAPER = 36
 _READY_S = 60.0
@@ -32,8 +34,9 @@ _MAX_FDS = 200
 class WarmRestart:
     """The waiting warm parents of one command."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, tracer: Tracer, span: str) -> None:
+        """`span`: the parent of the events."""
+        self._tracer, self._span = tracer, span
         self._waiting: dict[int, socket.socket] = {}
         self._socket: socket.socket | None = None
         try:
@@ -87,7 +90,7 @@ class WarmRestart:
                     os.waitpid(parent, 0)
         if pid is not None or why_not:
             attrs = {**facts, "program": "the launcher", **({"why_not": why_not[:300]} if why_not else {"child": pid})}
-            self._session.tracer.emit(EVENT, INSTANT, parent=self._session.span, attrs=attrs)
+            self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)
         return pid
 
     def _ask(

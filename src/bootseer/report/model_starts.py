@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """One more start of the attempt's processes, by `bootseer run --restarts` or by an elastic launcher."""
+    """One more start of the attempt's processes, by `bootseer run --restarts`, by an elastic launcher, or on request
+    (`bootseer restart`)."""
 
     restart: int
     by: str
-    """`bootseer` or `launcher`."""
+    """`bootseer`, `launcher` or `request`."""
     exit_code: int | None
     """Of the previous start, if `bootseer` restarted it."""
     startup_s: float | None

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import posixpath
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
 from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
 from bootseer.image.containers.process import Process, ProcessOptions, process_of
-from bootseer.image.containers.rootfs import User, is_executable
+from bootseer.image.containers.rootfs import User, is_executable, target_name
 from bootseer.image.containers.runtime_config import Bind, is_renamed, node_binds, runtime_config, without_root
 from bootseer.logs import logger
 from bootseer.mounts.user_namespace import is_host, num_owners
@@ -46,6 +47,7 @@ _GUARD = "trap '' INT TERM HUP; read -r _ && exit\n"
 _OF_GUARD = "</dev/null >/dev/null 2>&1 timeout -s KILL 60 "
 _OF_HOST = ("resolv.conf", "hosts", "hostname")
 _END_S = 30.0
+_OLDEST_PYTHON = 11
 
 
 class Options(Struct, frozen=True):
@@ -61,6 +63,9 @@ class Options(Struct, frozen=True):
     runtime: Runtime = "auto"
     own_pids: bool = True
     """Whether the container gets its own process id namespace; else it sees and may signal the host's processes."""
+    parent: tuple[str, ...] = ()
+    """Arguments for the image's Python, for a parent of the command in the container. Empty: the command is its first
+    program, as also where the image has no Python that can run it (`Container.has_parent`)."""
 
 
 class Container:
@@ -92,6 +97,11 @@ class Container:
         targets = [str(mount.get("containerPath")) for mount in edits.mounts]
         _check_program(self.process, root, [*(bind.target for bind in options.binds), *targets])
         _check_places(root)
+        python = _python(self.process, root) if options.parent else ""
+        self.has_parent = bool(python)
+        first = self.process
+        if python:
+            first = replace(first, args=(python, "-I", "-S", *options.parent, *first.args))
         nodes = [name for name in options.devices if "=" not in name]
         self._folder = folder
         self._state = folder / "state"
@@ -104,7 +114,7 @@ class Container:
             if not is_host():
                 binds += node_binds(edits.nodes, nodes)
                 edits, nodes = replace(edits, nodes=[]), []
-            config = runtime_config(self.process, root, binds, edits, options.limits, nodes)
+            config = runtime_config(first, root, binds, edits, options.limits, nodes)
             if not is_host():
                 config = without_root(config, num_owners(), self.process.user)
             self._config = config
@@ -225,6 +235,19 @@ def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None
     if any(answer is False for answer in seen):
         raise UsageError(f"{program}: may not be executed in the image", exit_code=126)
     raise UsageError(f"{program}: command not found in the image", exit_code=127)
+
+
+def _python(process: Process, root: Path) -> str:
+    """Path of the first `python3` on the image's PATH; empty without one, or if its name does not say that it is
+    Python 3.11 or later, as BootSeer needs."""
+    if "PYTHONHOME" in process.env:  # which isolated Python ignores
+        return ""
+    for folder in process.env.get("PATH", "").split(":"):
+        path = posixpath.normpath(posixpath.join(process.cwd, folder, "python3"))
+        if is_executable(root, path):
+            version = re.fullmatch(r"python3\.(\d+)", target_name(root, path))
+            return path if version is not None and int(version[1]) >= _OLDEST_PYTHON else ""
+    return ""
 
 
 def _check_places(root: Path) -> None:

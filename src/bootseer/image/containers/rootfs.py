@@ -31,11 +31,7 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO or a device must not block
     try:
-        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fd = _open_in_root(top, path.lstrip("/"), flags)
-        finally:
-            os.close(top)
+        fd = _open_in_root(root, path, flags)
         with os.fdopen(fd, "rb") as file:
             return file.read(max_bytes) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     except OSError as error:
@@ -47,11 +43,7 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
 def is_executable(root: Path, path: str) -> bool | None:
     """Whether the regular file at `path` below `root` has an execute bit; None if there is no such file."""
     try:
-        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fd = _open_in_root(top, path.lstrip("/"), os.O_PATH | os.O_CLOEXEC)
-        finally:
-            os.close(top)
+        fd = _open_in_root(root, path, os.O_PATH | os.O_CLOEXEC)
         try:
             mode = os.fstat(fd).st_mode
         finally:
@@ -61,17 +53,32 @@ def is_executable(root: Path, path: str) -> bool | None:
     return bool(mode & 0o111) and stat.S_ISREG(mode)
 
 
-def _open_in_root(top: int, path: str, flags: int) -> int:
+def target_name(root: Path, path: str) -> str:
+    """Name of the file to which the links at `path` below `root` lead; empty if there is none."""
+    try:
+        fd = _open_in_root(root, path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            return Path(f"/proc/self/fd/{fd}").readlink().name
+        finally:
+            os.close(fd)
+    except OSError:
+        return ""
+
+
+def _open_in_root(root: Path, path: str, flags: int) -> int:
     how = struct.pack("=QQQ", flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
-    fd = syscall(
-        ctypes.c_long(_OPENAT2), ctypes.c_int(top), ctypes.c_char_p(os.fsencode(path)), how, ctypes.c_size_t(len(how))
-    )
-    if fd < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
-    return int(fd)
+    name = ctypes.c_char_p(os.fsencode(path.lstrip("/")))
+    top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = syscall(ctypes.c_long(_OPENAT2), ctypes.c_int(top), name, how, ctypes.c_size_t(len(how)))
+        if fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), path)
+        return int(fd)
+    finally:
+        os.close(top)
 
 
 _MAX_BYTES = 1 << 20

@@ -161,7 +161,7 @@ class _ImageStart:
         began_s = time.monotonic()
         code = run_command(
             container.command,
-            self._options,
+            self._options._replace(restarts=None) if container.has_parent else self._options,
             env,
             session,
             own_group=own_group,
@@ -225,6 +225,7 @@ class _ImageStart:
     def _make_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str]) -> Container:
         session, options = self._session, self._container_options
         binds, env, prepend = [], dict(env), {}
+        parent: tuple[str, ...] = ()
         if self._options.hook and session is not None and self._env.get("BOOTSEER_HOOK") != "0":
             binds.append(Bind(str(Path(bootseer.__file__).parent), _HOOK, read_only=True))
             prepend["PYTHONPATH"] = f"{_HOOK}/hook/path"
@@ -233,13 +234,17 @@ class _ImageStart:
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
             if self._options.warm != "off":
                 env["BOOTSEER_WARM"] = _SPOOL
-        if self._options.restarts:
+                # A pattern is searched for outside of the container, once for each start of a command there.
+                if self._options.restarts is not None and prepend and self._options.began_pattern is None:
+                    numbers = (str(self._options.restarts), str(self._options.restart_delay))
+                    parent = (f"{_HOOK}/launch/inside.py", *numbers, session.span, _SPOOL)
+        if self._options.restarts is not None:
             env[RESTART] = str(session.tracer.identity.restart if session is not None else 0)
         words: ProcessOptions = replace(options.process, command=self._command)
         if self._environment is not None:
             words = self._environment.with_exports(words, mounted, env)
         words = replace(words, prepend=prepend)
-        options = replace(options, process=words, binds=(*binds, *options.binds))
+        options = replace(options, process=words, binds=(*binds, *options.binds), parent=parent)
         container = Container(folder, mounted.root, mounted.config, options, env)
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():

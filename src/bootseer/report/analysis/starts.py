@@ -156,7 +156,8 @@ def restarts(tries: Sequence[StartupSpans], overviews: Sequence[Overview]) -> li
         longest = max(skipped, key=lambda took: sum(took.values()), default={})
         restarts = [span for node in startup.nodes.values() for span in node.spans if span.stage == "restart"]
         code = next((span.attrs["exit_code"] for span in restarts if type(span.attrs.get("exit_code")) is int), None)
-        by = "bootseer" if restarts else "launcher"
+        requested = any(span.attrs.get("requested") is True for span in restarts)
+        by = "request" if requested else "bootseer" if restarts else "launcher"
         seconds = startup_s.get(startup.key)
         found.append(Restarted(startup.key.restart, by, code, seconds, sum(longest.values()), longest))
     return found
@@ -175,6 +176,7 @@ def restarts_summary(found: Sequence[Restarted]) -> list[str]:
     lines = [f"{plural(len(found), 'restart')} in place{saved}"]
     for one in found[-_MAX_RESTARTS:]:
         why = f"after exit code {one.exit_code}" if one.exit_code is not None else f"by the {one.by}"
+        why = "on request" if one.by == "request" else why
         took = f"first step {format_seconds(one.startup_s)} later" if one.startup_s is not None else "no first step"
         lines.append(f"restart {one.restart} {why}: {took}")
     return lines

@@ -1,0 +1,90 @@
+"""Restart a command inside its container: the program between the container and the command of `bootseer run --image
+--restarts N --warm`.
+
+A container ends with its first program, and a warm parent with its container. Where the command's parent is in the
+container, too, both outlive the command, and its restart repeats neither the container's start nor imports. Run by the
+image's own Python, so only modules that need nothing but the standard library are imported:
+
+    python3 -I -S inside.py RESTARTS DELAY RUN_SPAN SPOOL WORD...
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+
+
+def _make_importable() -> None:
+    """Make the package that contains this file importable as `bootseer`: its folder has another name in a container."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    init = os.path.join(package, "__init__.py")
+    spec = importlib.util.spec_from_file_location("bootseer", init, submodule_search_locations=[package])
+    assert spec is not None  # noqa: S101 - for the type checker
+    assert spec.loader is not None  # noqa: S101
+    module = sys.modules["bootseer"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    _make_importable()
+
+from bootseer.launch import supervise  # noqa: E402
+from bootseer.launch.restart import Restarts  # noqa: E402
+from bootseer.trace.event import BEGIN, END, FAILED, NO_RANK, OK, Event  # noqa: E402
+from bootseer.trace.tracer import Tracer, from_environment, new_span  # noqa: E402
+
+
+class _Recorder:
+    """The events of this process, which the spool shares with those of the run outside."""
+
+    def __init__(self, tracer: Tracer, span: str, folder: str) -> None:
+        self.tracer, self.span, self.folder = tracer, span, folder
+        self._began_ns = time.time_ns()
+
+    def owns(self, event: Event) -> bool:
+        identity = self.tracer.identity
+        mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
+        return mine and event.wall_ns >= self._began_ns
+
+
+def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[str]) -> int:
+    """Run the command, restarting it as `bootseer run --restarts` does; returns its exit code.
+
+    The events of its first start are written by the run outside.
+    """
+    supervise.block_signals()
+    env = dict(os.environ)
+    tracer = from_environment(env)
+    recorder = _Recorder(tracer, span, folder) if tracer is not None else None
+    restarts = Restarts(max_restarts, delay_s, command, recorder, None, warm=True)
+    restarts.tag_environment(env)
+    own_span = ""
+    while True:
+        signals: list[int] = []
+        try:
+            # In this process's group, to which the shim outside sends the container's signals.
+            pid = restarts.spawn_warm(env, {}, own_group=False) or supervise.spawn(command, env, own_group=False)
+        except supervise.StartError as error:
+            supervise.say(str(error))
+            return error.code
+        code = supervise.wait(
+            pid, own_group=False, forwards=False, on_signal=signals.append, on_restart_request=restarts.request
+        )
+        if own_span and tracer is not None:
+            facts = {"exit_code": code}
+            tracer.emit("command", END, span=own_span, parent=span, outcome=FAILED if code else OK, attrs=facts)
+        ended = restarts.prepare(code, signals, env)
+        if ended is not None:
+            restarts.close()
+            return ended
+        if tracer is not None:
+            attrs = {"program": os.path.basename(command[0])}
+            own_span = tracer.emit("command", BEGIN, parent=span, span=new_span(), attrs=attrs)
+            env.update(tracer.environment(own_span))
+
+
+if __name__ == "__main__":
+    restarts, delay, span, folder, *command = sys.argv[1:]
+    sys.exit(run(int(restarts), int(delay), span, folder, command))

@@ -1,0 +1,120 @@
+"""`bootseer restart`: ask the runs of a job on this node to start their command again in place.
+
+A run is found by the variables that `bootseer run --restarts` sets for its command's processes, and asked by a signal
+(`supervise.RESTART_REQUEST`). That reaches into containers of the node, and needs no files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.launch.restart import RUN_ID
+from bootseer.launch.supervise import RESTART_REQUEST
+from bootseer.trace.identity import RESTART
+
+_POLL_S = 0.02
+
+
+class Run(Struct, frozen=True):
+    """One `bootseer run --restarts` of this node, or the part of it in a container, and its command's first process."""
+
+    pid: int
+    command: int
+    """Process id of the command."""
+    job: str
+    restart: int
+    """The number of its current start."""
+
+
+def find_runs(job: str = "") -> list[Run]:
+    """The runs on this node whose command can be started again and may be signalled by this user; of one job, if
+    named."""
+    found = {}
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:  # noqa: PTH208 - thousands of names
+        env = _environment(pid)
+        if RUN_ID not in env or not env.get(RESTART, "").isdecimal() or (job and env.get("BOOTSEER_JOB") != job):
+            continue
+        # Processes that the command left to process 1, or to another reaper, are not its first one.
+        parent = _parent(pid)
+        if b"bootseer" in _read(parent, "cmdline") and RUN_ID not in _environment(parent):
+            found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), int(env[RESTART]))
+    return [run for run in found.values() if _may_signal(run.pid)]
+
+
+def restart(job: str, within_s: float) -> list[Run]:
+    """Have the commands of the job's runs on this node started again; returns the runs, with their new commands.
+
+    Without a name, the only job that there is. Raises `UsageError` if no run, or more than one job, is meant,
+    `TransientError` if a new command has not started within `within_s` seconds, `PermanentError` if a run has ended.
+    """
+    runs = find_runs(job)
+    jobs = sorted({run.job for run in runs})
+    if not runs:
+        what = f"no run of job {job}" if job else "no run"
+        raise UsageError(f"{what} on this node can be restarted", hint="start it with bootseer run --restarts N")
+    if len(jobs) > 1:
+        raise UsageError(f"several jobs can be restarted: {', '.join(jobs)}", hint="name one")
+    until_s = time.monotonic() + within_s
+    with contextlib.ExitStack() as opened:
+        ends = []
+        for run in runs:
+            try:
+                # By descriptor, so that a process that got the number of an ended command is not waited for.
+                end = os.pidfd_open(run.command)
+            except ProcessLookupError:
+                continue  # it has just ended, and its run sees to it
+            opened.callback(os.close, end)
+            ends.append(end)
+        for run in runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.pid, RESTART_REQUEST)
+        for end in ends:
+            if not select.select([end], [], [], max(0.0, until_s - time.monotonic()))[0]:
+                raise TransientError(f"a command of job {jobs[0]} did not end within {within_s:.0f} s")
+    old = {run.pid: run for run in runs}
+    while True:
+        # Not by another process id: a copy of a warm parent has the variables of the start before for a moment.
+        new = [run for run in find_runs(jobs[0]) if run.pid in old and run.restart > old[run.pid].restart]
+        if len(new) == len(old):
+            return new
+        gone = [pid for pid in old if not Path(f"/proc/{pid}").exists()]
+        if gone:
+            raise PermanentError(f"job {jobs[0]} was not restarted: its run has ended (process {gone[0]})")
+        if time.monotonic() > until_s:
+            raise TransientError(f"a command of job {jobs[0]} has not started again within {within_s:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The environment at the start of a process; empty if it cannot be read."""
+    pairs = (os.fsdecode(word).partition("=") for word in _read(pid, "environ").split(b"\0") if word)
+    return {name: value for name, _, value in pairs}
+
+
+def _parent(pid: int) -> int:
+    """Process id of the parent; 0 if the process has ended."""
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of the process in /proc; empty if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
