@@ -34,12 +34,16 @@ done
 
 # Sockets have short names only.
 short="$(mktemp -d)"
-registry_pid='' containerd_pid=''
+registry_pid='' containerd_pid='' job=''
 export CHECKPOINTS="$out/checkpoints" FULL_PULL_CHECKPOINT="${CHECKPOINT_PLAIN:-}"
 export BOOTSEER_CACHE="$out/node/cache" BOOTSEER_RUNTIME="$short/bootseer" CONTAINERD_ADDRESS="$short/containerd.sock"
 
 end() { # pid
   [[ -z $1 ]] || { kill "$1" && wait "$1"; } 2>/dev/null || true
+}
+end_job() { # that of a hot update
+  [[ -z $job ]] || { kill "$(cat "$short/run.pid")" && wait "$job"; } 2>/dev/null || true
+  job=''
 }
 stop_containerd() {
   [[ -n $containerd_pid ]] || return 0
@@ -57,6 +61,7 @@ empty_node() {
 }
 finish() {
   trap '' INT TERM
+  end_job
   stop_containerd
   empty_node || true
   end "$registry_pid"
@@ -117,8 +122,11 @@ run() { # the same
   local name="$1"
   shift
   # Whoever submits a job can say when; a scheduler would.
-  BOOTSEER_SUBMITTED="$(date +%s.%N)" \
-    "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 |
+  (
+    export BOOTSEER_SUBMITTED="$(date +%s.%N)"
+    echo "$BASHPID" >"$short/run.pid"
+    exec "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1
+  ) |
     # Ctrl-C is for the job: what it says at its end is still shown.
     (trap '' INT && exec sed -u 's/^/    | /') >&2
 }
@@ -194,8 +202,7 @@ if [[ -n ${RUN_ON:-} ]]; then
   "$BOOTSEER" restart again >"$short/said"
   sed 's/^/    | bootseer restart: /' "$short/said" >&2
   until_training again '"restart":1'
-  kill "$(sed -n 's/.*(run \([0-9]*\),.*/\1/p' "$short/said")"
-  wait "$job" || true
+  end_job
   show again again --restart 0
   show hot-update again --restart 1
   names+=(hot-update)

@@ -20,6 +20,8 @@ from bootseer.launch.supervise import RESTART_REQUEST
 from bootseer.trace.identity import RESTART
 
 _POLL_S = 0.02
+_SHIM, _INSIDE = b"/containers/shim.py\0", b"/launch/inside.py\0"
+"""The programs outside and inside of a container that are between `bootseer run` and its command."""
 
 
 class Run(Struct, frozen=True):
@@ -41,9 +43,13 @@ def find_runs(job: str = "") -> list[Run]:
         env = _environment(pid)
         if RUN_ID not in env or not env.get(RESTART, "").isdecimal() or (job and env.get("BOOTSEER_JOB") != job):
             continue
-        # Processes that the command left to process 1, or to another reaper, are not its first one.
         parent = _parent(pid)
-        if b"bootseer" in _read(parent, "cmdline") and RUN_ID not in _environment(parent):
+        if _SHIM in _read(parent, "cmdline"):
+            parent = _parent(parent)
+        # Others, such as those that the command left to process 1, are not its first process.
+        line = _read(parent, "cmdline")
+        is_run = _INSIDE in line or (b"bootseer" in line and RUN_ID not in _environment(parent))
+        if is_run and _INSIDE not in _read(pid, "cmdline"):
             found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), int(env[RESTART]))
     return [run for run in found.values() if _may_signal(run.pid)]
 

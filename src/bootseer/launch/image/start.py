@@ -37,6 +37,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options, run_command
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
+from bootseer.launch.restart import RUN_ID
 from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
@@ -240,6 +241,7 @@ class _ImageStart:
                     parent = (f"{_HOOK}/launch/inside.py", *numbers, session.span, _SPOOL)
         if self._options.restarts is not None:
             env[RESTART] = str(session.tracer.identity.restart if session is not None else 0)
+            env[RUN_ID] = session.span if session is not None else "-"
         words: ProcessOptions = replace(options.process, command=self._command)
         if self._environment is not None:
             words = self._environment.with_exports(words, mounted, env)
