@@ -7,7 +7,7 @@ import time
 import click
 from msgspec.structs import asdict
 
-from bootseer.cli.command import Amount, json_option
+from bootseer.cli.verb_parts import Amount, json_option
 from bootseer.cli.output import Output
 
 _WITHIN_S = 60.0
