@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -39,9 +40,16 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def started(env: dict[str, str], *words: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(env: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([*BOOTSEER, "run", *words], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    command = [*BOOTSEER, "run", *words]
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def test_a_killed_command_starts_again_and_its_events_say_which_start_it_is(run: Run, events: Events) -> None:
@@ -182,10 +190,15 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {supervise.RESTART_REQUEST})
     try:
         supervise.block_signals()
-        pid = supervise.spawn(["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"], os.environ, own_group=True)
+        ready, write = os.pipe()
+        script = "trap '' TERM; echo up; while :; do sleep 0.05; done"
+        pid = supervise.spawn(["sh", "-c", script], os.environ, own_group=True, stdout=write)
+        assert os.read(ready, 3) == b"up\n"
         requested: list[bool] = []
         os.kill(os.getpid(), supervise.RESTART_REQUEST)
         code = supervise.wait(pid, own_group=True, on_restart_request=lambda: requested.append(True))
+        for end in (ready, write):
+            os.close(end)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     assert (code, requested) == (137, [True])
