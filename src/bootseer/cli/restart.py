@@ -7,8 +7,8 @@ import time
 import click
 from msgspec.structs import asdict
 
-from bootseer.cli.verb_parts import Amount, json_option
 from bootseer.cli.output import Output
+from bootseer.cli.verb_parts import Amount, json_option
 
 _WITHIN_S = 60.0
 
