@@ -304,7 +304,7 @@ def wait(
         if time.monotonic() >= kill_s:
             kill_s = math.inf
             _send(pid, signal.SIGKILL, own_group=own_group)
-        if info is None:
+        if info is None or not info.si_signo:  # 0 when a debugger attaches
             if tracer is not None:
                 tracer.emit(ALIVE, INSTANT)
             continue
