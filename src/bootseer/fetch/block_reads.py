@@ -4,7 +4,7 @@ The path of a missing block:
 
 1. `read`: the cache does not have it (`MissingBlocks`), so the read becomes a `PendingRead` of the missing blocks.
 2. `_advance`: the scheduler decides which blocks to request now, together with which others, and from which of the
-   file's origins (`schedule`); each request goes to a worker thread.
+   file's origins (`scheduler`); each request goes to a worker thread.
 3. `_fetch`, on that thread: `block_request.fetch_blocks` claims the blocks against other processes, asks the origin,
    verifies each block as it arrives and stores it in the cache. Blocks claimed by another process are polled
    (`_check_claim`).

@@ -1,7 +1,7 @@
 """The state of the scheduler: origins with their pace and queues, wanted blocks, and running requests.
 
 Each block of a file is present, or not wanted, or has one `Wanted` entry, which is queued at one of the file's origins,
-in flight, or postponed to its next attempt. `Ledger` maintains this invariant; its subclass `schedule.Scheduler`
+in flight, or postponed to its next attempt. `Ledger` maintains this invariant; its subclass `scheduler.Scheduler`
 decides what to start when. Decides and touches nothing.
 """
 

@@ -163,10 +163,10 @@ class Session:
             self._observers.start(lambda ended: self._scheduler_times(env, ended))
 
     def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event) -> None:
-        from bootseer.launch import scheduler
+        from bootseer.launch import queue_times
 
         # PID 1 reaps all children, and would take the exit status of a program that runs beside the command.
-        found = scheduler.times(
+        found = queue_times.times(
             {**env, "BOOTSEER_PODINFO": env.get("BOOTSEER_PODINFO") or PODINFO},
             ended,
             may_run_programs=os.getpid() != 1,
@@ -179,7 +179,7 @@ class Session:
             )
         if found.started_ns and found.started_ns <= began_ns:
             # Between the two times Kubernetes pulled the image; Slurm ran its prolog.
-            stage = "image_loading" if found.started_by == scheduler.KUBERNETES else "allocation"
+            stage = "image_loading" if found.started_by == queue_times.KUBERNETES else "allocation"
             self._emit_past_span(stage, found.started_ns, began_ns, found.started_by)
 
     def _emit_past_span(self, stage: str, begin_ns: int, end_ns: int, told_by: str) -> None:

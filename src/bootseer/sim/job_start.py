@@ -1,7 +1,7 @@
 """One start of a job: image, environment, imports, checkpoint and connections of all its nodes, in virtual time.
 
-Image and environment are loaded by `nodes` and checkpoints by `hdfs`, both with the real scheduling code. Installs,
-imports and connections are fixed times.
+Image and environment are loaded by `nodes` and checkpoints by `checkpoint_reads`, both with the real scheduling code.
+Installs, imports and connections are fixed times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A month of a cluster: cost of starts, contents of caches and store, and hit rates.
 
-The real code decides: `cache.prune` about evictions, `env.life.decide` about restoring or building snapshots. Only some
-starts on each number of nodes are simulated by `start.simulate`, with empty and with full caches; the duration of every
-other start is interpolated between these by the share of missing blocks.
+The real code decides: `cache.eviction_plan` about evictions, `env.life.decide` about restoring or building snapshots.
+Only some starts on each number of nodes are simulated by `job_start.simulate`, with empty and with full caches; the
+duration of every other start is interpolated between these by the share of missing blocks.
 """
 
 from __future__ import annotations

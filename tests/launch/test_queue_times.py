@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.scheduler import parse_time, times
+from bootseer.launch.queue_times import parse_time, times
 from bootseer.units import NS_PER_S
 from conftest_launch import stages
 from registry import make_certificate
@@ -67,7 +67,7 @@ def api(tmp_path, monkeypatch):
     make_certificate(tmp_path / "key.pem", tmp_path / "ca.crt")
     for name, text in (("token", "secret\n"), ("namespace", "train")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("bootseer.launch.scheduler.ACCOUNT", tmp_path)
+    monkeypatch.setattr("bootseer.launch.queue_times.ACCOUNT", tmp_path)
     pods: dict[str, bytes] = {}
 
     class Handler(BaseHTTPRequestHandler):
