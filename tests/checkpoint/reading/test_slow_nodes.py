@@ -76,7 +76,7 @@ class Striping:
             part.when_open(lambda file, error: None)
         buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts)
         context = ReadContext("file", segments, settings, facts, clock, buffer, None)
-        return Reader(self.content, links, StripedSource(self._head, context, None), settings)
+        return Reader(self.content, links, StripedSource(self._head, "", context, None), settings)
 
 
 class Reader:
