@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
         pid = supervise.spawn(["sh", "-c", script], os.environ, own_group=True, stdout=write)
         assert os.read(ready, 3) == b"up\n"
         requested: list[bool] = []
-        os.kill(os.getpid(), supervise.RESTART_REQUEST)
+        signal.pthread_kill(threading.get_ident(), supervise.RESTART_REQUEST)  # any other thread ignores it
         code = supervise.wait(pid, own_group=True, on_restart_request=lambda: requested.append(True))
         for end in (ready, write):
             os.close(end)
