@@ -257,6 +257,21 @@ def test_a_folder_is_renamed_with_all_that_it_has(one: MountedPlace, other: Moun
     assert not (one.target / "a").exists()
 
 
+def test_a_file_written_here_is_read_on_after_its_folder_was_renamed(one: MountedPlace) -> None:
+    """By a descriptor that was opened before the writer's was closed."""
+    data = os.urandom(LARGE)
+    (one.target / "a").mkdir()
+    with (one.target / "a/f").open("wb") as written:
+        written.write(data)
+        written.flush()
+        file = (one.target / "a/f").open("rb", buffering=0)
+    with file:
+        (one.target / "a").rename(one.target / "c")
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert b"".join(iter(lambda: file.read(MIB), b"")) == data
+    assert (one.target / "c/f").read_bytes() == data
+
+
 def test_a_folder_in_which_a_file_is_being_written_is_neither_renamed_nor_removed(one: MountedPlace) -> None:
     (one.target / "a").mkdir()
     with (one.target / "a/f").open("wb", buffering=0) as file:

@@ -339,15 +339,7 @@ class CheckpointFiles:
                 raise os_error(errno.EEXIST)
             node, replaced = self._nodes.at(source), self._nodes.at(target)
             if node is not None and node.is_folder:
-                # Files being written there would be published under their old path. A file whose last descriptor was
-                # just closed counts until the kernel has released it, shortly after `close` has returned.
-                until = time.monotonic() + _RELEASE_S
-                while self._nodes.live_below(source):
-                    if time.monotonic() > until:
-                        raise os_error(errno.EBUSY)
-                    time.sleep(0.002)
-                if self._nodes.live_below(target):
-                    raise os_error(errno.ENOTEMPTY)
+                self._end_writing_below(source, target)
             with _changing(node) as content:
                 if content is not None:
                     content.publish()
@@ -367,6 +359,23 @@ class CheckpointFiles:
                 self._listings.forget_all()
             else:
                 self._listings.forget(folder_of(source), folder_of(target))
+
+    def _end_writing_below(self, source: str, target: str) -> None:
+        """Before a folder is renamed: wait until no file there, or below the folder that it replaces, is being written.
+
+        Files being written there would be published under their old path. A file whose last descriptor was just closed
+        counts until the kernel has released it, shortly after `close` has returned.
+        """
+        until = time.monotonic() + _RELEASE_S
+        while self._nodes.live_below(source):
+            if time.monotonic() > until:
+                raise os_error(errno.EBUSY)
+            time.sleep(0.002)
+        if self._nodes.live_below(target):
+            raise os_error(errno.ENOTEMPTY)
+        for node in self._nodes.open_below(source):
+            if node.content is not None:  # readers of what was written here would look for its parts at the old path
+                node.content.end_writing()
 
     def _new_child(self, parent: int, name: bytes) -> str:
         path = self._child(parent, name)

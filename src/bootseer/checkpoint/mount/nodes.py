@@ -166,11 +166,16 @@ class Nodes:
             nodes = [(path, node) for path, node in self._by_path.items() if node.is_live]
         return [node for path, node in nodes if path.rpartition("/")[0] == folder]
 
-    def live_below(self, folder: str) -> list[Node]:
-        """The nodes anywhere below a folder with unpublished content."""
+    def open_below(self, folder: str) -> list[Node]:
+        """The nodes anywhere below a folder whose files are open."""
         prefix = f"{folder}/" if folder else ""
         with self._lock:
-            return [node for path, node in self._by_path.items() if node.is_live and path.startswith(prefix)]
+            below = [node for path, node in self._by_path.items() if path.startswith(prefix)]
+        return [node for node in below if node.content is not None]
+
+    def live_below(self, folder: str) -> list[Node]:
+        """Those with unpublished content."""
+        return [node for node in self.open_below(folder) if node.is_live]
 
     def num_known(self) -> int:
         return len(self._by_number)
