@@ -97,8 +97,8 @@ def measure(
 ) -> Iterator[Outcome]:
     """All arms, each of which is kept when it is there. `most`: so many nodes at most; `whole`: all of the image."""
     rates, sizes = (Rates(100, 200), Sizes(64, cut=not whole)) if quick else (Rates(50, 100), Sizes(64))
-    if chosen := os.environ.get("NODES_ORIGIN_MBIT", ""):
-        rates = Rates(int(chosen), 2 * int(chosen))
+    if chosen := os.environ.get("NODES_MBIT", ""):
+        rates = Rates(*map(int, chosen.split(",")))
     for found in rows(rates, sizes, most, arms_of, rounds or 1, quick=quick):
         yield _outcome(found, rates, sizes, claims)
 
