@@ -158,7 +158,8 @@ def _address(name: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         address = ipaddress.IPv4Address(answer[20:24])
-        return "" if address.is_link_local else str(address)
+        if not address.is_link_local:
+            return str(address)
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, device = line.split()

@@ -383,7 +383,8 @@ class ObjectReads:
         with self._lock:
             is_allowed = self._events["hedges"] <= _MOST_HEDGES * self._counts["requests"]
             wait_s = request.heard_s + (late_s if is_allowed else _DEAD * late_s) - time.monotonic()
-            if wait_s <= 0 and request.num_hedges < _MAX_HEDGES:
+            # Under the lock: a thread whose request has just ended goes on, and no hedge may take its place.
+            if wait_s <= 0 and request.num_running and request.num_hedges < _MAX_HEDGES:
                 with suppress(BootseerError):
                     self._threads.submit(partial(self._work, request, request.num_hedges + 1))
                     request.num_hedges += 1
