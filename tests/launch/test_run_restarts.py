@@ -166,28 +166,28 @@ def test_on_request_the_command_starts_again_whatever_it_ended_with(
     env: dict[str, str], run: Run, events: Events
 ) -> None:
     """Without counting as a restart after a failure, of which there is none here."""
-    script = START.rstrip() + " trap 'exit 0' TERM; while :; do sleep 0.05; done"
-    with started(env, "-q", "--job", "moe", "--restarts", "0", "--", "sh", "-c", script) as process:
+    script = f"trap 'exit 0' TERM; {START} while :; do sleep 0.05; done"
+    job = f"moe-{os.getpid()}"  # other tests on this machine have runs, too
+    with started(env, "-q", "--job", job, "--restarts", "0", "--", "sh", "-c", script) as process:
         assert process.stdout is not None
         for number, kind in enumerate(("full", "hot_update", "hot_update")):
             assert process.stdout.readline() == f"{number} {kind}\n"
-            words = ("--json", "moe") if number else ("--json",)
             if number < 2:
-                (found,) = json.loads(run("restart", *words).stdout)["runs"]
-                assert (found["pid"], found["job"], found["restart"]) == (process.pid, "moe", number + 1)
+                (found,) = json.loads(run("restart", "--json", job).stdout)["runs"]
+                assert (found["pid"], found["job"], found["restart"]) == (process.pid, job, number + 1)
         process.terminate()
         assert process.wait(LIMIT_S) == 0, "what the command ended with after a signal of its own"
     restarts = [event for event in events() if event.stage == "restart" and event.phase == "begin"]
     assert [(one.restart, one.kind, one.attrs["requested"]) for one in restarts] == [
         (1, "hot_update", True), (2, "hot_update", True),
     ]  # fmt: skip
-    report = json.loads(run("report", "--json", "moe").stdout)
+    report = json.loads(run("report", "--json", job).stdout)
     assert [one["by"] for one in report["restarts"]] == ["request"] * 2
-    assert "restart 2 on request: " in run("report", "moe").stdout
+    assert "restart 2 on request: " in run("report", job).stdout
 
 
 def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_RESTART_GRACE_S", 0.2)
+    monkeypatch.setattr(supervise, "RESTART_GRACE_S", 0.2)
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {supervise.RESTART_REQUEST})
     try:
         supervise.block_signals()
@@ -206,22 +206,24 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
 
 
 def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run: Run) -> None:
-    with started(env, "-q", "--job", "plain", "--", "sh", "-c", "echo up; read _") as process:
+    plain, *jobs = (f"{name}-{os.getpid()}" for name in ("plain", "one", "two"))
+    with started(env, "-q", "--job", plain, "--", "sh", "-c", "echo up; read _") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        ran = run("restart", "plain")
-        assert (ran.returncode, "no run of job plain on this node can be restarted" in ran.stderr) == (2, True)
+        ran = run("restart", plain)
+        assert (ran.returncode, f"no run of job {plain} on this node can be restarted" in ran.stderr) == (2, True)
         assert "bootseer run --restarts N" in ran.stderr
         process.communicate("\n", timeout=LIMIT_S)
     with (
-        started(env, "-q", "--job", "one", "--restarts", "0", "--", "sh", "-c", "echo up; read _") as one,
-        started(env, "-q", "--job", "two", "--restarts", "0", "--", "sh", "-c", "echo up; read _") as two,
+        started(env, "-q", "--job", jobs[0], "--restarts", "0", "--", "sh", "-c", "echo up; read _") as one,
+        started(env, "-q", "--job", jobs[1], "--restarts", "0", "--", "sh", "-c", "echo up; read _") as two,
     ):
         for process in (one, two):
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
         ran = run("restart")
-        assert (ran.returncode, "several jobs can be restarted: one, two" in ran.stderr) == (2, True), ran.stderr
+        assert (ran.returncode, "several jobs can be restarted: " in ran.stderr) == (2, True), ran.stderr
+        assert all(job in ran.stderr for job in jobs)
         for process in (one, two):
             process.communicate("\n", timeout=LIMIT_S)
             assert process.returncode == 0
@@ -295,12 +297,12 @@ warm, number = "colorsys" in sys.modules, os.environ.get("BOOTSEER_RESTART", "0"
 subprocess.run([sys.executable, "/job/child.py"], check=True)
 kept = os.listdir("/dev/shm")
 open(f"/dev/shm/{number}", "w")
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 print(number, os.environ["BOOTSEER_KIND"], warm, sorted(kept), flush=True)
 if os.environ["MODE"] == "record":
     sys.exit()
 if number == "0":
     os.kill(os.getpid(), signal.SIGKILL)
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 while True:
     signal.pause()
 """)
@@ -308,14 +310,15 @@ while True:
     mounts = [word for name in ("/usr/bin", "/usr/lib", "/lib", "/lib64") if Path(name).exists()
               for word in ("--mount", f"{name}:{name}:ro")]  # fmt: skip
     mounts += ["--mount", f"{job}:/job:ro", "--container-env", "PYTHONPATH=/job/library"]
-    words = ["--job", "boxed", "--image", image_with_python(node, PYTHON), "--warm", "on", *mounts, "--container-env"]
+    job_name = f"boxed-{os.getpid()}"
+    words = ["--job", job_name, "--image", image_with_python(node, PYTHON), "--warm", "on", *mounts, "--container-env"]
     command = ["--", "/usr/bin/python3", "/job/launch.py"]
     recorded = run("run", *words, "MODE=record", *command)
     assert recorded.stdout == "0 full False []\n", recorded.stderr
     with started(env, "--restarts", "1", *words, "MODE=run", *command) as process:
         assert process.stdout is not None
         out = [process.stdout.readline() for _ in range(2)]
-        asked = run("restart", "boxed")
+        asked = run("restart", job_name)
         out.append(process.stdout.readline())
         process.send_signal(signal.SIGUSR1)
         rest, err = process.communicate(timeout=LIMIT_S)
@@ -328,6 +331,26 @@ while True:
         if one.stage == "command" and one.restart
     ] == [("begin", 1, None), ("end", 1, 143), ("begin", 2, None), ("end", 2, 7)]
     assert list((node.cache / "containers").iterdir()) == []
+    missing = run("run", "--restarts", "1", *words, "MODE=run", "--", "/job/missing")
+    assert (missing.returncode, "/job/missing: command not found" in missing.stderr) == (127, True), missing.stderr
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_on_request_a_container_without_python_is_made_anew(run: Run, env: dict[str, str], node: Node) -> None:
+    env.update(node.env)
+    have_converted(node)
+    job = f"bare-{os.getpid()}"
+    for pids in ("own", "host"):
+        words = ("--job", job, "--restarts", "0", "--image", node.reference, "--pid", pids)
+        with started(env, "-q", *words, "--", "sh", "-c", START + "read _") as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "0 full\n"
+            (found,) = json.loads(run("restart", "--json", job).stdout)["runs"]
+            assert (found["pid"], found["restart"]) == (process.pid, 1)
+            assert process.stdout.readline() == "1 hot_update\n"
+            process.communicate("\n", timeout=LIMIT_S)
+        assert process.returncode == 0
 
 
 @pytest.fixture

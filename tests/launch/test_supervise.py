@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,22 @@ def test_a_process_with_thousands_of_descriptors_starts_its_command() -> None:
         for number in taken:
             os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+SUBREAPER = """
+import ctypes, os, sys
+from bootseer.launch import supervise
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0
+supervise.block_signals()
+pid = supervise.spawn(["sh", "-c", sys.argv[1]], os.environ, own_group=True)
+sys.exit(supervise.wait(pid, own_group=True, reaps_orphans=True))
+"""
+
+
+def test_a_subreaper_reaps_orphans_while_the_command_runs() -> None:
+    orphan = "orphan=$(sleep 0 >/dev/null & echo $!)"
+    script = f"{orphan}; for _ in $(seq 3000); do [ -e /proc/$orphan ] || exit 7; sleep 0.02; done"
+    assert subprocess.run([sys.executable, "-c", SUBREAPER, script], check=False).returncode == 7
 
 
 @needs_fuse

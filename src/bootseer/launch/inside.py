@@ -66,12 +66,17 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
         try:
             # In this process's group, to which the shim outside sends the container's signals.
             pid = restarts.spawn_warm(env, {}, own_group=False) or supervise.spawn(command, env, own_group=False)
+            code = supervise.wait(
+                pid,
+                own_group=False,
+                forwards=False,
+                reaps_orphans=True,
+                on_signal=signals.append,
+                on_restart_request=restarts.request,
+            )
         except supervise.StartError as error:
             supervise.say(str(error))
-            return error.code
-        code = supervise.wait(
-            pid, own_group=False, forwards=False, on_signal=signals.append, on_restart_request=restarts.request
-        )
+            code = error.code
         if own_span and tracer is not None:
             facts = {"exit_code": code}
             tracer.emit("command", END, span=own_span, parent=span, outcome=FAILED if code else OK, attrs=facts)

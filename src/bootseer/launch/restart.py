@@ -16,7 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from bootseer.errors import BootseerError
-from bootseer.launch.supervise import ENDING, NOT_EXECUTABLE, NOT_FOUND, RESTART_REQUEST, log, say
+from bootseer.launch.supervise import (
+    ENDING,
+    NOT_EXECUTABLE,
+    NOT_FOUND,
+    RESTART_GRACE_S,
+    RESTART_REQUEST,
+    log,
+    say,
+)
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, OK
 from bootseer.trace.identity import RESTART
@@ -35,7 +43,7 @@ _PERMANENT = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
 _SIGNALLED = 128
 _ELASTIC_FLAGS = ("--max-restarts", "--max_restarts")
 _GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL, for processes that the command left running."""
+"""Between SIGTERM and SIGKILL, for processes that a command left running when it failed."""
 _END_S = 30.0
 _POLL_S = 0.02
 
@@ -74,7 +82,7 @@ class Restarts:
         self._session = session
         self._renew = renew
         self._num_restarts = self._restart_number = 0
-        self._run_id = os.urandom(8).hex()
+        self._run_id = session.span if session is not None else os.urandom(8).hex()  # as `image.start` does
         self._orphans: set[int] = set()
         self._requested_ns = 0
         self._warm = None
@@ -100,6 +108,8 @@ class Restarts:
 
         The command has ended with exit code `code`, after `signals` were received.
         """
+        if signal.sigtimedwait([RESTART_REQUEST], 0) is not None:  # since the command's end
+            self.request()
         requested_ns, self._requested_ns = self._requested_ns, 0
         began_ns = requested_ns or time.monotonic_ns()
         if ENDING.intersection(signals):
@@ -108,7 +118,8 @@ class Restarts:
             say("starting the command again, as requested")
         elif code in _PERMANENT or code - _SIGNALLED in signals or not self._may_restart(code):
             return code
-        left = self._end_processes()
+        waited_s = (time.monotonic_ns() - began_ns) / 1e9
+        left = self._end_processes(max(_GRACE_S, RESTART_GRACE_S - waited_s) if requested_ns else _GRACE_S)
         awaited = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         if info := signal.sigtimedwait(awaited, 0 if requested_ns else self._delay_s):
             say(f"interrupted by {signal.Signals(info.si_signo).name} before the command was started again")
@@ -168,15 +179,18 @@ class Restarts:
         if self._warm is not None:
             self._warm.close()
 
-    def _end_processes(self) -> int:
-        """End processes that the command left running, which would hold devices and ports; returns their number."""
+    def _end_processes(self, grace_s: float) -> int:
+        """End processes that the command left running, which would hold devices and ports; returns their number.
+
+        They have `grace_s` seconds between SIGTERM and SIGKILL.
+        """
         marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._run_id}".encode()}
         found: set[int] = set()
         begun_s = time.monotonic()
         kept = self._warm.pids() if self._warm is not None else set()
-        while (left := _processes_with(marks) - kept) and time.monotonic() - begun_s < _END_S:
+        while (left := _processes_with(marks) - kept) and time.monotonic() - begun_s < grace_s + _END_S:
             for pid in left:
-                late = time.monotonic() - begun_s > _GRACE_S
+                late = time.monotonic() - begun_s > grace_s
                 if pid not in found or late:
                     log(__name__, "ending process %d, which the command left running", pid)
                     with contextlib.suppress(OSError):

@@ -2,6 +2,9 @@
 
 A run is found by the variables that `bootseer run --restarts` sets for its command's processes, and asked by a signal
 (`supervise.RESTART_REQUEST`). That reaches into containers of the node, and needs no files.
+
+A process may claim any variables and any command line, also to root. But by these it names only an ancestor of its own
+as its run, and the signal has no effect on other programs.
 """
 
 from __future__ import annotations

@@ -62,10 +62,11 @@ _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole for
 _PR_SET_PDEATHSIG = 1
 EXIT_FLUSH_S = 2.0
 """How long the end of the run waits for exporters and relays."""
-_RESTART_GRACE_S = 30.0
+RESTART_GRACE_S = 30.0
 """Between SIGTERM and SIGKILL for a command that is to be started again: it may save its state."""
 _START_S = 120.0
 """For entering namespaces and reading the program's first bytes, which may come from a store."""
+_KILL_S = 1.0
 _MAX_REPORT = 4096  # an atomic write to a pipe
 # Python ignores these two; the command must have their default action.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -175,9 +176,12 @@ def _read_start_error(answer: int) -> bytes:
 
 
 def _kill(pid: int) -> None:
-    from bootseer.mounts.process import end_child  # rarely needed, and its import costs every job
-
-    end_child(pid)
+    """Kill a child and reap it. One that hangs in the kernel, for example in a dead mount, is left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    until_s = time.monotonic() + _KILL_S
+    while _reap(pid) is None and time.monotonic() < until_s:
+        time.sleep(0.001)
 
 
 def _pipe() -> tuple[int, int]:
@@ -276,6 +280,7 @@ def wait(
     *,
     own_group: bool,
     forwards: bool = True,
+    reaps_orphans: bool = False,
     on_signal: Callable[[int], None] | None = None,
     on_restart_request: Callable[[], None] | None = None,
     tracer: Tracer | None = None,
@@ -283,8 +288,9 @@ def wait(
     """Forward signals until the command ends; returns its exit code.
 
     Signals must be blocked (`block_signals`). `on_signal` is called for each received signal that is not ignored.
-    Not `forwards`: the command gets the same signals from their sender. With `on_restart_request`, a request
-    (`RESTART_REQUEST`) is not ignored: the function is called, and the command ended.
+    Not `forwards`: the command gets the same signals from their sender. `reaps_orphans`, for a subreaper: all children
+    are reaped. With `on_restart_request`, a request (`RESTART_REQUEST`) is not ignored: the function is called, and the
+    command ended.
     `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
     began_s = time.monotonic()
@@ -296,7 +302,7 @@ def wait(
         # The terminal does not stop the command's own group together with this process.
         awaited.add(signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
-    while (code := _reap(pid)) is None:
+    while (code := _reap(pid, orphans=reaps_orphans)) is None:
         # With a timeout: SIGCHLD may be delivered to a thread that has not blocked it, and would never arrive here.
         share = _ALIVE_SHARE if tracer is not None else 0
         now_s = time.monotonic()
@@ -312,7 +318,7 @@ def wait(
             continue
         if on_restart_request is not None and info.si_signo == RESTART_REQUEST:
             on_restart_request()
-            kill_s = min(kill_s, time.monotonic() + _RESTART_GRACE_S)
+            kill_s = min(kill_s, time.monotonic() + RESTART_GRACE_S)
             _send(pid, signal.SIGTERM, own_group=own_group)
             continue
         if on_signal is not None and signal.getsignal(info.si_signo) is not signal.SIG_IGN:
@@ -344,10 +350,10 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _reap(pid: int) -> int | None:
+def _reap(pid: int, *, orphans: bool = False) -> int | None:
     while True:
         try:
-            ended, status = os.waitpid(-1 if os.getpid() == 1 else pid, os.WNOHANG)
+            ended, status = os.waitpid(-1 if orphans or os.getpid() == 1 else pid, os.WNOHANG)
         except ChildProcessError:
             return 1  # reaped elsewhere: its status is unknown
         if ended == 0:

@@ -2,8 +2,8 @@
 
 When the launcher dies, its warm parent (`hook.warm_parent`) becomes a child of this process, which is a subreaper, and
 connects to it. The new launcher, forked by `clone(CLONE_PARENT)`, is then a child of this process, too, as `waitpid`
-needs it, and has a warm parent from its start on: neither it nor its ranks repeat an import. In a container all
-processes end with the first one, so there the launcher is started by exec.
+needs it, and has a warm parent from its start on: neither it nor its ranks repeat an import. In a container this
+process is `launch.inside`: `bootseer run` outside cannot adopt the container's processes.
 """
 
 from __future__ import annotations
