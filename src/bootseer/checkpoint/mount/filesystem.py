@@ -374,8 +374,9 @@ class CheckpointFiles:
         if self._nodes.live_below(target):
             raise os_error(errno.ENOTEMPTY)
         for node in self._nodes.open_below(source):
-            if node.content is not None:  # readers of what was written here would look for its parts at the old path
-                node.content.end_writing()
+            content = node.content  # None if it was closed meanwhile
+            if content is not None:  # readers of what was written here would look for its parts at the old path
+                content.end_writing()
 
     def _new_child(self, parent: int, name: bytes) -> str:
         path = self._child(parent, name)
