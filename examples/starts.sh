@@ -138,12 +138,12 @@ show() { # name, name of the run, more options of `bootseer report`...
   "$BOOTSEER" report --json "$@" "$spool" >"$out/$name.json"
   "$root/.venv/bin/python" "$here/compare.py" "$out" "$name" >&2
 }
-until_training() { # name of the run, what its event has
+until_event() { # name of the run, stage of the event, what else it has
   for _ in {1..600}; do
-    grep -rhs '"stage":"training_began"' "$out/$1" | grep -q "$2" && return
+    grep -rhs "\"stage\":\"$2\"" "$out/$1" | grep -q "$3" && return
     sleep 0.1
   done
-  die "training did not begin within a minute"
+  die "there was no event $2 of $1 within a minute"
 }
 
 say "a registry on this machine, and the image in it" \
@@ -198,10 +198,10 @@ if [[ -n ${RUN_ON:-} ]]; then
   # shellcheck disable=SC2086 - words
   in_image run again --restarts 0 -- "${command[@]}" $RUN_ON &
   job=$!
-  until_training again stage
+  until_event again image_start stage # after training has begun: with the cost of the image
   "$BOOTSEER" restart again >"$short/said"
   sed 's/^/    | bootseer restart: /' "$short/said" >&2
-  until_training again '"restart":1'
+  until_event again training_began '"restart":1'
   end_job
   show again again --restart 0
   show hot-update again --restart 1
