@@ -20,6 +20,7 @@ from msgspec import Struct
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.launch.restart import RUN_ID
 from bootseer.launch.supervise import RESTART_REQUEST
+from bootseer.launch.warm_restart import parent_pid
 from bootseer.trace.identity import RESTART
 
 _POLL_S = 0.02
@@ -46,9 +47,9 @@ def find_runs(job: str = "") -> list[Run]:
         env = _environment(pid)
         if RUN_ID not in env or not env.get(RESTART, "").isdecimal() or (job and env.get("BOOTSEER_JOB") != job):
             continue
-        parent = _parent(pid)
+        parent = parent_pid(pid)
         if _SHIM in _read(parent, "cmdline"):
-            parent = _parent(parent)
+            parent = parent_pid(parent)
         # Others, such as those that the command left to process 1, are not its first process.
         line = _read(parent, "cmdline")
         is_run = _INSIDE in line or (b"bootseer" in line and RUN_ID not in _environment(parent))
@@ -105,12 +106,6 @@ def _environment(pid: int) -> dict[str, str]:
     """The environment at the start of a process; empty if it cannot be read."""
     pairs = (os.fsdecode(word).partition("=") for word in _read(pid, "environ").split(b"\0") if word)
     return {name: value for name, _, value in pairs}
-
-
-def _parent(pid: int) -> int:
-    """Process id of the parent; 0 if the process has ended."""
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return int(fields[1]) if fields else 0
 
 
 def _read(pid: int, name: str) -> bytes:

@@ -73,7 +73,7 @@ class WarmRestart:
         why_not, facts = "", dict[str, Any]()
         while self._waiting:
             parent, end = self._waiting.popitem()
-            ours = _parent_pid(parent) == os.getpid()
+            ours = parent_pid(parent) == os.getpid()
             if ours and pid is None and not why_not:
                 try:
                     facts = self._ask(end, env, streams, own_group=own_group)
@@ -134,7 +134,8 @@ class WarmRestart:
         self._socket = None
 
 
-def _parent_pid(pid: int) -> int:
+def parent_pid(pid: int) -> int:
+    """Process id of the parent; 0 if the process has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
         return int(file.read().rpartition(b")")[2].split()[1])
     return 0
