@@ -158,3 +158,29 @@ print(restored, pickle.loads(pickle.dumps(data)).read is torch.load, copy.deepco
 torch.save(torch.ones(1), sys.argv[1])
 print(kept(sys.argv[1]), kept.__module__, kept.__name__)
 """
+
+TWO_LAUNCHERS = """
+import os, socket, sys, time
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as dynamic
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+slept, sleep, delay = [], time.sleep, dynamic._delay
+
+def note(seconds):
+    slept.append(seconds)
+    sleep(seconds)
+
+time.sleep = note
+child = os.fork()
+if child == 0:
+    sleep(0.5)  # the other one asks again and again meanwhile
+words = {"min_nodes": 2, "max_nodes": 2, "local_addr": "127.0.0.1", "is_host": child != 0}
+handler = registry.get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "job", **words))
+joined = handler.next_rendezvous()
+if child == 0:
+    os._exit(0 if joined.world_size == 2 else 1)
+assert os.waitpid(child, 0)[1] == 0
+print(len(slept), max(slept), dynamic._delay is delay, handler._state_holder._cache_duration)
+"""

@@ -26,6 +26,7 @@ from hook.jobs import (
     STEPS_BEFORE,
     TRAIN,
     TWELVE_STEPS,
+    TWO_LAUNCHERS,
 )
 
 TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
@@ -162,6 +163,16 @@ def test_making_optimizer_state_is_no_step(hooked, events):
     found = [event for event in events() if event.stage in ("first_step", "training_began")]
     assert [event.phase for event in found] == ["begin", "end", "instant"]
     assert initialized_ns < found[0].mono_ns < found[2].mono_ns < first_ns  # it was the first of the three
+
+
+def test_launchers_of_few_nodes_ask_often_whether_all_have_joined(hooked):
+    """PyTorch's sleep 1 s between two requests."""
+    done = hooked(TWO_LAUNCHERS)
+    assert done.returncode == 0, done.stderr
+    requests, longest_s, *restored = done.stdout.split()
+    assert int(requests) > 3
+    assert float(longest_s) == pytest.approx(2 / 100)
+    assert restored == ["True", "1"]
 
 
 @pytest.mark.parametrize("how", ["no_gradients", "zero_gradients", "closure"])

@@ -7,8 +7,10 @@ decorates each collective, and between init_process_group and the first collecti
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +19,8 @@ from bootseer.hook.state import STAGE, active, add_undo, compiling, guarded
 from bootseer.hook.wrap import replace, replace_decorated, spanned
 from bootseer.trace.event import INSTANT
 
+_FULL_DELAY_NODES = 100
+"""From this many nodes on, launchers wait as long as PyTorch lets them."""
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -123,8 +127,41 @@ def mark_launcher(registry: ModuleType) -> None:
             rounds += 1
             return {"barrier": f"launcher_rendezvous:{rounds - 1}", "backend": str(handler.get_backend())}
 
+        def join(*args: Any, **kwargs: Any) -> Any:
+            with _shorter_delays(handler):
+                return next_rendezvous(*args, **kwargs)
+
         handler.next_rendezvous = functools.wraps(next_rendezvous)(
-            spanned(STAGE + "launcher_rendezvous", describe)(next_rendezvous)
+            spanned(STAGE + "launcher_rendezvous", describe)(join)
         )
 
     add_undo(replace(registry, "get_rendezvous_handler", make))
+
+
+@contextlib.contextmanager
+def _shorter_delays(handler: Any) -> Iterator[None]:
+    """Let the launchers of a small job ask the rendezvous store more often whether all nodes have joined.
+
+    PyTorch's launcher sleeps for up to 0.3 s before its first request and for 1 s between two requests, and uses a
+    state that it read less than 1 s ago again, so that a thousand launchers do not overload the store. But launchers of
+    a few nodes then learn up to a second late that the last one has joined, and all GPUs wait for them. Here N nodes
+    send as many requests per second as `_FULL_DELAY_NODES` do in PyTorch. After the rendezvous all is as before: while
+    the job trains, each launcher looks for new nodes ten times a second, and should not ask the store each time.
+    """
+    try:
+        module = sys.modules[type(handler).__module__]
+        factor = min(handler.settings.max_nodes / _FULL_DELAY_NODES, 1.0)
+        state, delay = handler._state_holder, module._delay
+        cached_s = state._cache_duration
+    except AttributeError:  # static or etcd rendezvous, or another version of PyTorch
+        yield
+        return
+
+    def shorter(seconds: float | tuple[float, float]) -> None:
+        delay(tuple(limit * factor for limit in seconds) if isinstance(seconds, tuple) else seconds * factor)
+
+    module._delay, state._cache_duration = shorter, cached_s * factor
+    try:
+        yield
+    finally:
+        module._delay, state._cache_duration = delay, cached_s
