@@ -130,8 +130,8 @@ def _serve_load(path: str) -> None:
         def here(self, first: int, blocks: int) -> int:
             return blocks
 
-        def want(self, *_: object) -> bool:
-            return True
+        def wait_for(self, *_: object) -> Iterator[None]:
+            return iter(())
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     serving = server.Server([listening], _SECRET, {_IDENTITY: File()}.get)

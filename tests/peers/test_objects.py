@@ -17,7 +17,7 @@ from bootseer.artifact.objects import LocalObjects
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Peer
 from bootseer.peers.job import FOLDER, JobPeers
-from bootseer.peers.objects import ObjectFiles, OfferedObject
+from bootseer.peers.objects import OfferedObject, open_object
 from bootseer.peers.server import Server
 from bootseer.store.file import FileStore
 from bootseer.store.store import Stored
@@ -34,11 +34,10 @@ class Node:
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.folder = name, folder / name
         self.job = JobPeers.create(folder / f"{name}-peers", SECRET)
-        self.files = ObjectFiles()
         self.said: list[str] = []
         listening = socket.create_server(("127.0.0.1", 0))
         self.peer = Peer(name, (f"127.0.0.1:{listening.getsockname()[1]}",))
-        self.server = Server([listening], SECRET, partial(self.files.open, self.job), name=name)
+        self.server = Server([listening], SECRET, partial(open_object, self.job), name=name)
         self.offered = OfferedObject(self.job, NAME.removeprefix("sha256:"), len(DATA), self.folder / "object")
 
     def offer(self) -> None:
@@ -63,7 +62,6 @@ class Node:
 
     def close(self) -> None:
         self.server.close()
-        self.files.close()
 
 
 @pytest.fixture

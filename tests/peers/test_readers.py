@@ -142,7 +142,7 @@ def address(cached: CachedFile, tmp_path: Path) -> Iterator[str]:
     server = Server([listening], SECRET, cache(partial(files.open, job)), name="owner")
     yield f"127.0.0.1:{listening.getsockname()[1]}"
     server.close()
-    files.close()
+    files.release_all()
 
 
 def read(address: str, block: int, heard: list[int] | None = None) -> bytes:

@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError
+from bootseer.errors import AccessError, NotFoundError, TransientError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.connection import Connection
@@ -28,7 +29,7 @@ DATA = os.urandom(3 << 20)
 
 
 class File:
-    """A whole file, or one whose second MiB comes when `arrive` is called."""
+    """A whole file, or one whose second MiB comes when its future in `waiting` is set."""
 
     size_bytes = len(DATA)
     num_ready = 0
@@ -37,8 +38,7 @@ class File:
         path.write_bytes(DATA)
         self._path = path
         self._is_whole = is_whole
-        self.waiting: list[Callable[[BootseerError | None], None]] = []
-        self.begin = threading.Event()
+        self.waiting: list[Future[None]] = []
 
     def open(self) -> int:
         return os.open(self._path, os.O_RDONLY)
@@ -46,12 +46,15 @@ class File:
     def here(self, first: int, blocks: int) -> int:
         return blocks
 
-    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
         if self._is_whole or start < 1 << 20:
-            return True
-        self.waiting.append(done)
-        self.begin.set()
-        return False
+            return
+        arrival: Future[None] = Future()
+        self.waiting.append(arrival)
+        yield
+        while not wait([arrival], 0.02).done:
+            yield
+        arrival.result()
 
 
 @pytest.fixture
@@ -137,7 +140,7 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
     def heard(count: int) -> float:
         signs.append(count)
         if len(signs) == 5:  # the first is the request itself
-            file.waiting[0](None)
+            file.waiting[0].set_result(None)
         return 5.0
 
     client = Client(SECRET)
@@ -149,8 +152,9 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
 
 def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) -> None:
     def fail() -> None:
-        file.begin.wait()
-        file.waiting[0](TransientError("the registry is down"))
+        while not file.waiting:
+            time.sleep(0.001)
+        file.waiting[0].set_exception(TransientError("the registry is down"))
 
     threading.Thread(target=fail).start()
     with pytest.raises(TransientError, match="could not get it"):
@@ -296,8 +300,8 @@ def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str]
     with pytest.raises(TransientError, match="too many connections") as caught:
         ask(server[1], 0, 4096)
     assert caught.value.retry_after_s == 1.0
-    for done in file.waiting:
-        done(None)
+    for arrival in file.waiting:
+        arrival.set_result(None)
     for thread in held:
         thread.join()
 

@@ -196,7 +196,7 @@ def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path:
     cache, files = Cache(tmp_path / "cache"), CachedFiles()
     cache.open(index).close()
     service = Service(tmp_path / "peers", Listed(SECRET, list), {CHECKPOINT: files.open}, Limits())
-    with contextlib.closing(files), contextlib.closing(service):
+    with contextlib.closing(service):
         JobPeers.open(tmp_path / "peers").register(index.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
         assert service._find(index.identity) is not None
         assert [entry.in_use for entry in cache.entries()] == [True]

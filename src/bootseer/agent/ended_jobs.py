@@ -143,7 +143,7 @@ class EndedJobs:
     def _drop(self, secret: bytes) -> None:
         job = self._jobs.pop(secret)
         _stop(job)
-        job.cached.close()
+        job.cached.release_all()
 
 
 def _port(address: str) -> str:

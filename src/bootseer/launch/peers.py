@@ -209,7 +209,7 @@ class PeersStart:
 
     def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
         from bootseer.peers.members import Listed, open_source
-        from bootseer.peers.objects import OBJECT, ObjectFiles
+        from bootseer.peers.objects import OBJECT, open_object
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
@@ -229,8 +229,8 @@ class PeersStart:
             source.before_listening = lambda addresses: _notify_agent(
                 options.runtime, {"addresses": addresses}, begins=True
             )
-        blocks, chunks, objects = BlockFiles(), CachedFiles(), ObjectFiles()
-        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open, OBJECT: objects.open}
+        blocks, chunks = BlockFiles(), CachedFiles()
+        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open, OBJECT: open_object}
         service = None
         try:
             limits = Limits(options.before, options.after)
@@ -246,8 +246,7 @@ class PeersStart:
                 if left is not None:
                     _notify_agent(options.runtime, left, begins=False)
             blocks.close()
-            chunks.close()
-            objects.close()
+            chunks.release_all()
 
     def _stop(self) -> None:
         if self._service is not None:

@@ -13,14 +13,12 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, TransientError
-from bootseer.io.timer import Timer
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
@@ -126,29 +124,19 @@ class OfferedObject:
         return bytes(data)
 
 
-class ObjectFiles:
-    """Opens objects that local processes read; fetches nothing for other nodes."""
-
-    def __init__(self) -> None:
-        self.timer = Timer("bootseer-peers-objects")
-
-    def open(self, job: JobPeers, identity: str) -> ObjectFile | None:
-        """The content of an object registered as `OBJECT`."""
-        match job.registered(identity):
-            case {"path": str(path), "size_bytes": int(size_bytes)} if size_bytes >= 0:
-                return ObjectFile(self.timer, OfferedObject(job, identity, size_bytes, Path(path)))
-        return None
-
-    def close(self) -> None:
-        self.timer.close(drop=True)
+def open_object(job: JobPeers, identity: str) -> ObjectFile | None:
+    """The content of an object registered as `OBJECT`."""
+    match job.registered(identity):
+        case {"path": str(path), "size_bytes": int(size_bytes)} if size_bytes >= 0:
+            return ObjectFile(OfferedObject(job, identity, size_bytes, Path(path)))
+    return None
 
 
 class ObjectFile:
-    """An object as `server.Content`: one block, ready once the file exists."""
+    """An object as `server.Content`: one block, ready once the file exists. Nothing is fetched for other nodes."""
 
-    def __init__(self, timer: Timer, offered: OfferedObject) -> None:
+    def __init__(self, offered: OfferedObject) -> None:
         self.size_bytes = offered.size_bytes
-        self._timer = timer
         self._offered = offered
 
     @property
@@ -161,20 +149,10 @@ class ObjectFile:
     def here(self, first: int, blocks: int) -> int:
         return self.num_ready & blocks
 
-    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
-        if self.num_ready:
-            return True
-        self._look(done, time.monotonic() + _WAIT_S)
-        return False
-
-    def _look(self, done: Callable[[BootseerError | None], None], until_s: float) -> None:
-        offered = self._offered
-        if self.num_ready:
-            done(None)
-        elif time.monotonic() > until_s or offered.job.registered(offered.digest) is None:
-            done(NotFoundError("this node did not get it"))
-        else:
-            try:
-                self._timer.after(_POLL_S, partial(self._look, done, until_s))
-            except TransientError as error:
-                done(error)
+    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
+        offered, until_s = self._offered, time.monotonic() + _WAIT_S
+        while not self.num_ready:
+            if time.monotonic() > until_s or offered.job.registered(offered.digest) is None:
+                raise NotFoundError("this node did not get it")
+            yield
+            time.sleep(_POLL_S)

@@ -15,9 +15,9 @@ of every unit and send each of them twice.)
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
@@ -25,8 +25,7 @@ from zlib import crc32
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
-from bootseer.errors import BootseerError, NotFoundError, TransientError
-from bootseer.io.timer import Timer
+from bootseer.errors import NotFoundError
 from bootseer.peers.choice import Level
 from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Question
@@ -102,7 +101,6 @@ class CachedFiles:
 
     def __init__(self, idle_limit_s: float = _STILL_S) -> None:
         """`idle_limit_s`: how long local processes may fetch nothing of a file before waiting requests fail."""
-        self.timer = Timer("bootseer-peers-wait")
         self.idle_limit_s = idle_limit_s
         self._lock = threading.Lock()
         self._caches: dict[Path, Cache] = {}
@@ -134,10 +132,6 @@ class CachedFiles:
             self._leases.clear()
         for cached in leases:
             cached.close()
-
-    def close(self) -> None:
-        self.timer.close(drop=True)
-        self.release_all()
 
 
 class CachedContent:
@@ -174,38 +168,15 @@ class CachedContent:
         """Let the cache evict it; it is opened again on request."""
         self._files.release_all()
 
-    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
-        if not self._cached.missing(start, length):
-            return True
-        if level is Level.HELD or not self._files.idle_limit_s:
-            done(NotFoundError("this node does not have all of it"))
-        else:
-            self._look_again(start, length, done, self._files.timer.now_s() + self._files.idle_limit_s)
-        return False
-
-    def _look_again(
-        self, start: int, length: int, done: Callable[[BootseerError | None], None], until_s: float
-    ) -> None:
-        try:
-            self._files.timer.after(_POLL_S, partial(self._look, start, length, done, until_s))
-        except TransientError as error:
-            done(error)
-
-    def _look(self, start: int, length: int, done: Callable[[BootseerError | None], None], until_s: float) -> None:
-        try:
-            cached = self._cached
-            if not cached.missing(start, length):
-                done(None)
-                return
-            now_s = self._files.timer.now_s()
-            if not self._unavailable.isdisjoint(cached.missing(start, length)):
-                until_s = now_s
-            elif cached.is_claimed():
+    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
+        until_s = time.monotonic() + self._files.idle_limit_s
+        while missing := self._cached.missing(start, length):
+            if level is Level.HELD or not self._files.idle_limit_s:
+                raise NotFoundError("this node does not have all of it")
+            now_s = time.monotonic()
+            if self._cached.is_claimed():  # a local process fetches some block
                 until_s = now_s + self._files.idle_limit_s
-        except BootseerError as error:
-            done(error)
-            return
-        if now_s >= until_s:
-            done(NotFoundError("this node does not read it any more"))
-        else:
-            self._look_again(start, length, done, until_s)
+            if now_s >= until_s or not self._unavailable.isdisjoint(missing):
+                raise NotFoundError("this node does not read it any more")
+            yield
+            time.sleep(_POLL_S)

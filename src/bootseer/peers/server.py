@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -31,7 +31,7 @@ from bootseer.peers.readiness import RollCall, StartReport
 _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
-_FILLING_EVERY_S: Final = 0.1
+FILLING_EVERY_S: Final = 0.1
 _SOON_S: Final = 3.0
 """For this long after the first request for a file, this node may still be about to read it. A job whose nodes read
 different files pays it once for each."""
@@ -58,8 +58,11 @@ class Content(Protocol):
     def here(self, first: int, blocks: int) -> int:
         """The present blocks among `blocks`, both as bits relative to `first`."""
 
-    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
-        """Whether a range is present. If not, it is fetched, and `done` is called once when that has ended."""
+    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
+        """Wait until a range is present, after fetching it if `level` permits that. Yields at least every 0.1 s.
+
+        Raises `NotFoundError` if this node will not have it, and other errors of `bootseer.errors`.
+        """
 
 
 @dataclass(slots=True)
@@ -272,7 +275,7 @@ class Server:
             until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
         while content is None and self._soon and not self._closed and time.monotonic() < until:
             connection.send(encode_answer(102))
-            time.sleep(_FILLING_EVERY_S)
+            time.sleep(FILLING_EVERY_S)
             content = self._find(file)
         return content
 
@@ -285,22 +288,18 @@ class Server:
         connection.send(encode_answer(200, len(body)) + body)
 
     def _wait(self, connection: Connection, content: Content, request: Request) -> BootseerError | None:
-        """Wait for the range; returns the error if it cannot be had."""
-        ended = threading.Event()
-        problems: list[BootseerError] = []
-
-        def done(problem: BootseerError | None) -> None:
-            problems.extend([problem] if problem else [])
-            ended.set()
-
-        if content.want(request.start, request.length, request.level, done):
-            return None
-        while True:
-            connection.send(encode_answer(102, fields=f"Bootseer-Ready: {content.num_ready}\r\n"))
-            if ended.wait(_FILLING_EVERY_S):
-                return problems[0] if problems else None
-            if self._closed:
-                return TransientError("this node leaves")
+        """Wait for the range, and report that; returns the error if it cannot be had."""
+        report_s = 0.0
+        try:
+            for _ in content.wait_for(request.start, request.length, request.level):
+                if self._closed:
+                    raise TransientError("this node leaves")
+                if time.monotonic() >= report_s:
+                    connection.send(encode_answer(102, fields=f"Bootseer-Ready: {content.num_ready}\r\n"))
+                    report_s = time.monotonic() + FILLING_EVERY_S
+        except BootseerError as problem:
+            return problem
+        return None
 
     def _send(self, connection: Connection, content: Content, request: Request) -> None:
         fd = content.open()

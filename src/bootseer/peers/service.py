@@ -14,7 +14,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import CachedContent, ready
 from bootseer.peers.readiness import READY, Readiness, StartReport
-from bootseer.peers.server import Content, Server
+from bootseer.peers.server import FILLING_EVERY_S, Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -140,25 +141,23 @@ class _BlockFile:
         missing = sum(1 << (n - first) for n in blocks if index.place(n).length and not self._cached.ready(n))
         return first, missing
 
-    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
         if not self._cached.missing(start, length):
-            return True
+            return
         if level not in self._numbers:
-            done(TransientError("it is not here"))
-            return False
+            raise TransientError("it is not here")
         if time.monotonic() < self._full_until_s:
-            done(NotFoundError("there is no room for it"))
-            return False
-
-        def fetched(answer: object) -> None:
-            problem = answer if isinstance(answer, BootseerError) else None
-            if problem is None and self._cached.missing(start, length):
-                self._full_until_s = time.monotonic() + _FULL_S
-                problem = NotFoundError("it does not fit into the cache of this node")
-            done(problem)
-
-        self._fetcher.read(self._numbers[level], start, length, fetched)
-        return False
+            raise NotFoundError("there is no room for it")
+        answer: Future[object] = Future()
+        self._fetcher.read(self._numbers[level], start, length, answer.set_result)
+        yield
+        while not wait([answer], FILLING_EVERY_S).done:
+            yield
+        if isinstance(problem := answer.result(), BootseerError):
+            raise problem
+        if self._cached.missing(start, length):
+            self._full_until_s = time.monotonic() + _FULL_S
+            raise NotFoundError("it does not fit into the cache of this node")
 
 
 class Service:
