@@ -28,7 +28,11 @@ MODULES = {
     "checkpoint/layout.py": ["checkpoint/test_layout.py", "checkpoint/test_parity.py", "checkpoint/test_policy.py"],
     "env/life/decide.py": ["env/life/test_decide.py"],
     "fetch/hotset.py": ["fetch/test_hotset.py", "fetch/test_hotset_format.py", "fetch/test_worth.py"],
-    "fetch/scheduler.py": ["fetch/test_scheduler.py", "fetch/test_scheduler_properties.py"],
+    "fetch/scheduler.py": [
+        "fetch/test_scheduler.py",
+        "fetch/test_scheduler_origins.py",
+        "fetch/test_scheduler_properties.py",
+    ],
     "hdfs/choice.py": ["hdfs/test_choice.py", "hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
     "hdfs/schedule.py": ["hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
 }

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blocks.codec import Buffer
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.scheduler import Scheduler
@@ -63,6 +63,9 @@ def test_a_demanded_block_goes_at_once_though_prefetch_has_all_its_slots() -> No
     w.tick()
     assert len(w.transfers) == running + 1
     assert w.launched[-1][1].purpose is Purpose.DEMAND
+    w.read(0, range(911, 1000, 5), Answers())
+    w.tick()
+    assert len(w.transfers) == running + SETTINGS.reserved_requests
 
 
 def test_a_queued_prefetch_that_a_reader_wants_is_promoted_and_takes_adjacent_hot_blocks_along() -> None:
@@ -183,9 +186,10 @@ def test_an_unproven_hot_set_gives_way_while_a_reader_waits_for_a_block_that_is_
 def test_a_proven_hot_set_gives_way_only_for_a_moment() -> None:
     w = world(2000, latency_s=1.0)
     w.prefetch((0, block) for block in range(1000, 2000))
-    w.run(until=0.99)
+    w.run(until=0.5)
     for block in range(1000, 1010):
         w.read(0, [block], Answers())
+    w.run(until=0.99)
     w.read(0, [5], Answers())
     before = fetched(w, Purpose.HOT)
     # The first blocks arrive at 1.0 and make room for more.
@@ -261,6 +265,20 @@ def test_failures_halve_the_requests_at_once_and_successes_bring_them_back() -> 
     assert min(most.values()) <= 2
     assert most[max(most) - 1] > 4
     assert len(w.here) == 4000
+
+
+def test_successes_add_requests_only_where_all_were_in_use() -> None:
+    w = world(settings=replace(SETTINGS, first_requests=2))
+    w.reader(iter([(0.0, 0, [block]) for block in range(0, 100, 2)]), lambda: None)
+    w.run()
+    assert w.scheduler.origins["origin"].pace.limit == 2
+
+
+def test_a_hot_block_that_keeps_failing_is_left_to_its_readers() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(error=TransientError("reset")))
+    w.prefetch([(0, 5)])
+    w.run()
+    assert w.asked[0, 5] == SETTINGS.hot_attempts
 
 
 def test_a_corrupt_block_is_tried_three_times_and_does_not_hold_up_its_neighbours() -> None:
@@ -389,6 +407,13 @@ def test_hedges_stay_within_their_credit_when_everything_is_slow() -> None:
     assert w.scheduler.counts.hedges == SETTINGS.first_hedge_credit  # of four that were wanted
 
 
+def test_a_second_hedge_waits_twice_as_long_as_the_first() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(hang=True))
+    w.read(0, [5], Answers())
+    w.run(until=9.0)
+    assert [time for time, _ in w.launched] == pytest.approx([0.0, SETTINGS.hedge_s, 3 * SETTINGS.hedge_s])
+
+
 def test_blocks_that_arrived_for_readers_earn_hedges_and_prefetched_ones_do_not() -> None:
     def hedges(before: Callable[[World], None]) -> int:
         w = world(fault=lambda fetch, earlier: Fault(hang=True) if fetch.blocks.start >= 500 else None)
@@ -420,74 +445,3 @@ def test_stripes_are_read_with_one_request_each() -> None:
     w.run()
     assert len(w.here) == 64
     assert {fetch.blocks.step for _, fetch in w.launched} == {4}
-
-
-def from_two(refuses: Callable[[Fetch, int], BootseerError | None], **options: object) -> World:
-    """A world whose file has a near origin before the store; a request that `refuses` breaks off before any block."""
-
-    def fault(fetch: Fetch, earlier: int) -> Fault | None:
-        error = refuses(fetch, earlier)
-        return Fault(error=error) if error else None
-
-    return world(200, origins=("near", "store"), fault=fault, **options)
-
-
-def test_blocks_are_asked_from_the_first_origin_alone_while_it_has_them() -> None:
-    w = from_two(lambda fetch, earlier: None)
-    w.prefetch((0, block) for block in range(50))
-    w.scheduler.want_cold(0, range(200), w.now)
-    answers = Answers()
-    w.read(0, [120], answers)
-    w.run()
-    assert answers == [b""]
-    assert len(w.here) == 200
-    assert {fetch.origin for _, fetch in w.launched} == {0}
-
-
-@pytest.mark.parametrize("error", [NotFoundError("not here"), TransientError("reset"), CorruptError("wrong bytes")])
-def test_what_an_origin_does_not_give_is_asked_from_the_next_one_at_once(error: BootseerError) -> None:
-    w = from_two(lambda fetch, earlier: error if fetch.origin == 0 else None)
-    answers = Answers()
-    w.read(0, [7], answers)
-    w.run(until=0.1)
-    assert answers == [b""]
-    assert [fetch.origin for _, fetch in w.launched] == [0, 1]
-
-
-def test_an_origin_that_does_not_have_a_block_is_as_well_as_before() -> None:
-    w = from_two(
-        lambda fetch, earlier: NotFoundError("not here") if (fetch.origin, fetch.blocks[0]) == (0, 7) else None
-    )
-    for block in (7, 50):
-        w.read(0, [block], Answers())
-        w.run(until=w.now + 0.05)
-    assert [(fetch.blocks[0], fetch.origin) for _, fetch in w.launched] == [(7, 0), (7, 1), (50, 0)]
-    assert w.scheduler.counts.failures == 0
-
-
-def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
-    w = from_two(lambda fetch, earlier: NotFoundError("not here") if fetch.origin == 0 else None)
-    w.prefetch((0, block) for block in range(0, 50, 2))
-    w.scheduler.want_cold(0, range(200), w.now)
-    w.run()
-    assert len(w.here) == 200
-    assert w.scheduler.idle
-    assert w.scheduler.counts.dropped == 0
-
-
-def test_an_origin_that_asked_us_to_wait_is_left_out_until_then() -> None:
-    busy = TransientError("busy", retry_after_s=10.0)
-    w = from_two(lambda fetch, earlier: busy if fetch.origin == 0 and w.now < 5 else None)
-    for at, block in ((0.0, 1), (3.0, 50), (20.0, 100)):
-        w.at(at, lambda block=block: (w.read(0, [block], Answers()), None)[1])  # type: ignore[misc]
-    w.run()
-    assert [(fetch.blocks[0], fetch.origin) for _, fetch in w.launched] == [(1, 0), (1, 1), (50, 1), (100, 0)]
-
-
-def test_a_block_that_no_origin_has_fails_with_the_answer_of_the_last_one() -> None:
-    w = from_two(lambda fetch, earlier: AccessError("refused") if fetch.origin else TransientError("near"))
-    answers = Answers()
-    w.read(0, [7], answers)
-    w.run()
-    assert [str(answer) for answer in answers] == ["refused"]
-    assert w.scheduler.idle
