@@ -149,7 +149,7 @@ def _shorter_delays(handler: Any) -> Iterator[None]:
     the job trains, each launcher looks for new nodes ten times a second, and should not ask the store each time.
     """
     try:
-        module = sys.modules[type(handler).__module__]
+        module: Any = sys.modules[type(handler).__module__]
         factor = min(handler.settings.max_nodes / _FULL_DELAY_NODES, 1.0)
         state, delay = handler._state_holder, module._delay
         cached_s = state._cache_duration
