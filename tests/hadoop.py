@@ -90,7 +90,8 @@ def tool(conf: Path, name: str, *arguments: str) -> list[str]:
 
 
 def _java(conf: Path, name: str, *arguments: str, is_brief: bool, options: Sequence[str] = ()) -> list[str]:
-    used = [*_JAVA_OPTIONS, *options, *(_BRIEF_OPTIONS if is_brief else ())]
+    # A server that is killed leaves what its web pages were unpacked to.
+    used = [*_JAVA_OPTIONS, f"-Djava.io.tmpdir={conf}", *options, *(_BRIEF_OPTIONS if is_brief else ())]
     if not options and (folder := prepared_folder()) is not None and folder.exists():
         used.append(f"-XX:SharedArchiveFile={folder / ARCHIVE}")
     return ["java", *used, "-cp", ":".join([*class_path(), str(conf)]), name, *arguments]
