@@ -79,13 +79,10 @@ def test_settings_that_are_no_xml_are_said(tmp_path: Path) -> None:
         Cluster.of("nn:1", str(tmp_path))
 
 
-def test_settings_say_what_a_login_needs_and_what_another_client(tmp_path: Path) -> None:
+def test_settings_say_whether_servers_want_a_login(tmp_path: Path) -> None:
     assert not Cluster.of("nn:1", str(tmp_path)).kerberos
     write(tmp_path, "core-site.xml", hadoop_security_authentication="Kerberos")
-    cluster = Cluster.of("nn:1", str(tmp_path))
-    assert (cluster.kerberos, cluster.unsupported) == (True, "")
-    write(tmp_path, "hdfs-site.xml", dfs_trustedchannel_resolver_class="site.Resolver")
-    assert "dfs.trustedchannel.resolver.class" in Cluster.of("nn:1", str(tmp_path)).unsupported
+    assert Cluster.of("nn:1", str(tmp_path)).kerberos
 
 
 def test_the_user_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,9 @@ from registry import free_port
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 import hadoop
-from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import NativeFile, NativeSettings
-from bootseer.hdfs.protobuf import field
+from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.rpc import UnreachableError
 from hdfs.whole_files import put_over, read_all
 
@@ -131,7 +128,7 @@ def test_a_file_is_no_folder(client: HdfsClient, folder: str) -> None:
 
 
 def test_space_is_what_the_datanodes_have(client: HdfsClient) -> None:
-    total, free = client.space("/")
+    total, free = client.space()
     assert total > free > 0
 
 
@@ -231,32 +228,3 @@ def test_an_unknown_service_is_a_usage_error(tmp_path: Path) -> None:
     conf_dir = _conf(tmp_path / "conf", {"dfs.nameservices": "checkpoints"})
     with pytest.raises(UsageError):
         HdfsClient("checkpoints", NativeSettings(conf_dir=conf_dir))
-
-
-def test_a_cluster_with_a_class_of_its_own_is_read_and_written_through_the_library(
-    cluster: HdfsCluster, tmp_path: Path
-) -> None:
-    # The servers speak plainly all the same; what is tried is that nothing but the library speaks to them.
-    conf_dir = _conf(tmp_path / "conf", {"dfs.trustedchannel.resolver.class": "site.Resolver"})
-    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), NativeSettings(conf_dir=conf_dir))) as client:
-        put_over(client, "/protected/small", b"small")
-        parts = client.create_placed([f"/protected/{number}" for number in range(2)], block_size=4 << 20)
-        for part in parts:
-            part.write(DATA)
-            assert part.close() == ()
-        with pytest.raises(AlreadyExistsError):
-            client.create_placed(["/protected/new", "/protected/1"], block_size=4 << 20)
-        with pytest.raises(NotFoundError):
-            client.stat("/protected/new")
-        assert isinstance(client.reads().open("/protected/0"), NativeFile)
-        assert read_all(client, "/protected/0") == read_all(client, "/protected/1") == DATA
-        assert read_all(client, "/protected/small") == b"small"
-        assert client.space("/protected") == (1 << 50, 1 << 50)
-        with closing(NameNode(Cluster.of(client.cluster.authority))) as namenode:
-            quota = field(1, "/protected") + field(2, (1 << 63) - 1) + field(3, 1 << 30)
-            namenode.ask("setQuota", quota, "/protected", None)
-        total, free = client.space("/protected")
-        assert (total, total - free) == (1 << 30, 2 * len(DATA) + len(b"small"))
-        assert "dfs.trustedchannel.resolver.class" in client.fallback
-        assert "dfs.trustedchannel.resolver.class" in str(client.reads().facts()["fallback"])
-        client.delete("/protected", recursive=True)

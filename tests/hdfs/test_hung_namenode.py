@@ -74,7 +74,7 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
                 lambda: client.set_mtime("/hung/folder/a", 5),
                 lambda: client.put("/hung/folder/c", b"x"),
                 lambda: client.create("/hung/folder/d"),
-                lambda: client.space("/"),
+                client.space,
                 lambda: client.reads().open("/hung/folder/a", deadline_s=1.0),
                 writer.close,
                 part.close,

@@ -15,9 +15,8 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-import hadoop
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
+from bootseer.hdfs.native import Native, NativeSettings, NativeWriter
 from bootseer.hdfs.placement import MultiBlockWriter
 from bootseer.store.file import HdfsStore
 from hdfs.whole_files import read_all
@@ -113,23 +112,19 @@ class TestLate:
         with HdfsCluster(tmp_path, settings=LATE) as running:
             yield running
 
-    def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster, tmp_path: Path) -> None:
-        authority = late.uri.removeprefix("hdfs://")
-        hadoop.write_conf(tmp_path / "other", {"hdfs-site.xml": {"dfs.trustedchannel.resolver.class": "site.Resolver"}})
-        through_library = NativeSettings(conf_dir=str(tmp_path / "other"))
+    def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster) -> None:
         with (
-            closing(HdfsClient(authority)) as client,
-            closing(HdfsClient(authority, through_library)) as library,
+            closing(HdfsClient(late.uri.removeprefix("hdfs://"))) as client,
+            closing(Native(late.uri, NativeSettings())) as native,
             closing(HdfsStore(f"{late.uri}/store")) as store,
         ):
 
-            def create(one: HdfsClient, path: str) -> None:
-                writer = one.create(path)
+            def write(writer: MultiBlockWriter | NativeWriter) -> None:
                 writer.write(self.data)
                 writer.close()
 
-            def apart(one: HdfsClient, path: str) -> None:
-                (part,) = one.create_placed([path], block_size=8 * MIB)
+            def apart() -> None:
+                (part,) = client.create_placed(["/apart"], block_size=8 * MIB)
                 part.write(self.data)
                 part.close()
 
@@ -145,15 +140,14 @@ class TestLate:
                     Client(late.uri).create("/plain", WriteOptions(block_size=MIB)).write(DATA)
 
             ways: list[Callable[[], None]] = [
-                plain, upload,
-                lambda: create(client, "/create"), lambda: create(library, "/library/create"),
-                lambda: apart(client, "/apart"), lambda: apart(library, "/library/apart"),
+                plain, upload, apart,
+                lambda: write(client.create("/create")),
+                lambda: write(NativeWriter(native, "/library", block_size=8 * MIB)),
                 lambda: client.put("/put", self.data, block_size=8 * MIB),
-                lambda: library.put("/library/put", self.data, block_size=8 * MIB),
             ]  # fmt: skip
             with ThreadPoolExecutor(len(ways)) as pool:
                 for done in [pool.submit(way) for way in ways]:
                     done.result(300)
-            for path in ("/create", "/library/create", "/apart", "/library/apart", "/put", "/library/put"):
+            for path in ("/create", "/library", "/apart", "/put"):
                 assert read_all(client, path) == self.data
             assert b"".join(store.read("object")) == self.data

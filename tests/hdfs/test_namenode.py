@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.protobuf import Message, field
-from bootseer.hdfs.rpc import UnreachableError, UnsupportedError
+from bootseer.hdfs.rpc import UnreachableError
 from hdfs.peers import FakeNameNode, block, located
 from registry import free_port
 
@@ -97,26 +97,19 @@ def test_a_file_that_is_not_there_may_also_be_an_empty_answer(peer: FakeNameNode
     assert isinstance(error_of(asked(peer.port)), NotFoundError)
 
 
-def test_a_server_that_wants_kerberos_is_not_supported() -> None:
+def test_a_server_that_wants_kerberos_says_that_the_configuration_must() -> None:
     with FakeNameNode("secure") as peer:
-        namenode = asked(peer.port)
-        for _ in range(2):
-            assert isinstance(error_of(namenode), UnsupportedError)
-        assert peer.num_connections == 1, "it is remembered"
+        error = error_of(asked(peer.port))
+    assert isinstance(error, AccessError)
+    assert "HADOOP_CONF_DIR must name its configuration" in str(error)
 
 
-def test_settings_that_want_another_client_cost_no_question() -> None:
-    settings = {"dfs.trustedchannel.resolver.class": "site.Resolver"}
-    namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), settings, False, "me"))
-    assert isinstance(error_of(namenode), UnsupportedError)
-
-
-def test_a_cluster_that_encrypts_its_data_is_not_supported_without_ciphers(
-    peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_encrypts_its_data_needs_ciphers(peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     peer.answers["getServerDefaults"] = lambda _: field(1, field(1, 1) + field(6, True))
-    assert isinstance(error_of(asked(peer.port)), UnsupportedError)
+    error = error_of(asked(peer.port))
+    assert isinstance(error, UsageError)
+    assert "bootseer[hdfs]" in (error.hint or "")
 
 
 def test_a_server_without_a_key_for_encrypted_data_is_a_permanent_error_before_any_datanode_is_asked(
@@ -168,14 +161,6 @@ def test_addresses_without_a_server_are_not_waited_for() -> None:
     error = error_of(asked(8020, host="no-such-host.invalid"), timeout_s=LONG_S)
     assert isinstance(error, UnreachableError)
     assert "no-such-host.invalid:8020" in str(error)
-
-
-def test_addresses_without_a_server_are_not_given_to_another_client() -> None:
-    namenode = NameNode(Cluster("job", (("127.0.0.1", free_port()),), {}, True, "me"))
-    with pytest.raises(UnreachableError):
-        namenode.check_reachable("/f")
-    with FakeNameNode("secure") as peer:
-        asked(free_port(), peer.port).check_reachable("/f")
 
 
 def test_a_login_is_refused_when_all_refuse_it(peer: FakeNameNode) -> None:

@@ -20,11 +20,6 @@ from bootseer.errors import UsageError
 DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _MAX_FILE_BYTES = 8 << 20
-_CUSTOM_RESOLVERS = (
-    "hadoop.security.saslproperties.resolver.class",
-    "dfs.data.transfer.saslproperties.resolver.class",
-    "dfs.trustedchannel.resolver.class",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +42,6 @@ class Cluster:
             raise UsageError("an HDFS URI without a host", hint="write hdfs://host:port/path")
         kerberos = settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
         return cls(authority, found, MappingProxyType(settings), kerberos, _user())
-
-    @property
-    def unsupported(self) -> str:
-        """Why BootSeer's own client cannot be used, "" if it can."""
-        # Classes of the site's own that choose the protection of each connection.
-        named = [name for name in _CUSTOM_RESOLVERS if self.settings.get(name)]
-        return f"the configuration sets {', '.join(named)}" if named else ""
 
     @property
     def by_hostname(self) -> bool:

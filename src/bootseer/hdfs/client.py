@@ -2,7 +2,7 @@
 
 Names (`namenode`), reading (`reads`) and writing (`placement`) use BootSeer's own connections, which know the active
 NameNode, choose DataNodes and exclude failed ones. What they do not support (encryption zones, erasure coding) goes
-through the library hdfs-native (`native`); then the locations of blocks are unknown.
+through the library hdfs-native (`native`); then the DataNodes that serve it are unknown.
 
 Paths are absolute paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many
 threads, and after `fork`.
@@ -21,12 +21,12 @@ from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, T
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.block_writer import ExcludedDataNodes
+from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode, Names
-from bootseer.hdfs.native import Native, NativeFile, NativeNames, NativeReads, NativeSettings, NativeWriter
+from bootseer.hdfs.native import Native, NativeFile, NativeReads, NativeSettings, NativeWriter
 from bootseer.hdfs.placement import FileSettings, MultiBlockWriter, PlacedWriter, PlacementGroup
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
-from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -38,7 +38,6 @@ _LEAST_BLOCK = re.compile(r"minimum value.*: \d+ < (\d{1,15})\b")
 _MAX_BLOCK_BYTES = 1 << 30
 """DataNodes copy and check whole blocks: larger files have several."""
 _MAX_TRIES = 3
-_MUCH_BYTES = 1 << 50
 _NATIVE_BLOCK_BYTES = 1 << 30
 """hdfs-native fails a file when a DataNode reports the last block but one late; blocks that take seconds to write are
 reported in time."""
@@ -61,30 +60,22 @@ class HdfsClient:
         """The minimum block size, once the NameNode has refused a smaller one."""
         self._reads = Reads(self._namenode, lambda: self._native)
         self.fallback = ""
-        """Why hdfs-native was used for names or writing, "" if it was not; reads report theirs in their statistics."""
+        """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
 
     @cached_property
     def _native(self) -> Native:
         return Native(self.uri, self.settings, server=_server(self.cluster))
 
     @cached_property
-    def _native_names(self) -> NativeNames:
-        return NativeNames(self._native)
-
-    @cached_property
     def _excluded(self) -> ExcludedDataNodes:
         return ExcludedDataNodes()
 
     def stat(self, path: str) -> FileStatus:
-        return self._ask(lambda names: names.stat(path))
+        return self._names.stat(path)
 
     def list(self, path: str) -> Iterator[FileStatus]:
         """The entries of a folder; for a file, the file itself. Raises `NotFoundError`."""
-        try:
-            yield from self._names.list(path)
-        except UnsupportedError as error:
-            self._fall_back(path, error)
-            yield from self._native_names.list(path)
+        return self._names.list(path)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
         """Make a folder, with `parents` also those above it. Raises `AlreadyExistsError` for a taken name, unless
@@ -93,27 +84,27 @@ class HdfsClient:
             with contextlib.suppress(NotFoundError):
                 self.stat(path)
                 raise AlreadyExistsError(f"{self.uri}{path} already exists")
-        self._ask(lambda names: names.make_folder(path, mode, parents=parents))
+        self._names.make_folder(path, mode, parents=parents)
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
         `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
-        self._ask(lambda names: names.rename(source, target, overwrite=overwrite))
+        self._names.rename(source, target, overwrite=overwrite)
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
-        if not self._ask(lambda names: names.delete(path, recursive=recursive)):
+        if not self._names.delete(path, recursive=recursive):
             raise NotFoundError(f"{self.uri}{path} does not exist")
 
     def set_permission(self, path: str, mode: int) -> None:
-        self._ask(lambda names: names.set_permission(path, mode))
+        self._names.set_permission(path, mode)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
         """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
-        self._ask(lambda names: names.set_owner(path, owner, group))
+        self._names.set_owner(path, owner, group)
 
     def set_mtime(self, path: str, mtime_ms: int) -> None:
-        self._ask(lambda names: names.set_mtime(path, mtime_ms))
+        self._names.set_mtime(path, mtime_ms)
 
     def put(
         self,
@@ -181,7 +172,9 @@ class HdfsClient:
                 settings = self._file_settings(size, replication, mode, parents=parents)
                 return MultiBlockWriter(self._namenode, path, settings)
             except UnsupportedError as error:
-                self._note_fallback(path, error)
+                if str(error) != self.fallback:
+                    _LOG.info("%s%s is written through hdfs-native: %s", self.uri, path, error)
+                self.fallback = str(error)
                 return NativeWriter(
                     self._native, path, mode=mode, block_size=size or _NATIVE_BLOCK_BYTES,
                     replication=replication, parents=parents,
@@ -230,23 +223,13 @@ class HdfsClient:
         return writers
 
     @property
-    def replication(self) -> int | None:
-        """The default replication; None if the NameNode cannot be asked."""
-        try:
-            return self._write_defaults().replication
-        except UnsupportedError:
-            return None
+    def replication(self) -> int:
+        """The cluster's default replication."""
+        return self._write_defaults().replication
 
-    def space(self, path: str) -> tuple[int, int]:
-        """Total and free bytes of all DataNodes. If those are unknown, of the folder's quota, or a value so large that
-        no writer waits for space."""
-        try:
-            return self._namenode.space()
-        except UnsupportedError:
-            quota, used = self._native_names.space_quota(path)
-        if not 0 < quota < _MUCH_BYTES:
-            return _MUCH_BYTES, _MUCH_BYTES
-        return quota, max(quota - used, 0)
+    def space(self) -> tuple[int, int]:
+        """Total and free bytes of all DataNodes."""
+        return self._namenode.space()
 
     def reads(self) -> Reads:
         return self._reads
@@ -289,23 +272,6 @@ class HdfsClient:
         if self._defaults is None:
             self._defaults = ask_defaults(self._namenode)
         return self._defaults
-
-    def _ask(self, function: Callable[[Names | NativeNames], T]) -> T:
-        try:
-            return function(self._names)
-        except UnsupportedError as error:
-            self._fall_back("/", error)
-            return function(self._native_names)
-
-    def _fall_back(self, path: str, error: UnsupportedError) -> None:
-        """Check that a NameNode is reachable before hdfs-native, which needs minutes to fail."""
-        self._note_fallback(path, error)
-        self._namenode.check_reachable(path)
-
-    def _note_fallback(self, path: str, error: UnsupportedError) -> None:
-        if str(error) != self.fallback:
-            _LOG.info("%s%s goes through hdfs-native: %s", self.uri, path, error)
-        self.fallback = str(error)
 
 
 class Reads:

@@ -61,6 +61,10 @@ class NotReadyError(TransientError):
     """The NameNode accepts no changes yet: it has just started, or an operator has set safe mode."""
 
 
+class UnsupportedError(PermanentError):
+    """BootSeer's own client cannot read or write this file; hdfs-native may."""
+
+
 _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
     NotEmptyError: ("PathIsNotEmptyDirectoryException", "is not empty"),
     NotFolderError: ("ParentNotDirectoryException",),

@@ -26,9 +26,10 @@ from bootseer.errors import (
 )
 from bootseer.hdfs.block_locations import Block, FileStatus, parse_block, parse_status
 from bootseer.hdfs.checksums import CRC32, CRC32C
+from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
-from bootseer.hdfs.rpc import RemoteError, UnsupportedError
+from bootseer.hdfs.rpc import RemoteError
 from bootseer.units import format_bytes
 
 _CREATE = 1

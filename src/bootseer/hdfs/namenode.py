@@ -28,8 +28,8 @@ from bootseer.hdfs.block_locations import FileStatus, LocatedFile, Node, parse_l
 from bootseer.hdfs.errors import kind_of_error
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
-from bootseer.hdfs.sasl import delegation_token, has_ciphers
+from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError
+from bootseer.hdfs.sasl import ciphers_missing, delegation_token, has_ciphers
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 
@@ -69,7 +69,6 @@ class NameNode:
         self.cluster = cluster
         self._ask_s = ask_s
         self._call_timeout_s = call_timeout_s
-        self._supported = not cluster.unsupported
         self.protection = Protection(cluster.settings, kerberos=cluster.kerberos, ask_key=self._ask_key)
         self._is_closed = False
         self._has_answered = False
@@ -93,7 +92,7 @@ class NameNode:
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
         """The blocks of a file and their locations; of a file that is being written, the complete ones. Raises
-        `NotFoundError`, `AccessError`, `UnsupportedError`, `TransientError`."""
+        `NotFoundError`, `AccessError`, `TransientError`."""
         located = self._locate(path, 0, timeout_s)
         while not located.is_whole:
             # Servers may return a part of the blocks at a time.
@@ -155,8 +154,6 @@ class NameNode:
 
     def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
         """Send a request to the NameNodes, with retries and failover; returns the answer."""
-        if not self._supported:
-            raise UnsupportedError(f"{self._uri_of(path)}: {self.cluster.unsupported or 'another client is needed'}")
         num_namenodes = len(self.cluster.namenodes)
         call = next(self._numbers) & _MAX_NUMBER
         until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
@@ -180,9 +177,6 @@ class NameNode:
                         raise self._mapped(error, path) from error
                     failed[number] = error
                     num_standby += error.kind == "StandbyException"
-                except UnsupportedError:
-                    self._supported = False
-                    raise
                 except (TransientError, AccessError) as error:
                     unreachable += [str(error)] if isinstance(error, UnreachableError) else []
                     # One NameNode alone may refuse a login.
@@ -215,21 +209,6 @@ class NameNode:
             problems.append(text)
         text = "; ".join(problems) or "none was asked in time"
         return TransientError(f"{self._uri_of(path)}: no NameNode {state}: {text}")
-
-    def check_reachable(self, path: str) -> None:
-        """Raise `UnreachableError` if no server is at any address; before another client is used."""
-        while not self._has_answered:
-            unreachable = []
-            for host, port in self.cluster.namenodes:
-                try:
-                    connect(host, port, self._call_timeout_s).close()
-                    self._has_answered = True
-                except UnreachableError as error:
-                    unreachable.append(str(error))
-                except TransientError:  # a hung server exists
-                    self._has_answered = True
-            self._raise_if_unreachable(path, unreachable)
-            time.sleep(0.0 if self._has_answered else _PAUSE_S)
 
     def _raise_if_unreachable(self, path: str, unreachable: list[str]) -> None:
         """Raise if no NameNode has ever answered, none was reached in this round, and the grace period is over."""
@@ -325,9 +304,7 @@ class NameNode:
         with self.parsing("/"):
             self.protection.encrypts = bool(Message(answer).message(1).number(6, 0))
         if self.protection.needs_ciphers and not has_ciphers():
-            raise UnsupportedError(
-                f"{self.cluster.authority} encrypts data transfer, which needs the Python package cryptography"
-            )
+            raise ciphers_missing(f"{self.cluster.authority} encrypts data transfer")
         self._knows_encryption = True
 
     def _left_s(self, until: float) -> float:
@@ -374,7 +351,7 @@ _UNCHANGED: Final = -1
 
 
 class Names:
-    """Names and folders. All methods raise `UnsupportedError` for a cluster that needs another client."""
+    """Names and folders."""
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode

@@ -24,17 +24,16 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
 from hdfs_native import Client, FileReader, FileWriter, WriteOptions
-from hdfs_native import FileStatus as Found
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.block_locations import FileStatus
-from bootseer.hdfs.errors import NotReadyError, kind_of_error
-from bootseer.io.deadline import stream_within, within
+from bootseer.hdfs.errors import kind_of_error
+from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
 from bootseer.io.pooled_reads import DEADLINE_S, PooledRead, PooledReads, ReadOptions, ReadOutcome
 
@@ -54,8 +53,7 @@ class NativeSettings:
     """Time limits, and Hadoop's configuration."""
 
     call_s: float = 60.0
-    """One request to the NameNodes including retries and failover; for listings, each page. A NameNode restarts in half
-    a minute or more."""
+    """One request to the NameNodes including retries and failover. A NameNode restarts in half a minute or more."""
     write_s: float = 20.0
     """One buffer, until DataNodes have acknowledged it."""
     close_s: float = 60.0
@@ -91,12 +89,6 @@ class Native:
         """Call `function` with the client, within `timeout_s` (default `call_s`); mapped errors name `subject`."""
         with mapping(subject):
             return within(timeout_s or self.settings.call_s, subject, lambda: function(self.client()))
-
-    def stream(self, subject: str, function: Callable[[Client], Iterable[T]]) -> Generator[T, None, None]:
-        """Iterate over the results of `function`, each within `call_s`; errors are mapped."""
-        items = stream_within(self.settings.call_s, subject, lambda: function(self.client()), each=True)
-        with mapping(subject), contextlib.closing(items):
-            yield from items
 
     def client(self) -> Client:
         """This process's client. May block: call it under a deadline only."""
@@ -194,72 +186,6 @@ def _after_fork() -> None:
 
 
 after_fork(_after_fork)
-
-
-_AGAIN_S = 0.5
-
-
-class NativeNames:
-    """As `namenode.Names`."""
-
-    def __init__(self, native: Native) -> None:
-        self._native = native
-
-    def stat(self, path: str) -> FileStatus:
-        return _status(self._call(path, lambda client: client.get_file_info(path)))
-
-    def list(self, path: str) -> Iterator[FileStatus]:
-        uri = f"{self._native.uri}{path}"
-        for found in self._native.stream(uri, lambda client: client.list_status(path, False)):
-            yield _status(found)
-
-    def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
-        self._call(path, lambda client: client.mkdirs(path, mode, parents))
-
-    def rename(self, source: str, target: str, *, overwrite: bool) -> None:
-        self._call(source, lambda client: client.rename(source, target, overwrite=overwrite))
-
-    def delete(self, path: str, *, recursive: bool) -> bool:
-        return self._call(path, lambda client: client.delete(path, recursive))
-
-    def set_permission(self, path: str, mode: int) -> None:
-        self._call(path, lambda client: client.set_permission(path, mode))
-
-    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        self._call(path, lambda client: client.set_owner(path, owner, group))
-
-    def set_mtime(self, path: str, mtime_ms: int) -> None:
-        self._call(path, lambda client: client.set_times(path, mtime_ms, client.get_file_info(path).access_time))
-
-    def space_quota(self, path: str) -> tuple[int, int]:
-        """A folder's space quota, 0 or less for none, and its usage, all replicas counted."""
-        summary = self._call(path, lambda client: client.get_content_summary(path))
-        return summary.space_quota, summary.space_consumed
-
-    def _call(self, path: str, function: Callable[[Client], T]) -> T:
-        """Call within `call_s`, waiting for a NameNode that has just started."""
-        until = time.monotonic() + self._native.settings.call_s
-        while True:
-            try:
-                return self._native.call(f"{self._native.uri}{path}", function, max(until - time.monotonic(), _AGAIN_S))
-            except NotReadyError:
-                if time.monotonic() + _AGAIN_S >= until:
-                    raise
-            time.sleep(_AGAIN_S)
-
-
-def _status(found: Found) -> FileStatus:
-    return FileStatus(
-        path=found.path,
-        is_folder=found.isdir,
-        size_bytes=found.length,
-        mtime_ms=found.modification_time,
-        mode=found.permission & 0o7777,
-        owner=found.owner,
-        group=found.group,
-        replication=found.replication or 0,
-        block_size=found.blocksize or 0,
-    )
 
 
 _NOT_YET = "Failed to complete file in time"

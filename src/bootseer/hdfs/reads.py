@@ -15,9 +15,9 @@ from typing import Any, Unpack
 
 from bootseer.errors import PermanentError
 from bootseer.hdfs.block_locations import LocatedFile
+from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Ticket
-from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.hdfs.serving import Serving
 from bootseer.io.pooled_reads import DEADLINE_S, ReadOptions, ReadOutcome
 

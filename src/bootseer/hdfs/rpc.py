@@ -1,7 +1,7 @@
 """Hadoop's RPC, version 9: one connection, one call at a time, a deadline for each.
 
 On a secured cluster each connection begins with a login (SASL, see `Login`). A server that requires one although the
-configuration has none says so in its first answer: `UnsupportedError`, and the caller may use another client.
+configuration has none says so in its first answer (`AccessError`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.errors import AccessError, TransientError
 from bootseer.hdfs.gssapi import login_error
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
 from bootseer.hdfs.sasl import (
@@ -26,6 +26,7 @@ from bootseer.hdfs.sasl import (
     LoginError,
     Mechanism,
     Token,
+    ciphers_missing,
     has_ciphers,
     wanted_protections,
 )
@@ -47,11 +48,8 @@ _DONE, _NEGOTIATE, _INITIATE, _CHALLENGE, _RESPONSE, _WRAP = range(6)
 """States of a login."""
 _PRINCIPAL: Final = "dfs.namenode.kerberos.principal"
 """The setting with the NameNode's principal."""
+_CONF_HINT: Final = "if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
 _NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
-
-
-class UnsupportedError(PermanentError):
-    """The cluster needs protocol features that BootSeer's client does not support; hdfs-native may."""
 
 
 class UnreachableError(TransientError):
@@ -96,18 +94,18 @@ class Login:
         self._protections = wanted_protections(settings.get("hadoop.rpc.protection", ""))
 
     def choose(self, peer: str, offers: Sequence[Message]) -> tuple[Message, Mechanism]:
-        """Choose a server's offer (`SaslAuth`) and begin the login. Raises `UnsupportedError`, `AccessError`."""
+        """Choose a server's offer (`SaslAuth`) and begin the login. Raises `UsageError`, `AccessError`."""
         for offer in offers:
             mechanism = offer.text(1), offer.text(2)
             service, host = offer.text(3, ""), offer.text(4, "")
             if mechanism == ("TOKEN", "DIGEST-MD5") and self._token is not None:
                 if PRIVACY in self._protections and not has_ciphers():
-                    raise UnsupportedError(f"{peer} may encrypt, which needs the Python package cryptography")
+                    raise ciphers_missing(f"{peer} may encrypt")
                 return offer, self._token.login(f"{service}/{host}", self._protections)
             if mechanism == ("KERBEROS", "GSSAPI"):
                 return offer, Kerberos(peer, self._target(peer, service, host), self._protections)
         names = ", ".join(offer.text(1) for offer in offers)
-        raise UnsupportedError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")
+        raise AccessError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")
 
     def _target(self, peer: str, service: str, host: str) -> str:
         """The principal that the server must prove: the one it names, which must match the configuration."""
@@ -162,7 +160,7 @@ class RpcConnection:
             self._send(hello if login is not None else _HEADER + hello)
 
     def call(self, method: str, request: bytes, timeout_s: float, *, number: int | None = None) -> bytes:
-        """Call a method; returns the answer. Raises `RemoteError`, `UnsupportedError`, `TransientError` for lost
+        """Call a method; returns the answer. Raises `RemoteError`, `AccessError`, `TransientError` for lost
         connections.
 
         `number`: the call id, by which the server recognises a repeated call and does not execute it twice.
@@ -178,11 +176,9 @@ class RpcConnection:
                 raise UnreachableError(f"{self._peer} is the address of a web page, not of a NameNode")
             said, answer, at = self._answer(first)
             if said.number(1) != number:
-                raise (
-                    _unsupported(self._peer)
-                    if said.number(1) == _SASL_CALL & 0xFFFFFFFF
-                    else MalformedError("an answer to another call")
-                )
+                if said.number(1) == _SASL_CALL & 0xFFFFFFFF:
+                    raise _login_missing(self._peer)
+                raise MalformedError("an answer to another call")
             return read_delimited(answer, at)[0]
 
     def _answer(self, first: bytes) -> tuple[Message, bytes, int]:
@@ -251,7 +247,7 @@ class RpcConnection:
             if "GSS" in message and header.number(6, 0) == _UNAUTHORIZED:
                 raise login_error(self._peer, str(RemoteError(kind, message)))
             if header.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
-                raise _unsupported(self._peer)
+                raise _login_missing(self._peer)
             if kind.endswith("StandbyException"):  # a standby does not accept tokens
                 self.close()
                 raise RemoteError(kind, message)
@@ -324,8 +320,7 @@ class RpcConnection:
         if isinstance(error, (OSError, MalformedError)):
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if not self._has_answered:
-                hint = "if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
-                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {reason}; {hint}") from error
+                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {reason}; {_CONF_HINT}") from error
             raise TransientError(f"{self._peer}: {reason}") from error
 
 
@@ -338,7 +333,5 @@ def _framed(message: bytes) -> bytes:
     return struct.pack(">I", len(message)) + message
 
 
-def _unsupported(peer: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{peer} requires SASL (Kerberos or a delegation token), which BootSeer's HDFS client does not support"
-    )
+def _login_missing(peer: str) -> AccessError:
+    return AccessError(f"{peer} requires a login; {_CONF_HINT}")

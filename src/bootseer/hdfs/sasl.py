@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from bootseer.errors import AccessError
+from bootseer.errors import AccessError, UsageError
 from bootseer.hdfs.gssapi import KerberosContext
 from bootseer.hdfs.protobuf import MalformedError, Message, read_delimited
 
@@ -199,6 +199,10 @@ class _Layer:
 
 def has_ciphers() -> bool:
     return importlib.util.find_spec("cryptography") is not None
+
+
+def ciphers_missing(subject: str) -> UsageError:
+    return UsageError(f"{subject}, which needs the Python package cryptography", hint="pip install 'bootseer[hdfs]'")
 
 
 def _md5(data: bytes) -> bytes:

@@ -30,7 +30,6 @@ from bootseer.env.keys.key_settings import looks_secret
 from bootseer.errors import BootseerError, UsageError
 from bootseer.hdfs.addresses import Cluster, default_authority
 from bootseer.hdfs.namenode import NameNode, Names
-from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
 from bootseer.machine.check import Check, Status
@@ -125,7 +124,7 @@ def check_hdfs_login() -> Check:
         with contextlib.closing(NameNode(cluster, ask_s=_LOGIN_S)) as namenode:
             Names(namenode).stat("/")
     except BootseerError as error:
-        status: Status = "limited" if isinstance(error, (UsageError, UnsupportedError)) else "broken"
+        status: Status = "limited" if isinstance(error, UsageError) else "broken"
         return Check(HDFS_LOGIN, status, "", str(error), getattr(error, "hint", ""), opens)
     return Check(HDFS_LOGIN, "ok", f"hdfs://{cluster.authority} answers, {how}", "", "", opens)
 

@@ -67,7 +67,6 @@ class HdfsPlace(SmallReads):
 
     def list(self, path: str) -> Iterator[Entry]:
         full = self._full(path)
-        # Read completely: a caller that stops early would leave hdfs-native's call unfinished.
         found = list(self._client.list(full))
         if len(found) == 1 and found[0].path == full:
             raise NotFolderError(f"{self._uri_of(path)} is not a folder")
@@ -147,7 +146,7 @@ class HdfsPlace(SmallReads):
         return now_s
 
     def space(self) -> tuple[int, int]:
-        return self._client.space(self._root or "/")
+        return self._client.space()
 
     def facts(self) -> Mapping[str, object]:
         facts = self._client.reads().facts()
@@ -177,7 +176,7 @@ class HdfsPlace(SmallReads):
         # versions differ that have the same length and mtime, as copies of heads by `tar`: see `Entry.version`.
         block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
-            copies = max(self._client.replication or 0, SMALL_FILE_REPLICAS)
+            copies = max(self._client.replication, SMALL_FILE_REPLICAS)
             try:
                 return self._client.put(full, data, mode=mode, block_size=block_size, replication=copies, parents=False)
             except BootseerError as error:
