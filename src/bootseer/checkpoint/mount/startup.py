@@ -24,6 +24,7 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentE
 from bootseer.mounts.serve import OnError
 
 _MAX_FILES = 100_000
+_NO_ROOM_S = 0.05
 
 
 class Startup:
@@ -75,16 +76,15 @@ class Startup:
                     num_pieces = self._wait_for_room()
                     if not num_pieces:
                         return
-                    length = min(num_pieces * PIECE_BYTES, end - offset)
-                    self._prefetch(file, offset, length)
-                    offset += length
+                    offset += self._prefetch(file, offset, min(num_pieces * PIECE_BYTES, end - offset))
             except (NotFoundError, AccessError, CorruptError) as error:
                 self._on_error(f"{one.path} is not prefetched: {error}")
             except PermanentError:
                 if not self._is_over:  # closed meanwhile
                     raise
 
-    def _prefetch(self, file: CheckpointFile, offset: int, length: int) -> None:
+    def _prefetch(self, file: CheckpointFile, offset: int, length: int) -> int:
+        """Returns how many bytes need not be requested again; 0 after a pause, when there was no room."""
         began_s = time.monotonic()
         num_pieces = -(-length // PIECE_BYTES)
 
@@ -96,7 +96,10 @@ class Startup:
 
         with self._changed:
             self._in_flight += num_pieces
-        file.prefetch(offset, length, ended)
+        num_bytes = file.prefetch(offset, length, ended)
+        with self._changed:
+            self._changed.wait_for(lambda: self._recorder is None, 0.0 if num_bytes else _NO_ROOM_S)
+        return num_bytes
 
     def _wait_for_room(self) -> int:
         """Wait until more may be requested; returns how many pieces, 0 when the start is over."""

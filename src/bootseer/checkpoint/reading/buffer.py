@@ -4,10 +4,6 @@ A piece is queued for memory, loading, or ready; a ready piece never changes. Pi
 in use is never dropped. Memory is reserved before it is allocated. When the budget is exhausted, demand reads evict
 pieces that were read ahead, least recently used first, or queue until others are released; read-ahead only evicts
 consumed or idle pieces, and is refused otherwise.
-
-`Prefetch` loads a range of a file into the node's cache, or into memory, before it is read. It keeps a bounded number
-of pieces in flight and yields to everything that waits for a read, for memory or for the disk. Its failures do no harm:
-what it did not load is read on demand.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 from bootseer.checkpoint.reading.transfer import Counters, Effect, Job, failure, run_effects
@@ -177,7 +172,7 @@ class ChunkBuffer:
     ) -> tuple[int, int]:
         """Load pieces before a reader wants them, as far as memory allows.
 
-        Returns how many of the requests are settled, and the bytes of the reads that were started. With a `waiter`, the
+        Returns how many of the requests are settled, and how many of these were started now. With a `waiter`, the
         started pieces are held for it.
         """
         begun: list[BufferedPiece] = []
@@ -195,7 +190,7 @@ class ChunkBuffer:
                     begun.append(piece)
                 done += 1
         run_effects(self._loads(begun, demand=False))
-        return done, sum(piece.length for piece in begun)
+        return done, len(begun)
 
     def finish(self, piece: BufferedPiece, error: BootseerError | None) -> None:
         """A piece was loaded, or failed and is forgotten: the next reader tries again. A second call has no effect."""
@@ -353,115 +348,3 @@ class ChunkBuffer:
             self._timer.after(delay_s, self._sweep)
         except TransientError:  # no thread can be started: the next idle piece tries again
             self._sweeping = False
-
-
-_PAUSE_S = 0.05
-_AT_ONCE = 8
-
-
-class Prefetch:
-    """One range that is being prefetched. Ends by itself, or by `cancel`."""
-
-    def __init__(
-        self,
-        requests: Iterable[PieceRequest],
-        *,
-        buffer: ChunkBuffer,
-        timer: Timer,
-        load: Load,
-        is_wanted: Callable[[PieceRequest], bool],
-        has_room: Callable[[int], bool],
-        max_bytes: int,
-        consumed: bool,
-        ended: Callable[[Prefetch], None],
-    ) -> None:
-        """`is_wanted`: asked before a piece is loaded. `has_room`: whether so many bytes could be kept now. `consumed`:
-        pieces are kept in the cache, so their memory is of no further use."""
-        self._iterator = iter(requests)
-        self._left: deque[PieceRequest] = deque()  # taken from the iterator, and not started
-        self._buffer = buffer
-        self._timer = timer
-        self._load = load
-        self._is_wanted = is_wanted
-        self._has_room = has_room
-        self._max_bytes = max_bytes
-        self._consumed = consumed
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._in_flight = 0
-        self._working = False
-        self._pausing = False
-        self._over = False
-
-    def pump(self) -> None:
-        """Start more pieces, as far as there is room. Called again whenever a piece has ended."""
-        with self._lock:
-            if self._working:
-                return
-            self._working = True
-        try:
-            while (batch := self._next()) is not None:
-                # Not under the lock: this looks into the node's cache.
-                requests = [request for request in batch if self._is_wanted(request)]
-                done, begun_bytes = self._buffer.read_ahead(requests, self._load, waiter=self._arrived)
-                with self._lock:
-                    self._in_flight -= sum(request.length for request in batch) - begun_bytes
-                    if done < len(requests):  # no memory for these now
-                        self._left.extendleft(reversed(requests[done:]))
-                        self._pause()
-        except BaseException:
-            with self._lock:
-                self._working = False
-            raise
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._iterator = iter(())
-            self._left.clear()
-
-    def _next(self) -> list[PieceRequest] | None:
-        """The next pieces, several from one row; None when there is no room, or none is left."""
-        batch: list[PieceRequest] = []
-        with self._lock:
-            while self._has_more() and len(batch) < _AT_ONCE and not self._pausing:
-                request = self._left[0]
-                in_flight = self._in_flight + request.length
-                if in_flight > self._max_bytes or not self._has_room(in_flight):
-                    break
-                batch.append(self._left.popleft())
-                self._in_flight = in_flight
-            if batch:
-                return batch
-            self._working = False
-            if self._left and not self._in_flight:
-                self._pause()
-            over = not self._left and not self._in_flight and not self._over
-            self._over = self._over or over
-        if over:
-            self._ended(self)
-        return None
-
-    def _has_more(self) -> bool:
-        if not self._left:
-            self._left.extend(islice(self._iterator, _AT_ONCE))
-        return bool(self._left)
-
-    def _pause(self) -> None:
-        if not self._pausing:
-            try:
-                self._timer.after(_PAUSE_S, self._resume)
-                self._pausing = True
-            except TransientError:  # no thread can be started: what is left is read on demand
-                self._iterator = iter(())
-                self._left.clear()
-
-    def _resume(self) -> None:
-        with self._lock:
-            self._pausing = False
-        self.pump()
-
-    def _arrived(self, piece: BufferedPiece) -> None:
-        self._buffer.release(piece, consumed=self._consumed)
-        with self._lock:
-            self._in_flight -= piece.length
-        self.pump()

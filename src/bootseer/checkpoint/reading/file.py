@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bootseer.checkpoint.ranges import split_overlaps
 from bootseer.checkpoint.read_ahead import Advice, ReadAhead
-from bootseer.checkpoint.reading.buffer import BufferedPiece, ChunkBuffer, Key, PieceRequest, Prefetch
+from bootseer.checkpoint.reading.buffer import BufferedPiece, ChunkBuffer, Key, PieceRequest
 from bootseer.checkpoint.reading.context import Engine
 from bootseer.checkpoint.reading.transfer import Gather, RangeRequest, Source, Transfer, Waiting, failure
 from bootseer.errors import BootseerError, PermanentError, TransientError
@@ -86,7 +86,6 @@ class SharedFile:
         self._source = self._make_source(engine)
         self.__dict__.pop("_ahead", None)
         self._lock = threading.Lock()
-        self._prefetches: set[Prefetch] = set()
         self._private_numbers = count(1)
         self._closed = False
 
@@ -168,42 +167,31 @@ class SharedFile:
         else:
             gather.ended()
 
-    def prefetch(self, offset: int, length: int, ended: Callable[[], None]) -> None:
-        engine = self._engine
-
-        def over(run: Prefetch) -> None:
-            self._prefetches.discard(run)
+    def prefetch(self, offset: int, length: int, ended: Callable[[], None]) -> int:
+        """See `CheckpointFile.prefetch`."""
+        cache_writer = self._engine.cache_writer if self._source.whole_units else None
+        if self._closed or (cache_writer is not None and not cache_writer.has_room(length)):
             ended()
+            return 0
+        requests = [request for request in self._requests(offset, length) if not self._source.is_local(request.offset)]
+        gather = Gather(lambda _: ended())
 
-        cache_writer = engine.cache_writer if self._source.whole_units else None
-        if cache_writer is None:  # without a cache it stays in memory, which is for what is read soon
-            length = min(length, engine.settings.memory_bytes // 2)
-        run = Prefetch(
-            self._units(offset, length),
-            buffer=engine.buffer,
-            timer=engine.timer,
-            load=self._load,
-            is_wanted=lambda request: not self._source.is_local(request.offset),
-            has_room=cache_writer.has_room if cache_writer is not None else lambda _: True,
-            max_bytes=engine.settings.prefetch_bytes,
-            consumed=cache_writer is not None,
-            ended=over,
-        )
-        with self._lock:
-            is_closed = self._closed
-            if not is_closed:
-                self._prefetches.add(run)
-        if is_closed:
-            ended()
-        else:
-            run.pump()
+        def arrived(piece: BufferedPiece) -> None:
+            # What the cache has now is of no further use in memory.
+            self._engine.buffer.release(piece, consumed=cache_writer is not None)
+            gather.ended()
+
+        # All of them are expected before the first one can end; those that are not begun are taken back.
+        gather.expect(len(requests))
+        num_settled, num_begun = self._engine.buffer.read_ahead(requests, self._load, waiter=arrived)
+        gather.ended(count=len(requests) - num_begun + 1)
+        if num_settled < len(requests):
+            return max(requests[num_settled].offset - offset, 0)
+        return length
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            prefetches = list(self._prefetches)
-        for run in prefetches:
-            run.cancel()
         self._engine.buffer.drop(self.number)
         self._source.close()
 
@@ -397,17 +385,17 @@ class CheckpointFile:
         else:
             done(b"")
 
-    def prefetch(self, offset: int, length: int, ended: Callable[[], None] = lambda: None) -> None:
-        """Load a range into the node's cache in the background, or into memory without a cache.
+    def prefetch(self, offset: int, length: int, ended: Callable[[], None] = lambda: None) -> int:
+        """Load a range of a few MiB into the node's cache in the background, or into memory without a cache.
 
-        Yields to all readers. Errors are not reported: what was not loaded is read on demand. `ended` is called once,
-        from any thread, when no piece of the range is in flight any more.
+        Readers come first: returns how many bytes from `offset` on are there, or are being loaded; the others found no
+        room in memory or in the queue of the cache writer, and may be requested again later. Errors are not reported:
+        what was not loaded is read on demand. `ended` is called once, from any thread, when no piece of the range is in
+        flight any more.
         """
-        length = self._length(offset, length)
-        if length:
-            self._shared.prefetch(offset, length, ended)
-        else:
-            ended()
+        inside = self._length(offset, length)  # a file may be shorter than its hot list says
+        num_bytes = self._shared.prefetch(offset, inside, ended)
+        return num_bytes if num_bytes < inside else length
 
     def close(self) -> None:
         """Close the handle; reads in flight still end. May be called twice."""

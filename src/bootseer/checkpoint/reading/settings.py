@@ -34,8 +34,6 @@ class ReadingSettings(Struct, frozen=True):
     """Largest request to an ordinary file: beyond this, the cost per request is negligible."""
     unit_bytes: int = _MIB
     """Unit of read-ahead of an ordinary file: the largest read of the kernel."""
-    prefetch_bytes: int = 64 * _MIB
-    """Bytes in flight of one prefetch."""
     ahead: ReadAheadSettings = field(default_factory=ReadAheadSettings)
     ahead_ordinary_bytes: int = 512 * _MIB
     """Largest read-ahead window of an ordinary file, within half of the memory. Its blocks, usually of 128 MiB, lie on

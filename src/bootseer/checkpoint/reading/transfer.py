@@ -330,10 +330,10 @@ class Gather:
     def on_progress(self) -> None:
         self.progress_s = time.monotonic()
 
-    def ended(self, error: BootseerError | None = None) -> None:
+    def ended(self, error: BootseerError | None = None, *, count: int = 1) -> None:
         with self._lock:
             self.progress_s = time.monotonic()
-            self._left -= 1
+            self._left -= count
             self._error = self._error or error
             if self._left:
                 return
