@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import ReadContext
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters
@@ -15,14 +15,9 @@ CHUNK = b"\7" * 1000
 
 
 class OneChunk:
-    """A segment of one chunk and its parity, which is its copy: also its parts, their open files, and who holds it."""
+    """A segment of one chunk and its parity, which is its copy: also its parts and their open files."""
 
-    first_chunk = 0
-
-    def __init__(self):
-        self.index = self
-
-    def length(self, block):
+    def length(self, chunk):
         return len(CHUNK)
 
     def place_of(self, chunk):
@@ -49,11 +44,6 @@ class OneChunk:
 
     def remaining_s(self):
         return 0.0
-
-    def retain(self, segment):
-        pass
-
-    release = retain
 
 
 class LateChunk:
@@ -95,10 +85,17 @@ class LateChunk:
         self.ended.release()
 
 
+def context_of(settings, facts, timer, buffer):
+    return SimpleNamespace(
+        path="file", settings=settings, facts=facts, timer=timer, buffer=buffer, cache_writer=None, peers=None,
+        retain=lambda segment: None, release=lambda segment: None,
+    )  # fmt: skip
+
+
 def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = ReadContext("file", segment, ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer, None)
+    context = context_of(ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer)
     row = Row(context, range(1))
     job = LateChunk(row, segment)
     row.add(job)
@@ -123,7 +120,7 @@ class Refused(LateChunk):
 def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_memory_taken():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = ReadContext("file", segment, ReadingSettings(), facts, timer, buffer, None)
+    context = context_of(ReadingSettings(), facts, timer, buffer)
     row = Row(context, range(1))
     job = Refused(row, segment)
     row.add(job)
@@ -139,7 +136,7 @@ def test_a_callback_that_raises_leaves_no_memory_reserved(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = ReadContext("file", segment, ReadingSettings(row_check_s=0.01), facts, timer, buffer, None)
+    context = context_of(ReadingSettings(row_check_s=0.01), facts, timer, buffer)
     row = Row(context, range(1))
     job = Refused(row, segment)
 

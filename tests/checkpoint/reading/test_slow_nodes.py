@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import ReadContext, SegmentPool, Segments
+from bootseer.checkpoint.reading.context import ReadContext, SegmentPool
 from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters, Transfer
@@ -69,14 +70,15 @@ class Striping:
         links, facts, settings = Links(dict(zip(NODES, rates, strict=True))), Counters(), ReadingSettings()
         clock = Clock(links)
         place = LinkedPlace(self._folder, links, self._datas)
-        segments = Segments(
-            place, "file", self._head, workers=AtOnce(), cache=None, cache_writer=None, pool=SegmentPool(64)
-        )
-        for part in segments.acquire(0).parts:
+        engine = SimpleNamespace(
+            place=place, workers=AtOnce(), cache=None, cache_writer=None, peers=None, segments=SegmentPool(64),
+            settings=settings, facts=facts, timer=clock,
+            buffer=ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts),
+        )  # fmt: skip
+        context = ReadContext(engine, "file", self._head)
+        for part in context.acquire(0).parts:
             part.when_open(lambda file, error: None)
-        buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts)
-        context = ReadContext("file", segments, settings, facts, clock, buffer, None)
-        return Reader(self.content, links, StripedSource(self._head, "", context, None), settings)
+        return Reader(self.content, links, StripedSource("", context, None), settings)
 
 
 class Reader:

@@ -115,7 +115,7 @@ class ChunkRead:
         self.finish(error, keep=keep)
 
     def is_right(self, data: memoryview) -> bool:
-        return digest_of(data) == self.segment.index.digest(self.chunk - self.segment.first_chunk)
+        return digest_of(data) == self.segment.digest(self.chunk)
 
     def finish(self, error: BootseerError | None, *, keep: bool = True) -> None:
         """End the read; later calls have no effect. Without an error, `into` holds verified bytes."""
@@ -136,9 +136,9 @@ class ChunkRead:
             if keep:
                 self._context.keep(segment, self.chunk, self.into, self._request.hold)
             elif self._claimed:
-                self._context.release_claim(segment, self.chunk)
+                segment.release_claim(self.chunk)
         finally:
-            self._context.segments.release(segment)
+            self._context.release(segment)
 
     def _guard(self, step: Callable[[], None]) -> None:
         """Run a step. Any exception ends the read of its own part, because readers wait for that."""
@@ -154,7 +154,7 @@ class ChunkRead:
                 raise
 
     def _begin(self) -> None:
-        self._opened = self._context.segments.acquire(self.chunk)
+        self._opened = self._context.acquire(self.chunk)
         self._claim()
 
     def _read_own(self) -> None:
@@ -166,10 +166,11 @@ class ChunkRead:
     def _claim(self) -> None:
         """Wait a moment for another process of this node that is already fetching the chunk."""
         context, segment = self._context, self.segment
-        self._claimed = self._shared and context.claim(segment, self.chunk)
+        self._claimed = self._shared and segment.claim(self.chunk)
         if segment.cached is not None and self._shared and not self._claimed and not self._stopped:
-            if context.is_cached(segment, self.chunk):
-                if context.read_cached(segment, self.chunk, 0, self.into):
+            if segment.is_cached(self.chunk):
+                if segment.read_cached(self.chunk, 0, self.into):
+                    context.facts.add("cache_bytes", self.num_bytes)
                     self._own_ended(None, keep=False)
                     return
             else:
@@ -188,7 +189,7 @@ class ChunkRead:
             self._ready()
             return
         read = PeerRead(
-            self.chunk - segment.first_chunk, self.into, self.is_right, lambda: self._stopped, self._peers_answered
+            segment.block(self.chunk), self.into, self.is_right, lambda: self._stopped, self._peers_answered
         )
         unit.read(read, shareable=segment.cached is not None and self._context.will_keep(self.num_bytes))
 
@@ -272,12 +273,12 @@ class ParityRead(ChunkRead):
 
     def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, done: Done) -> None:
         """`first_chunk`: of the row, the longest one. `segment`: held by the row."""
-        data = memoryview(bytearray(segment.index.length(first_chunk - segment.first_chunk)))
+        data = memoryview(bytearray(segment.length(first_chunk)))
         super().__init__(context, RangeRequest(first_chunk * CHUNK_BYTES, data, done), 0, shared=False)
         self._held = segment
 
     def _begin(self) -> None:
-        self._context.segments.retain(self._held)
+        self._context.retain(self._held)
         self._opened = self._held
         self._ready()
 

@@ -1,5 +1,5 @@
 """State shared by reads: the `Engine` of all files (memory, threads, counters), and the `ReadContext` of one striped
-file with its open segments: their parts, and their block files in the node's cache.
+file with its open segments (`OpenSegment`): their parts, and their block files in the node's cache.
 
 Few segments of all files together are open at a time: those in use, and the most recently used. Parts are opened on
 first use: a file of a terabyte has tens of thousands. Opening is an RPC, so a few threads do it, and reads wait for it
@@ -15,8 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-
-from msgspec import Struct
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
@@ -113,27 +111,65 @@ _CACHE_DESCRIPTORS = 3
 
 
 class OpenSegment:
-    """One open segment. `cached` is None without a usable cache."""
+    """One open segment. `cached` is None without a usable cache. Chunks are counted from the beginning of the file."""
 
     def __init__(self, segment: Segment, parts: list[LazyPart], cached: CachedFile | None) -> None:
-        self.segment = segment
         self.index = segment.index
-        self.first_chunk = segment.start // CHUNK_BYTES
         self.parts = parts
         """In the order of the stripes, the parity part last."""
         self.cached = cached
         self.users = 0
         self.num_descriptors = (_CACHE_DESCRIPTORS if cached is not None else 0) + len(parts)
         """At most: places other than folders need none for their parts."""
+        self._first_chunk = segment.start // CHUNK_BYTES
+        self._stripes = segment.stripes
+
+    def block(self, chunk: int) -> int:
+        """The number of a chunk in the segment's index."""
+        return chunk - self._first_chunk
+
+    def length(self, chunk: int) -> int:
+        return self.index.length(self.block(chunk))
+
+    def digest(self, chunk: int) -> bytes:
+        return self.index.digest(self.block(chunk))
 
     def place_of(self, chunk: int) -> tuple[LazyPart, int]:
-        """The part that holds a chunk of the file, and the offset in it."""
-        stripe, offset = chunk_place(chunk - self.first_chunk, self.segment.stripes)
+        """The part that holds a chunk, and the offset in it."""
+        stripe, offset = chunk_place(self.block(chunk), self._stripes)
         return self.parts[stripe], offset
 
     def parity_of(self, chunk: int) -> tuple[LazyPart, int]:
         """The parity part, and the offset of this chunk's row in it. Only for segments with parity."""
-        return self.parts[-1], chunk_place(chunk - self.first_chunk, self.segment.stripes)[1]
+        return self.parts[-1], chunk_place(self.block(chunk), self._stripes)[1]
+
+    def claim(self, chunk: int) -> bool:
+        """Claim a chunk: no other process of this node fetches it then. False if it is claimed, or without a cache."""
+        if self.cached is None:
+            return False
+        try:
+            return self.cached.claim(self.block(chunk))
+        except BootseerError:
+            return False  # then a chunk may be read twice
+
+    def release_claim(self, chunk: int) -> None:
+        if self.cached is not None:
+            with contextlib.suppress(BootseerError):  # otherwise the kernel releases it at the end of the process
+                self.cached.release(self.block(chunk))
+
+    def is_cached(self, chunk: int) -> bool:
+        """Whether the chunk is in this node's cache, as far as known."""
+        return self.cached is not None and self.cached.ready(self.block(chunk))
+
+    def read_cached(self, chunk: int, start: int, into: memoryview) -> bool:
+        """Read from the cache, from byte `start` of the chunk on. Returns whether the chunk was there and right."""
+        if self.cached is None:
+            return False
+        try:
+            self.cached.readinto(self.block(chunk) * CHUNK_BYTES + start, into)
+        except BootseerError:
+            return False
+        return True
 
 
 class SegmentPool:
@@ -144,9 +180,9 @@ class SegmentPool:
         self.lock = threading.Lock()
         self._max_descriptors = max_descriptors
         self._num_descriptors = 0
-        self._open: OrderedDict[tuple[Segments, int], OpenSegment] = OrderedDict()
+        self._open: OrderedDict[tuple[ReadContext, int], OpenSegment] = OrderedDict()
 
-    def use(self, file: Segments, number: int, made: OpenSegment | None) -> OpenSegment | None:
+    def use(self, file: ReadContext, number: int, made: OpenSegment | None) -> OpenSegment | None:
         """Add a user to a file's segment, which is `made` if it is not open yet; None without either."""
         opened = self._open.get((file, number))
         if opened is None and made is not None:
@@ -157,7 +193,7 @@ class SegmentPool:
             opened.users += 1
         return opened
 
-    def surplus(self, closed: Segments | None) -> list[OpenSegment]:
+    def surplus(self, closed: ReadContext | None) -> list[OpenSegment]:
         """Remove the segments to be closed, with all unused ones of the file `closed`."""
         found = []
         if closed is not None or self._num_descriptors > self._max_descriptors:
@@ -166,86 +202,6 @@ class SegmentPool:
                     found.append(self._open.pop(key))
                     self._num_descriptors -= opened.num_descriptors
         return found
-
-
-class Segments:
-    """The open segments of one file."""
-
-    def __init__(
-        self,
-        place: Place,
-        path: str,
-        head: Head,
-        *,
-        workers: Executor,
-        cache: Cache | None,
-        cache_writer: CacheWriter | None,
-        pool: SegmentPool,
-    ) -> None:
-        self._place = place
-        self._path = path
-        self._head = head
-        self._workers = workers
-        self._cache = cache
-        self._cache_writer = cache_writer
-        self._pool = pool
-        self._closed = False
-
-    def acquire(self, chunk: int) -> OpenSegment:
-        """The segment of a chunk of the file; to be released by `release`."""
-        number = self._head.segment_at(chunk * CHUNK_BYTES)
-        made: OpenSegment | None = None
-        while True:
-            with self._pool.lock:
-                opened = self._pool.use(self, number, made)
-                if opened is not None:
-                    closing = self._surplus()
-                    break
-            made = self._opened(self._head.segments[number])  # not under the lock: the cache may be slow
-        self._close(closing if made in (None, opened) else [*closing, made])
-        return opened
-
-    def release(self, opened: OpenSegment) -> None:
-        """A user does not need the segment any more."""
-        with self._pool.lock:
-            opened.users -= 1
-            closing = self._surplus()
-        self._close(closing)
-
-    def retain(self, opened: OpenSegment) -> None:
-        """Add a user to an acquired segment."""
-        with self._pool.lock:
-            opened.users += 1
-
-    def close(self) -> None:
-        """Close all segments; those in use when they are released."""
-        with self._pool.lock:
-            self._closed = True
-            closing = self._surplus()
-        self._close(closing)
-
-    def _surplus(self) -> list[OpenSegment]:
-        return self._pool.surplus(self if self._closed else None)
-
-    def _opened(self, segment: Segment) -> OpenSegment:
-        parts = [
-            LazyPart(self._place, part_path(self._path, self._head.id, part.name), part, self._workers)
-            for part in segment.all_parts
-        ]
-        cached: CachedFile | None = None
-        if self._cache is not None:
-            try:
-                cached = self._cache.open(segment.index)
-            except BootseerError:
-                cached = None  # the cache is an optimisation: reads do not fail with it
-        return OpenSegment(segment, parts, cached)
-
-    def _close(self, closing: list[OpenSegment]) -> None:
-        for opened in closing:
-            for part in opened.parts:
-                part.close()
-            if opened.cached is not None and self._cache_writer is not None:
-                self._cache_writer.close_file(opened.cached)
 
 
 _OPENING = 8
@@ -313,51 +269,82 @@ class Engine:
             self.cache_writer.settle(self.settings.keep_s, self.settings.keep_still_s)
 
 
-class ReadContext(Struct, frozen=True, eq=False):
-    """The context of one file. `cache_writer` is None without a cache."""
+class ReadContext:
+    """One striped file that is being read, with its open segments."""
 
-    path: str
-    segments: Segments
-    settings: ReadingSettings
-    facts: Counters
-    timer: Timer
-    buffer: ChunkBuffer
-    cache_writer: CacheWriter | None
-    peers: PeerChunks | None = None
+    def __init__(self, engine: Engine, path: str, head: Head) -> None:
+        self.path = path
+        self.head = head
+        self.settings = engine.settings
+        self.facts = engine.facts
+        self.timer = engine.timer
+        self.buffer = engine.buffer
+        self.cache_writer = engine.cache_writer
+        self.peers = engine.peers
+        self._engine = engine
+        self._pool = engine.segments
+        self._closed = False
 
-    def claim(self, segment: OpenSegment, chunk: int) -> bool:
-        """Claim a chunk: no other process of this node fetches it then. False if it is claimed, or without a cache."""
-        if segment.cached is None:
-            return False
-        try:
-            return segment.cached.claim(chunk - segment.first_chunk)
-        except BootseerError:
-            return False  # then a chunk may be read twice
+    def acquire(self, chunk: int) -> OpenSegment:
+        """The segment of a chunk of the file; to be released by `release`."""
+        number = self.head.segment_at(chunk * CHUNK_BYTES)
+        made: OpenSegment | None = None
+        while True:
+            with self._pool.lock:
+                opened = self._pool.use(self, number, made)
+                if opened is not None:
+                    closing = self._surplus()
+                    break
+            made = self._opened(self.head.segments[number])  # not under the lock: the cache may be slow
+        self._close(closing if made in (None, opened) else [*closing, made])
+        return opened
+
+    def release(self, opened: OpenSegment) -> None:
+        """A user does not need the segment any more."""
+        with self._pool.lock:
+            opened.users -= 1
+            closing = self._surplus()
+        self._close(closing)
+
+    def retain(self, opened: OpenSegment) -> None:
+        """Add a user to an acquired segment."""
+        with self._pool.lock:
+            opened.users += 1
+
+    def close(self) -> None:
+        """Close all segments; those in use when they are released."""
+        with self._pool.lock:
+            self._closed = True
+            closing = self._surplus()
+        self._close(closing)
+
+    def _surplus(self) -> list[OpenSegment]:
+        return self._pool.surplus(self if self._closed else None)
+
+    def _opened(self, segment: Segment) -> OpenSegment:
+        engine = self._engine
+        parts = [
+            LazyPart(engine.place, part_path(self.path, self.head.id, part.name), part, engine.workers)
+            for part in segment.all_parts
+        ]
+        cached: CachedFile | None = None
+        if engine.cache is not None:
+            try:
+                cached = engine.cache.open(segment.index)
+            except BootseerError:
+                cached = None  # the cache is an optimisation: reads do not fail with it
+        return OpenSegment(segment, parts, cached)
+
+    def _close(self, closing: list[OpenSegment]) -> None:
+        for opened in closing:
+            for part in opened.parts:
+                part.close()
+            if opened.cached is not None and self.cache_writer is not None:
+                self.cache_writer.close_file(opened.cached)
 
     def will_keep(self, num_bytes: int) -> bool:
         """Whether `num_bytes` that are read now will probably be kept in the cache."""
         return self.cache_writer is not None and self.cache_writer.has_room(num_bytes)
-
-    def release_claim(self, segment: OpenSegment, chunk: int) -> None:
-        if segment.cached is not None:
-            with contextlib.suppress(BootseerError):  # otherwise the kernel releases it at the end of the process
-                segment.cached.release(chunk - segment.first_chunk)
-
-    def is_cached(self, segment: OpenSegment, chunk: int) -> bool:
-        """Whether the chunk is in this node's cache, as far as known."""
-        return segment.cached is not None and segment.cached.ready(chunk - segment.first_chunk)
-
-    def read_cached(self, segment: OpenSegment, chunk: int, start: int, into: memoryview) -> bool:
-        """Read from the cache, from byte `start` of the chunk on. Returns whether the chunk was there and right."""
-        if segment.cached is None:
-            return False
-        offset = (chunk - segment.first_chunk) * segment.index.block_size + start
-        try:
-            segment.cached.readinto(offset, into)
-        except BootseerError:
-            return False
-        self.facts.add("cache_bytes", len(into))
-        return True
 
     def keep(
         self, segment: OpenSegment, chunk: int, data: memoryview, hold: Callable[[], Callable[[], None]] | None
@@ -371,22 +358,22 @@ class ReadContext(Struct, frozen=True, eq=False):
             return
         if not cache_writer.has_room(len(data)) or (hold is None and not self.buffer.reserve(len(data), demand=False)):
             self.facts.add("not_kept_chunks")
-            self.release_claim(segment, chunk)
+            segment.release_claim(chunk)
             if self.peers is not None:
-                self.peers.not_kept(segment.index, chunk - segment.first_chunk)
+                self.peers.not_kept(segment.index, segment.block(chunk))
             return
         if hold is None:
             release: Callable[[], None] = lambda: self.buffer.free(len(data))  # noqa: E731
             kept = memoryview(bytes(data))
         else:
             release, kept = hold(), data
-        self.segments.retain(segment)
+        self.retain(segment)
 
         def done() -> None:
             release()
-            self.segments.release(segment)
+            self.release(segment)
 
-        cache_writer.put(segment.cached, chunk - segment.first_chunk, kept, done)
+        cache_writer.put(segment.cached, segment.block(chunk), kept, done)
 
 
 def reworded(error: BootseerError, message: str) -> BootseerError:

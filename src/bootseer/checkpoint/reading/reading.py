@@ -18,7 +18,7 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, Segment, is_head_size, parse_head, peek
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
-from bootseer.checkpoint.reading.context import Engine, ReadContext, Segments, reworded
+from bootseer.checkpoint.reading.context import Engine, ReadContext, reworded
 from bootseer.checkpoint.reading.file import CheckpointFile, SharedFile
 from bootseer.checkpoint.reading.node_cache import DedupSources
 from bootseer.checkpoint.reading.peer_chunks import Unit
@@ -126,7 +126,8 @@ class StripedSource:
     whole_units = True
     unit_bytes = CHUNK_BYTES
 
-    def __init__(self, head: Head, version: str, context: ReadContext, dedup_sources: DedupSources | None) -> None:
+    def __init__(self, version: str, context: ReadContext, dedup_sources: DedupSources | None) -> None:
+        head = context.head
         self.size_bytes = head.size_bytes
         self.version = version
         self.num_lanes = max(segment.stripes for segment in head.segments)
@@ -144,34 +145,32 @@ class StripedSource:
         if self._context.cache_writer is None:
             return False
         chunk = start // CHUNK_BYTES
-        segment = self._context.segments.acquire(chunk)
+        segment = self._context.acquire(chunk)
         try:
-            if self._context.is_cached(segment, chunk):
+            if segment.is_cached(chunk):
                 return True
-            return self._dedup_sources is not None and self._dedup_sources.has(
-                segment.index.digest(chunk - segment.first_chunk)
-            )
+            return self._dedup_sources is not None and self._dedup_sources.has(segment.digest(chunk))
         finally:
-            self._context.segments.release(segment)
+            self._context.release(segment)
 
     def read_local(self, start: int, into: memoryview) -> bool:
         """See `Source.read_local`. A chunk found in another file is cached for this one, too."""
         chunk = start // CHUNK_BYTES
         inside = start - chunk * CHUNK_BYTES
         context = self._context
-        segment = context.segments.acquire(chunk)
+        segment = context.acquire(chunk)
         try:
-            if context.is_cached(segment, chunk) and context.read_cached(segment, chunk, inside, into):
+            if segment.is_cached(chunk) and segment.read_cached(chunk, inside, into):
+                context.facts.add("cache_bytes", len(into))
                 return True
-            block = chunk - segment.first_chunk
-            if self._dedup_sources is None or not self._dedup_sources.read(segment.index.digest(block), inside, into):
+            if self._dedup_sources is None or not self._dedup_sources.read(segment.digest(chunk), inside, into):
                 return False
             context.facts.add("donor_bytes", len(into))
-            if len(into) == segment.index.length(block):
+            if len(into) == segment.length(chunk):
                 context.keep(segment, chunk, into, None)
             return True
         finally:
-            context.segments.release(segment)
+            context.release(segment)
 
     def jobs(self, requests: Sequence[RangeRequest]) -> list[Job]:
         """See `Source.jobs`. Chunks of a row with parity share a `Row`."""
@@ -203,7 +202,7 @@ class StripedSource:
         return jobs
 
     def close(self) -> None:
-        self._context.segments.close()
+        self._context.close()
         if self._dedup_sources is not None:
             self._dedup_sources.give_back()
 
@@ -330,16 +329,7 @@ class Reading:
         return OrdinarySource(file, self._settings, engine.facts)
 
     def _striped(self, path: str, head: Head, version: str, engine: Engine) -> Source:
-        segments = Segments(
-            self._place, path, head,
-            workers=engine.workers, cache=engine.cache, cache_writer=engine.cache_writer,
-            pool=engine.segments,
-        )  # fmt: skip
-        context = ReadContext(
-            path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.cache_writer,
-            engine.peers,
-        )  # fmt: skip
-        return StripedSource(head, version, context, engine.dedup_sources)
+        return StripedSource(version, ReadContext(engine, path, head), engine.dedup_sources)
 
 
 def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> tuple[Head | None, str]:

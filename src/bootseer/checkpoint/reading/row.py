@@ -103,7 +103,7 @@ class Row:
         self._num_active += 1
         if self._segment is None:
             self._segment = job.segment
-            self._context.segments.retain(job.segment)
+            self._context.retain(job.segment)
 
     def own_ended(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
         """The read of a chunk's own part has ended, and no thread writes into its memory any more."""
@@ -329,7 +329,7 @@ class Row:
 
     def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
         """A read of a chunk that no reader requested. It has no row: if its part fails, there is no other way."""
-        data = memoryview(bytearray(segment.index.length(chunk - segment.first_chunk)))
+        data = memoryview(bytearray(segment.length(chunk)))
 
         def ended(error: BootseerError | None) -> None:
             with self._lock:
@@ -406,7 +406,7 @@ class Row:
             for read in extra:
                 read.cancel()
         else:
-            self._context.segments.release(segment)
+            self._context.release(segment)
             self._context.buffer.free(given, overdrawn=overdrawn)
 
     def _reset_scratch(self) -> None:
