@@ -150,3 +150,49 @@ def test_a_callback_that_raises_leaves_no_memory_reserved(monkeypatch):
     assert buffer.wait_empty(30)
     assert reported == [ValueError]
     timer.close()
+
+
+class HeldParity(OneChunk):
+    """A segment of two equal chunks, whose first read (of the parity) ends only when it is told to."""
+
+    path = "part"
+
+    def __init__(self):
+        self.requested, self.cancelled = threading.Event(), threading.Event()
+        self.end_first = None
+
+    def read_into(self, offset, into, done, **_):
+        into[:] = bytes(len(CHUNK))  # each is the other
+        if self.end_first is None:
+            self.end_first = lambda: done(ReadOutcome(TransientError("the read was cancelled"), ""))
+            self.requested.set()
+        else:
+            done(ReadOutcome(None, ""))
+        return self
+
+    def cancel(self):
+        self.cancelled.set()
+
+
+def test_parity_that_was_cancelled_is_read_again_for_a_chunk_that_starts_before_the_cancelled_read_has_ended():
+    segment, timer, facts = HeldParity(), Timer(), Counters()
+    buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
+    row = Row(context_of(ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer), range(2))
+    late, failed = LateChunk(row, segment), Refused(row, segment)
+    failed.chunk, failed.started_s = 1, 0.0
+    row.add(late)
+    row.add(failed)
+    row.begin(late)
+    assert segment.requested.wait(60)
+    late.into[:] = CHUNK
+    row.own_ended(late, None, keep=False)  # no chunk is active
+    assert segment.cancelled.wait(60)
+    row.begin(failed)
+    row.own_ended(failed, failed.problem, keep=False)
+    assert not failed.ends
+    segment.end_first()
+    assert failed.ended.acquire(timeout=60)
+    assert failed.ends == [None]
+    assert failed.into == CHUNK
+    assert buffer.wait_empty(120)
+    timer.close()

@@ -323,8 +323,12 @@ class Row:
     def _parity_ended(self, error: BootseerError | None) -> None:
         with self._lock:
             self._num_extra -= 1
-            self._parity = _Parity.HERE if error is None else _Parity.USELESS
-            self._parity_problem = str(error)
+            if error is not None and self._parity_read is not None and self._parity_read.is_cancelled:
+                # By `_release_extra`, as no chunk was active. A chunk that has been started since requests it again.
+                self._parity = _Parity.NONE
+            else:
+                self._parity = _Parity.HERE if error is None else _Parity.USELESS
+                self._parity_problem = str(error)
         self._advance()
 
     def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
@@ -336,11 +340,14 @@ class Row:
                 self._num_extra -= 1
                 if error is None:
                     self._data[chunk] = data
+                elif helper.is_cancelled:  # as in `_parity_ended`
+                    del self._helpers[chunk]
                 else:
                     self._unreadable.add(chunk)
             self._advance()
 
-        return ChunkRead(self._context, RangeRequest(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
+        helper = ChunkRead(self._context, RangeRequest(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
+        return helper
 
     def _rebuild(self, job: ChunkRead) -> None:
         others = [self._data[chunk] for chunk in self._chunks if chunk != job.chunk]
