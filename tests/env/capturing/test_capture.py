@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -351,6 +353,20 @@ def test_the_view_can_be_read_from_outside_and_sources_too(tmp_path: Path) -> No
         assert capture.source_of(NEW).is_dir()
         assert not Path(NEW).exists()
         assert run_in(capture, ["sh", "-c", "kill -9 $$"]) == 137
+
+
+def test_a_disk_that_is_unmounted_during_the_setup_is_no_change_of_it(tmp_path: Path) -> None:
+    """As those of containers are that end meanwhile."""
+    with contextlib.ExitStack() as undo:
+        # Temporary folders are not captured.
+        disk = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-test-", dir="/srv")))
+        kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("mode", "0777")]), disk)
+        mounted = undo.enter_context(contextlib.ExitStack())
+        mounted.callback(kernel.unmount, disk)
+        with open_capture(tmp_path / "captures", ways=["overlay"]) as capture:
+            assert str(disk) in capture.points
+            mounted.close()
+            assert str(disk) not in [change.path for change in capture.changes()]
 
 
 @BOTH

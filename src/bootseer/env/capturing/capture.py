@@ -67,7 +67,8 @@ class OverlayCapture(Capture):
         self._made = made
         place = namespace.folder("memory") if self._in_memory else folder.path
         self.uppers = tuple(
-            Layer(point, str(place / overlay.UPPERS / str(number)), point) for number, point in enumerate(self.points)
+            Layer(point, str(place / overlay.UPPERS / str(number)), point, str(place / overlay.WORKS / str(number)))
+            for number, point in enumerate(self.points)
         )
         """The upper layers, in the order of `points`."""
 

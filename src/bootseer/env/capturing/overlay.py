@@ -160,7 +160,7 @@ class _Builder:
         upper, work = self.place / UPPERS / number, self.place / WORKS / number
         for made in (upper, work):
             made.mkdir(parents=True, exist_ok=True)
-        copy_attributes(point, upper)
+            copy_attributes(point, made)  # to `work` for the comparison at the end (`Layer.root`)
         made_mount = _overlay(point, upper, work, attributes, userxattr=self.plan.userxattr)
         self.points.append(point)
         return made_mount

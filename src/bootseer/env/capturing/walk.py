@@ -140,6 +140,8 @@ class Layer:
     upper: str
     lower: str | None
     """Where its lower layer can be read; None if nowhere: then everything counts as changed."""
+    root: str | None = None
+    """A folder with the attributes that its root had when it was mounted; None: those of `lower` are used."""
 
 
 @dataclass(slots=True)
@@ -209,7 +211,9 @@ class Walk:
         """Walk one layer. Raises `PermanentError` for unreadable files."""
         try:
             top = state_at(layer.upper, "")
-            below = state_at(layer.lower, "") if layer.lower else None
+            # Not of the lower layer if there is a choice: that disk may have been unmounted since, by its user.
+            known = layer.root or layer.lower
+            below = state_at(known, "") if known else None
             if top is not None and below is not None and metadata_differs(top, below):
                 self._add(Change(layer.point, Action.MODIFIED, layer.upper), below)
             waiting = [_Folder(layer.point, layer.upper, layer.lower, hidden=False)]
