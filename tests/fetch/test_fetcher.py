@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 
 from bootseer.errors import PermanentError, TransientError
-from bootseer.fetch.block_request import Form
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
@@ -224,7 +223,7 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(fetching, data, c
 class Neighbour:
     """Another node that has the plain bytes of some blocks, one of them damaged, and not the others."""
 
-    uri, form, run_blocks, turn = "peer://neighbour", Form.PLAIN, 4, 0.5
+    uri, sends_plain, run_blocks, turn = "peer://neighbour", True, 4, 0.5
     steps, may_ask_origin = ("neighbour",), True
 
     def __init__(self, data, has, damaged):

@@ -22,7 +22,7 @@ from bootseer.store.file import FileStore
 from bootseer.store.store import Store, Stored, content_path, is_content_name
 
 if TYPE_CHECKING:
-    from bootseer.peers.objects import OfferedObject
+    from bootseer.peers.shared_objects import OfferedObject
 
 WRITE_S = 60.0
 _THREADS = 8
@@ -131,6 +131,7 @@ def _offered(stored: Stored, path: Path) -> OfferedObject | None:
     """The object as offered to the job's other nodes; None without peers."""
     if not os.environ.get("BOOTSEER_PEERS_DIR"):
         return None
-    from bootseer.peers.objects import OfferedObject  # most starts have no peers, and the import takes milliseconds
+    # Imported here: most starts have no peers, and the import takes milliseconds.
+    from bootseer.peers.shared_objects import OfferedObject
 
     return OfferedObject.of_environment(*stored, path)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
-from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from msgspec import Struct, field
 
@@ -25,15 +24,6 @@ from bootseer.store.store import Store
 _LOG = logger(__name__)
 
 
-class Form(Enum):
-    """The form in which an origin sends blocks."""
-
-    STORED = "stored"
-    """As stored: compressed according to the index."""
-    PLAIN = "plain"
-    """The bytes of the file, as in the cache."""
-
-
 class Origin(Protocol):
     """A source of blocks. Usable from any thread."""
 
@@ -41,9 +31,8 @@ class Origin(Protocol):
     def uri(self) -> str:
         """Its name in errors and statistics; files whose origins have the same name share its pace."""
 
-    @property
-    def form(self) -> Form:
-        """The form in which it sends blocks."""
+    sends_plain: ClassVar[bool]
+    """Whether it sends the bytes of the file, as in the cache, instead of stored ones."""
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
         """Yield each block with its bytes, neither verified nor decompressed. The blocks are adjacent in their stripe.
@@ -71,15 +60,12 @@ class Peers(Routes, Protocol):
 class StoreOrigin(Struct, frozen=True):
     """The store with the stripes of a file: a range is streamed."""
 
+    sends_plain: ClassVar[bool] = False
     store: Store
 
     @property
     def uri(self) -> str:
         return self.store.uri
-
-    @property
-    def form(self) -> Form:
-        return Form.STORED
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
         places = [index.place(block) for block in blocks]
@@ -218,7 +204,7 @@ def _claim(cached: CachedFile, fetch: Fetch, distrusted: Container[int]) -> Clai
 
 def _verify_and_cache(file: File, origin: Origin, block: int, received: Buffer) -> ArrivedBlock:
     begin, index, place = time.perf_counter(), file.index, file.index.place(block)
-    codec = place.codec if origin.form is Form.STORED else RAW
+    codec = RAW if origin.sends_plain else place.codec
     cache_error: BootseerError | None = None
     data: Buffer | CorruptError
     try:

@@ -259,7 +259,7 @@ class OriginQueues(Struct, eq=False):
             yield heapq.heappop(self.postponed)[1]
 
 
-class File(Struct):
+class FileState(Struct):
     """One block file."""
 
     geometry: Geometry
@@ -286,7 +286,7 @@ class Ledger:
 
     def __init__(self, settings: FetchSettings) -> None:
         self._settings = settings
-        self.files: list[File] = []
+        self.files: list[FileState] = []
         self.origins: dict[str, OriginQueues] = {}
         self.wanted: dict[Key, Wanted] = {}
         self.running: dict[int, Request] = {}
@@ -310,7 +310,7 @@ class Ledger:
                 self.origins[name] = OriginQueues(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
         size = geometry.num_blocks
         found = tuple(self.origins[name] for name in origins)
-        self.files.append(File(geometry, found, bytearray(size), bytearray(size)))
+        self.files.append(FileState(geometry, found, bytearray(size), bytearray(size)))
         return len(self.files) - 1
 
     def origin_of(self, key: Key) -> OriginQueues:

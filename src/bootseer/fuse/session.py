@@ -61,7 +61,7 @@ class TreeRequests:
         self._folder: tuple[int, Sequence[Entry]] = (0, ())
 
     def read(
-        self, answer: PendingRead, node: int, handle: int, offset: int, size: int, room: memoryview
+        self, answer: KernelRead, node: int, handle: int, offset: int, size: int, room: memoryview
     ) -> Cancel | None:
         """Begin a read that `answer` completes; returns a function that cancels it."""
         size = max(min(size, self._tree.attributes(node).size - offset), 0)
@@ -116,7 +116,7 @@ class TreeRequests:
         return value if len(value) <= room else errno.ERANGE
 
 
-class PendingRead:
+class KernelRead:
     """An unanswered read; call it with the answer: `min_length` to `length` bytes, or an error number."""
 
     __slots__ = ("begun_s", "cancel", "length", "min_length", "session", "thread", "unique")
@@ -164,7 +164,7 @@ class Session:
         # Replies reference the session, so the descriptor is closed, and its number reused, only after the last reply.
         weakref.finalize(self, os.close, device)
         self._on_error = on_error
-        self._pending: dict[int, PendingRead] = {}
+        self._pending: dict[int, KernelRead] = {}
         self._ended = threading.Event()
         self._is_detached = False
         """Whether it is gone from its folder. Another mount namespace may have a copy that is in use, and the folder
@@ -305,7 +305,7 @@ class Session:
             if opcode == protocol.READ:
                 handle, offset, length = protocol.READ_IN.unpack_from(view, _BODY)
                 self.reads += 1
-                reading = PendingRead(self, unique, thread, length)
+                reading = KernelRead(self, unique, thread, length)
                 self._pending[unique] = reading
                 # The request is parsed: its buffer may hold the answer now.
                 reading.cancel = self._handler.read(reading, node, handle, offset, length, view)
@@ -350,7 +350,7 @@ class Session:
         if not self._handler.ignores_signals or reading.thread == 0 or is_dying(reading.thread):
             self._abort(reading, errno.EINTR)
 
-    def _abort(self, reading: PendingRead, number: int) -> bool:
+    def _abort(self, reading: KernelRead, number: int) -> bool:
         """Cancel a read and answer it with an error; False if it was answered already."""
         if self._pending.pop(reading.unique, None) is None:
             return False

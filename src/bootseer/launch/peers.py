@@ -209,10 +209,10 @@ class PeersStart:
 
     def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
         from bootseer.peers.members import Listed, open_source
-        from bootseer.peers.objects import OBJECT, open_object
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
+        from bootseer.peers.shared_objects import OBJECT, open_object
 
         options, identity = self._options, self._session.tracer.identity
         source = open_source(

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, CorruptError, TransientError
-from bootseer.fetch.block_request import Form
 from bootseer.logs import logger
 from bootseer.peers.choice import RUN_BYTES, Level, Members, Route, Step
 from bootseer.peers.client import Client, Watch
@@ -153,6 +152,7 @@ def run_bytes(file_bytes: int) -> int:
 class PeerOrigin:
     """One node: `fetch.block_request.Origin`."""
 
+    sends_plain: ClassVar[bool] = True
     group: PeerGroup
     step: Step
     members: Members
@@ -160,10 +160,6 @@ class PeerOrigin:
     @property
     def uri(self) -> str:
         return f"peer {self.step.peer.name}"
-
-    @property
-    def form(self) -> Form:
-        return Form.PLAIN
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
         """`timeout_s` is unused: an owner reports that it waits for the origin, and when it gives up; silence and low

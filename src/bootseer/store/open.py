@@ -53,7 +53,9 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     if scheme in ("s3", "gs", "az"):
         return _open_object_store(uri, plain_http)
     if scheme in ("hdfs", "viewfs"):
-        return _open_hdfs(uri)
+        from bootseer.store.file import HdfsStore
+
+        return HdfsStore(uri)
     raise UsageError(f"{shown(uri)!r} is not a store", hint=f"use {_SCHEMES}")
 
 
@@ -88,12 +90,6 @@ def _open_object_store(uri: str, plain_http: bool) -> Store:
     return ObjectStore(uri, allow_http=plain_http)
 
 
-def _open_hdfs(uri: str) -> Store:
-    from bootseer.store.file import HdfsStore
-
-    return HdfsStore(uri)
-
-
 def is_loopback(host: str) -> bool:
     """Whether `name[:port]` is a loopback address of this machine."""
     try:
@@ -102,12 +98,7 @@ def is_loopback(host: str) -> bool:
         return False
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    # Abbreviations like 127.1 are not addresses here, nor for the registry's client.
-    return re.fullmatch(r"[0-9a-f.:]+", name) is not None and _address_is_loopback(name)
-
-
-def _address_is_loopback(text: str) -> bool:
     try:
-        return ipaddress.ip_address(text).is_loopback
-    except ValueError:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:  # abbreviations like 127.1 are not addresses here, nor for the registry's client
         return False

@@ -17,8 +17,8 @@ from bootseer.artifact.objects import LocalObjects
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Peer
 from bootseer.peers.job import FOLDER, JobPeers
-from bootseer.peers.objects import OfferedObject, open_object
 from bootseer.peers.server import Server
+from bootseer.peers.shared_objects import OfferedObject, open_object
 from bootseer.store.file import FileStore
 from bootseer.store.store import Stored
 
