@@ -175,7 +175,7 @@ class Progress:
         if self._line and now_s - self._began_s >= _LONG_S:
             self._line = False
             _write(f"bootseer: still {self._what} {amount}{f' {note}' if note else ''}\n")
-        if not self._on or (now_s < self._next_s and done != total):
+        if not self._on or (now_s < self._next_s and (done != total or not total)):
             return
         self._next_s = now_s + _EVERY_S
         self._shown = True

@@ -7,7 +7,7 @@ import time
 import click
 from msgspec.structs import asdict
 
-from bootseer.cli.output import Output
+from bootseer.cli.output import Output, Progress
 from bootseer.cli.verb_parts import Amount, json_option
 
 _WITHIN_S = 60.0
@@ -32,7 +32,8 @@ def restart_command(job: str, within: float, output: Output) -> None:
     from bootseer.launch.restart_request import restart
 
     began_s = time.monotonic()
-    runs = restart(job, within)
+    with Progress("waiting for the command to start again", line=not output.as_json) as progress:
+        runs = restart(job, within, progress.wait)
     took_s = time.monotonic() - began_s
     lines = [
         f"{run.job}: started again in {took_s:.1f} s (run {run.pid}, process {run.command}, restart {run.restart})"

@@ -13,6 +13,7 @@ import contextlib
 import os
 import select
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -58,11 +59,12 @@ def find_runs(job: str = "") -> list[Run]:
     return [run for run in found.values() if _may_signal(run.pid)]
 
 
-def restart(job: str, within_s: float) -> list[Run]:
+def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: None) -> list[Run]:
     """Have the commands of the job's runs on this node started again; returns the runs, with their new commands.
 
-    Without a name, the only job that there is. Raises `UsageError` if no run, or more than one job, is meant,
-    `TransientError` if a new command has not started within `within_s` seconds, `PermanentError` if a run has ended.
+    Without a name, the only job that there is. `waiting` is called often meanwhile. Raises `UsageError` if no run, or
+    more than one job, is meant, `TransientError` if a new command has not started within `within_s` seconds,
+    `PermanentError` if a run has ended.
     """
     runs = find_runs(job)
     jobs = sorted({run.job for run in runs})
@@ -86,8 +88,10 @@ def restart(job: str, within_s: float) -> list[Run]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(run.pid, RESTART_REQUEST)
         for end in ends:
-            if not select.select([end], [], [], max(0.0, until_s - time.monotonic()))[0]:
-                raise TransientError(f"a command of job {jobs[0]} did not end within {within_s:.0f} s")
+            while not select.select([end], [], [], _POLL_S)[0]:
+                if time.monotonic() > until_s:
+                    raise TransientError(f"a command of job {jobs[0]} did not end within {within_s:.0f} s")
+                waiting()
     old = {run.pid: run for run in runs}
     while True:
         # Not by another process id: a copy of a warm parent has the variables of the start before for a moment.
@@ -99,6 +103,7 @@ def restart(job: str, within_s: float) -> list[Run]:
             raise PermanentError(f"job {jobs[0]} was not restarted: its run has ended (process {gone[0]})")
         if time.monotonic() > until_s:
             raise TransientError(f"a command of job {jobs[0]} has not started again within {within_s:.0f} s")
+        waiting()
         time.sleep(_POLL_S)
 
 
