@@ -64,6 +64,10 @@ _Slice = tuple[int, memoryview]
 """Bytes of the file from an offset on, and their destination."""
 
 
+_PREFETCHED_BYTES = 32 << 20
+"""In flight of earlier prefetches, which will need room in the queue of the cache writer too."""
+
+
 class SharedFile:
     """One version of a file, shared by all its handles. Safe to use from many threads."""
 
@@ -170,7 +174,7 @@ class SharedFile:
     def prefetch(self, offset: int, length: int, ended: Callable[[], None]) -> int:
         """See `CheckpointFile.prefetch`."""
         cache_writer = self._engine.cache_writer if self._source.whole_units else None
-        if self._closed or (cache_writer is not None and not cache_writer.has_room(length)):
+        if self._closed or (cache_writer is not None and not cache_writer.has_room(length + _PREFETCHED_BYTES)):
             ended()
             return 0
         requests = [request for request in self._requests(offset, length) if not self._source.is_local(request.offset)]

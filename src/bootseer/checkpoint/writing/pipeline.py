@@ -13,16 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from msgspec.structs import replace
-
-from bootseer.checkpoint.head import check_size
-from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.writing.lane import Lane, WritingSettings
-from bootseer.checkpoint.writing.publication import Progress, Publication, Written
+from bootseer.checkpoint.writing.lane import Lane
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.errors import NotFoundError, PermanentError
-from bootseer.io.executor import Executor
-from bootseer.io.retry import ExcludedNodes
 
 Read = Callable[[int, int], bytes]
 """Returns bytes of a file by offset and length; called repeatedly, and by many threads."""
@@ -35,13 +28,12 @@ class Pipeline:
     def __init__(
         self,
         target: Target,
-        workers: Executor,
         read: Read,
         on_end: Callable[[SegmentWriter], None],
-        on_sent: Callable[[int], None] = lambda length: None,
+        on_sent: Callable[[int], None],
     ) -> None:
         self._target = target
-        self._lane = Lane(workers, target.stripes + target.parity)
+        self._lane = Lane(target.workers, target.policy.stripes + target.policy.parity)
         self._read = read
         self._on_end = on_end
         self._on_sent = on_sent
@@ -129,80 +121,3 @@ class FileSource:
         except OSError as error:
             raise PermanentError(f"{self._path} cannot be read: {error.strerror}") from error
         return data
-
-
-_LOOK_S = 0.5
-
-
-class _Count:
-    """Progress of the worker threads. Safe to use from many threads."""
-
-    def __init__(self) -> None:
-        self.change = threading.Condition()
-        self.sent = 0
-        self.num_ended = 0
-        self.failed: SegmentWriter | None = None
-
-    def on_sent(self, length: int) -> None:
-        with self.change:
-            self.sent += length
-            self.change.notify()
-
-    def on_end(self, segment: SegmentWriter) -> None:
-        with self.change:
-            self.num_ended += 1
-            if segment.error is not None:
-                self.failed = self.failed or segment
-            self.change.notify()
-
-
-def write_from_source(
-    publication: Publication,
-    size_bytes: int,
-    read: Read,
-    policy: Policy,
-    *,
-    workers: Executor,
-    excluded: ExcludedNodes,
-    settings: WritingSettings,
-    verify: str,
-    progress: Progress | None,
-) -> Written:
-    """Write a file and publish it. A failure leaves nothing behind. `progress` is called in the calling thread."""
-    check_size(size_bytes)
-    count = _Count()
-    pipeline = Pipeline(publication.target(excluded), workers, read, count.on_end, count.on_sent)
-    segments: list[SegmentWriter] = []
-    try:
-        for start, length, stripes in policy.segments_of(size_bytes):
-            segments.append(pipeline.add(start, stripes=stripes))
-            segments[-1].grow(start + length, seal=True)
-        _wait(count, pipeline, len(segments), size_bytes, progress)
-        results = [segment.result for segment in segments if segment.result is not None]
-        written = publication.publish(results, verify=verify)
-    except BaseException:
-        for segment in segments:
-            pipeline.cancel(segment)
-        # Requests in flight still create files in the folder that is about to be removed.
-        pipeline.wait_idle(settings.end_s)
-        publication.remove_unreferenced()
-        raise
-    return replace(written, num_retries=sum(segment.num_retries for segment in segments))
-
-
-def _wait(count: _Count, pipeline: Pipeline, num_segments: int, size_bytes: int, progress: Progress | None) -> None:
-    """Wait for all segments. Raises their errors, and `TransientError` when nothing moves for minutes."""
-    reported = -1
-    while True:
-        with count.change:
-            while not (count.failed or count.num_ended == num_segments or (progress and count.sent > reported)):
-                count.change.wait(_LOOK_S)
-                pipeline.check_progress()
-            failed, is_over, sent = count.failed, count.num_ended == num_segments, count.sent
-        if failed is not None and failed.error is not None:
-            raise failed.error
-        if progress is not None and sent != reported:
-            reported = sent
-            progress(sent, size_bytes)
-        if is_over:
-            return

@@ -124,17 +124,25 @@ class Publication:
     """The unpublished parts of the file at `path`, and the steps that publish it."""
 
     def __init__(
-        self, files: Files, path: str, policy: Policy, mode: int, *, settings: WritingSettings, workers: Executor
+        self,
+        files: Files,
+        path: str,
+        policy: Policy,
+        mode: int,
+        *,
+        settings: WritingSettings,
+        workers: Executor,
+        excluded: ExcludedNodes,
     ) -> None:
         self.path = path
         self.id = secrets.token_hex(16)
-        self.folder = parts_folder(path, self.id)
-        self._files = files
-        self._policy = policy
-        self._mode = mode
+        folder = parts_folder(path, self.id)
+        self.target = Target(
+            files.place, folder, policy, mode, excluded, NodeLoad(), settings, workers, self.note_folder
+        )
+        self.folder = folder
         self.settings = settings
-        self._workers = workers
-        self._load = NodeLoad()
+        self._files = files
         self._referenced: frozenset[str] = frozenset()
         """Parts that a head refers to which is, or may be, visible."""
         # The first lease is written late: most files take less than a minute, and `collect` ignores folders that young.
@@ -145,21 +153,6 @@ class Publication:
         self._is_over = False
         self._in_attempt = ATTEMPTS in path.split("/")
         self._lease_lock = threading.Lock()
-
-    def target(self, excluded: ExcludedNodes) -> Target:
-        return Target(
-            place=self._files.place,
-            folder=self.folder,
-            stripes=self._policy.stripes,
-            parity=self._policy.parity,
-            part_bytes=self._policy.part_bytes,
-            replication=self._policy.replication,
-            mode=self._mode,
-            excluded=excluded,
-            load=self._load,
-            settings=self.settings,
-            before_write=self.note_folder,
-        )
 
     def hidden_name(self) -> str:
         """The hidden name under which an ordinary file is written: among the parts, covered by their lease, because
@@ -179,7 +172,7 @@ class Publication:
         parts = [part for segment in segments for part in segment.all_parts]
         self._check_lengths(parts)
         if verify == "read":
-            verify_parts(self._files.place, self.folder, parts, self._workers)
+            verify_parts(self._files.place, self.folder, parts, self.target.workers)
         names = frozenset(part.name for part in parts)
         self.publish_step(lambda: self._show(data, names), keep=self.id)
         self._referenced = names
@@ -244,7 +237,7 @@ class Publication:
         `collect` decides later."""
         before, self._referenced = self._referenced, self._referenced | names
         try:
-            self._files.place.write_bytes(self.path, head, mode=self._mode)
+            self._files.place.write_bytes(self.path, head, mode=self.target.mode)
         except TransientError:
             raise
         except BootseerError:
@@ -291,21 +284,17 @@ _WHOLE_BYTES = 8 << 20
 
 
 def write_ordinary(
-    files: Files,
     publication: Publication,
     size_bytes: int,
     read: Callable[[int, int], bytes],
-    *,
-    policy: Policy,
-    mode: int,
     progress: Progress | None = None,
 ) -> Written:
     """Write an ordinary file and publish it. `read` returns its bytes."""
-    path = publication.path
+    path, target = publication.path, publication.target
     # With less redundancy than its striped siblings, a small file would make the whole checkpoint depend on one node.
-    if size_bytes <= _WHOLE_BYTES and (policy.replication or 0) <= SMALL_FILE_REPLICAS:
+    if size_bytes <= _WHOLE_BYTES and (target.policy.replication or 0) <= SMALL_FILE_REPLICAS:
         data = read(0, size_bytes) if size_bytes else b""
-        entry = publication.publish_step(lambda: files.place.write_bytes(path, data, mode=mode))
+        entry = publication.publish_step(lambda: target.place.write_bytes(path, data, mode=target.mode))
         if progress is not None:
             progress(size_bytes, size_bytes)
         return Written(path, size_bytes, is_striped=False, entry=entry)
@@ -316,8 +305,12 @@ def write_ordinary(
         names.append(publication.hidden_name())
         # The exact length, so that the place can choose the block size.
         part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
-        (writer,) = files.place.begin_parts(
-            names[-1:], part_bytes=part_bytes, mode=mode, replication=policy.replication, avoid=frozenset(failed_on)
+        (writer,) = target.place.begin_parts(
+            names[-1:],
+            part_bytes=part_bytes,
+            mode=target.mode,
+            replication=target.policy.replication,
+            avoid=frozenset(failed_on),
         )
         try:
             for offset in range(0, size_bytes, CHUNK_BYTES):
@@ -333,7 +326,7 @@ def write_ordinary(
 
     publication.settings.retry(write, path)
     try:
-        publication.publish_step(lambda: rename(files.place, names[-1], path, replace=True))
+        publication.publish_step(lambda: rename(target.place, names[-1], path, replace=True))
     finally:
         publication.remove_unreferenced()
     return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)

@@ -26,9 +26,10 @@ from msgspec import Struct
 
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
-from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
+from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, num_chunks, parity_chunk, part_size, row_of
 from bootseer.checkpoint.writing.lane import Lane, NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.io.executor import Executor
 from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 from bootseer.places.place import PartWriter, Place
@@ -208,15 +209,13 @@ class Target(Struct, frozen=True):
     place: Place
     folder: str
     """The folder of the file's parts."""
-    stripes: int
-    parity: bool
-    part_bytes: int
-    replication: int | None
+    policy: Policy
     mode: int
     excluded: ExcludedNodes
     load: NodeLoad
     settings: WritingSettings
-    before_write: Callable[[], None] = lambda: None
+    workers: Executor
+    before_write: Callable[[], None]
     """Called before the first write."""
 
 
@@ -271,7 +270,7 @@ class SegmentWriter:
 
     @property
     def capacity(self) -> int:
-        return self.stripes * self.target.part_bytes
+        return self.stripes * self.target.policy.part_bytes
 
     @property
     def is_placed(self) -> bool:
@@ -378,7 +377,7 @@ class SegmentWriter:
         self._on_end(self)
 
     def _begin(self) -> None:
-        numbers = range(self.stripes + self.target.parity)
+        numbers = range(self.stripes + self.target.policy.parity)
 
         def begin() -> Sequence[PartWriter]:
             if self.is_over:
@@ -407,11 +406,11 @@ class SegmentWriter:
         ]
         return target.place.begin_parts(
             [f"{target.folder}/{name}" for name in names],
-            part_bytes=target.part_bytes,
+            part_bytes=target.policy.part_bytes,
             mode=target.mode,
-            replication=target.replication,
+            replication=target.policy.replication,
             avoid=avoid,
-            last_resort=target.load.most_loaded(self.stripes + target.parity, self.target.excluded.names()),
+            last_resort=target.load.most_loaded(self.stripes + target.policy.parity, target.excluded.names()),
         )
 
     def _wake(self) -> None:
@@ -442,5 +441,5 @@ class SegmentWriter:
         for part in self._parts[: self._used_stripes()]:
             assert part.result is not None  # noqa: S101 - all have ended
             results.append(part.result)
-        parity = self._parts[-1].result if self.target.parity else None
+        parity = self._parts[-1].result if self.target.policy.parity else None
         return make_segment(self.start, self.size_bytes, self._digests, tuple(results), parity)

@@ -13,19 +13,18 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from bootseer.checkpoint.head import Segment
-from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
+from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.ranges import Ranges
-from bootseer.checkpoint.writing.pipeline import Pipeline
+from bootseer.checkpoint.writing.pipeline import Pipeline, Read
 from bootseer.checkpoint.writing.publication import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.errors import BootseerError, NoSpaceError, NotFoundError, PermanentError, TransientError
-from bootseer.io.executor import Executor
 from bootseer.io.files import punch, write_all
 from bootseer.places.place import Place
 
@@ -145,6 +144,22 @@ class Spool:
         return PermanentError(message)
 
 
+class Replayed(Spool):
+    """In place of a spool, for a file whose bytes can be read again and again: nothing is kept or changed."""
+
+    def __init__(self, read: Read) -> None:
+        self._source = read
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self._source(offset, length)
+
+    def punch(self, offset: int, length: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        """The source is the caller's."""
+
+
 def _gone(error: NotFoundError) -> TransientError:
     """The error of an open file whose published parts are missing."""
     return TransientError(f"{error}: the file was removed or replaced")
@@ -173,15 +188,17 @@ class _Sent(Struct, eq=False):
 class Sending:
     """The bytes of one file. Reading and statistics are safe from many threads."""
 
-    def __init__(self, target: Target, policy: Policy, spool: Spool, budget: Budget, workers: Executor) -> None:
+    def __init__(self, target: Target, spool: Spool, budget: Budget) -> None:
         self.num_retries = 0
         """Parts that were restarted."""
+        self.sent_bytes = 0
+        """Bytes of the file that were written to the place, whether complete yet or not."""
         self._place: Place = target.place
         self._folder = target.folder
-        self._policy = policy
+        self._policy = target.policy
         self._spool = spool
         self._budget = budget
-        self._pipeline = Pipeline(target, workers, spool.read, self._segment_ended)
+        self._pipeline = Pipeline(target, spool.read, self._segment_ended, self._chunk_sent)
         self._state = threading.Condition()
         self._present = Ranges()
         """Ranges in the spool."""
@@ -309,13 +326,18 @@ class Sending:
                 self._tail.writer.grow(size_bytes, seal=True)
                 self._error = self._error or self._tail.writer.error  # it may have failed before it was added
             every = [*self._sent, *([self._tail] if self._tail is not None else [])]
-            while not self._state.wait_for(
-                lambda: self._error is not None or all(sent.segment is not None for sent in every), _LOOK_S
-            ):
-                check()
-                self._pipeline.check_progress()
+        while not self._wait_for_all(every):
+            check()  # without the lock: it may take its time, and worker threads need that
+            self._pipeline.check_progress()
         self.check()
         return sorted((sent.segment for sent in every if sent.segment is not None), key=lambda one: one.start)
+
+    def _wait_for_all(self, every: Sequence[_Sent]) -> bool:
+        """Wait a moment until these are complete, or one has failed; returns whether that is so."""
+        with self._state:
+            return self._state.wait_for(
+                lambda: self._error is not None or all(sent.segment is not None for sent in every), _LOOK_S
+            )
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no cancelled segment is in flight. Returns whether that was so in time."""
@@ -436,6 +458,10 @@ class Sending:
             self._pipeline.cancel(sent.writer)
 
     # Called by worker threads.
+
+    def _chunk_sent(self, length: int) -> None:
+        with self._state:
+            self.sent_bytes += length
 
     def _segment_ended(self, writer: SegmentWriter) -> None:
         with self._state:

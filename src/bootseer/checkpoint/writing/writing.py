@@ -24,11 +24,12 @@ from typing import Literal
 from msgspec.structs import replace
 
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import check_size
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.pipeline import Read, write_from_source
+from bootseer.checkpoint.writing.pipeline import Read
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
-from bootseer.checkpoint.writing.sending import Budget, Sending, Spool, TooLargeError
+from bootseer.checkpoint.writing.sending import Budget, Replayed, Sending, Spool, TooLargeError
 from bootseer.errors import PermanentError
 from bootseer.io.executor import Executor, run_reported
 from bootseer.io.retry import ExcludedNodes
@@ -49,31 +50,22 @@ class FileWriter:
 
     def __init__(
         self,
-        files: Files,
         publication: Publication,
-        policy: Policy,
         spool: Spool,
         budget: Budget,
         *,
-        mode: int,
         verify: str,
-        workers: Executor,
-        excluded: ExcludedNodes,
-        settings: WritingSettings,
         free_some: Callable[[], bool],
         ended: Callable[[FileWriter], None],
     ) -> None:
         """`free_some` returns whether spool space will be freed; `ended` is called at the end."""
-        self.sending = Sending(publication.target(excluded), policy, spool, budget, workers)
+        self.sending = Sending(publication.target, spool, budget)
         """For the `Writing`, which balances spool space among its files."""
-        self._files = files
         self._publication = publication
-        self._policy = policy
+        self._settings = publication.settings
         self._spool = spool
         self._budget = budget
-        self._mode = mode
         self._verify = verify
-        self._settings = settings
         self._free_some = free_some
         self._ended = ended
         # Held by the thread that changes the file, for the whole change.
@@ -200,7 +192,7 @@ class FileWriter:
         if self._written is not None and not self._is_dirty:
             return self._written
         size_bytes = self._size_bytes
-        if self._policy.is_striped(size_bytes):
+        if self._publication.target.policy.is_striped(size_bytes):
             segments = self.sending.send_all(size_bytes, separate_tail=self._is_continued, check=check)
             # Parts of recalled segments are removed once no request in flight creates them any more.
             self.sending.wait_idle(self._settings.end_s)
@@ -209,10 +201,7 @@ class FileWriter:
             with self.sending.hold_back(0):
                 self.sending.recall(0, size_bytes)
                 self.sending.wait_idle(self._settings.end_s)
-                written = write_ordinary(
-                    self._files, self._publication, size_bytes, self._spool.read,
-                    policy=self._policy, mode=self._mode,
-                )  # fmt: skip
+                written = write_ordinary(self._publication, size_bytes, self._spool.read)
         self._written = replace(written, num_retries=written.num_retries + self.sending.num_retries)
         self._is_dirty = False
         return self._written
@@ -274,20 +263,40 @@ class Writing:
         thread. For a file below a hidden folder, as in an attempt, `files` must be made `within` it.
         """
         check_target(self._files, path)
-        policy, publication = self._begin(path, policy, mode)
+        publication = self._begin(path, policy, mode)
         try:
-            if policy.is_striped(size_bytes):
-                return write_from_source(
-                    publication, size_bytes, read, policy,
-                    workers=self._workers, excluded=self._excluded, settings=self._settings, verify=verify,
-                    progress=progress,
-                )  # fmt: skip
-            return write_ordinary(
-                self._files, publication, size_bytes, read,
-                policy=policy, mode=mode, progress=progress,
-            )  # fmt: skip
+            if publication.target.policy.is_striped(size_bytes):
+                return self._send_whole(publication, size_bytes, read, verify, progress)
+            return write_ordinary(publication, size_bytes, read, progress)
         finally:
             self._end(publication)
+
+    def _send_whole(
+        self,
+        publication: Publication,
+        size_bytes: int,
+        read: Read,
+        verify: Verify,
+        progress: Progress | None,
+    ) -> Written:
+        """Send a striped file without a spool, and publish it. A failure leaves nothing behind."""
+        check_size(size_bytes)
+        sending = Sending(publication.target, Replayed(read), self._budget)
+
+        def check() -> None:
+            if progress is not None:
+                progress(sending.sent_bytes, size_bytes)
+
+        try:
+            segments = sending.send_all(size_bytes, separate_tail=False, check=check)
+            check()
+            written = publication.publish(segments, verify=verify)
+        except BaseException:
+            # First, because requests in flight create files in the folder that is about to be removed.
+            sending.close(self._settings.end_s)
+            publication.remove_unreferenced()
+            raise
+        return replace(written, num_retries=sending.num_retries)
 
     def open(
         self,
@@ -302,12 +311,11 @@ class Writing:
         knows that the folder exists and that the path is not a folder."""
         if not is_checked:
             check_target(self._files, path)
-        policy, publication = self._begin(path, policy, mode)
+        publication = self._begin(path, policy, mode)
         try:
             writer = FileWriter(
-                self._files, publication, policy, Spool(self._spool), self._budget,
-                mode=mode, verify=verify, workers=self._workers, excluded=self._excluded, settings=self._settings,
-                free_some=self._free_some, ended=lambda writer: self._ended(writer, publication),
+                publication, Spool(self._spool), self._budget,
+                verify=verify, free_some=self._free_some, ended=lambda writer: self._ended(writer, publication),
             )  # fmt: skip
         except BaseException:
             self._end(publication)
@@ -332,9 +340,11 @@ class Writing:
         self._workers.close()
         self._timer.close()
 
-    def _begin(self, path: str, policy: Policy | None, mode: int) -> tuple[Policy, Publication]:
-        policy = policy or self._policy_of(path)
-        publication = Publication(self._files, path, policy, mode, settings=self._settings, workers=self._workers)
+    def _begin(self, path: str, policy: Policy | None, mode: int) -> Publication:
+        publication = Publication(
+            self._files, path, policy or self._policy_of(path), mode,
+            settings=self._settings, workers=self._workers, excluded=self._excluded,
+        )  # fmt: skip
         with self._lock:
             if not self._is_open:
                 raise PermanentError(f"{self._files.place.uri} is not written to any more: it was closed")
@@ -342,7 +352,7 @@ class Writing:
                 self._schedule_maintenance()
                 self._is_maintained = True
             self._publications.add(publication)
-        return policy, publication
+        return publication
 
     def _end(self, publication: Publication) -> None:
         publication.end()
