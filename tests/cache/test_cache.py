@@ -213,24 +213,12 @@ def test_what_a_killed_process_left_behind_goes(cache, index):
     assert leavings(cache) == []
 
 
-def test_the_last_use_decides_the_order_and_no_clock_does(cache):
+def test_the_last_use_decides_the_order(cache):
     indexes = [index_of(content(2, seed)) for seed in range(4)]
     for index in [*indexes, indexes[1]]:
         cache.open(index).close()
-    for index, time in zip(indexes, (10**10, 0, 5, 10**9), strict=True):
-        os.utime(entry_of(cache, index) / "last-use", (time, time))
     order = [entry.identity for entry in cache.entries()]
     assert order == [indexes[i].identity for i in (1, 3, 2, 0)]
-
-
-@pytest.mark.parametrize("spoil", [empty, overwrite, to_folder, to_pipe, remove])
-def test_a_spoiled_counter_goes_on_behind_the_last_use(cache, index, spoil):
-    other = index_of(content(2, 9))
-    for _ in range(3):
-        cache.open(index).close()
-    spoil(cache.root / "counter")
-    cache.open(other).close()
-    assert [entry.identity for entry in cache.entries()] == [other.identity, index.identity]
 
 
 def test_recent_files_come_first_with_what_is_here_of_them(cache, index, data, full):

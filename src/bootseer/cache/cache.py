@@ -75,7 +75,7 @@ class Cache:
         Raises `CacheFull`, `AccessError`, and `TransientError` when another process takes too long to evict the entry.
         """
         cached = self._open(index)
-        self._note_use(cached.entry)
+        entries.note_use(cached.entry)
         return cached
 
     def open_existing(self, identity: str) -> CachedFile:
@@ -89,7 +89,7 @@ class Cache:
         """All entries, the most recently used first."""
         with mapped("read", self._files):
             found = [entries.examine(path, self._boot) for path in self._paths()]
-        return sorted((one for one in found if one), key=lambda one: one.last_use, reverse=True)
+        return sorted((one for one in found if one), key=lambda one: one.last_use_ns, reverse=True)
 
     def recent(self, max_files: int) -> Iterator[tuple[Index, bytes]]:
         """The most recently used files: each index with a byte per block, nonzero if the block is here.
@@ -97,7 +97,7 @@ class Cache:
         Cheaper than `entries`. Skips entries that are damaged or disappear meanwhile.
         """
         with mapped("read", self._files):
-            paths = sorted(self._paths(), key=entries.last_use, reverse=True)[:max_files]
+            paths = sorted(self._paths(), key=entries.last_use_ns, reverse=True)[:max_files]
         for path in paths:
             with contextlib.suppress(Damaged, OSError):
                 index = entries.read_index_of(path)
@@ -261,22 +261,6 @@ class Cache:
     def _lock(self) -> contextlib.AbstractContextManager[int]:
         return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=self._lock_deadline_s)
 
-    def _note_use(self, entry: Path) -> None:
-        """Two processes may get the same number: then their order is undefined. A full disk prevents no start."""
-        counter = self.root / disk.COUNTER
-        try:
-            number = disk.read_number(counter) + 1
-        except (OSError, Damaged):
-            disk.discard(counter)
-            number = 1 + max(entries.last_use(path)[0] for path in self._paths())
-        for path in (counter, entry / disk.LAST_USE):
-            with contextlib.suppress(OSError):
-                try:
-                    disk.write_number(path, number)
-                except Damaged:
-                    disk.discard(path)
-                    disk.write_number(path, number)
-
     def _goal(self, used: int) -> int | None:
         limit = self._max_bytes
         if limit is None:
@@ -292,7 +276,7 @@ class Cache:
             finally:
                 os.close(lock)
         return [
-            Candidate(one.identity, one.last_use, one.in_use, one.disk_bytes, one.cold_bytes if punches else 0)
+            Candidate(one.identity, one.last_use_ns, one.in_use, one.disk_bytes, one.cold_bytes if punches else 0)
             for one in found
         ]
 

@@ -24,7 +24,6 @@ FILES = "files"
 NEW = "new"
 TRASH = "trash"
 ROOT_LOCK = "lock"
-COUNTER = "counter"
 
 INDEX = "index"
 DATA = "data"
@@ -37,7 +36,6 @@ PINS = "pins"
 
 _ENTRY = {INDEX, DATA, LIVE, DURABLE, USE, LEASE, LAST_USE, PINS}
 
-_DIGITS = 20
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -123,24 +121,6 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     except IsADirectoryError:
         discard(path)
         replace_file(path, data, durable=durable)
-
-
-def read_number(path: Path) -> int:
-    """Read a number written by `write_number`. Raises `Damaged` and `FileNotFoundError`."""
-    try:
-        return int(read_file(path, _DIGITS))
-    except ValueError as error:
-        raise Damaged(f"{path} is not a number") from error
-
-
-def write_number(path: Path, number: int) -> None:
-    """Write a number into a file. Raises `OSError` and `Damaged`."""
-    fd = open_file(path, os.O_RDWR | os.O_CREAT)
-    try:
-        # In place and of constant length: nothing is left behind if the process dies.
-        os.pwrite(fd, b"%0*d" % (_DIGITS, number), 0)
-    finally:
-        os.close(fd)
 
 
 def discard(path: Path) -> None:

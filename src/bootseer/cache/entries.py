@@ -8,8 +8,10 @@ sync; an update lost in a race of two processes only makes a block look colder t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from pathlib import Path
 
 from msgspec import Struct
@@ -41,10 +43,8 @@ class Entry(Struct, frozen=True):
     path: Path
     disk_bytes: int
     """Disk usage."""
-    last_use: int
-    """The cache's use counter at the last use."""
-    last_used_at: float
-    """Wall-clock time of the last use, for display; seconds since 1970, 0: never."""
+    last_use_ns: int
+    """Time of the last use, since 1970; 0: never."""
     leases: tuple[int, ...]
     """Pids that have it open, as far as visible here."""
     pins: tuple[str, ...]
@@ -69,9 +69,8 @@ def examine(path: Path, boot: str) -> Entry | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     holding = tuple(pins_of(path, boot))
-    number, used_at = last_use(path)
     leases = tuple(locks.holders(path / disk.LEASE))
-    outside = (path.name, path, disk_bytes, number, used_at, leases, holding, bool(holding) or is_leased(path))
+    outside = (path.name, path, disk_bytes, last_use_ns(path), leases, holding, bool(holding) or is_leased(path))
     try:
         index = read_index_of(path)
         states, trusted = states_of(path, index, boot)
@@ -141,13 +140,21 @@ def is_leased(path: Path) -> bool:
         os.close(fd)
 
 
-def last_use(path: Path) -> tuple[int, float]:
-    """Use counter and wall-clock time of the last use; zeros if unknown."""
-    file = path / disk.LAST_USE
+def last_use_ns(path: Path) -> int:
+    """Time of the last use; 0 if unknown."""
     try:
-        return disk.read_number(file), file.lstat().st_mtime
-    except (OSError, Damaged):
-        return 0, 0.0
+        return (path / disk.LAST_USE).lstat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def note_use(path: Path) -> None:
+    """Now is the time of the last use. Only a hint for eviction: a full disk prevents no start, and after a jump of
+    the clock the wrong entries are evicted for a while."""
+    with contextlib.suppress(OSError):
+        file, now_ns = path / disk.LAST_USE, time.time_ns()
+        file.touch(mode=0o600)
+        os.utime(file, ns=(now_ns, now_ns))  # the kernel's own time of a change is exact to milliseconds only
 
 
 def _both(one: bytes, two: bytes) -> bytes:

@@ -21,7 +21,7 @@ class Candidate(Struct, frozen=True):
 
     identity: str
     last_use: int
-    """A counter, greater is later; not a time, because clocks jump."""
+    """Greater is later."""
     in_use: bool
     disk_bytes: int
     cold_bytes: int

@@ -62,7 +62,7 @@ def show_command(folder: Path | None, output: Output) -> None:
             format_bytes(entry.disk_bytes),
             f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-",
             format_bytes(entry.hot_bytes),
-            _ago(entry.last_used_at),
+            _ago(entry.last_use_ns / 1e9),
             Text(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
         )
     names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "hot_bytes", "cold_bytes", "in_use", "damaged",
@@ -72,7 +72,7 @@ def show_command(folder: Path | None, output: Output) -> None:
             **{name: getattr(entry, name) for name in names},
             "pids": list(entry.leases),
             "pins": list(entry.pins),
-            "last_used_at": entry.last_used_at or None,
+            "last_used_at": entry.last_use_ns / 1e9 or None,
         }
         for entry in entries
     ]
