@@ -249,6 +249,7 @@ class RoutedScheduler(Scheduler):
 
     def _cold_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
         """The first block of each of the next cold runs, as `_hot_ahead`."""
+        # In two passes: the caller may stop at any `yield`, and the queue must be whole by then.
         kept: deque[tuple[int, range]] = deque()
         for _ in range(min(len(peers.cold), _MAX_EXAMINED_RUNS)):
             file, run = peers.cold.popleft()

@@ -263,7 +263,8 @@ class Scheduler(Ledger):
             blocks, sizes = self._adjacent(
                 key, min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW, room), eligible
             )
-            # A single block may always go, however small the window.
+            # A single block may always go, however small the window: an origin with a window below a block would get no
+            # prefetch at all. Then only the memory limits it, and with nothing in flight not even that.
             if sum(sizes) > (room if origin.num_prefetch else max_bytes) and self.inflight_bytes:
                 return
             fetches.append(self._launch(origin, key[0], blocks, sizes, purpose, now))

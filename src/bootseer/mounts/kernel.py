@@ -212,6 +212,9 @@ def visible(rows: Sequence[Mount]) -> list[Mount]:
     for row in rows:
         children.setdefault(row.parent, []).append(row)
     ids = {row.id for row in rows}
+    # From the root down. A child with the path of its parent lies on top of it, and hides it with its other children.
+    # A child below the path of another child of the same parent was there first, and is hidden by that one: a later
+    # mount at such a path would have the other child as its parent.
     found: list[Mount] = []
     waiting = [row for row in rows if row.path == "/" and row.parent not in ids][:1]
     while waiting:

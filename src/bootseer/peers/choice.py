@@ -109,6 +109,9 @@ class Members:
 
     def _find_route(self, file: str, run: int, absent: frozenset[str], ahead: frozenset[str]) -> Route:
         key = f"{file}/{run}".encode()
+        # Without racks: the first in rank has no steps and asks the origin at once; the second asks the first, then the
+        # origin; all others ask these two. So the origin sends a run twice at most, as long as one of the two is alive.
+        # With racks, `first` are the owners in two racks, and a node asks the owner in its own rack, which asks them.
         first = self._first(key, absent)
         is_first = [peer.name == self.own for peer in first]
         steps = (

@@ -201,6 +201,8 @@ class Client:
 
     def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
         with self._lock:
+            # All but the latest to this peer, so that there are two with the new one. If that closes none, there is one
+            # more in all, and the limit of all peers together counts.
             surplus = self._idle_to(address)[: 1 - _MAX_IDLE] or list(self._idle)[: 1 - _MAX_IDLE_IN_ALL]
             for longest_idle in surplus:
                 del self._idle[longest_idle]

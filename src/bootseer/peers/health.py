@@ -141,6 +141,9 @@ class Health:
         return min(request.active_s + self._silence_s, self._slow_at(request), still_at)
 
     def _idle_at(self, request: PeerRequest) -> float:
+        """When a request is given up although its peer is alive. Before the body: when the peer has received and sent
+        nothing for `STILL_S`, and in any case some time after it last sent something here, as what it receives may be
+        other blocks. Afterwards: when the body is slower than `_FLOOR`."""
         if request.body_s is not None:
             return request.body_s + STILL_S + request.num_bytes / _FLOOR
         sent_s = self._known[request.peer].sent_s if request.peer in self._known else float("-inf")
@@ -153,6 +156,8 @@ class Health:
         typical = self._usual_rate()
         if request.body_s is None or not typical:
             return float("inf")
+        # The latest of four times, so that each of these excuses a request: it keeps an eighth of the usual rate; at
+        # its own rate the rest comes in two seconds; whole responses may take so long; it began a second ago at most.
         slow_s = request.num_bytes / (typical / _SLOWER)
         worth_s = _WORTH_S * request.num_bytes / max(request.length - request.num_bytes, 1)
         usual_s = _USUAL_TIMES * request.length / typical
