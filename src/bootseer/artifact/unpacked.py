@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.artifact.places import own_folder, unpacked_folder
-from bootseer.erofs.format import Attributes
-from bootseer.erofs.reader import Inode
+from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io import locks
+from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owners
@@ -35,6 +35,7 @@ UNPACKED = "unpacked"
 """Key in a mount's details: the name of its unpacked tree."""
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
+_BATCH = 64
 
 
 def tree_name(identities: Sequence[str]) -> str:
@@ -143,7 +144,114 @@ def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
             yield begin, at
 
 
-def write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
+TreeFile = tuple[bytes, ErofsReader, Inode]
+"""A path below the tree's folder (empty for the folder itself), and the file's inode in its image."""
+Xattrs = Mapping[bytes, bytes]
+
+
+def write_tree(
+    files: Iterable[TreeFile],
+    folder: Path,
+    rename: Callable[[Xattrs], Xattrs],
+    *,
+    needed: tuple[bytes, ...] = (),
+    threads: int = 1,
+) -> None:
+    """Write files of EROFS images into a folder, which must be empty, so that no symbolic link in it can redirect a
+    write. `files` has each folder before its entries; they are read by all `threads`.
+
+    `rename` returns extended attributes as they are to be set; attributes with the prefixes `needed` are not skipped on
+    file systems that have none. For root the result equals a mount. Other users own all unpacked files, and devices and
+    attributes that only root may set are left out. Raises `PermanentError` and the errors of reading; what was written
+    stays then.
+    """
+    try:
+        _TreeWriter(os.fsencode(folder), rename, needed).run(files, threads)
+    except OSError as error:
+        place = os.fsdecode(error.filename) if error.filename else folder
+        raise PermanentError(f"{place}: {error.strerror}") from error
+
+
+class _TreeWriter:
+    def __init__(self, folder: bytes, rename: Callable[[Xattrs], Xattrs], needed: tuple[bytes, ...]) -> None:
+        self._folder = folder
+        self._rename = rename
+        self._needed = needed
+        self._num_owners = num_owners()
+        self._has_all_rights = has_all_rights()
+
+    def run(self, files: Iterable[TreeFile], threads: int) -> None:
+        folders: list[TreeFile] = []
+        leaves: list[TreeFile] = []
+        links: list[tuple[bytes, bytes]] = []  # further names of files
+        first: dict[tuple[ErofsReader, int], bytes] = {}
+        for name, reader, inode in files:
+            path = self._folder + b"/" + name if name else self._folder
+            if stat.S_ISDIR(inode.mode):
+                if name:
+                    os.mkdir(path, 0o700)  # noqa: PTH102 - bytes: names need not be text
+                folders.append((path, reader, inode))
+            elif inode.nlink > 1 and (known := first.setdefault((reader, inode.number), path)) != path:
+                links.append((known, path))
+            else:
+                leaves.append((path, reader, inode))
+        batches = [leaves[at : at + _BATCH] for at in range(0, len(leaves), _BATCH)]
+        if threads == 1:  # for callers that enter a user namespace next, and must not have other threads
+            for batch in batches:
+                self._write_some(batch)
+        else:
+            with Tasks("bootseer-unpack", threads) as pool:
+                for _ in pool.map(self._write_some, batches):
+                    pass
+        for known, path in links:
+            with contextlib.suppress(FileNotFoundError):  # a device, left out without root
+                os.link(known, path, follow_symlinks=False)
+        # Attributes of folders last: writing into a folder changes its time, and may be forbidden by its mode.
+        for path, reader, inode in reversed(folders):
+            self._set_attributes(path, reader, inode)
+
+    def _write_some(self, leaves: Sequence[TreeFile]) -> None:
+        for path, reader, inode in leaves:
+            if stat.S_ISREG(inode.mode):
+                _write_file(path, reader.read(inode), inode.size)
+            elif stat.S_ISLNK(inode.mode):
+                os.symlink(reader.readlink(inode), path)  # noqa: PTH211
+            else:
+                is_whiteout = stat.S_ISCHR(inode.mode) and inode.rdev == (0, 0)
+                try:
+                    os.mknod(path, inode.mode, os.makedev(*inode.rdev))
+                except PermissionError:
+                    if self._has_all_rights or is_whiteout:  # whiteouts may be created by every user
+                        raise
+                    continue
+                if is_whiteout:  # has no attributes
+                    continue
+            self._set_attributes(path, reader, inode)
+
+    def _set_attributes(self, path: bytes, reader: ErofsReader, inode: Inode) -> None:
+        """Order matters: chown clears set-user bits and capabilities, and the time must be set last."""
+        if self._num_owners:
+            uid, gid = (number if number < self._num_owners else 0 for number in (inode.uid, inode.gid))
+            os.lchown(path, uid, gid)
+        for name, value in self._rename(reader.xattrs(inode)).items():
+            try:
+                os.setxattr(path, name, value, follow_symlinks=False)
+            except OSError as error:
+                is_missing = error.errno == errno.ENOTSUP and not name.startswith(self._needed)
+                is_forbidden = not self._has_all_rights and error.errno in (errno.EPERM, errno.EACCES)
+                if not is_missing and not is_forbidden:
+                    raise
+        if not stat.S_ISLNK(inode.mode):
+            os.chmod(path, stat.S_IMODE(inode.mode))  # noqa: PTH101 - bytes
+        os.utime(path, ns=(inode.mtime_ns, inode.mtime_ns), follow_symlinks=False)
+
+
+def has_all_rights() -> bool:
+    """Whether this process may set all attributes of files: as root of the host, not of a user namespace."""
+    return is_host() and may_mount()
+
+
+def _write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
     """Create a sparse file with this content: pieces of zeros become holes."""
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(opened, "wb", buffering=0) as file:
@@ -155,30 +263,3 @@ def write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
             while rest:
                 rest = rest[file.write(rest) :]
         os.ftruncate(opened, size)
-
-
-class AttributeWriter:
-    """Sets the file attributes that this process may set: all as root, otherwise times and modes."""
-
-    def __init__(self, needed: tuple[bytes, ...] = ()) -> None:
-        """`needed`: name prefixes of extended attributes that must not be skipped if the file system has none."""
-        self.privileged = is_host() and may_mount()
-        self._num_owners = num_owners()
-        self._needed = needed
-
-    def write(self, path: bytes, of: Attributes | Inode, xattrs: Mapping[bytes, bytes]) -> None:
-        """Order matters: chown clears set-user bits and capabilities, and the time must be set last."""
-        if self._num_owners:
-            uid, gid = (number if number < self._num_owners else 0 for number in (of.uid, of.gid))
-            os.lchown(path, uid, gid)
-        for name, value in xattrs.items():
-            try:
-                os.setxattr(path, name, value, follow_symlinks=False)
-            except OSError as error:
-                is_missing = error.errno == errno.ENOTSUP and not name.startswith(self._needed)
-                is_forbidden = not self.privileged and error.errno in (errno.EPERM, errno.EACCES)
-                if not is_missing and not is_forbidden:
-                    raise
-        if not stat.S_ISLNK(of.mode):
-            os.chmod(path, stat.S_IMODE(of.mode))  # noqa: PTH101 - bytes
-        os.utime(path, ns=(of.mtime_ns, of.mtime_ns), follow_symlinks=False)

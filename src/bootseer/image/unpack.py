@@ -1,24 +1,16 @@
-"""Unpack a converted image into a folder: the last fallback where nothing can be mounted.
-
-For root the result equals a mount. Other users own all unpacked files, and devices and attributes that only root may
-set are left out. Root of a user namespace sets as much as the kernel permits. The folder must be empty, so that no
-symbolic link in it can redirect a write.
-"""
+"""Unpack a converted image into a folder: the last fallback where nothing can be mounted (`artifact.unpacked`)."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.artifact.loading import CachedLayer
-from bootseer.artifact.unpacked import AttributeWriter, write_file
-from bootseer.erofs.format import Attributes
+from bootseer.artifact.unpacked import TreeFile, write_tree
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.image.merged import Layer, MergedTree, Node, unescape_xattr
+from bootseer.image.merged import Layer, MergedTree, Node, is_mark, unescape_xattr
 
 
 def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:
@@ -27,75 +19,37 @@ def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:
 
 
 def unpack(tree: MergedTree, folder: Path) -> None:
-    """Write the tree to an empty folder, which is created if missing.
+    """Write the tree to an empty folder, which is created if missing; see `write_tree`.
 
-    Raises `UsageError` if the folder is not empty, `PermanentError` if a file cannot be written, and the errors of
-    reading the image. After an error the files written so far remain.
+    Raises `UsageError` if the folder is not empty.
     """
-    root = tree.root
-    if root is None:
+    if tree.root is None:
         raise UsageError("an image without layers", hint="convert it again")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if next(folder.iterdir(), None) is not None:
             raise UsageError(f"{folder} is not empty", hint="name a new folder")
-        _Unpacking(os.fsencode(folder)).run(root)
     except OSError as error:
-        place = os.fsdecode(error.filename) if error.filename else folder
-        raise PermanentError(f"{place}: {error.strerror}") from error
+        raise PermanentError(f"{folder}: {error.strerror}") from error
+    write_tree(_files(tree.root), folder, _visible_xattrs)
 
 
-class _Unpacking:
-    def __init__(self, folder: bytes) -> None:
-        self._folder = folder
-        self._attributes = AttributeWriter()
-        self._first_name: dict[str, bytes] = {}  # of each file with hard links
-        self._directories: set[str] = set()
+def _files(root: Node) -> Iterator[TreeFile]:
+    """All files, each folder before its entries."""
+    pending: list[tuple[bytes, Node]] = [(b"", root)]
+    seen: set[str] = set()
+    while pending:
+        path, node = pending.pop()
+        layer, inode = node.parts[0]
+        yield path, layer.reader, inode
+        if not node.is_directory:
+            continue
+        if node.identity in seen:
+            raise CorruptError(f"{os.fsdecode(path)}: a directory contains itself or has two names")
+        seen.add(node.identity)
+        pending += [(path + b"/" + name if path else name, child) for name, child in node.children()]
 
-    def run(self, root: Node) -> None:
-        # A directory's attributes are set after its content is written: writing changes its mtime, and its mode may
-        # forbid it. The flag says whether the content is written.
-        pending: list[tuple[bytes, Node, bool]] = [(self._folder, root, False)]
-        while pending:
-            path, directory, filled = pending.pop()
-            if filled:
-                self._set_attributes(path, directory.attributes())
-                continue
-            if directory.identity in self._directories:
-                raise CorruptError(f"{os.fsdecode(path)}: a directory contains itself or has two names")
-            self._directories.add(directory.identity)
-            pending.append((path, directory, True))
-            for name, node in directory.children():
-                full = path + b"/" + name
-                if node.is_directory:
-                    os.mkdir(full, 0o700)  # noqa: PTH102 - bytes: names need not be text
-                    pending.append((full, node, False))
-                else:
-                    self._write(full, node)
 
-    def _write(self, path: bytes, node: Node) -> None:
-        if node.inode.nlink > 1:
-            first = self._first_name.setdefault(node.identity, path)
-            if first != path:
-                with contextlib.suppress(FileNotFoundError):  # a device, left out without root
-                    os.link(first, path, follow_symlinks=False)
-                return
-        attributes = node.attributes()
-        if stat.S_ISREG(attributes.mode):
-            write_file(path, node.content(), node.inode.size)
-        elif stat.S_ISLNK(attributes.mode):
-            os.symlink(node.target(), path)  # noqa: PTH211
-        elif stat.S_ISFIFO(attributes.mode):
-            os.mkfifo(path, 0o600)
-        else:
-            try:
-                os.mknod(path, stat.S_IFMT(attributes.mode) | 0o600, os.makedev(*attributes.rdev))
-            except PermissionError:
-                if self._attributes.privileged:
-                    raise
-                return
-        self._set_attributes(path, attributes)
-
-    def _set_attributes(self, path: bytes, attributes: Attributes) -> None:
-        xattrs = {unescape_xattr(name): value for name, value in attributes.xattrs.items()}
-        self._attributes.write(path, attributes, xattrs)
+def _visible_xattrs(xattrs: Mapping[bytes, bytes]) -> Mapping[bytes, bytes]:
+    """The attributes without overlayfs' own; escaped ones under their real names."""
+    return {unescape_xattr(name): value for name, value in xattrs.items() if not is_mark(name)}

@@ -22,7 +22,7 @@ from bootseer.artifact.mounting import LazyMount, MountHandle
 from bootseer.artifact.objects import LocalObjects
 from bootseer.artifact.places import environments_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
-from bootseer.artifact.unpacked import UNPACKED, unpack_once
+from bootseer.artifact.unpacked import UNPACKED, has_all_rights, unpack_once, write_tree
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
@@ -40,6 +40,8 @@ from bootseer.store.store import Store
 ENVIRONMENT = "environment"
 """Key of a mount's details: the request key of the snapshot."""
 _POINT = "layer"
+_PRIVILEGED, _UNPRIVILEGED = _MARKS = b"trusted.overlay.", b"user.overlay."
+"""Prefixes of the attributes by which overlayfs marks opaque folders: on the host, and in user namespaces."""
 
 
 class LayerOptions(MountOptions, frozen=True):
@@ -185,7 +187,6 @@ class _LayerMount(LazyMount):
         return self.layers.folder / FILES
 
     def _unpack(self, reason: str) -> tuple[MountMethod, Path]:
-        from bootseer.env.restoring.unpack import unpack_layer
         from bootseer.erofs.reader import ErofsReader
 
         layers = self.layers
@@ -194,7 +195,11 @@ class _LayerMount(LazyMount):
         layers.pull_all(reason)
 
         def write(folder: Path) -> None:
-            unpack_layer(ErofsReader(one.file.read), folder, threads=len(os.sched_getaffinity(0)))
+            folder.mkdir()
+            reader = ErofsReader(one.file.read)
+            files = ((path, reader, inode) for path, inode in reader.walk())
+            rename = dict if has_all_rights() else _for_user_namespace
+            write_tree(files, folder, rename, needed=_MARKS, threads=len(os.sched_getaffinity(0)))
 
         with layers.stage("unpack"):
             tree = unpack_once(self.options.cache, [one.index.identity], write)
@@ -204,3 +209,11 @@ class _LayerMount(LazyMount):
     def unmount_files(self) -> None:
         with contextlib.suppress(BootseerError):
             kernel.unmount(self.layers.folder / _POINT, lazy=True)
+
+
+def _for_user_namespace(xattrs: Mapping[bytes, bytes]) -> Mapping[bytes, bytes]:
+    """The attributes with overlayfs' marks as an overlay in a user namespace reads them."""
+    return {
+        _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
+        for name, value in xattrs.items()
+    }
