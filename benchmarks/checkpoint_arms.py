@@ -13,6 +13,7 @@ from checkpoint_child import PIECE, Job, buffer, main
 
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import mount_checkpoint
+from bootseer.checkpoint.mount.serving import MountRequest
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.places import open_place
@@ -110,9 +111,8 @@ def put(job: Job) -> Run:
 @contextmanager
 def _mounted(job: Job, cache: Path | None) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
     with tempfile.TemporaryDirectory() as runtime:
-        mounted = mount_checkpoint(
-            f"{job.uri}/", None, runtime=Path(runtime), cache=cache, read_only=True, lifeline=True
-        )
+        request = MountRequest(f"{job.uri}/", cache=cache, read_only=True)
+        mounted = mount_checkpoint(request, None, runtime=Path(runtime), lifeline=True)
         try:
             yield mounted.target, mounted.status
         finally:

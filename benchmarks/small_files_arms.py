@@ -131,9 +131,10 @@ def _each(job: Job, files: Sequence[T], do: Callable[[T], object]) -> None:
 @contextmanager
 def _mounted(job: Job) -> Iterator[Path]:
     from bootseer.checkpoint.mount.mounted import mount_checkpoint
+    from bootseer.checkpoint.mount.serving import MountRequest
 
     with tempfile.TemporaryDirectory() as runtime:
-        mounted = mount_checkpoint(f"{job.uri}/", None, runtime=Path(runtime), lifeline=True)
+        mounted = mount_checkpoint(MountRequest(f"{job.uri}/"), None, runtime=Path(runtime), lifeline=True)
         daemon = mounted.state.daemon
         assert daemon is not None
         try:

@@ -49,20 +49,20 @@ def mount_command(
     """
     from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.checkpoint.mount.mounted import mount_checkpoint
+    from bootseer.checkpoint.mount.serving import MEMORY_BYTES, MountRequest
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
 
     with interruptible(), Progress(f"waiting for {uri}", line=not output.as_json) as progress:
-        mounted = mount_checkpoint(
+        request = MountRequest(
             uri,
-            folder.absolute(),
-            runtime=runtime_root(os.environ, os.getuid()),
             cache=cache_root(os.environ, os.getuid()) if cache else None,
             spool=None if spool is None else spool.absolute(),
-            memory_bytes=parse_size(memory, "--memory") if memory else None,
-            waiting=progress.wait,
+            memory_bytes=parse_size(memory, "--memory") if memory else MEMORY_BYTES,
             **values,
         )
+        runtime = runtime_root(os.environ, os.getuid())
+        mounted = mount_checkpoint(request, folder.absolute(), runtime=runtime, waiting=progress.wait)
     row = _row(mounted)
     tell_fallback((row["daemon"] or {}).get("place", {}))
     if os.geteuid() == 0 and not values["only_me"] and "://" in uri and not uri.startswith("file:"):

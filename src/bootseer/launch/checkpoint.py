@@ -84,17 +84,17 @@ class CheckpointStart:
 
     def _mount(self, on_progress: ProgressCallback) -> MountedCheckpoint:
         from bootseer.checkpoint.mount.mounted import mount_checkpoint
+        from bootseer.checkpoint.mount.serving import MEMORY_BYTES, MountRequest
 
         options = self._options
-        return mount_checkpoint(
+        request = MountRequest(
             options.uri,
-            options.target,
-            runtime=options.runtime,
             cache=options.cache,
-            memory_bytes=options.memory_bytes,
+            memory_bytes=options.memory_bytes or MEMORY_BYTES,
             slot=_slot(self._session),
-            lifeline=True,
-            waiting=lambda: on_progress(0, 0),
+        )
+        return mount_checkpoint(
+            request, options.target, runtime=options.runtime, lifeline=True, waiting=lambda: on_progress(0, 0)
         )
 
     def _bind_plain_folder(self, folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.checkpoint.mount.mounted import mount_checkpoint
+from bootseer.checkpoint.mount.serving import MountRequest
 from bootseer.errors import BootseerError
 
 if __name__ == "__main__":
@@ -19,9 +20,9 @@ if __name__ == "__main__":
     values: dict[str, Any] = {key: json.loads(value) for key, _, value in (one.partition("=") for one in rest)}
     hold = values.pop("hold", False)
     try:
-        mounted = mount_checkpoint(
-            uri, Path(target) if target else None, runtime=Path(runtime), cache=Path(cache) if cache else None, **values
-        )
+        own = {key: values.pop(key) for key in ("lifeline",) if key in values}
+        request = MountRequest(uri, cache=Path(cache) if cache else None, **values)
+        mounted = mount_checkpoint(request, Path(target) if target else None, runtime=Path(runtime), **own)
     except BootseerError as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
     else:

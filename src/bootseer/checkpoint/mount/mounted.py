@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.mount.serving import MountRequest, Serving
@@ -125,40 +126,22 @@ def runtime_of(root: Path) -> Runtime:
 
 
 def mount_checkpoint(
-    uri: str,
+    request: MountRequest,
     target: Path | None,
     *,
     runtime: Path,
-    cache: Path | None = None,
-    spool: Path | None = None,
-    memory_bytes: int | None = None,
-    read_only: bool = False,
-    stripes: int | None = None,
-    parity: bool | None = None,
-    only_me: bool = False,
-    slot: str | None = None,
     lifeline: bool = False,
     waiting: Waiting = lambda: None,
 ) -> MountedCheckpoint:
-    """Mount the place `uri` on `target`, an absolute path that is created if missing; None: on a folder of its own.
+    """Mount a place on `target`, an absolute path that is created if missing; None: on a folder of its own.
 
-    The other values are those of `MountRequest`; `runtime` is the runtime folder. The daemon is forked: this process
-    must not have used anything before that does not survive a fork. With `lifeline` the daemon ends with this process.
+    `runtime` is the runtime folder. The daemon is forked: this process must not have used anything before that does not
+    survive a fork. With `lifeline` the daemon ends with this process.
     `waiting` is called twice a second while the place does not answer; when it raises, the mount is cancelled. A mount
     on `target` whose daemon is dead is removed first. Raises `UsageError` when something else is mounted there, and
     errors of the place.
     """
-    request = MountRequest(
-        uri=_absolute(uri),
-        cache=cache,
-        spool=spool,
-        read_only=read_only,
-        stripes=stripes,
-        parity=parity,
-        only_me=only_me,
-        slot=slot,
-        **({} if memory_bytes is None else {"memory_bytes": memory_bytes}),
-    )
+    uri, request = request.uri, replace(request, uri=_absolute(request.uri))
     record = runtime_of(runtime)
     record.remove_stale()
     if target is not None:
@@ -180,7 +163,7 @@ def mount_checkpoint(
         boot=record.boot,
         daemon=daemon.process,
         made_s=time.time(),
-        details={"access": "ro" if read_only else "rw", "cache": str(cache or "")},
+        details={"access": "ro" if request.read_only else "rw", "cache": str(request.cache or "")},
     )
     try:
         record.write(state)
