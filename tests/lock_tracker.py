@@ -27,7 +27,7 @@ FOLDERS = ("checkpoint", "fetch", "hdfs", "io", "mounts")
 """The tests of these packages run with it."""
 ENTRANCES: dict[str, str] = {
     "bootseer.io.timer": "Timer.after",
-    "bootseer.hdfs.serving": "Serving.schedule _call_back",
+    "bootseer.hdfs.read_threads": "ReadThreads.schedule _call_back",
     "bootseer.cache.cache": "Cache.open",
 }
 """What is not to be entered with a lock held. Of what is handed to `Timer.after`, the call at its time."""

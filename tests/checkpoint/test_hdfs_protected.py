@@ -24,8 +24,8 @@ from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import AccessError, TransientError
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import field
 from bootseer.hdfs.reads import HdfsFile
@@ -212,7 +212,7 @@ def test_logins_that_fail_say_why(
 ) -> None:
     def said(call_s: float = 2.0) -> str:
         with (
-            closing(HdfsClient(_authority(kerberized), NativeSettings(call_s=call_s))) as client,
+            closing(HdfsClient(_authority(kerberized), ClientSettings(call_s=call_s))) as client,
             pytest.raises((AccessError, TransientError)) as error,
         ):
             client.stat("/")

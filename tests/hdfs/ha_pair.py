@@ -2,7 +2,7 @@
 the test says which one is active, or observes.
 
     with HaPair(tmp_path, num_datanodes=2) as pair:
-        client = HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))
+        client = HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))
         pair.kill(pair.active)
         pair.activate(1 - pair.active)
 

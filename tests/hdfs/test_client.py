@@ -18,9 +18,9 @@ from registry import free_port
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 import hadoop
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.rpc import UnreachableError
 from hdfs.whole_files import put_over, read_all
 
@@ -170,7 +170,7 @@ def test_the_child_of_a_fork_uses_the_client_of_its_parent(client: HdfsClient, f
 
 
 def test_questions_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsCluster) -> None:
-    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), NativeSettings(call_s=0.5))) as client:
+    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), ClientSettings(call_s=0.5))) as client:
         client.stat("/")
         cluster.hang_namenode()
         try:
@@ -182,7 +182,7 @@ def test_questions_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsClust
 
 
 def test_a_namenode_that_is_not_there_is_transient() -> None:
-    nobody = HdfsClient(f"127.0.0.1:{free_port()}", NativeSettings(call_s=0.5))
+    nobody = HdfsClient(f"127.0.0.1:{free_port()}", ClientSettings(call_s=0.5))
     with closing(nobody), pytest.raises(TransientError):
         nobody.stat("/")
 
@@ -215,7 +215,7 @@ def test_a_service_of_two_namenodes_works_when_one_is_not_there(
     }
     conf_dir = _conf(tmp_path / "conf", settings)
     monkeypatch.setenv("HADOOP_CONF_DIR", conf_dir)
-    for given in (NativeSettings(), NativeSettings(conf_dir=conf_dir)):
+    for given in (ClientSettings(), ClientSettings(conf_dir=conf_dir)):
         with closing(HdfsClient("checkpoints", given)) as client:
             put_over(client, "/service/a", DATA)
             assert client.stat("/service/a").size_bytes == len(DATA)
@@ -227,4 +227,4 @@ def test_a_service_of_two_namenodes_works_when_one_is_not_there(
 def test_an_unknown_service_is_a_usage_error(tmp_path: Path) -> None:
     conf_dir = _conf(tmp_path / "conf", {"dfs.nameservices": "checkpoints"})
     with pytest.raises(UsageError):
-        HdfsClient("checkpoints", NativeSettings(conf_dir=conf_dir))
+        HdfsClient("checkpoints", ClientSettings(conf_dir=conf_dir))

@@ -17,8 +17,8 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.publish import put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
 from bootseer.places import open_place
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.whole_files import read_all
@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HaPair]:
 
 @pytest.fixture
 def client(pair: HaPair) -> Iterator[HdfsClient]:
-    with closing(HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))) as opened:
+    with closing(HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))) as opened:
         yield opened
 
 
@@ -78,7 +78,7 @@ def test_an_observer_is_passed_over(pair: HaPair, client: HdfsClient, folder: st
             busy.wait(1)
         client.put(f"{folder}/written", DATA)
         for first in range(2):
-            with closing(HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))) as fresh:
+            with closing(HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))) as fresh:
                 fresh._namenode._active = first
                 assert read_all(fresh, f"{folder}/written") == DATA
     finally:
@@ -94,7 +94,7 @@ def test_one_that_hangs_is_passed_over(pair: HaPair, client: HdfsClient, folder:
         if hung == pair.active:
             pair.activate(1 - hung)
         try:
-            with closing(HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))) as fresh:
+            with closing(HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))) as fresh:
                 assert read_all(fresh, f"{folder}/a") == DATA
                 assert fresh.stat(f"{folder}/a").size_bytes == len(DATA)
                 fresh.put(f"{folder}/{hung}", b"x")

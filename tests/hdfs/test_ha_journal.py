@@ -15,8 +15,8 @@ from hdfs_cluster import needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.whole_files import read_all
 from registry import free_port
@@ -57,7 +57,7 @@ def test_nothing_is_lost_or_wrong_when_the_active_one_is_killed_or_replaced(
     uri, nodes = journal
     with (
         HaPair(tmp_path, settings={"dfs.namenode.shared.edits.dir": uri}) as pair,
-        closing(HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir))) as client,
+        closing(HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))) as client,
     ):
         client.make_folder("/tests", parents=True)
         with Busy(client, "/tests") as busy:

@@ -16,8 +16,8 @@ from kdc import REALM, Kdc, java_options, kdc_missing, secured
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.errors import AccessError, TransientError
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.protobuf import Message, delimited, field
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.whole_files import read_all, read_ranges
@@ -60,7 +60,7 @@ def pair(running: HaPair) -> HaPair:
 
 
 def _client(pair: HaPair, call_s: float = 60.0) -> HdfsClient:
-    return HdfsClient(pair.service, NativeSettings(conf_dir=pair.conf_dir, call_s=call_s, close_s=call_s))
+    return HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir, call_s=call_s, close_s=call_s))
 
 
 def test_reads_and_writes_go_on_when_the_active_one_hands_over_and_when_it_is_killed(pair: HaPair) -> None:

@@ -23,8 +23,8 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.writing.lane import WritingSettings
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
 from bootseer.places.hdfs import HdfsPlace
 from hdfs.whole_files import below
 
@@ -53,7 +53,7 @@ def ends(work: Callable[[], object], timeout_s: float = ENDS_S) -> None:
 
 
 def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCluster) -> None:
-    settings = NativeSettings(call_s=1.0, close_s=2.0)
+    settings = ClientSettings(call_s=1.0, close_s=2.0)
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), settings)) as client:
         for name in ("a", "kept"):
             client.put(f"/hung/folder/{name}", b"x")
@@ -95,7 +95,7 @@ def test_a_put_ends_with_an_error(cluster: HdfsCluster, tmp_path: Path) -> None:
     source.mkdir()
     (source / "a").write_bytes(os.urandom(8 << 20))
     settings = PutSettings(writing=WritingSettings(retry_for_s=2.0, end_s=2.0))
-    native = NativeSettings(call_s=1.0, close_s=2.0)
+    native = ClientSettings(call_s=1.0, close_s=2.0)
     with closing(HdfsPlace(HdfsClient(cluster.uri.removeprefix("hdfs://"), native), "/hung/job")) as place:
 
         def hang(done: int, total: int) -> None:

@@ -15,8 +15,9 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import Native, NativeSettings, NativeWriter
+from bootseer.hdfs.native import Native, NativeWriter
 from bootseer.hdfs.placement import MultiBlockWriter
 from bootseer.store.file import HdfsStore
 from hdfs.whole_files import read_all
@@ -115,7 +116,7 @@ class TestLate:
     def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster) -> None:
         with (
             closing(HdfsClient(late.uri.removeprefix("hdfs://"))) as client,
-            closing(Native(late.uri, NativeSettings())) as native,
+            closing(Native(late.uri, ClientSettings())) as native,
             closing(HdfsStore(f"{late.uri}/store")) as store,
         ):
 

@@ -13,7 +13,6 @@ from bootseer.errors import (
     NotEmptyError,
     NotFoundError,
     TransientError,
-    UsageError,
 )
 from bootseer.hdfs.errors import NotReadyError
 
@@ -38,7 +37,6 @@ class PanicException(BaseException):
             RuntimeError('RPCError("java.io.IOException", "rename destination directory is not empty: /b")'),
             NotEmptyError,
         ),
-        (RuntimeError('InvalidArgument("No NameNode hosts found")'), UsageError),
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'),
             NotReadyError,
@@ -64,13 +62,6 @@ def test_an_answer_of_the_server_is_shown_without_the_librarys_quotes() -> None:
     text = r'RPCError("org.apache.hadoop.security.AccessControlException", "denied: inode=\"/a\":me\n\tat org.Code(x)")'
     for answer in (text, r'RPCError("org.apache.hadoop.security.AccessControlException", "denied: inode=\"/a\":me")'):
         assert str(native.mapped(RuntimeError(answer), "/a")) == '/a: AccessControlException: denied: inode="/a":me'
-
-
-def test_a_missing_ticket_is_said() -> None:
-    text = 'GSSAPIError(GssMajorCodes { raw: "0x1", calling_error: "none" }, 2529, "No Kerberos credentials available")'
-    error = native.mapped(RuntimeError(text), "/a")
-    assert isinstance(error, AccessError)
-    assert str(error) == "/a: Kerberos: No Kerberos credentials available; is there a ticket (klist, kinit)?"
 
 
 def test_what_is_no_error_passes() -> None:

@@ -17,8 +17,9 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import Native, NativeReads, NativeSettings
+from bootseer.hdfs.native import Native, NativeReads
 from hdfs.whole_files import put_over, read_ranges
 
 pytestmark = needs_hdfs
@@ -27,7 +28,7 @@ DATA = random.Random(6).randbytes(9_000_001)
 
 @pytest.fixture
 def reads(cluster: HdfsCluster) -> Iterator[NativeReads]:
-    native = Native(cluster.uri, NativeSettings(socket_timeout_s=5))
+    native = Native(cluster.uri, ClientSettings(socket_timeout_s=5))
     with closing(NativeReads(native)) as opened:
         yield opened
 

@@ -18,8 +18,8 @@ from registry import free_port
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import NativeSettings
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.test_names import LosesAnswer
 from hdfs.whole_files import read_all
@@ -127,7 +127,7 @@ def routers(pair: HaPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def client(routers: Routers) -> Iterator[HdfsClient]:
-    with closing(HdfsClient(_SERVICE, NativeSettings(conf_dir=str(routers.conf_dir)))) as opened:
+    with closing(HdfsClient(_SERVICE, ClientSettings(conf_dir=str(routers.conf_dir)))) as opened:
         yield opened
 
 

@@ -17,9 +17,10 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.native import Native, NativeSettings, NativeWriter
+from bootseer.hdfs.native import Native, NativeWriter
 from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs
@@ -28,7 +29,7 @@ DATA = random.Random(4).randbytes(3_000_001)
 
 @pytest.fixture
 def native(cluster: HdfsCluster) -> Iterator[Native]:
-    with closing(Native(cluster.uri, NativeSettings())) as opened:
+    with closing(Native(cluster.uri, ClientSettings())) as opened:
         yield opened
 
 
@@ -95,7 +96,7 @@ def test_a_file_that_was_removed_by_another_client_cannot_be_closed(
 
 
 def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluster) -> None:
-    native = Native(cluster.uri, NativeSettings(write_s=4.0, close_s=4.0))
+    native = Native(cluster.uri, ClientSettings(write_s=4.0, close_s=4.0))
     writer = NativeWriter(native, f"/hung/{os.getpid()}")
     writer.write(DATA)
     for number in range(4):
@@ -116,7 +117,7 @@ def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluste
 
 
 def test_dropping_a_writer_that_was_not_closed_does_not_wait_for_hdfs(cluster: HdfsCluster, folder: str) -> None:
-    native = Native(cluster.uri, NativeSettings())
+    native = Native(cluster.uri, ClientSettings())
     writer = NativeWriter(native, f"{folder}/a")
     writer.write(DATA)
     cluster.hang_namenode()

@@ -83,7 +83,7 @@ class Links:
 
     @contextmanager
     def locked(self) -> Iterator[Schedule]:
-        """As `Serving.schedule`."""
+        """As `ReadThreads.schedule`."""
         yield self.schedule
         ended, self.schedule.ended = self.schedule.ended, deque()
         for ticket in ended:

@@ -23,6 +23,22 @@ _MAX_FILE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Time limits of a client, and where Hadoop's configuration is."""
+
+    call_s: float = 60.0
+    """One request to the NameNodes including retries and failover. A NameNode restarts in half a minute or more."""
+    write_s: float = 20.0
+    """One buffer that hdfs-native writes, until DataNodes have acknowledged it."""
+    close_s: float = 60.0
+    """The end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
+    socket_timeout_s: float = 5.0
+    """After this hdfs-native takes a silent DataNode for hung. Busy disks answer within 1 or 2 s."""
+    conf_dir: str | None = None
+    """Folder of Hadoop's configuration. None: `$HADOOP_CONF_DIR`, or else `$HADOOP_HOME/etc/hadoop`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """The NameNodes of one authority."""
 

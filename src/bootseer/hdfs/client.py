@@ -13,20 +13,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
-from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.hdfs.addresses import Cluster
+from bootseer.errors import AlreadyExistsError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.addresses import ClientSettings, Cluster
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.block_writer import ExcludedDataNodes
 from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode, Names
-from bootseer.hdfs.native import Native, NativeFile, NativeReads, NativeSettings, NativeWriter
+from bootseer.hdfs.native import Native, NativeReads, NativeWriter
 from bootseer.hdfs.placement import FileSettings, MultiBlockWriter, PlacedWriter, PlacementGroup
-from bootseer.hdfs.reads import HdfsFile, HdfsReads
+from bootseer.hdfs.reads import HdfsReads
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -43,22 +43,20 @@ _NATIVE_BLOCK_BYTES = 1 << 30
 reported in time."""
 
 
-class HdfsClient:
+class HdfsClient(Names):
     """A client of the file system `hdfs://AUTHORITY`: host and port of its NameNode, or the name of a service."""
 
-    def __init__(self, authority: str, settings: NativeSettings | None = None) -> None:
+    def __init__(self, authority: str, settings: ClientSettings | None = None) -> None:
         """Connects on first use. Raises `UsageError` for an invalid authority."""
         if not authority or "@" in authority or "/" in authority:
             raise UsageError(f"hdfs://{authority} names no file system", hint="use hdfs://host:port or hdfs://service")
-        self.uri = f"hdfs://{authority}"
-        self.settings = settings or NativeSettings()
+        self.settings = settings or ClientSettings()
         self.cluster = Cluster.of(authority, self.settings.conf_dir)
-        self._namenode = NameNode(self.cluster, ask_s=self.settings.call_s)
-        self._names = Names(self._namenode)
+        super().__init__(NameNode(self.cluster, ask_s=self.settings.call_s))
         self._defaults: WriteDefaults | None = None
         self._least_block = 0
         """The minimum block size, once the NameNode has refused a smaller one."""
-        self._reads = Reads(self._namenode, lambda: self._native)
+        self._reads = HdfsReads(self._namenode, fallback=lambda: NativeReads(self._native))
         self.fallback = ""
         """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
 
@@ -69,42 +67,6 @@ class HdfsClient:
     @cached_property
     def _excluded(self) -> ExcludedDataNodes:
         return ExcludedDataNodes()
-
-    def stat(self, path: str) -> FileStatus:
-        return self._names.stat(path)
-
-    def list(self, path: str) -> Iterator[FileStatus]:
-        """The entries of a folder; for a file, the file itself. Raises `NotFoundError`."""
-        return self._names.list(path)
-
-    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """Make a folder, with `parents` also those above it. Raises `AlreadyExistsError` for a taken name, unless
-        `parents` and it is a folder. Of two concurrent callers both may succeed: HDFS does not report it."""
-        if not parents:
-            with contextlib.suppress(NotFoundError):
-                self.stat(path)
-                raise AlreadyExistsError(f"{self.uri}{path} already exists")
-        self._names.make_folder(path, mode, parents=parents)
-
-    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
-        `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
-        self._names.rename(source, target, overwrite=overwrite)
-
-    def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
-        if not self._names.delete(path, recursive=recursive):
-            raise NotFoundError(f"{self.uri}{path} does not exist")
-
-    def set_permission(self, path: str, mode: int) -> None:
-        self._names.set_permission(path, mode)
-
-    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
-        self._names.set_owner(path, owner, group)
-
-    def set_mtime(self, path: str, mtime_ms: int) -> None:
-        self._names.set_mtime(path, mtime_ms)
 
     def put(
         self,
@@ -231,7 +193,7 @@ class HdfsClient:
         """Total and free bytes of all DataNodes."""
         return self._namenode.space()
 
-    def reads(self) -> Reads:
+    def reads(self) -> HdfsReads:
         return self._reads
 
     def close(self) -> None:
@@ -272,46 +234,6 @@ class HdfsClient:
         if self._defaults is None:
             self._defaults = ask_defaults(self._namenode)
         return self._defaults
-
-
-class Reads:
-    """Reads by own connections, and by hdfs-native where those are not supported. Safe to use from many threads."""
-
-    def __init__(self, namenode: NameNode, native: Callable[[], Native]) -> None:
-        """`native` returns hdfs-native's client, on first use."""
-        self._own = HdfsReads(namenode)
-        self._native = native
-        self._reason = ""
-
-    @cached_property
-    def _fallback(self) -> NativeReads:
-        return NativeReads(self._native())
-
-    def open(self, path: str, *, deadline_s: float = 60.0) -> HdfsFile | NativeFile:
-        try:
-            return self._own.open(path, deadline_s=deadline_s)
-        except UnsupportedError as error:
-            if str(error) != self._reason:
-                _LOG.info("%s is read through hdfs-native: %s", path, error)
-            self._reason = str(error)
-            return self._fallback.open(path, deadline_s=deadline_s)
-
-    def facts(self) -> Mapping[str, object]:
-        """Statistics of all reads so far. `fallback` says why hdfs-native was used, "" if it was not."""
-        facts = self._own.facts()
-        if self._reason:
-            facts["nodes"] |= self._fallback.nodes()
-            facts["retries"] += self._fallback.num_retries
-            facts["fallback"] = self._reason
-        return facts
-
-    def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        return self._own.delay_s(nodes, length)
-
-    def close(self) -> None:
-        self._own.close()
-        if self._reason:
-            self._fallback.close()
 
 
 def _server(cluster: Cluster) -> str:

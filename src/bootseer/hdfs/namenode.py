@@ -22,7 +22,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+)
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.block_locations import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
 from bootseer.hdfs.errors import kind_of_error
@@ -354,20 +361,28 @@ class Names:
     """Names and folders."""
 
     def __init__(self, namenode: NameNode) -> None:
+        self.uri = f"hdfs://{namenode.cluster.authority}"
         self._namenode = namenode
 
     def stat(self, path: str) -> FileStatus:
         with self._namenode.parsing(path):
             answer = self._ask("getFileInfo", field(1, path), path)
             if 1 not in answer:
-                raise NotFoundError(f"{self._uri_of(path)} does not exist")
+                raise self._not_found(path)
             return parse_status(path, answer.message(1))
 
-    def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
-        """Create a folder; an existing one stays."""
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        """Make a folder, with `parents` also those above it. Raises `AlreadyExistsError` for a taken name, unless
+        `parents` and it is a folder. Of two concurrent callers both may succeed: HDFS does not report it."""
+        if not parents:
+            with contextlib.suppress(NotFoundError):
+                self.stat(path)
+                raise AlreadyExistsError(f"{self.uri}{path} already exists")
         self._ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
 
-    def rename(self, source: str, target: str, *, overwrite: bool) -> None:
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
+        `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
         try:
             self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
         except NotFoundError:
@@ -378,14 +393,17 @@ class Names:
                     return
             raise
 
-    def delete(self, path: str, *, recursive: bool) -> bool:
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
         with self._namenode.parsing(path):
-            return bool(self._ask("delete", field(1, path) + field(2, recursive), path).number(1))
+            if not self._ask("delete", field(1, path) + field(2, recursive), path).number(1):
+                raise self._not_found(path)
 
     def set_permission(self, path: str, mode: int) -> None:
         self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
         fields = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
         self._ask("setOwner", field(1, path) + fields, path)
 
@@ -393,14 +411,14 @@ class Names:
         self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
 
     def list(self, path: str) -> Iterator[FileStatus]:
-        """The entries of a folder, page by page; for a file, the file itself."""
+        """The entries of a folder, page by page; for a file, the file itself. Raises `NotFoundError`."""
         after = b""
         is_more = True
         while is_more:
             answer = self._ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
             with self._namenode.parsing(path):
                 if 1 not in answer:
-                    raise NotFoundError(f"{self._uri_of(path)} does not exist")
+                    raise self._not_found(path)
                 page = answer.message(1)
                 found = [Message(entry) for entry in page.every(1)]
                 for entry in found:
@@ -421,5 +439,5 @@ class Names:
             return getattr(error.__cause__, "kind", "") == "UnsupportedOperationException"
         return False
 
-    def _uri_of(self, path: str) -> str:
-        return f"hdfs://{self._namenode.cluster.authority}{path}"
+    def _not_found(self, path: str) -> NotFoundError:
+        return NotFoundError(f"{self.uri}{path} does not exist")

@@ -1,5 +1,6 @@
 """hdfs-native's client, with workarounds for its pitfalls in one place: forks, panics, calls without deadlines, errors
-without classes.
+without classes. It reads and writes files with erasure coding or in encryption zones, after the own client has found
+that they are such.
 
 Fork: a client that was created before a fork hangs in the child, and so does its destructor; the child leaks it and
 creates its own. The library also keeps connections to DataNodes for the whole process: a child that used them would
@@ -18,19 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import io
 import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
 from hdfs_native import Client, FileReader, FileWriter, WriteOptions
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.errors import kind_of_error
 from bootseer.io.deadline import within
@@ -48,31 +48,14 @@ _FIXED_SETTINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NativeSettings:
-    """Time limits, and Hadoop's configuration."""
-
-    call_s: float = 60.0
-    """One request to the NameNodes including retries and failover. A NameNode restarts in half a minute or more."""
-    write_s: float = 20.0
-    """One buffer, until DataNodes have acknowledged it."""
-    close_s: float = 60.0
-    """The end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
-    socket_timeout_s: float = 5.0
-    """After this a silent DataNode counts as hung. Busy disks answer within 1 or 2 s."""
-    conf_dir: str | None = None
-    """Folder of Hadoop's configuration. None: `$HADOOP_CONF_DIR`, or else `$HADOOP_HOME/etc/hadoop`."""
-
-
 _REMOTE = re.compile(r'RPCError\("(?:\w+\.)*([\w$]+)", "(.*?)(?:"\))?$')
 """The library's form of a server's error: quoted class and text."""
-_KERBEROS = re.compile(r'GSSAPIError\(.*, "(.*?)"?\)?$')
 
 
 class Native:
     """The library's client of one file system in one process."""
 
-    def __init__(self, uri: str, settings: NativeSettings, *, server: str = "") -> None:
+    def __init__(self, uri: str, settings: ClientSettings, *, server: str = "") -> None:
         """`uri` is used in messages; `server` is the address, if that differs."""
         self.uri = uri
         self.settings = settings
@@ -103,12 +86,12 @@ class Native:
             self._client = None
 
     def forget_client(self) -> None:
-        """In the child of a fork: leak the parent's client, because its destructor would hang."""
+        """In the child of a fork: leak the parent's client, whose destructor would wait for the parent's threads."""
         # A thread of the parent may have held the lock.
         self._lock = threading.Lock()
         client, self._client = self._client, None
         if client is not None:
-            leak(client)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
 
 def note_read() -> None:
@@ -119,11 +102,6 @@ def note_read() -> None:
 def wait_for_inherited_connections() -> None:
     """In the child of a fork: wait until the library does not reuse connections of the parent any more."""
     time.sleep(max(0.0, _native_connections.foreign_until_s - time.monotonic()))
-
-
-def leak(value: object) -> None:
-    """Keep an object of the library forever: in a forked child its destructor would wait for the parent's threads."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextlib.contextmanager
@@ -149,23 +127,13 @@ def mapped(error: BaseException, subject: str) -> BootseerError:
     first = text.replace("\\n", "\n").partition("\n")[0]
     if remote := _REMOTE.match(first):
         first = f"{remote[1]}: {remote[2]}".replace('\\"', '"')
-    elif kerberos := _KERBEROS.match(first):
-        first = f"Kerberos: {kerberos[1]}; is there a ticket (klist, kinit)?"
-    elif "RPC listener disconnected" in first:
-        first = "the NameNode closed the connection; if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
     first = first[:300]
     message = f"{subject}: {first}"
     is_missing = isinstance(error, FileNotFoundError) and "Path is not a file" not in text
     if is_missing or ("(is not a directory)" in text and "AccessControlException" in text):
         # Some messages are the bare path. For a path below a file HDFS reports missing access rights.
         return NotFoundError(message if " " in first else f"{subject} does not exist")
-    kind = kind_of_error(text)
-    if kind is not None:
-        return kind(message)
-    if "No NameNode hosts found" in text:
-        hint = "name host and port, or set HADOOP_CONF_DIR to where the service's NameNodes are named"
-        return UsageError(f"{subject}: no NameNode is known for this address", hint=hint)
-    return TransientError(message)
+    return (kind_of_error(text) or TransientError)(message)
 
 
 class _NativeConnections:
@@ -191,13 +159,6 @@ after_fork(_after_fork)
 _NOT_YET = "Failed to complete file in time"
 _DELETE_S = 10.0
 _HANG_UP_S = 0.5
-
-
-class _State(enum.Enum):
-    OPEN = enum.auto()
-    SPOILED = enum.auto()
-    """Failed, and not removed yet."""
-    ENDED = enum.auto()
 
 
 class NativeWriter:
@@ -228,7 +189,8 @@ class NativeWriter:
         # Python's finalizer of files calls close(), which may hang the thread that drops the last reference. A file
         # that Python considers closed has no finalizer; the library's own methods still work.
         io.RawIOBase.close(self._file)
-        self._state = _State.OPEN
+        self._is_usable = True
+        self._is_over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append. Blocks while HDFS is slower, at most `write_s`."""
@@ -241,18 +203,19 @@ class NativeWriter:
         """Complete the file: DataNodes have acknowledged all bytes, the NameNode has the length. Nodes are unknown."""
         close_s = self._native.settings.close_s
         self._step(lambda file: _complete(file, close_s), close_s)
-        self._state = _State.SPOILED
+        self._is_usable = False
         found = self._native.call(self._uri, lambda client: client.get_file_info(self.path).length)
         if found != self.size_bytes:
             raise TransientError(f"{self._uri} has {found} bytes after {self.size_bytes} were written")
-        self._state = _State.ENDED
+        self._is_over = True
         return ()
 
     def abort(self) -> None:
         """Discard the file. Never raises; does nothing after `close`. A file that cannot be removed stays."""
-        if self._state is _State.ENDED:
+        if self._is_over:
             return
-        self._state = _State.ENDED
+        self._is_over = True
+        self._is_usable = False
         with contextlib.suppress(BootseerError):
             self._native.call(self._uri, lambda client: client.delete(self.path), _DELETE_S)
         # Close the library's connection, which would otherwise stay open forever. A call that hangs is left to its
@@ -261,12 +224,12 @@ class NativeWriter:
             self._native.call(self._uri, lambda _: self._file.close(), _HANG_UP_S)
 
     def _step(self, step: Callable[[FileWriter], object], timeout_s: float) -> None:
-        if self._state is not _State.OPEN:
+        if not self._is_usable:
             raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
         try:
             self._native.call(self._uri, lambda _: step(self._file), timeout_s)
         except BaseException:
-            self._state = _State.SPOILED
+            self._is_usable = False
             raise
 
 
@@ -302,17 +265,21 @@ class NativeReads(PooledReads):
         self.num_retries = 0
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
-        opened = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
-        return NativeFile(self, path, opened)
+        opened, version = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
+        return NativeFile(self, path, opened.size, version)
 
     def fetch(self, file: NativeFile, start: int, length: int, until: float) -> list[bytes]:
-        """Read a range. After an error the file is opened again, which lists the replicas in another order."""
+        """Read a range. The file is opened for each try: this lists the replicas in another order, and shows whether it
+        is still this version. So a forked child inherits no reader, whose destructor would hang."""
 
-        def receive(_: Client) -> list[bytes]:
+        def receive(client: Client) -> list[bytes]:
             wait_for_inherited_connections()
+            opened, version = _open(client, file.path)
+            if version != file.version:
+                raise PermanentError(f"{file.uri} was replaced while it was read")
             try:
                 # Not read_range, which copies answers of several MiB three times.
-                return list(file.reader(again=tries > 0).read_range_stream(start, length))
+                return list(opened.read_range_stream(start, length))
             finally:
                 note_read()
 
@@ -335,14 +302,12 @@ class NativeReads(PooledReads):
 class NativeFile:
     """One version of one file: reads return bytes of this version or an error."""
 
-    def __init__(self, reads: NativeReads, path: str, opened: _Opened) -> None:
+    def __init__(self, reads: NativeReads, path: str, size_bytes: int, version: str) -> None:
         self.path = path
-        self.size_bytes = opened.size_bytes
-        self.version = opened.version
+        self.size_bytes = size_bytes
+        self.version = version
         self.uri = f"{reads.native.uri}{path}"
         self._reads = reads
-        self._reader: FileReader | None = opened.reader
-        after_fork(self._forget_reader)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         return ()
@@ -370,33 +335,9 @@ class NativeFile:
     def close(self) -> None:
         """Reads in flight still end."""
 
-    def reader(self, *, again: bool) -> FileReader:
-        """A reader of this version; `again`: a new one, with the replicas in another order. Raises `PermanentError` if
-        the file was replaced."""
-        reader = self._reader
-        if not again and reader is not None:
-            return reader
-        opened = _open(self._reads.native.client(), self.path)
-        if opened.version != self.version:
-            raise PermanentError(f"{self.uri} was replaced while it was read")
-        if reader is None:
-            self._reader = opened.reader
-        return opened.reader
 
-    def _forget_reader(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            leak(reader)
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    reader: FileReader
-    size_bytes: int
-    version: str
-
-
-def _open(client: Client, path: str) -> _Opened:
+def _open(client: Client, path: str) -> tuple[FileReader, str]:
+    """A reader of the file's current version, and the version."""
     for _ in range(_MAX_TRIES):
         before = client.get_file_info(path)
         reader = client.read(path)
@@ -404,5 +345,5 @@ def _open(client: Client, path: str) -> _Opened:
         seen = [(found.modification_time, found.length) for found in (before, after)]
         # Otherwise the file was replaced meanwhile, and the reader may be of either version.
         if seen[0] == seen[1] and reader.size == after.length:
-            return _Opened(reader, after.length, f"{after.modification_time}-{after.length}")
+            return reader, f"{after.modification_time}-{after.length}"
     raise TransientError(f"{path} is being written")

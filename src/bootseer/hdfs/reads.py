@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from bootseer.errors import PermanentError
 from bootseer.hdfs.block_locations import LocatedFile
 from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.read_threads import ReadThreads
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Ticket
-from bootseer.hdfs.serving import Serving
 from bootseer.io.pooled_reads import DEADLINE_S, ReadOptions, ReadOutcome
+from bootseer.logs import logger
+
+if TYPE_CHECKING:
+    from bootseer.hdfs.native import NativeFile, NativeReads
+
+_LOG = logger(__name__)
 
 _OPEN_S = 30.0
 _CANCELLED = "the read was cancelled"
@@ -28,31 +34,47 @@ _CANCELLED = "the read was cancelled"
 class HdfsReads:
     """Reads of one cluster. All files share connections and statistics of DataNodes."""
 
-    def __init__(self, namenode: NameNode, settings: ReadSettings | None = None) -> None:
+    def __init__(
+        self,
+        namenode: NameNode,
+        settings: ReadSettings | None = None,
+        *,
+        fallback: Callable[[], NativeReads] | None = None,
+    ) -> None:
+        """`fallback` is called once if files need hdfs-native; None: these are refused."""
         self._namenode = namenode
-        self._serving = Serving(namenode, settings or ReadSettings())
+        self._threads = ReadThreads(namenode, settings or ReadSettings())
+        self._fallback = fallback
+        self._native: NativeReads | None = None
+        self._reason = ""
 
-    def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile:
-        """Open a file's current version. Raises as `NameNode.locate`, and `UnsupportedError` for another client."""
+    def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile | NativeFile:
+        """Open a file's current version. Raises as `NameNode.locate`, and `UnsupportedError` without a fallback."""
         located = self._namenode.locate(path, timeout_s=deadline_s)
         self._namenode.protection.check_key()
         uri = f"hdfs://{self._namenode.cluster.authority}{path}"
-        if not located.readable:
-            raise UnsupportedError(
-                f"{uri} is erasure-coded or encrypted, which BootSeer's HDFS client does not support"
-            )
-        return HdfsFile(self._serving, located, uri)
+        if located.readable:
+            return HdfsFile(self._threads, located, uri)
+        reason = f"{uri} is erasure-coded or encrypted, which BootSeer's HDFS client does not support"
+        if self._fallback is None:
+            raise UnsupportedError(reason)
+        if not self._reason:
+            _LOG.info("read through hdfs-native: %s", reason)
+        self._reason = reason
+        self._native = self._native or self._fallback()
+        return self._native.open(path, deadline_s=deadline_s)
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """Estimated seconds for a read of this size from one of these DataNodes; as `HdfsFile.delay_s`."""
-        with self._serving.estimates() as schedule:
+        with self._threads.estimates() as schedule:
             return schedule.node_delay_s(nodes, length, time.monotonic()) if nodes else 0.0
 
     def facts(self) -> dict[str, Any]:
         """Statistics of all reads: for each DataNode bytes, requests, seconds (of all its connections) and failures;
         then numbers of retries, hedges, location refreshes, corrupt pieces, and pieces read without checksums because
-        no available DataNode has them."""
-        with self._serving.estimates() as schedule:
+        no available DataNode has them. `fallback` says why hdfs-native was used, "" if it was not."""
+        native = self._native
+        with self._threads.estimates() as schedule:
             counts = schedule.counts
             return {
                 "nodes": {
@@ -63,24 +85,25 @@ class HdfsReads:
                         "failures": queue.failures,
                     }
                     for queue in schedule.queues.by_node.values()
-                },
-                **{
-                    name: counts[name]
-                    for name in ("retries", "hedges", "hedges_won", "refreshes", "wrong", "unchecked")
-                },
-                "fallback": "",
+                }
+                | (native.nodes() if native is not None else {}),
+                "retries": counts["retries"] + (native.num_retries if native is not None else 0),
+                **{name: counts[name] for name in ("hedges", "hedges_won", "refreshes", "wrong", "unchecked")},
+                "fallback": self._reason,
             }
 
     def close(self) -> None:
         """End all reads, unfinished ones with an error, and release threads and connections."""
-        self._serving.close()
+        self._threads.close()
+        if self._native is not None:
+            self._native.close()
 
 
 class HdfsFile:
     """One version of one file. Safe to use from many threads, and in a child of a fork."""
 
-    def __init__(self, serving: Serving, located: LocatedFile, uri: str) -> None:
-        self._serving = serving
+    def __init__(self, threads: ReadThreads, located: LocatedFile, uri: str) -> None:
+        self._threads = threads
         self._source = HdfsSource(located, uri)
         self.size_bytes = located.size_bytes
         self.version = located.version
@@ -92,7 +115,7 @@ class HdfsFile:
 
     def delay_s(self, offset: int, length: int) -> float:
         """Estimated seconds for a read of this range; 0 if unknown, infinity if no DataNode is expected to serve it."""
-        with self._serving.estimates() as schedule:
+        with self._threads.estimates() as schedule:
             return schedule.delay_s(self._source, offset, length, time.monotonic())
 
     def read_into(
@@ -118,10 +141,10 @@ class HdfsFile:
             not options.get("inline")
             or ticket.error is not None
             or not len(into)
-            or not self._serving.read_inline(ticket)
+            or not self._threads.read_inline(ticket)
         ):
-            self._serving.submit(ticket)
-        return ReadTicket(self._serving, ticket)
+            self._threads.submit(ticket)
+        return ReadTicket(self._threads, ticket)
 
     def close(self) -> None:
         """Reads in flight still end; nothing else is held."""
@@ -130,20 +153,20 @@ class HdfsFile:
 class ReadTicket:
     """A read in flight."""
 
-    def __init__(self, serving: Serving, ticket: Ticket) -> None:
-        self._serving = serving
+    def __init__(self, threads: ReadThreads, ticket: Ticket) -> None:
+        self._threads = threads
         self._ticket = ticket
 
     def cancel(self) -> None:
-        with self._serving.schedule() as schedule:
+        with self._threads.schedule() as schedule:
             ticket = self._ticket
             error = PermanentError(f"{ticket.source.uri}: {_CANCELLED}")
             schedule.cancel(ticket, error, time.monotonic())
 
     def prioritize(self) -> None:
-        with self._serving.schedule() as schedule:
+        with self._threads.schedule() as schedule:
             schedule.prioritize(self._ticket)
 
     def remaining_s(self) -> float:
-        with self._serving.estimates() as schedule:
+        with self._threads.estimates() as schedule:
             return schedule.remaining_s(self._ticket, time.monotonic())

@@ -9,8 +9,8 @@ has begun cannot simply be moved: the late run's thread may still write to its m
 DataNode into memory of its own (a hedge). If the hedge arrives first, it is copied when the late thread has released
 the memory; if the original arrives first, the hedge is dropped.
 
-Nothing here waits, reads a clock or knows sockets: `serving` calls it under one lock, with the time. The simulator runs
-the same code.
+Nothing here waits, reads a clock or knows sockets: `read_threads` calls it under one lock, with the time. The simulator
+runs the same code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LOCATION_FRESH_S: Final = 1.0
 
 class Schedule:
     """All unfinished pieces. `ended` are tickets whose callers must be notified, `to_locate` files whose blocks must be
-    located again, `corrupt` blocks with the DataNodes that delivered wrong bytes; `serving` empties all three."""
+    located again, `corrupt` blocks with the DataNodes that delivered wrong bytes; `read_threads` empties all three."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings

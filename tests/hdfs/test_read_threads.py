@@ -74,7 +74,7 @@ class Gated:
         self.reads.open("/gated").read_into(0, memoryview(bytearray(PACKET)), told)
         assert told.wait()[0].error is None
         until = time.monotonic() + PATIENCE_S
-        while not self.reads._serving._connections._idle:
+        while not self.reads._threads._connections._idle:
             assert time.monotonic() < until
             time.sleep(0.001)
 
@@ -223,7 +223,7 @@ def test_a_signal_before_a_read_was_begun_leaves_the_datanode_to_others(
     gated.let(0, len(DATA))
     first, told = Waiting(), Waiting()
     with monkeypatch.context() as once:
-        once.setattr(gated.reads._serving, "_wake", interrupted)
+        once.setattr(gated.reads._threads, "_wake", interrupted)
         with pytest.raises(KeyboardInterrupt):
             file.read_into(0, memoryview(bytearray(PACKET)), first)
     file.read_into(0, memoryview(bytearray(PACKET)), told)

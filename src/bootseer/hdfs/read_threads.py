@@ -40,7 +40,7 @@ _CLOSE_S: Final = 3.0
 Job = Callable[[], None]
 
 
-class Serving:
+class ReadThreads:
     """Threads, connections and the schedule of one `HdfsReads`. Usable in the child of a fork, where it starts
     empty."""
 
