@@ -32,25 +32,22 @@ class Pipeline:
         on_end: Callable[[SegmentWriter], None],
         on_sent: Callable[[int], None],
     ) -> None:
-        self._target = target
-        self._lane = Lane(target.workers, target.policy.stripes + target.policy.parity)
-        self._read = read
+        self.target = target
+        self.lane = Lane(target.workers, target.policy.stripes + target.policy.parity)
+        self.read = read
         self._on_end = on_end
-        self._on_sent = on_sent
+        self.on_sent = on_sent
         self._lock = threading.Lock()
         self._open: list[SegmentWriter] = []
         self._waiting: deque[SegmentWriter] = deque()
 
     def add(self, start: int, *, stripes: int) -> SegmentWriter:
         """Add a segment, which is started as soon as there is room for it."""
-        self._target.before_write()
-        segment = SegmentWriter(
-            self._target, self._lane, start, self._read,
-            self._ended, self._begin_next, self._on_sent, stripes=stripes,
-        )  # fmt: skip
+        self.target.before_write()
+        segment = SegmentWriter(self, start, stripes=stripes)
         with self._lock:
             self._waiting.append(segment)
-        self._begin_next()
+        self.begin_next()
         return segment
 
     def cancel(self, segment: SegmentWriter) -> None:
@@ -59,13 +56,13 @@ class Pipeline:
         self._remove(segment)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        return self._lane.wait_idle(timeout_s)
+        return self.lane.wait_idle(timeout_s)
 
     def check_progress(self) -> None:
         """Raise `TransientError` when nothing has moved for minutes."""
-        self._lane.check_progress(f"{self._target.place.uri}/{self._target.folder}")
+        self.lane.check_progress(f"{self.target.place.uri}/{self.target.folder}")
 
-    def _ended(self, segment: SegmentWriter) -> None:
+    def ended(self, segment: SegmentWriter) -> None:
         if segment.error is None:  # otherwise the file has failed, and no further segment is started
             self._remove(segment)
         self._on_end(segment)
@@ -76,12 +73,13 @@ class Pipeline:
                 self._open.remove(segment)
             elif segment in self._waiting:
                 self._waiting.remove(segment)
-        self._begin_next()
+        self.begin_next()
 
-    def _begin_next(self) -> None:
+    def begin_next(self) -> None:
+        """Start waiting segments, as far as there is room and the nodes of the one before are known."""
         while True:
             with self._lock:
-                if not self._waiting or len(self._open) >= self._target.settings.segments_ahead:
+                if not self._waiting or len(self._open) >= self.target.settings.segments_ahead:
                     return
                 if self._open and not self._open[-1].is_placed:
                     return

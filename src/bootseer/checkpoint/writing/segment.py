@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 from msgspec import Struct
@@ -27,12 +28,15 @@ from msgspec import Struct
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, num_chunks, parity_chunk, part_size, row_of
-from bootseer.checkpoint.writing.lane import Lane, NodeLoad, WritingSettings
+from bootseer.checkpoint.writing.lane import NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 from bootseer.places.place import PartWriter, Place
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.writing.pipeline import Pipeline
 
 _LOG = logger(__name__)
 
@@ -220,35 +224,22 @@ class Target(Struct, frozen=True):
 
 
 class SegmentWriter:
-    """A segment from `start` on, of `stripes` parts. `read` returns available bytes of the file.
+    """A segment from `start` on, of `stripes` parts.
 
-    Worker threads call `on_end` once, when it has ended; `on_placed` when its placement is known, possibly repeatedly;
-    `on_sent` with the length of each chunk that was written for the first time.
+    Worker threads call the pipeline's `ended` once, when it has ended; `begin_next` when its placement is known,
+    possibly repeatedly; `on_sent` with the length of each chunk that was written for the first time.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        lane: Lane,
-        start: int,
-        read: Callable[[int, int], bytes],
-        on_end: Callable[[SegmentWriter], None],
-        on_placed: Callable[[], None],
-        on_sent: Callable[[int], None],
-        *,
-        stripes: int,
-    ) -> None:
-        self.on_sent = on_sent
+    def __init__(self, pipeline: Pipeline, start: int, *, stripes: int) -> None:
         self.start = start
         self.stripes = stripes
-        self.lane = lane
+        self.lane = pipeline.lane
+        self.target = pipeline.target
+        self.on_sent = pipeline.on_sent
         self.error: BootseerError | None = None
         self.result: Segment | None = None
         self.num_retries = 0
-        self.target = target
-        self._read = read
-        self._on_end = on_end
-        self._on_placed = on_placed
+        self._pipeline = pipeline
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.size_bytes = 0
@@ -281,7 +272,7 @@ class SegmentWriter:
     def part_placed(self) -> None:
         """A part has a node, or has been sent."""
         if self.is_placed:
-            self._on_placed()
+            self._pipeline.begin_next()
 
     def begin(self) -> None:
         """Start creating the files, in the background."""
@@ -312,13 +303,13 @@ class SegmentWriter:
                 return
             self.error = error
             self._over.set()
-        self._on_end(self)
+        self._pipeline.ended(self)
         self._wake()
 
     def read(self, chunk: int, size_bytes: int) -> bytes:
         """The bytes of a chunk of a segment that has `size_bytes`."""
         offset = chunk * CHUNK_BYTES
-        return self._read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
+        return self._pipeline.read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
 
     def set_digest(self, chunk: int, digest: bytes) -> None:
         """Record a chunk's digest. Raises `PermanentError` if it differs from an earlier one of the same chunk."""
@@ -374,7 +365,7 @@ class SegmentWriter:
         except Exception as error:
             self.fail(error)
             return
-        self._on_end(self)
+        self._pipeline.ended(self)
 
     def _begin(self) -> None:
         numbers = range(self.stripes + self.target.policy.parity)
