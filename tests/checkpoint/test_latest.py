@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 
+from bootseer.checkpoint import latest
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import _is_old, drop_latest, move_latest, read_latest, set_latest, step_of
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
+from s3_server import S3Server
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,25 @@ def test_the_lock_of_a_dead_writer_is_taken_away(files: Files, job: Path) -> Non
     os.utime(lock, ns=(1, 1))
     assert move_latest(files, "", "step-1") == "step-1"
     assert not lock.exists()
+
+
+@pytest.mark.slow
+def test_in_a_bucket_too_where_a_renamed_lock_looks_new(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="extra s3")
+    s3_server.make_bucket("locks")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(latest, "LOCK_S", 2.0)
+    with closing(open_place("s3://locks/job")) as place:
+        place.make_folder("step-1", parents=True)
+        place.make_folder(".attempts", parents=True)
+        assert place.create_bytes(".attempts/latest.lock", b"dead")
+        until = time.monotonic() + 60
+        while not _is_old(place, ".attempts/latest.lock"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert move_latest(Files(place), "", "step-1") == "step-1"
+        assert [entry.path for entry in place.list(".attempts")] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -158,10 +158,18 @@ def _is_old(place: Place, lock: str) -> bool:
 
 
 def _break_lock(place: Place, lock: str) -> None:
-    """Break a stale lock. If another process was faster and this is its new lock, it is put back."""
+    """Break a stale lock. If another process was faster and this is its new lock, it is put back.
+
+    The lock that was moved aside is recognised by its content, which differs for each holder, and not by its age: in a
+    bucket a rename is a copy, with a new time, and a stale lock would look new for ever. The content is read before the
+    age is looked at again: afterwards it could already be that of a new lock.
+    """
+    seen = place.read_bytes(lock, _MAX_BYTES)
+    if not _is_old(place, lock):
+        return
     aside = f"{lock}-{secrets.token_hex(8)}"
     place.rename(lock, aside, replace=False)
-    if _is_old(place, aside):
+    if place.read_bytes(aside, _MAX_BYTES) == seen:
         place.delete(aside)
     else:
         place.rename(aside, lock, replace=False)

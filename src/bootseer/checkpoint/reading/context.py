@@ -295,7 +295,9 @@ class ReadContext:
                 if opened is not None:
                     closing = self._surplus()
                     break
-            made = self._opened(self.head.segments[number])  # not under the lock: the cache may be slow
+            # Not under the lock, because the cache may be slow. So two threads may make the same segment: the second
+            # one finds the other's in the pool, uses that, and closes its own.
+            made = self._opened(self.head.segments[number])
         self._close(closing if made in (None, opened) else [*closing, made])
         return opened
 
