@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bootseer.peers.readers
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import CorruptError, NotFoundError
@@ -135,7 +134,7 @@ def cached(tmp_path: Path) -> Iterator[CachedFile]:
 @pytest.fixture
 def address(cached: CachedFile, tmp_path: Path) -> Iterator[str]:
     """Of a server of this node's cache."""
-    files = CachedFiles()
+    files = CachedFiles(idle_limit_s=0.1)
     job = JobPeers.create(tmp_path / "peers", SECRET)
     job.register(INDEX.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
     listening = socket.create_server(("127.0.0.1", 0))
@@ -171,10 +170,7 @@ def test_a_node_passes_on_what_its_cache_has(cached: CachedFile, address: str) -
     client.close()
 
 
-def test_what_a_local_process_fetches_is_waited_for(
-    cached: CachedFile, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bootseer.peers.readers, "_STILL_S", 0.01)  # a claim is what it waits for, not the time
+def test_what_a_local_process_fetches_is_waited_for(cached: CachedFile, address: str) -> None:
     assert cached.claim(2)
     heard: list[int] = []
 
@@ -192,9 +188,7 @@ def test_what_a_local_process_fetches_is_waited_for(
     assert into == block_of(DATA, 2)
 
 
-@pytest.mark.slow
-def test_what_no_local_process_fetches_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootseer.peers.readers, "_STILL_S", 0.05)
+def test_what_no_local_process_fetches_is_refused(address: str) -> None:
     with pytest.raises(NotFoundError):
         read(address, 5)
 
