@@ -19,7 +19,8 @@ from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import Native, NativeWriter
 from bootseer.hdfs.placement import MultiBlockWriter
-from bootseer.store.file import HdfsStore
+from bootseer.places import open_place
+from bootseer.store.file import PlaceStore
 from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs
@@ -117,7 +118,7 @@ class TestLate:
         with (
             closing(HdfsClient(late.uri.removeprefix("hdfs://"))) as client,
             closing(Native(late.uri, ClientSettings())) as native,
-            closing(HdfsStore(f"{late.uri}/store")) as store,
+            closing(PlaceStore(open_place(f"{late.uri}/store"))) as store,
         ):
 
             def write(writer: MultiBlockWriter | NativeWriter) -> None:

@@ -19,7 +19,7 @@ PEERS = [Peer("n0", ("10.0.0.1:7400", "10.1.0.1:7400"), "r0"), Peer("n1", ("10.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return JobPeers.create(tmp_path / "peers").folder
+    return JobPeers.create(tmp_path / "peers", bytes(32)).folder
 
 
 def test_members_are_seen_by_another_process_and_a_change_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import pytest
 import hdfs_plain
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.client import HdfsClient
-from bootseer.store.file import HdfsStore
+from bootseer.places import open_place
+from bootseer.store.file import PlaceStore
 from bootseer.store.store import Store
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from registry import free_port
@@ -71,7 +72,7 @@ def put_twice(cluster: HdfsCluster, uri: str) -> tuple[str, list[int]]:
 class TestHdfsStore(SharedStoreContract):
     @pytest.fixture
     def store(self, uri: str) -> Iterator[Store]:
-        with closing(HdfsStore(uri)) as opened:
+        with closing(PlaceStore(open_place(uri))) as opened:
             yield opened
 
     @pytest.fixture
@@ -82,7 +83,7 @@ class TestHdfsStore(SharedStoreContract):
 def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> None:
     outside = Outside(uri)
     data = os.urandom(1024 * 1024) * 5
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         name = put(store, data).name
         path = f"{outside.root}/sha256/{name[7:9]}/{name[7:]}"
         hdfs_plain.write(cluster.uri, path, data, block_size=1024 * 1024)
@@ -90,7 +91,7 @@ def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> Non
 
 
 def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         name, nodes = put_twice(cluster, uri)
         cluster.hang(nodes[0])
         try:
@@ -106,7 +107,7 @@ def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: Hdf
 
 
 def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         name, nodes = put_twice(cluster, uri)
         for number in nodes:
             cluster.hang(number)
@@ -120,7 +121,7 @@ def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster,
 
 
 def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         name = put(store, DATA).name
         cluster.hang_namenode()
         try:
@@ -133,12 +134,12 @@ def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster
 
 def test_a_namenode_that_is_not_there_is_transient() -> None:
     refused = pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x/name: .*refused")
-    with closing(HdfsStore(f"hdfs://127.0.0.1:{free_port()}/x")) as store, refused:
+    with closing(PlaceStore(open_place(f"hdfs://127.0.0.1:{free_port()}/x"))) as store, refused:
         store.stat("name")
 
 
 def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         before = set(cluster.blocks())
         name, _ = put_twice(cluster, uri)
         replicas = set(cluster.blocks()) - before
@@ -152,7 +153,7 @@ def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> N
 
 
 def test_an_object_cannot_be_the_folder_of_another(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         put(store, b"x", "a")
         with pytest.raises(PermanentError, match="cannot be the folder of another"):
             put(store, b"x", "a/b")
@@ -170,7 +171,7 @@ def test_an_object_cannot_be_the_folder_of_another(cluster: HdfsCluster, uri: st
 
 
 def test_an_object_is_not_created_where_others_have_their_folder(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         assert store.create("c/d", b"x")
         for name in ("c", "c/d/e"):
             with pytest.raises(PermanentError, match="cannot be the folder of another"):
@@ -180,7 +181,7 @@ def test_an_object_is_not_created_where_others_have_their_folder(cluster: HdfsCl
 
 
 def test_creating_in_a_hung_cluster_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         put(store, DATA)
         cluster.hang_namenode()
         try:
@@ -193,14 +194,14 @@ def test_creating_in_a_hung_cluster_ends_with_its_deadline(cluster: HdfsCluster,
 
 def test_the_rest_of_a_killed_writer_is_removed_after_a_day(cluster: HdfsCluster, uri: str) -> None:
     outside = Outside(uri)
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         put(store, b"x", "name")
     old, new = "0" * 32, "1" * 32
     for name in (old, new):
         with outside.client.create(f"{outside.root}/.uploads/{name}") as file:
             file.write(b"rest")
     outside.client.set_times(f"{outside.root}/.uploads/{old}", 1, 1)
-    with closing(HdfsStore(uri)) as store:
+    with closing(PlaceStore(open_place(uri))) as store:
         put(store, b"y", "name")
     assert [Path(path).name for path in outside.unfinished()] == [new]
 
@@ -208,4 +209,4 @@ def test_the_rest_of_a_killed_writer_is_removed_after_a_day(cluster: HdfsCluster
 @pytest.mark.parametrize("uri", ["hdfs://", "hdfs:///dir", "hdfs://host/a/../b"])
 def test_addresses_that_are_none_are_refused(uri: str) -> None:
     with pytest.raises(UsageError):
-        HdfsStore(uri)
+        PlaceStore(open_place(uri))

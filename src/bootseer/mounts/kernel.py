@@ -224,12 +224,8 @@ def visible(rows: Sequence[Mount]) -> list[Mount]:
         found.append(top)
         below = children.get(top.id, [])
         places = {row.path for row in below}
-        waiting += [row for row in below if row.id != top.id and not _covered(row.path, places)]
+        waiting += [row for row in below if row.id != top.id and not any(is_below(row.path, place) for place in places)]
     return sorted(found, key=lambda row: (depth(row.path), row.path))
-
-
-def _covered(path: str, places: Iterable[str]) -> bool:
-    return any(is_below(path, place) for place in places)
 
 
 def depth(path: str) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -79,11 +78,10 @@ class JobPeers:
         """When the bytes received so far would have arrived at the rate limit."""
 
     @classmethod
-    def create(cls, folder: Path, secret: bytes | None = None, *, tls: bool = False) -> JobPeers:
-        """Create the folder, for the launcher, unless it exists. Without a `secret` a new one is generated."""
+    def create(cls, folder: Path, secret: bytes, *, tls: bool = False) -> JobPeers:
+        """Create the folder, for the launcher, unless it exists."""
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "files").mkdir(mode=0o700, exist_ok=True)
-        secret = secret or secrets.token_bytes(SECRET_BYTES)
         if tls:
             (folder / "tls").touch(mode=0o600)
         replace_file(folder / "secret", secret)

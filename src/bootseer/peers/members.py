@@ -25,7 +25,8 @@ from bootseer.io.trusted_folder import is_secret
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at_own
-from bootseer.peers.rendezvous import MAX_PEERS, SECRET_BYTES, Rendezvous
+from bootseer.peers.job import SECRET_BYTES
+from bootseer.peers.rendezvous import MAX_PEERS, Rendezvous
 
 _LOG = logger(__name__)
 _MAX_SECRET: Final = 4096

@@ -23,13 +23,13 @@ from bootseer.errors import AccessError, AlreadyExistsError, CorruptError, NotFo
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
+from bootseer.peers.job import SECRET_BYTES
 from bootseer.peers.names import MAX_HOSTS, is_host, own_addresses
 from bootseer.places import HDFS, open_place
 from bootseer.places.place import join, name_of
 from bootseer.store.open import open_store
 
 _LOG = logger(__name__)
-SECRET_BYTES: Final = 32
 MAX_PEERS: Final = 20_000
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 _RECORD: Final = re.compile(r".{1,100}\.[0-9a-f]{12}\.json")

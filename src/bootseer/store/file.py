@@ -43,7 +43,6 @@ from bootseer.errors import (
 from bootseer.io.deadline import within
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.logs import logger
-from bootseer.places import open_place
 from bootseer.places.folder import FolderFile, FolderPlace
 from bootseer.places.place import Entry, OpenFile, Place, folder_of, name_of
 from bootseer.store.store import (
@@ -75,11 +74,11 @@ _FILE_MODE, _FOLDER_MODE = 0o640, 0o2750
 
 
 class PlaceStore:
-    """A `Store` in a place."""
+    """A `Store` in a place. In HDFS, writes are as durable as HDFS makes them: acknowledged by its DataNodes."""
 
-    def __init__(self, place: Place, uri: str) -> None:
+    def __init__(self, place: Place, uri: str = "") -> None:
         self.place = place
-        self._uri = uri
+        self._uri = uri or place.uri
         self._swept = False
 
     @property
@@ -241,14 +240,6 @@ class FileStore(PlaceStore):
     def new_path(self) -> str:
         self.make_folder(_UPLOADS)
         return super().new_path()
-
-
-class HdfsStore(PlaceStore):
-    """A `Store` in HDFS. Writes are as durable as HDFS makes them: acknowledged by its DataNodes."""
-
-    def __init__(self, uri: str) -> None:
-        place = open_place(uri)
-        super().__init__(place, place.uri)
 
 
 class PlaceUpload:

@@ -53,9 +53,10 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     if scheme in ("s3", "gs", "az"):
         return _open_object_store(uri, plain_http)
     if scheme in ("hdfs", "viewfs"):
-        from bootseer.store.file import HdfsStore
+        from bootseer.places import open_place
+        from bootseer.store.file import PlaceStore
 
-        return HdfsStore(uri)
+        return PlaceStore(open_place(uri))
     raise UsageError(f"{shown(uri)!r} is not a store", hint=f"use {_SCHEMES}")
 
 
