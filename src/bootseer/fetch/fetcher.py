@@ -5,9 +5,9 @@ One `Fetcher` per mount daemon or pull.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 
 from msgspec.structs import replace
 
@@ -34,22 +34,17 @@ class Fetcher(Reads):
 
     def read_blocking(self, file: int, offset: int, length: int, deadline_s: float | None = None) -> Buffer:
         """Read a range and wait for it. Raises the error that `read` would report."""
-        answers: list[Buffer | BootseerError] = []
-        answered = threading.Event()
-
-        def done(answer: Buffer | BootseerError) -> None:
-            answers.append(answer)
-            answered.set()
-
+        answer: Future[Buffer | BootseerError] = Future()
         longest_s = self._settings.deadline_s if deadline_s is None else deadline_s
-        if self.read(file, offset, length, done, longest_s) is not None:
-            answered.wait(longest_s + _GRACE_S)
-        if not answers:
+        if self.read(file, offset, length, answer.set_result, longest_s) is not None:
+            wait([answer], longest_s + _GRACE_S)
+        if not answer.done():
             show_threads("a read was not answered")
             raise TransientError(f"file {self._files[file].index.identity[:16]}: no answer in {longest_s:.1f} s")
-        if isinstance(answers[0], BootseerError):
-            raise answers[0]
-        return answers[0]
+        data = answer.result()
+        if isinstance(data, BootseerError):
+            raise data
+        return data
 
     def prefetch(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Prefetch these blocks (file number, block), in this order.
