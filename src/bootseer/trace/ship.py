@@ -29,7 +29,7 @@ from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import is_secret
 from bootseer.trace.event import Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
-from bootseer.trace.spool_tail import spool_files
+from bootseer.trace.spool_tail import Part, new_lines, read_part, spool_files
 
 if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler
@@ -51,7 +51,6 @@ _MAX_POSITIONS = 64 << 20
 _OPEN_S, _IDLE_S, _POLL_IDLE_S = 10.0, 600.0, 60.0
 """A folder without new events is closed after `_OPEN_S`; after `_IDLE_S` it is polled only every `_POLL_IDLE_S`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Target(NamedTuple):
@@ -215,15 +214,6 @@ def _error_text(answer: Mapping[str, object]) -> str:
     return "".join(letter for letter in error[:200] if letter.isprintable()) if isinstance(error, str) else ""
 
 
-class _Part(NamedTuple):
-    """A byte range of a file in a batch."""
-
-    name: str
-    inode: int
-    begin: int
-    end: int
-
-
 class Shipper:
     """Sends one folder's events. For one thread."""
 
@@ -236,7 +226,7 @@ class Shipper:
         self._sender = ""
         self._sequence = 0
         self._files: dict[str, tuple[int, int]] = {}
-        self._pending: list[_Part] = []
+        self._pending: list[Part] = []
 
     def step(self) -> bool:
         """Send a batch, if there is one and no pause; returns whether it was sent (there may be more). Never raises."""
@@ -314,7 +304,7 @@ class Shipper:
                 return
             sender, sequence = str(state["sender"]), int(state["sequence"])
             files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in state["files"].items()}
-            pending = [_Part(str(n), int(i), int(b), int(e)) for n, i, b, e in state["pending"]]
+            pending = [Part(str(n), int(i), int(b), int(e)) for n, i, b, e in state["pending"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return  # new or damaged: all events are sent again, and the service detects duplicates
         if sender == safe_name(sender) and 0 <= sequence < 1 << 59 and all("/" not in part.name for part in pending):
@@ -331,41 +321,21 @@ class Shipper:
             os.pwrite(self._positions, data, 0)
             os.ftruncate(self._positions, len(data))
 
-    def _gather(self) -> list[_Part]:
+    def _gather(self) -> list[Part]:
         """The next batch: byte ranges of complete new lines. Raises `OSError` if the folder was deleted."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         room = BATCH_BYTES
         listing = spool_files(self.folder)
         for name in self._files.keys() - listing.keys():
             del self._files[name]
-        for name, (inode, size) in listing.items():
-            known, offset = self._files.get(name, (inode, 0))
-            if known != inode or size < offset:
-                offset = 0
-            if size <= offset or room <= 0:
-                continue
-            part = _Part(name, inode, offset, min(size, offset + room))
-            data = self._read(part)
-            length = data.rfind(b"\n") + 1
-            if not length and len(data) == BATCH_BYTES:
-                length = len(data)  # too long for an event: skipped
-            if length:
-                parts.append(part._replace(end=offset + length))
-                room -= length
+        for name, status in listing.items():
+            if found := new_lines(self.folder, name, status, self._files.get(name), room, BATCH_BYTES):
+                parts.append(found[0])
+                room -= len(found[1])
         return parts
 
-    def _read(self, part: _Part) -> bytes:
-        try:
-            fd = os.open(os.path.join(self.folder, part.name), _FILE)
-        except OSError:
-            return b""  # the file was deleted
-        try:
-            return os.pread(fd, part.end - part.begin, part.begin) if os.fstat(fd).st_ino == part.inode else b""
-        finally:
-            os.close(fd)
-
-    def _lines(self, part: _Part) -> bytes:
-        return b"".join(event_lines(self._read(part)))
+    def _lines(self, part: Part) -> bytes:
+        return b"".join(event_lines(read_part(self.folder, part)))
 
 
 def _open_positions(folder: int) -> int:

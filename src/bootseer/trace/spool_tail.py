@@ -1,4 +1,4 @@
-"""Read the events written to a spool folder since the last poll.
+"""Read what was written to a spool folder since the last poll: lines to send (`trace.ship`), or events (`SpoolTail`).
 
 Files may appear and grow between polls, and their last line may be incomplete. `bootseer run` polls in a thread and
 passes the events to `trace.otlp`. No file stays open between polls.
@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from bootseer.trace.event import MAX_READ_BYTES, Event, Malformed, decode
+from bootseer.trace.event import Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX
 
 _MAX_BYTES_PER_LOOK = 1 << 20
 """Limit in bytes per file and poll; the rest is read by the next poll."""
+
+
+class Part(NamedTuple):
+    """A byte range of a file."""
+
+    name: str
+    inode: int
+    begin: int
+    end: int
 
 
 def spool_files(folder: str) -> dict[str, tuple[int, int]]:
@@ -29,14 +38,35 @@ def spool_files(folder: str) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-@dataclass(slots=True)
-class _Position:
-    """How far a file was read. `inode` detects a new file of the same name."""
+def read_part(folder: str, part: Part) -> bytes:
+    """The bytes of a part; none if the file was deleted or replaced. Raises `OSError` if it cannot be read."""
+    try:
+        fd = os.open(os.path.join(folder, part.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.pread(fd, part.end - part.begin, part.begin) if os.fstat(fd).st_ino == part.inode else b""
+    finally:
+        os.close(fd)
 
-    inode: int
-    offset: int
-    skipping: bool = False
-    """In a line too long for an event, until its newline."""
+
+def new_lines(
+    folder: str, name: str, status: tuple[int, int], known: tuple[int, int] | None, room: int, limit: int
+) -> tuple[Part, bytes] | None:
+    """The next complete lines of a file, in at most `room` bytes; None if there are none.
+
+    status: the file's inode and size. known: inode and offset of what was read; the inode detects a new file of the
+    same name. limit: a line of so many bytes cannot be an event, and is skipped piece by piece.
+    """
+    (inode, size), (before, offset) = status, known or (0, 0)
+    if before != inode or size < offset:
+        offset = 0
+    if size <= offset or room <= 0:
+        return None
+    part = Part(name, inode, offset, min(size, offset + room))
+    data = read_part(folder, part)
+    length = data.rfind(b"\n") + 1 or (len(data) if len(data) == limit else 0)
+    return (part._replace(end=offset + length), data[:length]) if length else None
 
 
 class SpoolTail:
@@ -44,7 +74,8 @@ class SpoolTail:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._files: dict[str, _Position] = {}
+        self._files: dict[str, tuple[int, int]] = {}
+        """Inode and offset of what was read."""
 
     def poll(self, *, last: bool = False) -> list[Event]:
         """Events of the lines completed since the last call, file by file.
@@ -58,46 +89,24 @@ class SpoolTail:
             listing = spool_files(self._folder)
         for name in self._files.keys() - listing.keys():
             del self._files[name]
-        for name, (inode, size) in listing.items():
-            position = self._files.get(name)
-            if position is None or position.inode != inode or size < position.offset:
-                position = self._files[name] = _Position(inode, 0)
-            while position.offset < size:
-                before = position.offset
-                self._read(name, position, events, last=last)
-                if not last or position.offset == before:
-                    break
+        for name, status in listing.items():
+            with suppress(OSError):  # retried at the next poll
+                while found := self._next(name, status, last=last):
+                    part, data = found
+                    self._files[name] = (part.inode, part.end)
+                    for line in data.split(b"\n"):
+                        with suppress(Malformed):
+                            events.append(decode(line)[0])
+                    if not last:
+                        break
         return events
 
-    def _read(self, name: str, position: _Position, events: list[Event], *, last: bool) -> None:
-        try:
-            data = self._bytes(name, position.offset)
-        except OSError:
-            return  # retried at the next poll
-        complete = data.rfind(b"\n") + 1
-        at_end = len(data) < _MAX_BYTES_PER_LOOK
-        if not complete:
-            if len(data) > MAX_READ_BYTES:
-                position.skipping = True
-                position.offset += len(data)
-                return
-            if not (last and at_end):
-                return
-        if last and at_end:
-            complete = len(data)
-        position.offset += complete
-        lines = data[:complete].split(b"\n")
-        if position.skipping:
-            del lines[0]
-            position.skipping = False
-        for line in lines:
-            with suppress(Malformed):
-                events.append(decode(line)[0])
-
-    def _bytes(self, name: str, offset: int) -> bytes:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(os.path.join(self._folder, name), flags)
-        try:
-            return os.pread(fd, _MAX_BYTES_PER_LOOK, offset)
-        finally:
-            os.close(fd)
+    def _next(self, name: str, status: tuple[int, int], *, last: bool) -> tuple[Part, bytes] | None:
+        limit, known = _MAX_BYTES_PER_LOOK, self._files.get(name)
+        found = new_lines(self._folder, name, status, known, limit, limit)
+        if found is None and last:
+            begin = known[1] if known is not None and known[0] == status[0] and known[1] <= status[1] else 0
+            rest = Part(name, status[0], begin, status[1])
+            data = read_part(self._folder, rest)
+            return (rest, data) if data else None
+        return found
