@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
@@ -24,7 +24,7 @@ from sqlalchemy import insert, select, update
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bootseer.errors import TransientError, UsageError
@@ -32,6 +32,9 @@ from bootseer.service.database import Database
 from bootseer.service.schema import token as token_table
 from bootseer.store.open import is_loopback
 from bootseer.trace.event import BEGIN, TAG_STEM, VERSION, Malformed, decode, encode
+
+if TYPE_CHECKING:
+    from bootseer.service.app import Service
 
 INGEST: Final = "ingest"
 READ: Final = "read"
@@ -325,22 +328,12 @@ def of_team(line: bytes, team: str) -> bytes:
     return b"".join(events).rstrip(b"\n")
 
 
-_LOGIN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Log in · BootSeer</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
-<link rel="icon" href="/static/icon.svg">
-<link rel="stylesheet" href="/static/report.css"><link rel="stylesheet" href="/static/service.css">
-<header><h1>BootSeer</h1></header><p class="verdict">%s</p>
-<p class="note">A token is made on the machine of the service: <code>bootseer serve token add --scope read</code></p>
-<form method="post" class="filters login"><label>Token
-<input type="password" name="token" autocomplete="current-password" autofocus></label>
-<button>Log in</button></form>"""
-
-
 async def login(request: Request) -> Response:
     """`/login`: a form for a token, stored in a cookie. SameSite=lax: links from elsewhere send it, other requests do
     not."""
+    service: Service = request.app.state.service
     if request.method == "GET":
-        return HTMLResponse(_LOGIN_PAGE % "Enter a token with the scope read.")
+        return service.pages.login(request, "Enter a token with the scope read.")
     if not same_origin(request.headers):
         return refusal(403, "the request comes from another site")
     body = b""
@@ -349,9 +342,8 @@ async def login(request: Request) -> Response:
         if len(body) > _MAX_FORM_BYTES:
             return refusal(413, "the form is too large")
     secret = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
-    tokens: Tokens = request.app.state.service.tokens
-    if await run_in_threadpool(tokens.grant, secret) is None:
-        return HTMLResponse(_LOGIN_PAGE % "This token is unknown or revoked.", 403)
+    if await run_in_threadpool(service.tokens.grant, secret) is None:
+        return service.pages.login(request, "This token is unknown or revoked.", 403)
     target = request.query_params.get("next", "/")
     # Only a local path: `//host` and `/\host` lead to another host.
     safe = target if target.startswith("/") and target[1:2] not in ("/", "\\") and target.isprintable() else "/"

@@ -32,7 +32,6 @@ from bootseer.service.database import Database, default_url
 from bootseer.service.derive import Derived, Patterns
 from bootseer.service.deriver import Deriver
 from bootseer.service.ingest import Ingest
-from bootseer.service.metrics import Metrics
 from bootseer.service.over_time import OverTime
 from bootseer.service.pages import Pages
 from bootseer.service.raw import RawStore
@@ -121,8 +120,7 @@ class Service:
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
             self.answers = Answers()
-            self.over_time = OverTime(self.database, self.answers)
-            self.metrics = Metrics(self.database, self.over_time)
+            self.over_time = OverTime(self.database)
             self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits(), self.ingest.ask_stacks)
             self.pages = Pages(self)
             self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts)
@@ -152,8 +150,6 @@ class Service:
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
             *self.ingest.routes(),
-            *self.over_time.routes(),
-            *self.metrics.routes(),
             *self.pages.routes(),
         ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import Connection, Table, create_engine, event, insert, inspect, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -35,6 +36,8 @@ class Database:
         """
         self._url = _parsed(url)
         self.is_postgres = self._url.get_backend_name() == "postgresql"
+        self.insert = postgresql.insert if self.is_postgres else sqlite.insert
+        """The dialect's INSERT, which has ON CONFLICT."""
         options: dict[str, Any] = {"connect_args": {"timeout": _BUSY_S}}
         if self.is_postgres:
             options = {"pool_size": _POOL, "pool_pre_ping": True, "connect_args": {"connect_timeout": _BUSY_S}}

@@ -29,7 +29,6 @@ import anyio.to_thread
 import msgspec
 import zstandard
 from sqlalchemy import Connection, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -375,7 +374,6 @@ class _Registrar:
     def __init__(self, database: Database, arrived: Callable[[], None]) -> None:
         self._database = database
         self._arrived = arrived
-        self._insert = postgresql.insert if database.is_postgres else sqlite.insert
         self._queue: queue.Queue[tuple[list[dict[str, Any]], tuple[str, int] | None] | None] = queue.Queue(_MAX_ROWS)
         self._last: OrderedDict[str, int] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="bootseer-rows", daemon=True)
@@ -431,7 +429,7 @@ class _Registrar:
             with self._database.write() as connection:
                 last = self._note_gaps(connection, sent)
                 if rows:
-                    connection.execute(self._insert(schema.batch).on_conflict_do_nothing(), rows)
+                    connection.execute(self._database.insert(schema.batch).on_conflict_do_nothing(), rows)
         except TransientError as error:
             _LOG.warning("rows of %d batches wait for the database: %s", len(rows), error)
             return False
@@ -467,5 +465,5 @@ class _Registrar:
                 rows = [{"sender": sender, "from_sequence": low, "to_sequence": high, "seen_ns": time.time_ns()}
                         for low, high in now]  # fmt: skip
                 if rows:
-                    connection.execute(self._insert(gap).on_conflict_do_nothing(), rows)
+                    connection.execute(self._database.insert(gap).on_conflict_do_nothing(), rows)
         return last

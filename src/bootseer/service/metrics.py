@@ -8,31 +8,22 @@ sums over a period of four weeks, computed from the database: they restart at 0 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import Connection, case, func, select
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
-from bootseer.errors import TransientError
 from bootseer.service import questions
-from bootseer.service.database import Database
 from bootseer.service.histogram import CLASSES, bound_s
 from bootseer.service.over_time import OverTime, now
 from bootseer.service.questions import Filter, bucket_name
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import alert, stage, stage_day, start, technique_start
-from bootseer.units import PROMETHEUS, Figures
+from bootseer.units import Figures
 
 _PERIOD_DAYS: Final = 28
-_FRESH_S: Final = 15.0
 _BOUNDS_S: Final = (10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 3600)
 _EVERY: Final = 4
 """Classes of `stage_day.hist` per bucket: the bounds double."""
@@ -158,31 +149,3 @@ def _named(costs: Mapping[str, float], most: int) -> dict[str, str]:
     """The label of each name: its own for the most expensive, `other` for the rest."""
     ranked: Iterable[str] = sorted(costs, key=lambda name: (-costs[name], name))
     return {name: (name if number < most else _OTHER) for number, name in enumerate(ranked)}
-
-
-class Metrics:
-    """The `/metrics` endpoint; metrics are computed at most every 15 s."""
-
-    def __init__(self, database: Database, over_time: OverTime) -> None:
-        self._database = database
-        self._over_time = over_time
-        self._lock = threading.Lock()
-        self._made: tuple[float, str] = (float("-inf"), "")
-
-    def routes(self) -> list[Route]:
-        return [Route("/metrics", self._endpoint, methods=["GET"])]
-
-    def _text(self) -> str:
-        with self._lock:
-            if time.monotonic() - self._made[0] >= _FRESH_S:
-                with self._database.read() as connection:
-                    text = text_of(connection, self._over_time, time.time_ns())
-                self._made = time.monotonic(), text
-            return self._made[1]
-
-    async def _endpoint(self, request: Request) -> Response:
-        try:
-            text: Any = await run_in_threadpool(self._text)
-        except TransientError as error:
-            return PlainTextResponse(f"{error}\n", 503)
-        return PlainTextResponse(text, media_type=PROMETHEUS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -18,21 +18,19 @@ from typing import Any, Final
 
 import msgspec
 from sqlalchemy import Connection, select
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from bootseer.errors import TransientError, UsageError
+from bootseer.errors import UsageError
 from bootseer.service import questions
 from bootseer.service.database import Database
 from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import stage, stage_day
-from bootseer.service.shared_answers import Answers
 from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
+QUESTIONS: Final = ("fleet", "history", "lemons", "now")
+"""The documents below `ADDRESS`."""
 _BASELINE: Final = 20
 """Number of earlier starts that a start is compared with."""
 _LEAST: Final = 5
@@ -235,12 +233,10 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
 
 
 class OverTime:
-    """These documents as JSON, for the verbs and other programs: `fleet`, `history`, `now` and `lemons` below
-    `ADDRESS`."""
+    """These documents by name, for the verbs and other programs, and the deadlines of stages."""
 
-    def __init__(self, database: Database, answers: Answers | None = None) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._answers = answers or Answers()
         self._learned = (float("-inf"), Deadlines(()))
 
     def deadlines(self) -> Deadlines:
@@ -250,52 +246,23 @@ class OverTime:
                 self._learned = time.monotonic(), learned(connection, day_of(time.time_ns()))
         return self._learned[1]
 
-    def routes(self) -> list[Route]:
-        answers: tuple[tuple[str, Callable[[Connection, Mapping[str, str], int], dict[str, Any]]], ...] = (
-            ("fleet", lambda connection, asked, ns: fleet(connection, _filter(asked, ns), ns)),
-            ("history", lambda connection, asked, ns: history(connection, _job(asked), _filter(asked, ns, "90d"))),
-            ("lemons", lambda connection, asked, ns: {"nodes": lemons(connection, _filter(asked, ns))}),
-            (
-                "now",
-                lambda connection, asked, ns: {
-                    "starts": [
-                        row
-                        for row in now(connection, self.deadlines(), asked.get("job") or None)
-                        if asked.get("team") in (None, "", row["team"])
-                    ]
-                },
-            ),
-        )
-        return [Route(f"{ADDRESS}/{name}", self._endpoint(name, answer), methods=["GET"]) for name, answer in answers]
-
-    def _endpoint(self, name: str, answer: Callable[[Connection, Mapping[str, str], int], dict[str, Any]]) -> Any:
-        def found(asked: Mapping[str, str]) -> dict[str, Any]:
-            now_ns = time.time_ns()
-            with self._database.read() as connection:
-                return {"schema": f"bootseer.{name}/1", "now_ns": now_ns, **answer(connection, asked, now_ns)}
-
-        def endpoint(request: Request) -> Response:
-            try:
-                team = request.state.grant.team  # a token of a team reads that team's starts
-                asked = {**request.query_params, **({"team": team} if team else {})}
-                return JSONResponse(found(asked))
-            except UsageError as error:
-                return JSONResponse({"error": str(error)}, 400)
-            except TransientError as error:
-                return JSONResponse({"error": str(error)}, 503, {"retry-after": "5"})
-
-        async def shared(request: Request) -> Response:
-            return await self._answers.of(request, endpoint, of_weeks=name != "now")
-
-        return shared
+    def answer(self, connection: Connection, question: str, asked: Mapping[str, str]) -> dict[str, Any]:
+        """The document of one of `QUESTIONS`. Raises `UsageError` if `asked`, the parameters of a URL, is invalid."""
+        now_ns = time.time_ns()
+        if question == "fleet":
+            found = fleet(connection, _filter(asked, now_ns), now_ns)
+        elif question == "history":
+            if not asked.get("job"):
+                raise UsageError("job= is missing")
+            found = history(connection, asked["job"], _filter(asked, now_ns, "90d"))
+        elif question == "lemons":
+            found = {"nodes": lemons(connection, _filter(asked, now_ns))}
+        else:
+            rows = now(connection, self.deadlines(), asked.get("job") or None)
+            found = {"starts": [row for row in rows if asked.get("team") in (None, "", row["team"])]}
+        return {"schema": f"bootseer.{question}/1", "now_ns": now_ns, **found}
 
 
 def _filter(asked: Mapping[str, str], now_ns: int, since: str = "28d") -> Filter:
     values = {name: asked.get(name) or None for name in ("team", "queue", "kind")}
     return Filter(since_day(asked.get("since") or since, now_ns), **values)  # type: ignore[arg-type]
-
-
-def _job(asked: Mapping[str, str]) -> str:
-    if not asked.get("job"):
-        raise UsageError("job= is missing")
-    return asked["job"]

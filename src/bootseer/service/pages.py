@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -35,13 +35,13 @@ from bootseer.report.model import Report
 from bootseer.report.render import html, perfetto
 from bootseer.report.render.html_svg import NUM_COLOURS
 from bootseer.report.render.html_text import dotted, raw
-from bootseer.service import questions, schema
+from bootseer.service import metrics, questions, schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
-from bootseer.service.over_time import ADDRESS, exported, lemons, now
+from bootseer.service.over_time import ADDRESS, QUESTIONS, exported, lemons, now
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
-from bootseer.units import S_PER_H, format_bytes, format_seconds
+from bootseer.units import PROMETHEUS, S_PER_H, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from bootseer.service.app import Service
@@ -124,12 +124,9 @@ class Pages:
         """Routes of the pages, of their JSON, and of the parts of a start."""
         found: list[Any] = []
         for name, (path, answer) in self._pages.items():
-            found += [
-                Route(path, self._shown(name, answer), methods=["GET"]),
-                Route(
-                    f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}", self._json_of(answer), methods=["GET"]
-                ),
-            ]
+            json_path = f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}"
+            found.append(Route(path, self._shown(name, answer), methods=["GET"]))
+            found.append(Route(json_path, self._json_of(answer, of_weeks=name != "now"), methods=["GET"]))
         one = "{attempt:int}/{restart:int}/{job:job}"
         return [
             *found,
@@ -137,6 +134,11 @@ class Pages:
             Route(f"/api/v1/start/{one}", self._guarded(self._start_json)),
             Route(f"/perfetto/{one}", self._guarded(self._perfetto)),
             Route("/api/v1/starts", self._json_of(self._starts)),
+            *(
+                Route(f"{ADDRESS}/{name}", self._json_of(partial(self._over_time, name), of_weeks=name != "now"))
+                for name in QUESTIONS
+            ),
+            Route("/metrics", self._guarded(self._metrics, of_weeks=True)),
             Route("/api/v1/openapi.json", lambda request: JSONResponse(openapi())),
             Route("/events", self._events),
             Mount(
@@ -246,7 +248,17 @@ class Pages:
         limit = _number(request, "limit", _ROWS, 1000)
         return {**chosen, "starts": questions.starts(connection, where, limit=limit, offset=offset)}
 
+    def _over_time(self, question: str, connection: Connection, request: Request) -> Answer:
+        team = _grant(request).team  # a token of a team reads that team's starts
+        asked = {**request.query_params, **({"team": team} if team else {})}
+        return self._service.over_time.answer(connection, question, asked)
+
     # Requests for them.
+
+    def _metrics(self, request: Request) -> Response:
+        with self._service.database.read() as connection:
+            text = metrics.text_of(connection, self._service.over_time, time.time_ns())
+        return PlainTextResponse(text, media_type=PROMETHEUS)
 
     def _shown(self, name: str, answer: _Find) -> _Endpoint:
         def shown(request: Request) -> Response:
@@ -256,12 +268,12 @@ class Pages:
 
         return self._guarded(shown, of_weeks=name != "now")
 
-    def _json_of(self, answer: _Find) -> _Endpoint:
+    def _json_of(self, answer: _Find, *, of_weeks: bool = True) -> _Endpoint:
         def content(request: Request) -> Response:
             with self._service.database.read() as connection:
                 return JSONResponse({"schema": "bootseer.service/1", **answer(connection, request)})
 
-        return self._guarded(content, of_weeks=answer != self._now)
+        return self._guarded(content, of_weeks=of_weeks)
 
     def _guarded(self, answer: Callable[[Request], Response], *, of_weeks: bool = False) -> _Endpoint:
         """The answer, or a page or JSON document with the error."""
@@ -271,8 +283,8 @@ class Pages:
                 return answer(request)
             except BootseerError as error:
                 status = {NotFoundError: 404, UsageError: 400, TransientError: 503}.get(type(error), 500)
-                if request.url.path.startswith("/api/"):
-                    return JSONResponse({"error": str(error)}, status)
+                if request.url.path.startswith(("/api/", "/metrics")):
+                    return JSONResponse({"error": str(error)}, status, {"retry-after": "5"} if status == 503 else None)
                 return self._page("error", request, status=status, error=str(error))
 
         async def shared(request: Request) -> Response:
@@ -292,6 +304,9 @@ class Pages:
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse("Not Found", 404)
         return self._page("error", request, status=404, error=f"There is no page {request.url.path}")
+
+    def login(self, request: Request, text: str, status: int = 200) -> Response:
+        return self._page("login", request, status=status, text=text)
 
     def _found(self, connection: Connection, request: Request, job: str, attempt: int, restart: int) -> Answer:
         """A start. Raises `NotFoundError` if there is none, or if it belongs to another team."""
