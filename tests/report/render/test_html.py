@@ -201,7 +201,7 @@ def end_of(report: Report) -> float:
 def test_how_good_the_clocks_are_stands_behind_the_finding(small: Report) -> None:
     lines = ["The nodes' clocks differ by up to 5.0 s.", "Only 1 of 2 nodes were seen."]
     text = html.render(replace(small, headlines=lines))
-    places = [text.index(line.replace("'", "&#x27;")) for line in lines]
+    places = [text.index(line.replace("'", "&#39;")) for line in lines]
     assert places[1] < text.index('class="tiles"') < places[0]
 
 

@@ -84,6 +84,11 @@ def outliers(report: Report, limit: int = MAX_OUTLIERS) -> list[Node]:
     return [by_name[name] for name in chosen[:limit]]
 
 
+def in_order(nodes: list[Node]) -> list[Node]:
+    """By rank, nodes without one last."""
+    return sorted(nodes, key=lambda node: (node.rank < 0, node.rank, node.node))
+
+
 def ended_first(nodes: list[Node]) -> list[Node]:
     """The nodes that did not reach training. First those whose events end first: the others waited for them."""
     return sorted((node for node in nodes if node.outcome != "ok"), key=lambda node: node.own_end_s)

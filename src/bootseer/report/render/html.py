@@ -1,7 +1,7 @@
 """The HTML report: one self-contained file for a browser, a mail or a printer.
 
-The page is complete without JavaScript; the script adds zoom, search, sorting and tooltips. A log is hostile input:
-each text is escaped, and a content security policy allows only the page's own style and script, by hash, so that
+The page is complete without JavaScript; the script adds zoom, search, sorting and tooltips. A log is hostile input: the
+templates escape each text, and a content security policy allows only the page's own style and script, by hash, so that
 anything that escapes the escaping can neither run nor send data.
 """
 
@@ -9,18 +9,38 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from bootseer import __version__
+from bootseer.report.analysis.stragglers import MIN_NODES, host_list
+from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import Report
-from bootseer.report.render import html_lower as lower
-from bootseer.report.render import html_upper as upper
-from bootseer.report.render.html_gantt import nodes_section, payload, timeline
-from bootseer.report.render.html_starts import starts_sections
+from bootseer.report.render import fold, html_svg, html_text
+from bootseer.report.render.html_starts import starts_parts
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
-from bootseer.report.render.html_text import data_block, esc
+from bootseer.report.render.html_text import GLOSSARY, count, data_block, signed
+from bootseer.report.render.html_values import (
+    MAX_LISTED,
+    ledger_rows,
+    listed_segments,
+    looks,
+    node_facts,
+    outcome_words,
+    payload,
+    shades,
+    spread_stages,
+    startup_facts,
+)
+from bootseer.units import format_seconds, plural
 
-_LINKS = (
+_SECTIONS = (
     ("timeline", "Timeline"),
     ("chain", "Critical chain"),
     ("stragglers", "Stragglers"),
@@ -37,46 +57,81 @@ _LINKS = (
     ("nodes", "Nodes"),
     ("words", "Glossary"),
 )
+_ALWAYS = ("startup", "stage")
+_LIMITS = {"max_facts": 500, "max_startups": 500, "max_columns": 120, "max_listed": MAX_LISTED, "min_nodes": MIN_NODES,
+           "fold_above": fold.FOLD_ABOVE}  # fmt: skip
+
+
+def _shown(value: object) -> object:
+    """Text of a log without control characters and direction marks; the template engine then escapes it."""
+    return value if isinstance(value, Markup) else fold.clean(value)
+
+
+def _html(function: Callable[..., str]) -> Callable[..., Markup]:
+    """A function whose result is HTML."""
+    return lambda *args, **more: Markup(function(*args, **more))  # noqa: S704 - these escape what they are given
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=PackageLoader("bootseer.report.render"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, auto_reload=False, finalize=_shown,
+    )  # fmt: skip
+    made.filters |= {"count": count, "median": median}
+    made.tests |= {"about_clocks": is_about_clocks, "a_line": lambda text: " " in text}
+    html: tuple[Callable[..., str], ...] = (
+        html_text.num, html_text.cell, html_text.rank_cell, html_text.table, html_text.term, html_text.dotted,
+        html_svg.stacked, html_svg.swatch, html_svg.icon, html_svg.cdf, html_svg.bar, html_svg.attempts,
+        html_svg.axis, patterns, shades,
+    )  # fmt: skip
+    text: tuple[Callable[..., Any], ...] = (
+        html_text.seconds, html_text.percent, html_text.ratio, html_text.size, html_text.moment, count, signed,
+        plural, host_list, located, ledger_rows, listed_segments, node_facts, outcome_words, spread_stages,
+        startup_facts, fold.own_s, fold.top, fold.outliers, fold.in_order,
+    )  # fmt: skip
+    made.globals |= {function.__name__: _html(function) for function in html}
+    made.globals |= {function.__name__: function for function in text}
+    made.globals |= _LIMITS | {
+        "hours": html_text.hours,
+        "money": html_text.money,
+        "bands_of": fold.bands,
+        "tenths": lambda value: f"{value:.1f}",
+        "precise": lambda value: f"{value * 1000:.1f} ms" if abs(value) < 1 else f"{value:.3f} s",
+        "of_scheduler": lambda value: "job",
+        "nodes_in_words": lambda value: plural(int(value), "node"),
+    }
+    return made
 
 
 def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> str:
     """The report as one self-contained HTML document. `above`: HTML that the service shows before it; `refresh_s`:
     reload interval for the browser."""
-    scale, palette = scale_of(report), Palette(report)
-    body = "".join(
-        (
-            upper.figures(report),
-            timeline(report, scale, palette),
-            upper.chain(report, palette),
-            upper.stragglers(report),
-            upper.stages(report, palette),
-            lower.distributions(report, palette),
-            lower.ledger(report, palette),
-            lower.evidence(report),
-            starts_sections(report),
-            lower.facts(report),
-            lower.startups(report, palette),
-            nodes_section(report),
-        )
+    scale, palette, links = scale_of(report), Palette(report), fold.shared_links(report)
+    common: dict[str, Any] = {"report": report, "scale": scale, "palette": palette, "links": links}
+    body = _templates().get_template("body.html")
+    content = body.render(
+        **common,
+        starts=starts_parts(report),
+        domain=fold.domain(report.nodes),
+        critical={(link.node, link.rank) for _, link in links},
+        looks=looks(report),
+        took=", ".join(f"{seg.stage} {format_seconds(seg.end_s - seg.start_s)}" for seg in report.scheduler),
     )
-    body += lower.glossary(body)
     style, script = _asset("report.css"), _asset("report.js")
-    links = "".join(
-        f'<li><a href="#{ident}">{name}</a></li>' for ident, name in _LINKS if f'<section id="{ident}"' in body
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">'
-        + (f'<meta http-equiv="refresh" content="{refresh_s:d}">' if refresh_s else "")
-        + '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">'
-        f"<title>{esc(report.startup.job)}: startup report</title><style>{style}</style></head>\n<body>"
-        f'<a class="skip" href="#timeline">Skip to the timeline</a>{above}{patterns()}'
-        f'{upper.header(report)}<nav aria-label="Sections"><ul>{links}</ul></nav>\n<main>{body}</main>\n'
-        f"<footer>BootSeer {esc(__version__)}. This page loads nothing and sends nothing.</footer>"
-        f'<div id="tip" role="tooltip" hidden></div>'
-        f'<script type="application/json" id="data">{data_block(payload(report, scale, palette))}</script>'
-        f"<script>{script}</script></body></html>\n"
+    page = _templates().get_template("page.html")
+    return page.render(
+        **common,
+        body=Markup(content),  # noqa: S704 - escaped by its template
+        sections=[one for one in _SECTIONS if one[0] == "words" or f'<section id="{one[0]}"' in content],
+        glossary=[(key, words) for key, words in GLOSSARY.items() if f'"#g-{key}"' in content or key in _ALWAYS],
+        policy=_policy(style, script),
+        style=style,
+        script=script,
+        above=above,
+        refresh_s=refresh_s,
+        data=data_block(payload(report, scale, palette)),
+        version=__version__,
     )
 
 

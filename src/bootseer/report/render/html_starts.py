@@ -3,42 +3,61 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from bootseer.report.analysis.starts import RESTORED, SUMMARIES
 from bootseer.report.model import Report
-from bootseer.report.render.html_text import cell, count, esc, head, percent, seconds, section, size, table, word_cell
+from bootseer.report.model_starts import EnvironmentStart
+from bootseer.report.render.html_text import cell, count, percent, seconds, size, table, word_cell
 
 _MAX_ROWS = 200
-Column = tuple[str, str, Callable[[float], str]]
+Column = tuple[str, Any, Any]
+"""Head; the field, or a function of the row; and the format of a number, or the CSS class of a text and, after a colon,
+the field that is its tooltip."""
+
+
+def _environment_reason(one: EnvironmentStart) -> str:
+    return f"{one.reason}; not published: {one.why_not}" if one.why_not else one.reason
+
+
 _FETCHED: tuple[Column, ...] = (
     (">of", "stored_bytes", size),
     (">demand", "demand_bytes", size),
     (">hot", "hot_bytes", size),
 )
 _IMAGE: tuple[Column, ...] = (
-    *((">took", "seconds", seconds), *_FETCHED, (">cold", "cold_bytes", size)),
-    *((">requests", "requests", count), (">coverage", "coverage", percent), (">late", "late_blocks", count)),
+    *(("node", "node", "id"), ("way", "mode", ":image"), (">took", "seconds", seconds), *_FETCHED),
+    *((">cold", "cold_bytes", size), (">requests", "requests", count), (">coverage", "coverage", percent)),
+    *((">late", "late_blocks", count), ("why", "reason", "text")),
 )
 _ENVIRONMENT: tuple[Column, ...] = (
-    *((">took", "seconds", seconds), (">age", "age_s", seconds), (">saved", "saved_s", seconds)),
-    *((">files", "num_files", count), (">size", "size_bytes", size), *_FETCHED, (">coverage", "coverage", percent)),
+    *(("node", "node", "id"), ("way", "mode", ":way"), (">took", "seconds", seconds), (">age", "age_s", seconds)),
+    *((">saved", "saved_s", seconds), (">files", "num_files", count), (">size", "size_bytes", size), *_FETCHED),
+    *((">coverage", "coverage", percent), ("built by", "builder", "id")),
+    ("snapshot", lambda one: one.key[:12], "id:key"),
+    ("why", _environment_reason, "text"),
 )
 _CHECKPOINT: tuple[Column, ...] = (
-    *((">mounted in", "seconds", seconds), (">read", "read_bytes", size), (">fetched", "place_bytes", size)),
-    *((">from nodes", "peer_bytes", size), (">cached", "cache_bytes", size), (">same", "same_bytes", size)),
-    *((">retries", "retries", count), (">hedges", "hedges", count), (">won", "hedges_won", count)),
-    *((">rebuilt", "rebuilt", count), (">refused", "refused", count)),
+    *(("node", "node", "id:uri"), (">mounted in", "seconds", seconds), (">read", "read_bytes", size)),
+    *((">fetched", "place_bytes", size), (">from nodes", "peer_bytes", size), (">cached", "cache_bytes", size)),
+    *((">same", "same_bytes", size), (">retries", "retries", count), (">hedges", "hedges", count)),
+    *((">won", "hedges_won", count), (">rebuilt", "rebuilt", count), (">refused", "refused", count)),
+    ("why", lambda one: one.fallback or one.reason, "text"),
 )
-
+_DATANODE: tuple[Column, ...] = (
+    *(("DataNode", "name", "id"), (">served", "bytes", size), (">read time", "seconds", seconds)),
+    (">failures", "failures", count),
+)
 _PEERS: tuple[Column, ...] = (
-    *((">peers", "peers", count), (">from peers", "peer_bytes", size), (">origin", "origin_bytes", size)),
-    *((">cache", "cache_bytes", size), (">sent", "sent_bytes", size), (">fetched for others", "filled_bytes", size)),
-    *((">late requests", "late_requests", count), (">refused", "refused", count)),
+    *(("node", "node", "id:interfaces"), (">peers", "peers", count), (">from peers", "peer_bytes", size)),
+    *((">origin", "origin_bytes", size), (">cache", "cache_bytes", size), (">sent", "sent_bytes", size)),
+    *((">fetched for others", "filled_bytes", size), (">late requests", "late_requests", count)),
+    (">refused", "refused", count),
+    ("late or wrong", lambda one: " ".join(filter(None, (one.late_peers, one.wrong_peers))), "text"),
 )
-
-
 _NOTES = {
     "images": "Demand: fetched while a reader waited. Hot: prefetched because earlier starts needed it.",
     "environments": "A restored environment is a mounted snapshot of an earlier setup's result.",
@@ -52,95 +71,80 @@ _NOTES = {
 }
 
 
-def starts_sections(report: Report) -> str:
+class Part(NamedTuple):
+    """A section of the page; `tables` is HTML."""
+
+    ident: str
+    title: str
+    note: str
+    lines: Sequence[str]
+    tables: Markup
+
+
+def starts_parts(report: Report) -> list[Part]:
     """The parts that have lines, each with a table of the nodes if they reported numbers."""
     found = []
     for ident, title, lines_of in SUMMARIES:
-        lines = lines_of(report)
-        if not lines:
-            continue
-        left = len(getattr(report, ident)) - _MAX_ROWS if ident in _TABLES else 0
-        more = f" {_MAX_ROWS} nodes are shown; {left:,} more are in the JSON report." if left > 0 else ""
-        items = "".join(f"<li>{esc(line)}</li>" for line in lines)
-        body = f"<ul>{items}</ul>{_TABLES[ident](report) if ident in _TABLES else ''}"
-        found.append(section(ident, title, body, _NOTES[ident] + more))
-    return "".join(found)
+        if lines := lines_of(report):
+            tables = _TABLES[ident](report) if ident in _TABLES else ""
+            left = len(getattr(report, ident)) - _MAX_ROWS if tables else 0
+            more = f" {_MAX_ROWS} nodes are shown; {left:,} more are in the JSON report." if left > 0 else ""
+            found.append(Part(ident, title, _NOTES[ident] + more, lines, Markup(tables)))  # noqa: S704 - by `_table`
+    return found
 
 
 def _images(report: Report) -> str:
     # Worst first: fallbacks, then those that waited for most bytes.
     ordered = sorted(report.images, key=lambda image: (image.mode != "fallback", -image.demand_bytes, image.node))
-    rows = [
-        word_cell(one.node, css="id")
-        + word_cell(one.mode, title=one.image)
-        + _cells(one, _IMAGE)
-        + word_cell(one.reason, css="text")
-        for one in ordered[:_MAX_ROWS]
-    ]
-    return table(_head("node", "way", _IMAGE, "why"), rows, label="Images by node", css="sortable")
+    return _table("Images by node", ordered, _IMAGE)
 
 
 def _environments(report: Report) -> str:
     # Worst first: setups that ran, then those that took longest.
     ordered = sorted(report.environments, key=lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node))
-    rows = [
-        word_cell(one.node, css="id")
-        + word_cell(one.mode, title=one.way)
-        + _cells(one, _ENVIRONMENT)
-        + word_cell(one.builder, css="id")
-        + word_cell(one.key[:12], css="id", title=one.key)
-        + word_cell(f"{one.reason}; not published: {one.why_not}" if one.why_not else one.reason, css="text")
-        for one in ordered[:_MAX_ROWS]
-    ]
-    columns = _head("node", "way", _ENVIRONMENT, "built by", "snapshot", "why")
-    return table(columns, rows, label="Environments by node", css="sortable")
+    return _table("Environments by node", ordered, _ENVIRONMENT)
+
+
+class _Served(NamedTuple):
+    """What one DataNode served to all nodes."""
+
+    name: str
+    bytes: int
+    seconds: float
+    failures: int
 
 
 def _checkpoints(report: Report) -> str:
     """The nodes, and the DataNodes that served them."""
     # Those that had to fetch most come first.
     ordered = sorted(report.checkpoints, key=lambda one: (-one.place_bytes, one.node))
-    rows = [
-        word_cell(one.node, css="id", title=one.uri)
-        + _cells(one, _CHECKPOINT)
-        + word_cell(one.fallback or one.reason, css="text")
-        for one in ordered[:_MAX_ROWS]
-    ]
-    body = table(_head("node", _CHECKPOINT, "why"), rows, label="Checkpoints by node", css="sortable")
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
-    for one in ordered:
-        for datanode in one.datanodes:
-            total = totals[datanode.name]
-            total[0] += datanode.bytes
-            total[1] += datanode.seconds or 0.0
-            total[2] += datanode.failures
-    rows = [
-        word_cell(name, css="id") + cell(total[0], size) + cell(total[1], seconds) + cell(int(total[2]), count)
-        for name, total in sorted(totals.items(), key=lambda item: -item[1][0])[:_MAX_ROWS]
-    ]
-    columns = head("DataNode", ">served", ">read time", ">failures")
-    return body + (table(columns, rows, label="DataNodes", css="sortable") if rows else "")
+    totals: dict[str, _Served] = defaultdict(lambda: _Served("", 0, 0.0, 0))
+    for one in (datanode for node in ordered for datanode in node.datanodes):
+        _, num_bytes, took_s, failures = totals[one.name]
+        served = num_bytes + one.bytes, took_s + (one.seconds or 0.0), failures + one.failures
+        totals[one.name] = _Served(one.name, *served)
+    datanodes = sorted(totals.values(), key=lambda one: -one.bytes)
+    more = _table("DataNodes", datanodes, _DATANODE) if datanodes else ""
+    return _table("Checkpoints by node", ordered, _CHECKPOINT) + more
 
 
 def _peers(report: Report) -> str:
     # Those that fetched most from the origin come first.
     ordered = sorted(report.peers, key=lambda one: (-one.origin_bytes, one.node))
-    rows = [
-        word_cell(one.node, css="id", title=one.interfaces)
-        + _cells(one, _PEERS)
-        + word_cell(" ".join(filter(None, (one.late_peers, one.wrong_peers))), css="text")
-        for one in ordered[:_MAX_ROWS]
-    ]
-    return table(_head("node", _PEERS, "late or wrong"), rows, label="Peers by node", css="sortable")
+    return _table("Peers by node", ordered, _PEERS)
 
 
 _TABLES = {"images": _images, "environments": _environments, "checkpoints": _checkpoints, "peers": _peers}
 
 
-def _head(*columns: str | tuple[Column, ...]) -> str:
-    names = [[column] if isinstance(column, str) else [name for name, _, _ in column] for column in columns]
-    return head(*[name for group in names for name in group])
+def _table(label: str, rows: Sequence[object], columns: Sequence[Column]) -> str:
+    body = "".join(f"<tr>{''.join(_cell(one, *column[1:]) for column in columns)}</tr>" for one in rows[:_MAX_ROWS])
+    return table([name for name, *_ in columns], body, label, "sortable")
 
 
-def _cells(one: Any, columns: tuple[Column, ...]) -> str:
-    return "".join(cell(getattr(one, field), form) for _, field, form in columns)
+def _cell(one: object, of: str | Callable[[Any], object], form: Callable[[float], str] | str) -> str:
+    value: Any = getattr(one, of) if isinstance(of, str) else of(one)
+    if not isinstance(form, str):
+        return cell(value, form)
+    css, _, title = form.partition(":")
+    return word_cell(value, css=css, title=str(getattr(one, title)) if title else "")

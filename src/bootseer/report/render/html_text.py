@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
@@ -117,53 +117,42 @@ def _attr(name: str, value: str) -> str:
     return f' {name}="{esc(value)}"' if value else ""
 
 
-def head(*columns: str) -> str:
-    """A table head. Columns are HTML; one that begins with `>` is aligned right, as its numbers are."""
-    cells = (
-        f'<th scope="col" class="r">{name[1:]}</th>' if name.startswith(">") else f'<th scope="col">{name}</th>'
-        for name in columns
-    )
-    return f"<thead><tr>{''.join(cells)}</tr></thead>"
-
-
 _CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
 _EMPTY_CELL = re.compile(r'<td[^>]* data-sort="(null|0|0\.0)"|<td[^>]*></td>')
+_ROW = re.compile(r"(<tr[^>]*>)(.*?)</tr>", re.DOTALL)
 
 
-def _without_empty_columns(columns: str, rows: list[str]) -> tuple[str, list[str]]:
-    """The table without columns in which every cell is empty, 0 or unobserved; the first one is kept."""
-    cells = [_CELL.findall(row) for row in rows]
-    kept = [i for i in range(columns.count("<th ")) if not i or not all(_EMPTY_CELL.match(row[i]) for row in cells)]
-    cut = [
-        row[: row.index("<td")] + "".join(own[i] for i in kept) + "</tr>" * row.startswith("<tr")
-        for row, own in zip(rows, cells, strict=True)
+def table(columns: Sequence[str], rows: str, label: str, css: str = "") -> str:
+    """A table in a box of its own that scrolls sideways, so that the page does not.
+
+    columns: heads; one that begins with `>` is aligned right, as its numbers are, and `@KEY` is a term.
+    rows: the `tr` elements as HTML. Columns in which every cell is empty, 0 or unobserved are left out, but the first.
+    """
+    found = [(begin, _CELL.findall(cells)) for begin, cells in _ROW.findall(rows)]
+    kept = [
+        at
+        for at in range(len(columns))
+        if not (at and found) or not all(_EMPTY_CELL.match(own[at]) for _, own in found)
     ]
-    heads = _CELL.findall(columns)
-    return f"<thead><tr>{''.join(heads[i] for i in kept)}</tr></thead>", cut
-
-
-def table(columns: str, rows: list[str], *, label: str, css: str = "") -> str:
-    """A table in a box of its own that scrolls sideways, so that the page does not."""
-    if rows:
-        columns, rows = _without_empty_columns(columns, rows)
-    body = "".join(f"<tr>{row}</tr>" if not row.startswith("<tr") else row for row in rows)
+    body = "".join(f"{begin}{''.join(own[at] for at in kept)}</tr>" for begin, own in found)
     name = esc(label)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">'
-        f'<table{_attr("class", css)}><caption class="sr">{name}</caption>{columns}<tbody>{body}</tbody></table></div>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table{_attr("class", css)}>'
+        f'<caption class="sr">{name}</caption><thead><tr>{"".join(_head(columns[at]) for at in kept)}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _head(column: str) -> str:
+    name = column.removeprefix(">")
+    shown = term(name[1:]) if name.startswith("@") else esc(name)
+    return f'<th scope="col"{_attr("class", "r" if column.startswith(">") else "")}>{shown}</th>'
 
 
 def term(key: str, text: str = "") -> str:
     """A term with its explanation as a tooltip, linked to the glossary at the foot of the page."""
     title, meaning = GLOSSARY[key]
     return f'<a class="term" href="#g-{key}" title="{esc(meaning)}">{esc(text or title)}</a>'
-
-
-def section(ident: str, title: str, body: str, note: str = "") -> str:
-    """One part of the page. `note` and `body` are HTML."""
-    below = f'<p class="note">{note}</p>' if note else ""
-    return f'<section id="{ident}" aria-labelledby="h-{ident}"><h2 id="h-{ident}">{title}</h2>{below}{body}</section>'
 
 
 def seconds(value: float) -> str:
@@ -178,6 +167,10 @@ def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
 
 
 hours, money = format_hours, format_money
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f} s"
 
 
 def percent(value: float) -> str:

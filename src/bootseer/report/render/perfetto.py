@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from bootseer.report.model import UNTRACKED, WAIT, WORK, Link, Node, Report, Segment
-from bootseer.report.render.fold import bands, clean, outliers, time_range
+from bootseer.report.render.fold import bands, clean, in_order, outliers, time_range
 
 MAX_NODES = 200
 """From this many nodes on, only outliers and samples are written."""
@@ -50,7 +50,7 @@ def trace(report: Report) -> dict[str, Any]:
 
 def _shown(report: Report) -> list[Node]:
     if len(report.nodes) < MAX_NODES:
-        return sorted(report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node))
+        return in_order(report.nodes)
     chosen = {node.node: node for node in outliers(report, NUM_OUTLIERS)}
     for band in bands(report.nodes):
         stride = max(1, len(band.nodes) // SAMPLE_PER_BAND)
