@@ -8,6 +8,7 @@ import io
 import os
 import pty
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -144,3 +145,14 @@ def test_a_pipe_and_standard_output_are_written_and_not_replaced(tmp_path: Path)
     assert not Path("/dev/null").is_file()
     with pytest.raises(PermanentError, match="cannot be written: No such file"):
         write_file(tmp_path / "no" / "page", "page")
+
+
+def test_few_bytes_for_a_full_disk_are_an_error_at_once_and_not_at_exit() -> None:
+    """`image hotset export ... - > FILE` left them in the buffer, and the interpreter's own flush failed."""
+    program = "from bootseer.cli.output import print_bytes; print_bytes(b'few')"
+    with Path("/dev/full").open("wb") as full:
+        words, env = [sys.executable, "-c", program], {**os.environ, "PYTHONUNBUFFERED": ""}
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, env=env, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert "PermanentError: standard output: cannot be written" in ended.stderr
+    assert "Exception ignored" not in ended.stderr

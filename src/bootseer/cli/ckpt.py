@@ -5,7 +5,6 @@ The verbs that copy and read checkpoints; `ckpt_jobs` has those about the checkp
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING
 import click
 
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback
-from bootseer.cli.output import Output, Progress
+from bootseer.cli.output import Output, Progress, print_bytes
 from bootseer.cli.verb_parts import Group, json_option, with_options
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -228,14 +227,7 @@ def _print_file(files: Files, name: str) -> None:
         buffer, offset = memoryview(bytearray(min(_PIECE_BYTES, file.size_bytes))), 0
         while length := file.readinto(offset, buffer):
             offset += length
-            left = buffer[:length]
-            while left:
-                try:
-                    left = left[os.write(1, left) :]
-                except BrokenPipeError:
-                    raise
-                except OSError as error:
-                    raise PermanentError(f"standard output: cannot be written: {error.strerror}") from error
+            print_bytes(buffer[:length])
 
 
 _MAX_SHOWN = 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.image_options import CONVERTED, request_of_verb
-from bootseer.cli.output import Output, table, write_file
+from bootseer.cli.output import Output, print_bytes, table, write_file
 from bootseer.cli.verb_parts import Group, json_option, with_options
 from bootseer.errors import PermanentError, UsageError
 from bootseer.units import format_bytes
@@ -110,13 +109,10 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
         known = sets.workloads() if hot_set is None else []
     if hot_set is None:
         raise UsageError(f"no hot set {workload!r}", hint=f"known hot sets: {', '.join(known) or 'none'}")
-    if str(file) != "-":
+    if str(file) == "-":
+        print_bytes(encode_hot_set(hot_set))
+    else:
         write_file(file, encode_hot_set(hot_set))
-        return
-    try:
-        sys.stdout.buffer.write(encode_hot_set(hot_set))
-    except OSError as error:
-        raise PermanentError(f"standard output: cannot be written: {error.strerror}") from error
 
 
 def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[ResolvedImage, HotSets]:

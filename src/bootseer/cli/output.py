@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from bootseer.artifact.progress import ProgressCallback, Unit
+    from bootseer.blocks.codec import Buffer
 
 
 _WIDTH = 80
@@ -74,6 +75,12 @@ def print_json(value: Mapping[str, object]) -> None:
         # `json.dump` to a file encodes in Python, many times slower.
         file.write(json.dumps(value, ensure_ascii=False))
         file.write("\n")
+
+
+def print_bytes(data: Buffer) -> None:
+    """Print bytes as they are. Raises `PermanentError` like `print_json`."""
+    with _standard_output() as file:
+        file.buffer.write(data)
 
 
 def write_file(path: Path, data: str | bytes) -> None:
