@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from bootseer.report.analysis.spans import unique
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import scan
 from bootseer.service import schema
+from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.histogram import CLASSES, bound_s, class_of, quantile_s
 from bootseer.service.raw import LOG
@@ -63,6 +65,21 @@ def test_sums_of_a_day_are_those_of_its_starts_however_often_they_are_computed(p
     assert (slow.n, slow.n_last) == (3, 3)
     assert slow.delay_s == pytest.approx(3 * 40.0, abs=3.0)
     assert all(row.delay_s == 0 for row in rows if row.name != "node-0001")
+
+
+def test_two_services_may_compute_the_same_day_at_once(place: Place) -> None:
+    """One of them failed: its rows were those that the other had just written."""
+    place.put(Fleet(4).lines(), attempt=0)
+    derive_all(place)
+
+    def computed(number: int) -> None:
+        with contextlib.closing(Database(place.url)) as database:
+            for _ in range(20):
+                roll_up(database, DAY)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(computed, range(4)))
+    assert sum(row.n for row in place.rows(schema.stage_day)) == len(place.rows(schema.stage_start))
 
 
 def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 @click.option("--job", help="Job to report, if the logs contain several.")
 @click.option("--attempt", type=click.IntRange(0), help="Attempt to report (default: the last).")
 @click.option("--restart", type=click.IntRange(0), help="Restart within the attempt (default: the last).")
-@click.option("--nodes", type=click.IntRange(1), help="Number of nodes, if the logs do not say.")
+@click.option("--nodes", "num_nodes", type=click.IntRange(1), help="Number of nodes, if the logs do not say.")
 @click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs per node, if the logs do not say.")
-@click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, to show costs.")
+@click.option(
+    "--price", "price_per_gpu_hour", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, to show costs."
+)
 @click.option(
     "--currency",
     metavar="SIGN",
@@ -60,13 +62,6 @@ if TYPE_CHECKING:
 )
 def report_command(
     logs: tuple[str, ...],
-    job: str | None,
-    attempt: int | None,
-    restart: int | None,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    price: float | None,
-    currency: str,
     began_pattern: str | None,
     patterns: tuple[str, ...],
     html: Path | None,
@@ -75,6 +70,7 @@ def report_command(
     wait: bool,
     as_json: bool,
     color: str,
+    **chosen: Any,
 ) -> None:
     """Show where a startup's time went, node by node.
 
@@ -95,15 +91,7 @@ def report_command(
 
     if wait and not follow:
         raise click.UsageError("--wait needs --follow")
-    options = Options(
-        job=job,
-        attempt=attempt,
-        restart=restart,
-        num_nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        price_per_gpu_hour=price,
-        currency=currency,
-    )
+    options = Options(**chosen)
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     stages = of_stages(patterns)
     with _hints(), watched(follow, as_json, color) as watch, Progress("reading") as progress:

@@ -439,32 +439,27 @@ def _colour(stage: str) -> str:
     return f"c{STAGES.index(top) if top in STAGES else NUM_COLOURS - 2}"
 
 
+def _parameter(name: str, kind: str = "string", *, place: str = "query", **schema: Any) -> Answer:
+    required = {"required": True} if place == "path" else {}
+    return {"name": name, "in": place, **required, "schema": {"type": kind, **schema}}
+
+
 def openapi() -> Answer:
-    since = {"name": "since", "in": "query", "schema": {"type": "string", "enum": list(_SINCE)}}
-    team = {"name": "team", "in": "query", "schema": {"type": "string"}}
-    kind = {"name": "kind", "in": "query", "schema": {"type": "string", "enum": list(_KINDS)}}
-    counts = [
-        {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": most}}
-        for name, most in (("offset", 1 << 31), ("limit", 1000))
-    ]
-    start = {"type": "string", "pattern": "^[0-9]{1,9}/[0-9]{1,9}/[^\\s]+$", "description": "ATTEMPT/RESTART/JOB"}
-    sides = [{"name": name, "in": "query", "schema": start} for name in ("a", "b")]
-    job = {"name": "job", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    numbers = [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "schema": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-        }
-        for name in ("attempt", "restart")
-    ]
-    bucket = {"name": "bucket", "in": "query", "schema": {"type": "string", "enum": _SCALES}}
-    words = {"name": "q", "in": "query", "schema": {"type": "string"}, "description": "Part of a job's name"}
+    since, team = _parameter("since", enum=list(_SINCE)), _parameter("team")
+    kind, bucket = _parameter("kind", enum=list(_KINDS)), _parameter("bucket", enum=_SCALES)
     filters = [since, team, kind, bucket]
-    ago = {"name": "since", "in": "query", "schema": {"type": "string", "pattern": "^[0-9]{1,4}[hdw]$"}}
-    weeks = [ago, team, kind, {"name": "queue", "in": "query", "schema": {"type": "string"}}]
-    named = {"name": "job", "in": "query", "schema": {"type": "string", "minLength": 1}}
+    counts = [
+        _parameter(name, "integer", minimum=0, maximum=most) for name, most in (("offset", 1 << 31), ("limit", 1000))
+    ]
+    pattern = "^[0-9]{1,9}/[0-9]{1,9}/[^\\s]+$"
+    sides = [_parameter(name, pattern=pattern, description="ATTEMPT/RESTART/JOB") for name in ("a", "b")]
+    job, named = _parameter("job", place="path", minLength=1), _parameter("job", minLength=1)
+    numbers = [
+        _parameter(name, "integer", place="path", minimum=0, maximum=2**31 - 1) for name in ("attempt", "restart")
+    ]
+    words = {**_parameter("q"), "description": "Part of a job's name"}
+    ago = _parameter("since", pattern="^[0-9]{1,4}[hdw]$")
+    weeks = [ago, team, kind, _parameter("queue")]
     paths: dict[str, tuple[str, list[Answer]]] = {
         "/api/v1/fleet": ("Cost of starts by team, scale, stage and day", filters),
         "/api/v1/now": ("Open starts, the state of their nodes, and late nodes", []),

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from sqlalchemy import Connection, Integer, cast, delete, func, insert, select
+from sqlalchemy import Connection, Integer, cast, delete, func, insert, select, text
 from sqlalchemy.sql.elements import ColumnElement
 
 from bootseer.errors import BootseerError, CorruptError, TransientError
@@ -41,6 +41,10 @@ RAW_DAYS: Final = 14
 def roll_up(database: Database, day: int) -> None:
     """Compute the sums of a day."""
     with database.write() as connection:
+        # Several services may compute the same day at once. Without the lock, the second one's DELETE would not see the
+        # rows that the first one has just inserted, and its own rows would be duplicates.
+        if database.is_postgres:
+            connection.execute(text("SELECT pg_advisory_xact_lock(7012621, :day)"), {"day": day})
         for table in (schema.stage_day, schema.node_day, schema.storage_day):
             connection.execute(delete(table).where(table.c.day == day))
         database.insert_all(connection, schema.stage_day, _stage_days(connection, day))
