@@ -28,7 +28,8 @@ from typing import Annotated, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.logs import logger
@@ -346,13 +347,25 @@ class Deriver:
             return True
         live, now_ns = schema.live, time.time_ns()
         until_ns = now_ns + _CLAIMED_S * NS_PER_S
+        here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
         # A claim further in the future than possible was made before a clock was set back: it counts as expired.
         free = (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
-        claim = {"owner": self._name, "owned_until_ns": until_ns}
-        new = self._database.insert(live).values(job=attempt.job, attempt=attempt.attempt, **claim)
         with self._database.write() as connection:
-            claimed = new.on_conflict_do_update(index_elements=["job", "attempt"], set_=claim, where=free)
-            is_ours = connection.execute(claimed).rowcount > 0
+            taken = connection.execute(
+                update(live).where(here & free).values(owner=self._name, owned_until_ns=until_ns)
+            ).rowcount
+            is_ours = bool(taken)
+            if not taken and connection.execute(select(live.c.owner).where(here)).first() is None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(
+                            insert(live).values(
+                                job=attempt.job, attempt=attempt.attempt, owner=self._name, owned_until_ns=until_ns
+                            )
+                        )
+                    is_ours = True
+                except IntegrityError:  # another process was faster
+                    is_ours = False
         if is_ours:
             self._state(attempt).claimed_s = time.monotonic()
         return is_ours
