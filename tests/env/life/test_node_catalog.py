@@ -15,7 +15,6 @@ from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life import catalog as module
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Lookup
-from bootseer.env.life.quarantine import Quarantine
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.store.store import Store
 from env.life.samples import KEY, OTHER_KEY, document, store_objects
@@ -135,12 +134,6 @@ def test_a_manifest_is_fetched_once_and_verified(store: Store, local: NodeCatalo
     assert local.object(manifest, store) == data
     with pytest.raises(NotFoundError):
         local.object(document(content="none").manifest, store)
-
-
-def test_a_quarantine_that_the_store_does_not_take_is_kept_beside(store: Store, local: NodeCatalog) -> None:
-    quarantine = Quarantine(None, local.store, lambda line: None)
-    quarantine.mark(document(), "node-1", "ImportError", 1.0)
-    assert quarantine.reason(document())
 
 
 def test_a_node_remembers_what_it_used_last(local: NodeCatalog, away: Catalog, monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Suspected snapshots, kept in the store, or on the node where the store refuses."""
+"""Suspected snapshots, kept in the store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.artifact.objects import put
 from bootseer.env.life.quarantine import Quarantine, quarantine_name
-from bootseer.errors import NotFoundError
+from bootseer.errors import AccessError, TransientError
 from bootseer.store.store import Store
 from env.life.samples import KEY, document
 from store_doubles import Fault, FaultyStore, MemoryStore
@@ -23,12 +23,11 @@ def memory() -> Store:
 
 
 class Node:
-    """A node with its own memory and what it said."""
+    """A node and what it said."""
 
-    def __init__(self, store: Store | None) -> None:
-        self.here = memory()
+    def __init__(self, store: Store) -> None:
         self.said: list[str] = []
-        self.quarantine = Quarantine(store, self.here, self.said.append)
+        self.quarantine = Quarantine(store, self.said.append)
 
 
 @pytest.fixture
@@ -71,37 +70,11 @@ def test_a_rebuild_with_other_content_is_used_and_the_old_one_is_not(store: Stor
     assert node.quarantine.reason(A)
 
 
-def test_where_the_store_refuses_the_node_remembers(store: Store) -> None:
-    node, other = Node(read_only(store)), Node(store)
-    assert node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    assert node.quarantine.reason(A)
-    assert other.quarantine.reason(A) == ""
-    assert node.said == [f"the quarantine of environment {KEY[:12]} is stored on this node only: "
-                         f"{store.uri}: an upload: status 403"]  # fmt: skip
-
-
-def test_without_a_store_the_node_is_asked_alone() -> None:
-    node = Node(None)
-    node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    assert node.quarantine.reason(A)
-
-
-def test_what_is_cleared_in_the_store_is_cleared_for_the_node_that_told_it(store: Store) -> None:
-    node = Node(store)
-    node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    store.delete(quarantine_name(KEY))
+def test_a_store_that_refuses_is_an_error_and_nothing_is_suspected(store: Store) -> None:
+    node = Node(read_only(store))
+    with pytest.raises(AccessError, match="status 403"):
+        node.quarantine.mark(A, "node-1", "ImportError", 100.0)
     assert node.quarantine.reason(A) == ""
-
-
-def test_what_a_node_remembered_goes_into_the_store_when_it_takes_it_again(store: Store) -> None:
-    refusing: list[Fault | None] = [READ_ONLY]
-    node = Node(FaultyStore(store, lambda request: refusing[0] if request.verb == "upload" else None))
-    node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    refusing[0] = None
-    node.quarantine.mark(A, "node-1", "ImportError", 200.0)
-    assert Node(store).quarantine.reason(A).startswith("at least 2 jobs died")
-    with pytest.raises(NotFoundError):
-        node.here.stat(quarantine_name(KEY))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"schema":"x"}'])
@@ -113,9 +86,9 @@ def test_a_state_that_cannot_be_read_holds_nothing_against_a_snapshot(store: Sto
     assert node.quarantine.reason(A)
 
 
-def test_a_store_that_is_down_is_said_and_the_node_still_knows_its_own(store: Store) -> None:
+def test_a_store_that_is_down_is_said(store: Store) -> None:
     node = Node(FaultyStore(store, lambda request: DOWN))
     assert node.quarantine.reason(A) == ""
     assert "cannot be read" in node.said[0]
-    node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    assert node.quarantine.reason(A)
+    with pytest.raises(TransientError):
+        node.quarantine.mark(A, "node-1", "ImportError", 100.0)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from bootseer.env.life.quarantine_state import MAX_BYTES, MAX_REBUILDS, State
 from bootseer.errors import CorruptError
@@ -70,19 +69,6 @@ def test_a_job_that_always_dies_costs_a_few_rebuilds_whatever_they_give(contents
         state = state.with_failure(published, "node", "ImportError", float(number))
         state = State.parse(state.encode(), KEY)
     assert rebuilds <= MAX_REBUILDS
-
-
-def test_what_two_places_know_is_put_together() -> None:
-    here = SUSPECT.with_failure(A, "node-9", "OSError", 200).with_failure(B, "node-1", "ImportError", 50)
-    there = SUSPECT.with_failure(C, "node-3", "ImportError", 300).rebuilt(C, replaced=C)
-    both = here.merged(there)
-    assert both == there.merged(here)
-    suspect = both.suspect(A)
-    assert suspect is not None
-    assert suspect.count == 2
-    assert both.suspect(B) is not None
-    assert both.suspect(C) is None
-    assert CLEAN.merged(replace(SUSPECT, settled=True)).settled
 
 
 def test_a_state_stays_small_and_reads_back() -> None:

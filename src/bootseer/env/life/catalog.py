@@ -5,8 +5,8 @@
     environments/<key>/quarantine       jobs that failed with it (`quarantine`)
     environments/trash/...              removed snapshots whose objects still exist (`artifact.prune`)
 
-The copies have the same names below `<cache>/environments`: documents that were used or built here, quarantines that
-the store did not accept, and indexes and manifests as `artifact.objects` keeps them.
+The copies have the same names below `<cache>/environments`: documents that were used or built here, and indexes and
+manifests as `artifact.objects` keeps them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from bootseer.artifact import catalog as artifacts
-from bootseer.artifact.catalog import FIND_S, Listing
+from bootseer.artifact.catalog import Listing
 from bootseer.artifact.kind import Kind
 from bootseer.artifact.lease import look
 from bootseer.artifact.objects import LocalObjects
@@ -140,12 +140,12 @@ class NodeCatalog:
 
     @property
     def store(self) -> FileStore:
-        """Also for `quarantine.Quarantine`."""
+        """With the same names as the store of the snapshots."""
         return self._kept.store
 
-    def look_up(self, catalog: Catalog, key: str, *, timeout_s: float = FIND_S) -> Lookup:
+    def look_up(self, catalog: Catalog, key: str) -> Lookup:
         """Look up in the store, or in this node's copies if it does not answer; updates the copies."""
-        found = catalog.look(key, timeout_s=timeout_s)
+        found = catalog.look(key)
         if found.kind == "unreachable":
             return Lookup("unreachable", self._catalog.look(key).document, found.why)
         if found.document is not None:
@@ -179,9 +179,9 @@ class NodeCatalog:
                 if name not in needed:
                     self.store.delete(name)
 
-    def object(self, stored: Stored, origin: Store, *, timeout_s: float = _OBJECT_S) -> bytes:
+    def object(self, stored: Stored, origin: Store) -> bytes:
         """A small content-addressed object (the manifest), as `LocalObjects.content`."""
-        return self._kept.content(stored, origin, timeout_s=timeout_s)
+        return self._kept.content(stored, origin, timeout_s=_OBJECT_S)
 
     def _prune(self) -> None:
         """Delete the least recently used copies, with objects that only they need."""

@@ -84,21 +84,6 @@ class State(Struct, frozen=True):
         suspects = tuple(each for each in state.suspects if each.digest != digest)
         return replace(state, suspects=suspects, cleared=(*state.cleared, digest)[-_MAX_DIGESTS:])
 
-    def merged(self, other: State) -> State:
-        """The state merged with that of another place."""
-        cleared = tuple(sorted({*self.cleared, *other.cleared}))[:_MAX_DIGESTS]
-        suspects: dict[str, Suspect] = {}
-        for each in sorted((*self.suspects, *other.suspects), key=lambda suspect: (suspect.count, suspect.at_s)):
-            if each.digest not in cleared:
-                suspects[each.digest] = each
-        return State(
-            self.key,
-            tuple(sorted(suspects.values(), key=lambda suspect: (suspect.at_s, suspect.digest)))[-_MAX_DIGESTS:],
-            cleared,
-            max(self.rebuilds, other.rebuilds),
-            self.settled or other.settled,
-        )
-
     def encode(self) -> bytes:
         return encode(self, SCHEMA)
 

@@ -117,7 +117,7 @@ class LookupProcess:
         if document is not None:
             document = self._with_age_limit(document)
             found = dataclasses.replace(found, document=document)
-            suspicion = Quarantine(catalog.store, node_catalog.store, self._say).reason(document)
+            suspicion = Quarantine(catalog.store, self._say).reason(document)
         return decide(
             mode,
             found,

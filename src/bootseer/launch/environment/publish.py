@@ -29,7 +29,7 @@ from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring.roots import Division
 from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.env.snapshot.write import Written, write_snapshot
-from bootseer.errors import PermanentError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
@@ -165,8 +165,10 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
         if published:
             node_catalog.keep(document, catalog.encode_signed(document))
             if publication.decision.replaces is not None:
-                quarantine = Quarantine(store, node_catalog.store, lambda line: send({"say": line}))
-                quarantine.rebuilt(document, publication.decision.replaces)
+                try:
+                    Quarantine(store, lambda line: send({"say": line})).rebuilt(document, publication.decision.replaces)
+                except BootseerError as error:
+                    send({"say": f"the quarantine of the replaced snapshot remains: {error}"})
         send(
             {
                 "published": published,

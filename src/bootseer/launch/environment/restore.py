@@ -216,7 +216,7 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
     try:
         _mark(task, document, reason)
     except BootseerError as error:
-        say(f"the environment's snapshot was not quarantined: {error}")
+        say(f"{reason}: the environment's snapshot was not quarantined: {error}; start with --env refresh or bypass")
         return
     _report_suspicion(task, document, reason)
 
@@ -238,8 +238,7 @@ def _evidence(events: list[Event], code: int) -> str:
 def _mark(task: Task, document: EnvironmentDocument, reason: str) -> None:
     def mark() -> None:
         with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
-            quarantine = Quarantine(store, NodeCatalog(task.options.cache, say).store, say)
-            if quarantine.mark(document, task.node, reason, time.time()):
+            if Quarantine(store, say).mark(document, task.node, reason, time.time()):
                 message = "is quarantined: the next start rebuilds it"
             else:
                 message = "is not at fault: a rebuild gave the same"
