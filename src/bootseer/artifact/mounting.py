@@ -171,11 +171,9 @@ class MountHandle:
         state: MountState,
         daemon: Daemon | None,
         say: Say,
-        *,
-        lifeline: bool = False,
     ) -> None:
         """`label`: what it is, for messages: `the image`. Without a `daemon` everything was local: nothing is fetched
-        or recorded. `lifeline`: it serves one command and ends with it."""
+        or recorded."""
         self.facts = facts
         """Facts about the mount: mode, reason, sizes."""
         self._label = label
@@ -183,7 +181,6 @@ class MountHandle:
         self._state = state
         self._daemon = daemon
         self._say = say
-        self._lifeline = lifeline
 
     def end_startup(self) -> dict[str, object]:
         """Report the end of the startup to the daemon; returns the startup's figures."""

@@ -20,6 +20,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 from bootseer.artifact.places import own_folder, unpacked_folder
@@ -36,6 +37,7 @@ UNPACKED = "unpacked"
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
 _BATCH = 64
+_PIECE = 1 << 20
 
 
 def tree_name(identities: Sequence[str]) -> str:
@@ -129,8 +131,26 @@ def delete_tree(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """The data ranges of a sparse file of `size` bytes."""
+def read_sparse(descriptor: int, size: int) -> Iterator[bytes | int]:
+    """The content of a file of `size` bytes in pieces: its data, and the length of each hole, which is not read. Ends
+    early if the file has shrunk."""
+    at = 0
+    for begin, end in _data_extents(descriptor, size):
+        if begin > at:
+            yield begin - at
+        at = begin
+        while at < end:
+            piece = os.pread(descriptor, min(_PIECE, end - at), at)
+            if not piece:
+                return
+            yield piece
+            at += len(piece)
+    if size > at:
+        yield size - at
+
+
+def _data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """The data ranges of a sparse file."""
     at = 0
     while at < size:
         try:
@@ -213,7 +233,9 @@ class _TreeWriter:
     def _write_some(self, leaves: Sequence[TreeFile]) -> None:
         for path, reader, inode in leaves:
             if stat.S_ISREG(inode.mode):
-                _write_file(path, reader.read(inode), inode.size)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+                    write_sparse(file, reader.read(inode))
             elif stat.S_ISLNK(inode.mode):
                 os.symlink(reader.readlink(inode), path)  # noqa: PTH211
             else:
@@ -251,15 +273,15 @@ def has_all_rights() -> bool:
     return is_host() and may_mount()
 
 
-def _write_file(path: bytes, pieces: Iterable[bytes], size: int) -> None:
-    """Create a sparse file with this content: pieces of zeros become holes."""
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(opened, "wb", buffering=0) as file:
-        for piece in pieces:
-            if piece.count(0) == len(piece):
-                os.lseek(opened, len(piece), os.SEEK_CUR)
-                continue
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[file.write(rest) :]
-        os.ftruncate(opened, size)
+def write_sparse(file: FileIO, pieces: Iterable[bytes]) -> None:
+    """Write a new file's content: pieces of zeros become holes."""
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if piece.count(0) == len(piece):
+            file.seek(size)
+            continue
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[file.write(rest) :]
+    file.truncate(size)

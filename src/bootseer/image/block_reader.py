@@ -5,9 +5,8 @@ Mounted images use `fetch` and `cache` instead. Thread-safe.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from contextlib import closing
+from functools import lru_cache
 
 from bootseer.blocks.block_file import BlockFile, read_index
 from bootseer.blocks.codec import decode
@@ -27,9 +26,8 @@ class BlockReader:
     def __init__(self, store: Store, index: Index) -> None:
         self._store = store
         self._index = index
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
-        self._max_kept = max(2, _KEPT_BYTES // index.block_size)
-        self._lock = threading.Lock()
+        # Two threads that miss one block both fetch it.
+        self._block = lru_cache(max(2, _KEPT_BYTES // index.block_size))(self._read_block)
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes. Raises `CorruptError` (damaged, or outside the file) and the store's errors."""
@@ -42,18 +40,8 @@ class BlockReader:
             parts.append(self._block(number)[max(0, offset - begin) : offset + length - begin])
         return b"".join(parts)
 
-    def _block(self, number: int) -> bytes:
-        with self._lock:
-            kept = self._kept.get(number)
-            if kept is not None:
-                self._kept.move_to_end(number)
-                return kept
-        data = retrying(lambda left_s: self._fetch(number, left_s), deadline_s=2 * _BLOCK_TIMEOUT_S)
-        with self._lock:
-            self._kept[number] = data
-            while len(self._kept) > self._max_kept:
-                self._kept.popitem(last=False)
-        return data
+    def _read_block(self, number: int) -> bytes:
+        return retrying(lambda left_s: self._fetch(number, left_s), deadline_s=2 * _BLOCK_TIMEOUT_S)
 
     def _fetch(self, number: int, left_s: float) -> bytes:
         place = self._index.place(number)

@@ -69,7 +69,7 @@ def main() -> None:
         print(json.dumps({"error": str(error)}))
         return
     differences = {one.path: one.words for one in found.differences if one.path.startswith(PLACE + "/")}
-    said = {"packages": packages, "differences": differences, "compared": found.num_compared}
+    said = {"packages": packages, "differences": differences, "compared": found.num_paths}
     print(json.dumps(said))
 
 

@@ -51,7 +51,7 @@ def test_equal_files_are_equal(sides):
 
     _both(sides, write)
     found = _compared(sides)
-    assert (found.differences, found.num_compared) == ((), 3)
+    assert (found.differences, found.num_paths) == ((), 3)
 
 
 def test_each_kind_of_difference_has_its_words(sides):

@@ -45,10 +45,6 @@ _HARMLESS = frozenset((
 _MAX_NAMED = 5
 
 
-def new_mark() -> str:
-    return secrets.token_hex(8)
-
-
 def leftover_processes(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> dict[int, str]:
     """Names of the setup's processes, by process id. `namespace` is the inode of its mount namespace.
 
@@ -240,7 +236,7 @@ class Baseline:
         inside = _inspect_inside(enter)
         if inside.get("namespace") == _namespace():  # a capture without mounts of its own
             enter = None
-        return cls(enter, inside, KernelState.now(), new_mark())
+        return cls(enter, inside, KernelState.now(), secrets.token_hex(8))
 
     @property
     def environment(self) -> dict[str, str]:

@@ -294,19 +294,19 @@ class Watch:
         if self._problem:
             self._kill()
 
-    def end(self, *, deadline_s: float = END_S) -> Reads:
+    def end(self) -> Reads:
         """The files that the setup has read and written until the first call. Raises nothing."""
         if self._problem is None:
             self._wait_until_ready(1.0)  # the watched container has ended
         if self._reads is None:
-            self._reads = not_watched(self._problem) if self._problem else self._collect(deadline_s)
+            self._reads = not_watched(self._problem) if self._problem else self._collect()
         return self._reads
 
-    def _collect(self, deadline_s: float) -> Reads:
+    def _collect(self) -> Reads:
         os.close(self._stop)
         self._stop = -1
         try:
-            message = self._answer(deadline_s)
+            message = self._answer(END_S)
         except (OSError, ValueError) as error:
             return not_watched(f"the watching process gave no answer: {error}")
         finally:

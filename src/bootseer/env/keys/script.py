@@ -39,6 +39,7 @@ package owns it."""
 _PACKAGED = (
     "/dev", "/proc", "/sys", "/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin",
 )  # fmt: skip
+"""Folders whose files a package most likely owns."""
 _OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
 _MAX_WORD = 4096
 
@@ -90,16 +91,6 @@ class Paths:
             elif self._look.kind(path):
                 found.append(path)
         return found
-
-
-def is_of_system(folder: str) -> bool:
-    """Whether a folder belongs to the base or is temporary."""
-    return lies_in(folder, _SYSTEM)
-
-
-def is_packaged(path: str) -> bool:
-    """Whether a package most likely owns the file."""
-    return lies_in(path, _PACKAGED)
 
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
@@ -191,7 +182,7 @@ class _Reader:
                 continue
             kind = self._look.kind(path)
             inside = any(path.startswith(f"{base}/") for base in self._paths.bases if base != "/")
-            if kind == "file" and (inside or not is_packaged(path)):
+            if kind == "file" and (inside or not lies_in(path, _PACKAGED)):
                 inputs.files[path] = inputs.files.get(path, False) or script
                 if is_requirements_name(path):
                     inputs.requirement_files.setdefault(path, False)
@@ -200,7 +191,7 @@ class _Reader:
 
     def _is_input_folder(self, folder: str, inside: bool) -> bool:
         """Whether a named folder is an input: not one of the system, and not the whole home."""
-        return (inside or not is_of_system(folder)) and folder not in (
+        return (inside or not lies_in(folder, _SYSTEM)) and folder not in (
             "/",
             self._paths.values.get("HOME"),
             *self._paths.bases,

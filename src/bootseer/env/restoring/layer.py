@@ -63,7 +63,7 @@ class Layer(MountHandle):
         daemon: Daemon | None,
         say: Say,
     ) -> None:
-        super().__init__("the environment", facts, runtime, state, daemon, say, lifeline=True)
+        super().__init__("the environment", facts, runtime, state, daemon, say)
         self.path = path
         """The root of its tree; deletions are devices 0/0 in it, as overlayfs requires."""
         self._closed = False

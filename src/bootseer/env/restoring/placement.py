@@ -14,10 +14,11 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from io import FileIO
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from bootseer.artifact.unpacked import write_sparse
 from bootseer.env.restoring.loose import Conflict, Plan, SourceOf, Step, plan
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.env.snapshot.manifest import Entry
@@ -27,7 +28,6 @@ from bootseer.io.tasks import Tasks
 _NEW = ".bootseer-new-"
 _STALE_S = 3600.0
 _PIECE = 1 << 20
-_ZEROS = bytes(_PIECE)
 _KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 
@@ -147,7 +147,8 @@ class _Writer:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             opened = os.open(name, flags, 0o600, dir_fd=folder)
             with os.fdopen(opened, "wb", buffering=0) as file:
-                _copy(source, file)
+                with source.open("rb") as content:
+                    write_sparse(file, iter(partial(content.read, _PIECE), b""))
                 self._set_attributes(opened, entry)
                 os.utime(opened, ns=times)
             return
@@ -202,20 +203,6 @@ def _opened_path(folder: int, name: str) -> Iterator[str]:
 
 def _replaced_meanwhile(entry: Entry) -> Conflict:
     return Conflict([f"{entry.path}: it was replaced by another file meanwhile"])
-
-
-def _copy(source: Path, file: FileIO) -> None:
-    with source.open("rb") as content:
-        size = 0
-        while piece := content.read(_PIECE):
-            size += len(piece)
-            if piece == _ZEROS:
-                file.seek(len(piece), os.SEEK_CUR)  # holes stay holes
-                continue
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[file.write(rest) :]
-        file.truncate(size)
 
 
 def _set_xattr(path: int | str, name: str, value: bytes) -> None:

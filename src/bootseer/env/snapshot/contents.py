@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
 
-from bootseer.artifact.unpacked import data_extents
+from bootseer.artifact.unpacked import read_sparse
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.bytecode import Source, settle_header, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
@@ -283,19 +283,17 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
     descriptor = _open(item)
     try:
         at = 0
-        for begin, end in data_extents(descriptor, item.size):
-            write_zeros(begin - at)
-            _digest_zeros(found, begin - at)
-            at = begin
-            while at < end:
-                piece = os.pread(descriptor, min(_PIECE, end - at), at)
-                if not piece:
-                    raise changed_error(item.change.path)
+        for piece in read_sparse(descriptor, item.size):
+            if isinstance(piece, int):
+                write_zeros(piece)
+                _digest_zeros(found, piece)
+                at += piece
+            else:
                 found.update(piece)
                 write(piece)
                 at += len(piece)
-        write_zeros(item.size - at)
-        _digest_zeros(found, item.size - at)
+        if at != item.size:
+            raise changed_error(item.change.path)
         _check_same(item, descriptor)
     finally:
         os.close(descriptor)

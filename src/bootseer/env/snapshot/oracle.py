@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.env.capturing.capture import Say, open_capture
@@ -20,22 +19,12 @@ from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.canonical import canonical, ignored_reason
 from bootseer.env.snapshot.contents import Item, inspect_changes
 from bootseer.env.snapshot.manifest import Entry, path_bytes
-from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Difference
+from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Comparison, Difference
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 
 _MAX_CANONICAL_BYTES = 256 << 20
 _MAX_THREADS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result."""
-
-    differences: tuple[Difference, ...]
-    """Sorted by path, at most `MAX_DIFFERENCES`."""
-    num_compared: int
-    """Number of compared paths."""
 
 
 def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root: str) -> Comparison:

@@ -11,8 +11,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from bootseer.env.snapshot.contents import digest_of_file, xattrs_of
 from bootseer.env.snapshot.manifest import Entry, path_bytes
@@ -27,13 +26,25 @@ _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlin
 _MARK = b"trusted.overlay.opaque"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A path that differs from the manifest."""
 
     path: str
     words: str
     """The difference as text: `mode 0644, not 0755`."""
+
+
+class Comparison(NamedTuple):
+    """The result of a comparison."""
+
+    differences: tuple[Difference, ...]
+    """Sorted by path, at most `MAX_DIFFERENCES`."""
+    num_paths: int
+    """Number of compared paths."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"paths": self.num_paths, "differences": [one._asdict() for one in self.differences]}
 
 
 def verify(

@@ -51,9 +51,9 @@ def gpu_names(text: str) -> list[str]:
     return [name if "=" in name else f"{NVIDIA}={name}" for name in names]
 
 
-def describes_gpus(folders: Sequence[Path] = CDI_FOLDERS) -> bool:
+def describes_gpus() -> bool:
     """Whether a CDI file describes GPUs under the name `all`."""
-    return any(device.get("name") == "all" for spec in _specs(folders).get(NVIDIA, ()) for device in _devices(spec))
+    return any(device.get("name") == "all" for spec in _specs(CDI_FOLDERS).get(NVIDIA, ()) for device in _devices(spec))
 
 
 def edits_for(names: Sequence[str], folders: Sequence[Path] = CDI_FOLDERS) -> Edits:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from bootseer.artifact.objects import put, read_all
+from bootseer.artifact.objects import missing, put, read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.codec import FAST_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
@@ -89,17 +88,11 @@ class LayerJob:
             name = self._name(answers)
             data = read_all(self.store, name, stored_limit(MAX_BYTES))
             found = parse(self.options.signatures.open(name, data, self.store.uri, reuse=True))
-            if isinstance(found, ConvertedLayer):
-                for stored in found.file.objects:
-                    stored_layer = retrying(partial(self._stat, stored.name))
-                    if stored_layer.size_bytes != stored.size_bytes:
-                        return None
+            if isinstance(found, ConvertedLayer) and missing(self.store, found.file.objects):
+                return None
         except (NotFoundError, CorruptError, SignatureError):
             return None  # missing, damaged or not signed by a trusted key: converted again
         return found
-
-    def _stat(self, name: str, _left_s: float) -> Stored:
-        return self.store.stat(name)
 
     def _convert(self, questions: Questions) -> ConvertedLayer:
         layer = self.layer

@@ -38,12 +38,14 @@ class MountedImage(MountHandle):
         say: Callable[[str], None],
         cache: Path,
         *,
-        lifeline: bool = False,
+        lifeline: bool,
     ) -> None:
-        super().__init__("the image", facts, runtime, state, daemon, say, lifeline=lifeline)
+        """`lifeline`: the mount serves one command and ends with it."""
+        super().__init__("the image", facts, runtime, state, daemon, say)
         self.root = root
         self.config = config
         self._cache = cache
+        self._lifeline = lifeline
 
     def undo_command(self) -> list[str]:
         """A command line that unmounts the image if this process can no longer do it."""

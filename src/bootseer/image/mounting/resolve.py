@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -108,9 +109,14 @@ def _document(request: Request, metadata: Metadata, local_uri: str) -> tuple[Ima
     reference = request.reference
     if reference.kind is SourceKind.FOLDER:  # its digest is known only after it is converted
         return None, ""
-    with _LazySource(request) as opener:
+    with contextlib.ExitStack() as opened:
+
+        @cache  # opened at most once, and only where it is needed: it costs requests
+        def source() -> ImageSource:
+            return opened.enter_context(closing(_open_source(request)))
+
         if reference.kind is not SourceKind.REGISTRY:
-            digest = reference.digest or opener.source().digest
+            digest = reference.digest or source().digest
             found = _find_converted(request, metadata, local_uri, digest)
         else:
             named = metadata.digest_of(reference, lambda: _ask_registry(request))
@@ -118,7 +124,7 @@ def _document(request: Request, metadata: Metadata, local_uri: str) -> tuple[Ima
             found = _find_converted(request, metadata, local_uri, digest)
             if found is None and digest == named:
                 # The digest may be an index's, and this platform's image has another one.
-                digest = opener.source().digest
+                digest = source().digest
                 if digest != named:
                     metadata.remember_platform_image(named, request.platform, digest)
                     found = _find_converted(request, metadata, local_uri, digest)
@@ -171,30 +177,13 @@ def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument
     from bootseer.image.conversion.layer_job import ConvertOptions
 
     with (
-        _LazySource(request) as opener,
+        closing(_open_source(request)) as source,
         closing(open_store(local_uri)) as store,
         show(f"converting {request.reference}", "bytes") as on_progress,
     ):
         options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
-        return convert(opener.source(), store, progress=all_layers(opener.source(), on_progress), options=options)
+        return convert(source, store, progress=all_layers(source, on_progress), options=options)
 
 
-class _LazySource:
-    """Opens the image's source on first use and closes it at the end."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._source: ImageSource | None = None
-
-    def source(self) -> ImageSource:
-        if self._source is None:
-            request = self._request
-            self._source = open_source(request.reference, platform=request.platform, plain_http=request.plain_http)
-        return self._source
-
-    def __enter__(self) -> _LazySource:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        if self._source is not None:
-            self._source.close()
+def _open_source(request: Request) -> ImageSource:
+    return open_source(request.reference, platform=request.platform, plain_http=request.plain_http)

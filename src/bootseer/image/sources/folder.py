@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.artifact.unpacked import data_extents
+from bootseer.artifact.unpacked import read_sparse
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.conversion.layer_tree import LayerTree, Lower
@@ -20,8 +20,6 @@ from bootseer.image.merged import MergedTree
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import ImageSource
-
-_PIECE = 1 << 20
 
 
 def open_folder(reference: Reference, platform: Platform) -> ImageSource:
@@ -110,16 +108,11 @@ def _store(writer: ErofsWriter, full: bytes) -> Extent:
     """Write a file's data. Holes are not read. A file that shrinks meanwhile is stored with its new size."""
     descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        size, offset = os.fstat(descriptor).st_size, 0
-        for begin, end in data_extents(descriptor, size):
-            writer.write_zeros(begin - offset)
-            offset = begin
-            while offset < end and (piece := os.pread(descriptor, min(_PIECE, end - offset), offset)):
+        for piece in read_sparse(descriptor, os.fstat(descriptor).st_size):
+            if isinstance(piece, int):
+                writer.write_zeros(piece)
+            else:
                 writer.write(piece)
-                offset += len(piece)
-            if offset < end:
-                return writer.end_file()
-        writer.write_zeros(size - offset)
     finally:
         os.close(descriptor)
     return writer.end_file()

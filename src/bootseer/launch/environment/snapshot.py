@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -22,6 +22,7 @@ from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.env.snapshot import verify
 from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.env.snapshot.oracle import fresh_install_differs
+from bootseer.env.snapshot.verify import Comparison
 from bootseer.errors import Interrupted, PermanentError
 from bootseer.launch import supervise
 from bootseer.launch.command import run_program
@@ -102,20 +103,6 @@ def _make(task: Task, start: EnvironmentStart) -> SnapshotResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparisonResult:
-    """The result of a comparison."""
-
-    differences: tuple[tuple[str, str], ...]
-    """Path and description."""
-    num_paths: int
-
-    def as_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        rows = [{"path": path, "words": words} for path, words in self.differences]
-        return {"paths": self.num_paths, "differences": rows}
-
-
-@dataclass(frozen=True, slots=True)
 class SavedSnapshot:
     """A snapshot in a store, to be used on this node without its setup."""
 
@@ -137,21 +124,21 @@ class SavedSnapshot:
             placement.apply_plan(planned, layer.at, threads=len(os.sched_getaffinity(0)))
         return len(copied)
 
-    def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> ComparisonResult:
+    def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> Comparison:
         """Compare its mounted files with its manifest."""
         with self._mounted() as (layer, entries):
             owners = os.geteuid() == 0
             found = verify.verify(str(layer.path), entries, tier, layer=True, owners=owners, progress=progress)
-        return ComparisonResult(tuple((one.path, one.words) for one in found), len(entries))
+        return Comparison(tuple(found), len(entries))
 
-    def compare_with_fresh(self, setup: str | None, requirements: Sequence[str]) -> ComparisonResult:
+    def compare_with_fresh(self, setup: str | None, requirements: Sequence[str]) -> Comparison:
         """Run the setup again, in a capture, and compare its changes with the snapshot."""
 
         def install(view: Capture, more: Mapping[str, str]) -> int:
             return SetupRun(SetupHost(task, enter=view.enter, root=str(view.root), more_env=more)).run().code
 
         with self._task(setup, requirements) as task, self._mounted() as (layer, entries):
-            found = fresh_install_differs(
+            return fresh_install_differs(
                 self.document.packages,
                 entries,
                 layer.path,
@@ -162,7 +149,6 @@ class SavedSnapshot:
                 folders=[task.cwd],
                 say=say,
             )
-        return ComparisonResult(tuple((one.path, one.words) for one in found.differences), found.num_compared)
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command with the snapshot's files in their places; its exit code.
