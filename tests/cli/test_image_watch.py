@@ -17,7 +17,7 @@ import pytest
 
 from bootseer.errors import UsageError
 from bootseer.image.catalog import images_in
-from bootseer.image.conversion.watch import listen_for_pushes
+from bootseer.image.conversion.new_images import listen_for_pushes
 from bootseer.store.open import open_registry, open_store
 from conftest_launch import BOOTSEER
 from fault_proxy import Fault, FaultProxy, Request

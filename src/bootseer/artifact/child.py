@@ -65,7 +65,7 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
 def _run_and_report(work: Callable[[], Any], report: int) -> None:
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)  # inherited: a signal of this child would wake the parent
         result = [work(), "", ""]
         code = 0
     except BaseException as error:  # must not continue in the parent's code

@@ -118,6 +118,7 @@ class HotSets:
         """Write a set into the store. Returns False, and says why, when that fails."""
         if self._store is None:
             return False
+        # Unsigned, it would replace a set that nodes which require signatures use, and take it away from them.
         signs = bool(self._signatures.signing)
         if not signs and (self._signatures.trusted or hot_set.workload in self._signed):
             self._say("the hot set was not published: it must be signed, and there is no key; it is kept on this node")

@@ -82,6 +82,7 @@ class LazyMount(ABC):
         cache = Cache(blocks_folder(self.options.cache))
         space = CacheSpace(cache, self.say)
         subject, indexes = self._find(store_uri)
+        # Before the files are opened: idle shared layers pin their files, of which the disk may be full.
         release_unused(self.runtime, space, self.options.cache, [index.identity for index in indexes])
         folder = self.runtime.new_folder()
         with contextlib.ExitStack() as opened:

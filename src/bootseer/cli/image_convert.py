@@ -22,7 +22,7 @@ from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from bootseer.image.conversion.layer_job import ConvertOptions
-    from bootseer.image.conversion.watch import Watch
+    from bootseer.image.conversion.new_images import Watch
     from bootseer.image.reference import Reference
     from bootseer.image.sources.manifest import Platform
 
@@ -180,7 +180,7 @@ def _watch(
 ) -> None:
     """Convert the new images of a repository: once, or repeatedly with `interval_s` until a signal."""
     from bootseer.artifact.places import cache_root
-    from bootseer.image.conversion.watch import Watch, listen_for_pushes, lock_state
+    from bootseer.image.conversion.new_images import Watch, listen_for_pushes, lock_state
     from bootseer.image.reference import SourceKind
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say

@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.env.capturing import effects
 from bootseer.env.capturing.effects import Baseline, KernelState, leftover_processes
-from bootseer.env.capturing.watch import not_watched
+from bootseer.env.capturing.reads import not_watched
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at
 from hung_mount import child_that_asks, hung_mount, needs_fuse

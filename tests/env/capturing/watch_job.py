@@ -13,7 +13,7 @@ from typing import Any
 from bootseer.env.capturing.capture import WAYS, open_capture
 from bootseer.env.capturing.effects import Baseline
 from bootseer.env.capturing.leftovers import unaccounted
-from bootseer.env.capturing.watch import Watch
+from bootseer.env.capturing.reads import Watch
 from bootseer.fuse.syscalls import check, libc
 from bootseer.mounts import kernel
 from bootseer.mounts.user_namespace import may_mount

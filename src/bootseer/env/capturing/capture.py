@@ -120,6 +120,7 @@ def open_overlay(
     user = way == "user"
     if not user and not user_namespace.may_mount():
         raise PermanentError("mounting needs root (CAP_SYS_ADMIN)")
+    # First: only folders that exist can be mounted, and a cache that the setup makes would go into the upper layer.
     made = _make_caches(homes, env)
     passthrough = (*exclusions.passthrough_folders, *PASSTHROUGH_FILES)
     problems: list[str] = []

@@ -21,8 +21,8 @@ from stat import S_ISREG
 
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.leftovers import TRANSIENT
+from bootseer.env.capturing.reads import Reads
 from bootseer.env.capturing.secrets import is_secret_variable
-from bootseer.env.capturing.watch import Reads
 from bootseer.env.document import Daemon
 from bootseer.env.processes import Process, below, listening, open_files, pid_in, processes, sockets_of
 

@@ -29,7 +29,7 @@ from bootseer.artifact.child import run_in_child
 from bootseer.env.capturing.daemons import RestartableDaemon, SetupContext, find_restartable, privileges
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
-from bootseer.env.capturing.watch import Reads
+from bootseer.env.capturing.reads import Reads
 from bootseer.env.changes import Change
 from bootseer.env.processes import process
 from bootseer.errors import BootseerError

@@ -36,7 +36,8 @@ _SETS_TRAP = re.compile(r"\btrap\b[^\n]*\b(EXIT|exit|0)\b")
 # A function cannot change these traps for its caller.
 _SETS_OTHER_TRAP = re.compile(r"\btrap\b[^\n]*\b(ERR|DEBUG|RETURN)\b")
 
-# `A && :` keeps the status of A and does not end a script with `set -e`.
+# `A && :` keeps the status of A and does not end a script with `set -e`. In subshells `$BASHPID` differs from `$$`:
+# what they export does not reach the script, so they must not write the file.
 _BASH_HOOK = """\
 __bootseer_tell() {{
     {{

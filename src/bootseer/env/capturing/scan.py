@@ -128,6 +128,8 @@ class ScanCapture(Capture):
 
 def _fingerprint(status: os.stat_result) -> bytes:
     """The compared attributes. A folder's times and size depend only on its entries."""
+    # Eight bytes for each file, as there may be millions. `hash` of integers is the same at both walks, and two states
+    # of one file have equal hashes with negligible probability.
     owner = (status.st_mode, status.st_uid, status.st_gid)
     if stat.S_ISDIR(status.st_mode):
         return _MARK.pack(True, hash(owner))

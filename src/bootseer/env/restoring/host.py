@@ -122,6 +122,7 @@ class _MountBuilder(Struct, frozen=True):
 
     def _show(self, root: str, memory: int | None, *, is_placeholder: bool) -> list[str]:
         """Mount one root, and the snapshot's parts of other mounts that lie below it."""
+        # Cloned before the overlay covers them: afterwards these names lead to the snapshot's files.
         machine = [(path, kernel.clone_mount(Path(path))) for path in _MACHINE_FILES if _is_file_in(path, root)]
         try:
             notes = [*self._overlay(root, is_placeholder=is_placeholder)]

@@ -95,6 +95,8 @@ class Metadata:
             catalog = images_in(store, signatures=signatures)
             if catalog.find(document.digest, timeout_s=_COMPARE_S) == document:
                 return False
+            # A document that was replaced or removed is no reason by itself: its objects stay for the grace period, and
+            # this node has blocks of it, but perhaps none of the new one.
             if not missing(store, document.objects):
                 return False
         except BootseerError:

@@ -24,7 +24,7 @@ from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.daemons import SetupContext
 from bootseer.env.capturing.effects import Baseline, mentions
 from bootseer.env.capturing.leftovers import unaccounted
-from bootseer.env.capturing.watch import Reads, Watch, not_watched
+from bootseer.env.capturing.reads import Reads, Watch, not_watched
 from bootseer.env.changes import Change
 from bootseer.env.document import Daemon, Trust, apply_exports
 from bootseer.env.installing.interpreter import runner

@@ -26,8 +26,8 @@ from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.exports import ExportDiff
 from bootseer.env.capturing.fanotify import Group
 from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccounted
+from bootseer.env.capturing.reads import Reads, Watch, not_watched
 from bootseer.env.capturing.walk import LeftOut
-from bootseer.env.capturing.watch import Reads, Watch, not_watched
 from bootseer.env.changes import Change
 from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
 from bootseer.env.keys.key import RequestKey

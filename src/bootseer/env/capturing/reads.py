@@ -74,7 +74,7 @@ def _run_watching(
         # Ctrl-C is for the setup, whose last accesses must still be recorded.
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        gc.freeze()
+        gc.freeze()  # a collection would write to all objects of the parent, and so copy their pages
         die_with(parent)  # `enter` may wait for long
         try:
             group, table = _start_watching(parent, captured, passthrough, enter, below)

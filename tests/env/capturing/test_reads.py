@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.watch import Watch, not_watched
+from bootseer.env.capturing.reads import Watch, not_watched
 from bootseer.errors import AccessError
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at
@@ -99,7 +99,7 @@ def test_a_user_without_rights_is_told_that_nobody_watched(tmp_path: Path) -> No
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     code = (
-        "from bootseer.env.capturing.watch import Watch; from bootseer.mounts import user_namespace\n"
+        "from bootseer.env.capturing.reads import Watch; from bootseer.mounts import user_namespace\n"
         "print(Watch.begin(['/'], enter=user_namespace.enter).end())"
     )
     ended = subprocess.run(
