@@ -33,6 +33,8 @@ def main():
     layers = torch.nn.Linear(16, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=sys.argv[1])
+    dcp.load({"model": model.state_dict()}, checkpoint_id=sys.argv[1])
     data = TensorDataset(torch.randn(24, 16))
     for (batch,) in DataLoader(data, batch_size=8, num_workers=1, shuffle=True, multiprocessing_context="fork"):
         optimizer.zero_grad()
@@ -40,7 +42,6 @@ def main():
         loss.backward()
         optimizer.step()
         tell("loss", rank, loss.item().hex())
-    dcp.save({"model": model.state_dict()}, checkpoint_id=sys.argv[1])
     if rank == 0:
         for (batch,) in DataLoader(data, batch_size=24, num_workers=1, shuffle=True, multiprocessing_context="spawn"):
             tell("spawned", batch.sum().item().hex())

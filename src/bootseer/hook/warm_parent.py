@@ -64,10 +64,10 @@ class Imports:
         self._cold = {str(name) for name in known.get("cold", {})}
         self._drawn: list[str] = []
         self.took_s, self.cpu_s = 0.0, 0.0
-        watch.prepare()
 
     def load(self, names: list[str]) -> None:
         """Import these modules. Raises `UnfitError`."""
+        watch.prepare()
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         self._record_generators()
