@@ -107,11 +107,3 @@ def run_in(enter: Callable[[], None], script: str, **options: object) -> str:
     )
     assert ran.returncode == 0, ran.stderr
     return str(ran.stdout)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for another process, at most for two minutes."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)

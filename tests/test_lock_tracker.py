@@ -10,8 +10,8 @@ import pytest
 
 from bootseer.io.executor import Executor
 from bootseer.io.timer import Timer
-from fetch.waiting import until
 from lock_tracker import ENTRANCES, LockMisuseError, Tracker, tracked
+from waiting import until
 
 MODULE = """
 first = threading.Lock()

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from bootseer.store.file import FileStore
 from conftest_launch import BOOTSEER
 from fetch.files import BLOCK, content, stored
 from registry import free_port
+from waiting import until
 
 DATA = content(12)
 READ = """
@@ -43,13 +43,6 @@ while len(sys.argv) > 1 and not Path("end").exists():
 """
 
 
-def wait_until(is_so: Callable[[], object]) -> None:
-    until = time.monotonic() + 300
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 class Lab:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.address = folder, f"127.0.0.1:{port}"
@@ -62,7 +55,7 @@ class Lab:
         self.tls = False
         self.env = {**os.environ, "BOOTSEER_CACHE": str(folder / "cache"), "BOOTSEER_RUNTIME": str(self.runtime)}
         self.agent = subprocess.Popen([*BOOTSEER, "agent", "run", "--every", "1"], env=self.env)
-        wait_until((self.runtime / "agent").exists)
+        until((self.runtime / "agent").exists)
 
     def job(self, *words: str) -> subprocess.Popen[bytes]:
         peers = [
@@ -113,7 +106,7 @@ def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, 
         lab.ask(lab.index.num_blocks - 2, file="ab" * 32)
     with pytest.raises(UnreachableError if tls else AccessError):
         lab.ask(3, secret=b"x" * 32)
-    wait_until(lambda: lab.held()[0]["sent_bytes"] == BLOCK)  # counted after the last byte
+    until(lambda: lab.held()[0]["sent_bytes"] == BLOCK)  # counted after the last byte
     with pytest.raises(PermanentError, match="malformed"):
         request(lab.runtime, PEERS, {"secret": "00", "name": "n", "rate": 1, "addresses": [lab.address], "files": {}})
     assert read_secret(lab.folder / "secret").hex() not in json.dumps(request_status(lab.runtime))
@@ -125,7 +118,7 @@ def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_kill
     (lab.folder / "there").unlink()
     lab.address = lab.address.replace("127.0.0.1", "localhost")  # another list may have another name for the node
     job = lab.job("stay")
-    wait_until((lab.folder / "there").exists)
+    until((lab.folder / "there").exists)
     assert not lab.held()
     lab.agent.send_signal(signal.SIGKILL)
     lab.agent.wait()
@@ -136,7 +129,7 @@ def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_kill
         except BootseerError:
             return False
 
-    wait_until(answers)
+    until(answers)
     (lab.folder / "end").touch()
     assert job.wait(300) == 0
     with pytest.raises(BootseerError):

@@ -6,7 +6,6 @@ Two of them on one folder are what two machines on one file system are.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,14 +25,6 @@ MIB = 1 << 20
 DEADLINE_S = 120.0
 STRIPED = Policy(stripes=3, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
 """Files of two chunks and more are striped, and those of seven have two segments."""
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.005)
 
 
 def number_of(call: Callable[[], object]) -> int | None:

@@ -29,9 +29,9 @@ from bootseer.checkpoint.verify import verify
 from bootseer.errors import AlreadyExistsError, NotFoundError, TransientError
 from bootseer.places import open_place
 from bootseer.places.place import Place
-from checkpoint.mounted_place import until
 from checkpoint.striped_files import part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
+from waiting import until
 
 pytestmark = needs_hdfs
 _numbers = itertools.count()

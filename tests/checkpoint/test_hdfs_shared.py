@@ -37,8 +37,8 @@ from bootseer.errors import AccessError, BootseerError, NoSpaceError, NotFoundEr
 from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
 from bootseer.places.place import Place
-from checkpoint.mounted_place import until
 from hdfs_cluster import HdfsCluster, needs_hdfs
+from waiting import until
 
 pytestmark = needs_hdfs
 _MOUNT_JOB = Path(__file__).parent / "mount" / "mount_job.py"

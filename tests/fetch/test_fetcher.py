@@ -12,8 +12,8 @@ from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
 from fetch.files import BLOCK, stored
-from fetch.waiting import until
 from store_doubles import Fault, FaultyStore
+from waiting import until
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientE
 from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from fetch.files import BLOCK
-from fetch.waiting import until
 from store_doubles import Fault
+from waiting import until
 
 QUICK = FetchSettings(backoff_s=0.001, max_backoff_s=0.01, deadline_s=60.0, max_pause_s=0.05)
 

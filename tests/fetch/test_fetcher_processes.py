@@ -19,7 +19,7 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.store.open import open_store
 from fetch import files
 from fetch.files import BLOCK
-from fetch.waiting import until
+from waiting import until
 
 
 @pytest.fixture

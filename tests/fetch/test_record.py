@@ -14,7 +14,7 @@ from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch import record as record_module
 from bootseer.fetch.hotset import Availability, Need, Record
 from bootseer.fetch.record import RecordWriter, read_record
-from fetch.waiting import until
+from waiting import until
 
 FILE, OTHER = "ab" * 32, "cd" * 32
 

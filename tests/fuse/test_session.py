@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,17 +25,11 @@ from bootseer.fuse.filesystem import Cancel, Reply
 from bootseer.fuse.session import Session, TreeRequests
 from fuse.conftest import Mount
 from fuse.memory_tree import OLD, MemoryTree
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 
 DEADLINE_S = 120.0
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.005)
 
 
 def names_in(folder: Path) -> list[bytes]:

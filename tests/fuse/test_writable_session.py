@@ -23,19 +23,13 @@ from bootseer.fuse import session as session_module
 from bootseer.fuse.filesystem import Cancel, Reply
 from bootseer.fuse.session import Session, mount_writable
 from fuse.memory_files import MemoryFiles
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 
 DEADLINE_S = 120.0
 MIB = 1 << 20
 Mount = Callable[[MemoryFiles], Session]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from bootseer.image.containers.limits import Limits, make_cgroups, parse_tmpfs, 
 from bootseer.image.containers.process import ProcessOptions
 from bootseer.image.containers.runtime_config import Bind, parse_bind
 from busybox import CONFIG, make_tree, running, runtime_or_skip, without_mixed_cgroups
+from waiting import until
 
 pytestmark = [
     pytest.mark.root,
@@ -399,25 +399,18 @@ def test_a_container_goes_with_the_program_that_was_killed(tmp_path: Path, root:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        wait_until(lambda: len(running(f"sleep {time_s}")) == 2)  # "up" comes before the second has begun
+        until(lambda: len(running(f"sleep {time_s}")) == 2)  # "up" comes before the second has begun
         (shim,) = children(process.pid, "--pid-file")
         process.send_signal(signal.SIGKILL)
         os.kill(shim, signal.SIGKILL)  # as it is where `supervise` has started it
-    wait_until((tmp_path / "cleaned").exists)
-    wait_until(lambda: running(f"sleep {time_s}") == [])
+    until((tmp_path / "cleaned").exists)
+    until(lambda: running(f"sleep {time_s}") == [])
 
 
 def children(parent: int, word: str) -> list[int]:
     """Children of a process with a word in their command line."""
     pids = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return [pid for pid in pids if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in 120 s"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("words", ["", "/a", "/a:b", "/:/b:rx", "/nowhere/at/all:/b", "/:/b:ro:x"])

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from bootseer.report.log_scan import scan
 from busybox import running
 from conftest_launch import BOOTSEER
 from plain_user import UID, as_plain_user, home_of, run_as_plain_user
+from waiting import until
 from ways_image import Image
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -243,10 +243,3 @@ def test_killed_a_plain_user_s_run_leaves_neither_command_nor_files(image: Image
     until(lambda: running("sleep 600.66") == [])
     until(lambda: list((home / "runtime" / "mounts").iterdir()) == [])
     until(lambda: list((home / "cache" / "containers").iterdir()) == [])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in 120 s"
-        time.sleep(0.02)

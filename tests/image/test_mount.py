@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 import subprocess
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -30,6 +29,7 @@ from bootseer.mounts.method import Facts
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from image_node import LARGE_BYTES, Node, convert_box, have_converted
+from waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 Mount = Callable[..., MountedImage]
@@ -328,13 +328,6 @@ def test_copies_of_a_mount_in_other_namespaces_do_not_hold_up_its_end(converted:
     until(lambda: not daemon.alive)
     runtime.remove_stale()
     assert list(runtime.all()) == []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in 120 s"
-        time.sleep(0.02)
 
 
 def test_complete_layers_stay_mounted_until_they_are_released(converted: Node, mount: Mount) -> None:

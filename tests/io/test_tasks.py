@@ -6,7 +6,7 @@ from concurrent.futures import wait
 import pytest
 
 from bootseer.io.tasks import Count, Tasks
-from fetch.waiting import until
+from waiting import until
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
-from fetch.waiting import until
+from waiting import until
 
 # This tests what happens to threads in a fork.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -29,8 +29,8 @@ from bootseer.io.tasks import Tasks
 from bootseer.io.timer import Timer
 from bootseer.places.folder import FolderPlace
 from fetch.files import content, stored
-from fetch.waiting import until
 from store_doubles import MemoryStore
+from waiting import until
 
 Run = Callable[[Callable[[], object]], object]
 """Has the user call this soon, in one of its threads."""

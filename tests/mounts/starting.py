@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -12,14 +10,6 @@ from bootseer.mounts.daemon import Daemon
 
 JOB = Path(__file__).with_name("daemon_job.py")
 DEADLINE_S = 120.0
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, and fail when it does not come true in time."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.005)
 
 
 class Start(Protocol):

@@ -28,7 +28,7 @@ from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import ErofsTree, LazyFile
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
-from mounts.starting import until
+from waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

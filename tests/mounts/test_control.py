@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.errors import PermanentError, TransientError
 from bootseer.mounts import control
-from fetch.waiting import until
+from waiting import until
 
 
 @pytest.mark.parametrize("said", [RuntimeError("can't start new thread"), {"figure": object()}])

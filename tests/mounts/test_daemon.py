@@ -21,7 +21,8 @@ from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
 from mounts.daemon_job import HELD_BYTES
 from mounts.images import write_image
-from mounts.starting import DEADLINE_S, JOB, CannotStart, Start, until
+from mounts.starting import DEADLINE_S, JOB, CannotStart, Start
+from waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

@@ -19,7 +19,8 @@ from bootseer.mounts.process import ProcessId
 from bootseer.mounts.shared_layers import mount_shared, mounted_layers, unmount_idle
 from bootseer.mounts.state import MountState, Runtime
 from mounts.images import write_image
-from mounts.starting import DEADLINE_S, Start, until
+from mounts.starting import DEADLINE_S, Start
+from waiting import until
 
 pytestmark = pytest.mark.root
 

@@ -22,7 +22,7 @@ from bootseer.peers.connection import Connection
 from bootseer.peers.interfaces import address_of
 from bootseer.peers.protocol import MAX_RANGE, Head, Request, Signer, parse_head
 from bootseer.peers.server import MAX_CONNECTIONS, Server
-from fetch.waiting import until
+from waiting import until
 
 FILE = "ab" * 32
 SECRET = b"s" * 32

@@ -29,6 +29,7 @@ from bootseer.trace.event import Malformed, decode
 from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
 from store_doubles import Fault, FaultyStore
+from waiting import until
 
 _PATIENCE_S = 300.0
 
@@ -159,13 +160,6 @@ def deriver(place: Place) -> Any:
     deriver.start()
     yield deriver
     deriver.close()
-
-
-def until(condition: Any, what: str) -> None:
-    end = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 def test_lines_that_arrive_show_where_the_nodes_are_and_end_in_a_closed_start(place: Place, deriver: Deriver) -> None:

@@ -20,10 +20,10 @@ from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
 from bootseer.checkpoint.fsspec import S3FileSystem  # noqa: E402
 from bootseer.checkpoint.locations import resolve  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file  # noqa: E402
-from checkpoint.mounted_place import until  # noqa: E402
 from checkpoint_process import close_all  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 from s3_server import S3Server  # noqa: E402
+from waiting import until  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

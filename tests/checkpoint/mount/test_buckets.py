@@ -22,9 +22,10 @@ from bootseer.errors import TransientError
 from bootseer.places import open_place
 from bootseer.places.bucket import SilentError
 from bootseer.places.objects import ObjectPlace
-from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
+from checkpoint.mounted_place import MIB, MountedPlace, number_of
 from fault_proxy import Fault, FaultProxy, Request
 from s3_server import S3Server, environment_for
+from waiting import until
 
 pytestmark = [pytest.mark.fuse, pytest.mark.slow]
 

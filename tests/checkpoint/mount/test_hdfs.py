@@ -24,9 +24,10 @@ from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.errors import NoSpaceError, NoSpaceNowError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.places import open_place
-from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of, until
+from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from hdfs_links import links_missing
+from waiting import until
 
 pytestmark = [*needs_hdfs, pytest.mark.fuse]
 

@@ -15,8 +15,9 @@ import pytest
 
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.places.folder import FolderPlace
-from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, until
+from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace
 from stepwise_place import StepwisePlace
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 

@@ -21,7 +21,8 @@ from bootseer.checkpoint.mount.mounted import MountedCheckpoint, all_mounted, fi
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
-from checkpoint.mounted_place import MIB, until
+from checkpoint.mounted_place import MIB
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 

@@ -17,7 +17,8 @@ import pytest
 
 import warm
 from checkpoint.mount.conftest import Mounts
-from checkpoint.mounted_place import MIB, MountedPlace, until
+from checkpoint.mounted_place import MIB, MountedPlace
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 

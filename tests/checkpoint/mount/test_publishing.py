@@ -15,8 +15,9 @@ import pytest
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.places.folder import FolderPlace
 from checkpoint.mount.conftest import Mounts
-from checkpoint.mounted_place import DEADLINE_S, MountedPlace, number_of, until
+from checkpoint.mounted_place import DEADLINE_S, MountedPlace, number_of
 from stepwise_place import StepwisePlace
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 PATIENCE_S = 30.0

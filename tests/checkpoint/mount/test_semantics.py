@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint.mount.conftest import Mounts
-from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
+from checkpoint.mounted_place import MIB, MountedPlace, number_of
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 

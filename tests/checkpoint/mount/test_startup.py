@@ -19,9 +19,10 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import AccessError
 from bootseer.places.folder import FolderPlace
-from checkpoint.mounted_place import MIB, until
+from checkpoint.mounted_place import MIB
 from checkpoint.striped_files import in_memory
 from stepwise_place import StepwisePlace
+from waiting import until
 
 LARGE = 6 * MIB
 STRIPED = Policy(stripes=2, part_bytes=4 * MIB, min_bytes_per_stripe=MIB)

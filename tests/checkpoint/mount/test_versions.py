@@ -19,7 +19,8 @@ import pytest
 from bootseer.fuse.filesystem import Caller
 from bootseer.fuse.requests import VALID_S
 from checkpoint.mount.conftest import Mounts
-from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
+from checkpoint.mounted_place import MIB, MountedPlace, number_of
+from waiting import until
 
 pytestmark = pytest.mark.fuse
 

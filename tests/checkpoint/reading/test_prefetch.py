@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -10,17 +9,11 @@ from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.errors import PermanentError
 from checkpoint.faulty_place import ERROR, GOOD
 from checkpoint.striped_files import content_of, put_striped
+from waiting import until
 
 MIB = 1 << 20
 SIZE = 20 * MIB + 99
 SMALL = ReadingSettings(memory_bytes=8 * MIB)
-
-
-def until(condition):
-    end = time.monotonic() + 120
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
 
 
 def prefetch(file, size=SIZE, at_once=3 * MIB):

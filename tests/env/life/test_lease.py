@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -309,13 +308,6 @@ def test_a_holder_who_comes_back_before_the_takeover_keeps_his_lease(store: Stor
     assert lease.beat()
     assert isinstance(take_over(store, NAME, "node-2", seen, sleep=lambda seconds: None), Held)
     assert lease.beat()
-
-
-def wait_for(condition: object) -> None:
-    until = time.monotonic() + _END_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @contextmanager

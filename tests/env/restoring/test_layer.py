@@ -23,8 +23,9 @@ from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.store.file import FileStore
-from restoring import Setup, wait_until
+from restoring import Setup
 from store_doubles import MemoryStore
+from waiting import until
 
 pytestmark = pytest.mark.root
 SIZE = 6 << 20
@@ -173,7 +174,7 @@ def test_what_a_killed_start_had_mounted_is_taken_away_by_the_next(
     assert kernel.is_mount(Path(left.target))
     daemon = left.daemon
     assert daemon is not None
-    wait_until(lambda: not daemon.alive)  # it ends with whom it served
+    until(lambda: not daemon.alive)  # it ends with whom it served
     check_tree(bring(), setup)
     assert not kernel.is_mount(Path(left.target))
     assert left.id not in {state.id for state in runtime.all()}
