@@ -217,8 +217,8 @@ def test_a_suspended_hot_set_goes_on_when_readers_come_to_it() -> None:
     w.run()
     assert w.scheduler.trust.suspensions == 1
     assert not w.scheduler.trust.suspended
-    ahead = 2 * FetchSettings().min_window_bytes // BLOCK
-    assert {(0, block) for block in range(1000, 1050 + ahead)} <= w.here
+    ahead = FetchSettings().min_window_bytes // BLOCK
+    assert {(0, block) for block in range(1000, 1049 + ahead)} <= w.here
 
 
 def test_a_block_that_is_wanted_while_its_origin_is_paused_is_requested_at_the_end_of_the_pause() -> None:

@@ -70,19 +70,24 @@ def test_the_oldest_need_leaves_the_window():
     assert worth.allowance(WINDOW) == SETTINGS.min_window_bytes << 2
 
 
-def test_a_set_that_was_wrong_is_fetched_only_shortly_ahead_of_its_readers():
+def test_a_set_that_was_wrong_is_fetched_only_shortly_after_the_block_that_was_needed_last():
     trust = HotSetTrust(SETTINGS)
     for block in (*range(10), 3):  # listed twice, it counts once
         trust.add_block((0, block), 1 << 20)
-    assert trust.is_near((0, 9), 0)
-    for _ in range(-SETTINGS.suspend_score):
-        trust.note_need(False, (7, 7))
-    assert [block for block in range(10) if trust.is_near((0, block), 2 << 20)] == [0, 1, 2]
-    assert not trust.is_near((0, 2), (2 << 20) - 1)
-    assert trust.is_near((7, 7), 0)
-    for block in (5, 4):  # a reader that goes back does not move the position
+
+    def near(ahead_bytes: int) -> list[int]:
+        return [block for _, block in trust.near(ahead_bytes)]
+
+    assert near(2 << 20) == []
+    for block in (7, 4):  # the latest one counts, and nothing that was recorded between the two
         trust.note_need(True, (0, block))
-    assert [block for block in range(10) if trust.is_near((0, block), 2 << 20)] == list(range(8))
+        assert near(2 << 20) == [block, block + 1]
+    assert near((2 << 20) + 1) == [4, 5, 6]
+    assert near(99 << 20) == [4, 5, 6, 7, 8, 9]
+    for number in range(SETTINGS.diverged_needs):
+        assert near(1) == [4], f"after {number} uncovered needs"
+        trust.note_need(False, (7, 7))
+    assert near(99 << 20) == []
 
 
 SOME_SETTINGS = st.just(SETTINGS) | st.builds(

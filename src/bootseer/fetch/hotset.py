@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Annotated
@@ -186,17 +186,19 @@ class HotSetTrust:
     gets full speed; with more misses than hits it is suspended, until recent needs speak for it again. Several misses
     in a row put it back on probation, however well it did before.
 
-    After such a failure a covered need justifies only what was recorded shortly behind it, not the whole rest:
-    workloads that diverge still share libraries that they load later, and each of those would justify a wrong set.
+    After such a failure a covered need justifies only what was recorded shortly after it, and only until the readers
+    leave the recorded path again: workloads that diverge still share libraries that they load later, and blocks of
+    small files side by side. Each of those would justify a wrong set, however far apart they were recorded.
     """
 
     def __init__(self, settings: FetchSettings) -> None:
         self._settings = settings
-        self._positions: dict[tuple[int, int], int] = {}
-        """For each block, the bytes of the set that were recorded before it."""
-        self._planned_bytes = 0
-        self._reached = 0
-        """The furthest position that a reader has reached."""
+        self._numbers: dict[tuple[int, int], int] = {}
+        """For each block, its number in the recorded order."""
+        self._blocks: list[tuple[tuple[int, int], int]] = []
+        """The blocks in that order, each with its bytes."""
+        self._reached: int | None = None
+        """The number of the block that a reader needed last; None when the readers have left the recorded path."""
         self.was_wrong = False
         """Whether it was suspended, or back on probation, at some time."""
         self._latest: deque[bool] = deque(maxlen=settings.judged_window)
@@ -210,18 +212,21 @@ class HotSetTrust:
         self.suspensions = 0
 
     def add_block(self, key: tuple[int, int], size_bytes: int) -> None:
-        if key not in self._positions:
-            self._positions[key] = self._planned_bytes
-            self._planned_bytes += size_bytes
+        if key not in self._numbers:
+            self._numbers[key] = len(self._blocks)
+            self._blocks.append((key, size_bytes))
 
     def note_need(self, covered: bool, key: tuple[int, int] | None = None) -> None:
         """A reader needed the block `key` for the first time; `covered`: it is in the hot set."""
-        if key is not None:
-            self._reached = max(self._reached, self._positions.get(key, 0))
+        if covered and key is not None:
+            self._reached = self._numbers.get(key)
         self.needs += 1
         self.covered += covered
         self._missed_in_row = 0 if covered else self._missed_in_row + 1
-        if self._missed_in_row >= self._settings.diverged_needs and self._score > 0:
+        has_diverged = self._missed_in_row >= self._settings.diverged_needs
+        if has_diverged:
+            self._reached = None
+        if has_diverged and self._score > 0:
             # The workload has left the recorded path: what it needed before says nothing about what comes.
             self._latest.clear()
             self._score = 0
@@ -244,10 +249,13 @@ class HotSetTrust:
         """Whether the set may use all bandwidth that readers leave."""
         return self._score >= self._settings.trust_score
 
-    def is_near(self, key: tuple[int, int], ahead_bytes: int) -> bool:
-        """Whether a block may be fetched now: for a set that was wrong before, at most `ahead_bytes` ahead of
-        readers."""
-        return not self.was_wrong or self._positions.get(key, 0) <= self._reached + ahead_bytes
+    def near(self, ahead_bytes: int) -> Iterator[tuple[int, int]]:
+        """The blocks that may be fetched of a set that was wrong before: `ahead_bytes` from the block needed last."""
+        for key, size_bytes in self._blocks[self._reached :] if self._reached is not None else ():
+            yield key
+            ahead_bytes -= size_bytes
+            if ahead_bytes <= 0:
+                return
 
     def allowance(self, window_bytes: int) -> int:
         """The share of a full window, in bytes, that the set may have in flight."""

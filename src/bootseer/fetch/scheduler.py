@@ -35,8 +35,6 @@ _MIN_SLEEP_S = 0.001
 _MAX_RUN = 1024
 # A window holds several requests, so that the link stays full when one ends.
 _REQUESTS_PER_WINDOW = 4
-# How far a hot set that was wrong before is fetched ahead of its readers: enough to keep the link full.
-_AHEAD_WINDOWS = 2
 
 
 class Plan(Struct, frozen=True):
@@ -387,12 +385,12 @@ class Scheduler(Ledger):
         return self.trust.allowance(window_bytes)
 
     def _next_hot(self, origin: OriginQueues) -> Key | None:
+        if self.trust.was_wrong and not self._fetch_all_now:
+            near = self.trust.near(origin.pace.window_bytes())
+            return next((key for key in near if self._is_next(key, Purpose.HOT, origin)), None)
         while origin.hot:
             if self._is_next(origin.hot[0], Purpose.HOT, origin):
-                near = self._fetch_all_now or self.trust.is_near(
-                    origin.hot[0], _AHEAD_WINDOWS * origin.pace.window_bytes()
-                )
-                return origin.hot[0] if near else None
+                return origin.hot[0]
             origin.hot.popleft()
         return None
 
