@@ -14,6 +14,9 @@ from typing import Any
 
 import node
 
+from bootseer.mounts import control
+from bootseer.mounts.state import Runtime
+
 _BOOTSEER = str(Path(sys.executable).parent / "bootseer")
 _STREAMED_S = 120.0
 
@@ -66,7 +69,14 @@ class Lazy:
         return dict(row)
 
     def wait_until_streamed(self) -> None:
-        """Until the daemon of the container that runs has the whole image here."""
+        """Until the daemon of the container that runs has the whole image here.
+
+        The rest is fetched when training has begun, which the hook of a job would report.
+        """
+        runtime = Runtime(Path(self.env["BOOTSEER_RUNTIME"]))
+        for state in runtime.all():
+            if state.daemon is not None:
+                control.send_request(runtime.folder(state), "began")
         deadline = time.monotonic() + _STREAMED_S
         while any(mount["here"] < 1 for mount in self._ask("image", "list", "--json")["mounts"]):
             if time.monotonic() > deadline:
