@@ -184,3 +184,38 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 print(len(slept), max(slept), dynamic._delay is delay, handler._state_holder._cache_duration)
 """
+
+SPARE_LAUNCHER = """
+import socket, threading, time
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters, registry
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+words = {"min_nodes": 1, "max_nodes": 1, "local_addr": "127.0.0.1"}
+first, spare = (
+    registry.get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "job", **words, is_host=is_host))
+    for is_host in (True, False)
+)
+assert first.next_rendezvous().world_size == 1
+slept, sleep = [], time.sleep
+
+def note(seconds):
+    if threading.current_thread() is waiting:
+        slept.append(seconds)
+    sleep(seconds)
+
+def wait_for_the_next_round():
+    try:
+        spare.next_rendezvous()
+    except RendezvousGracefulExitError:
+        print(*slept)
+
+waiting = threading.Thread(target=wait_for_the_next_round)
+time.sleep = note
+waiting.start()
+until_s = time.monotonic() + 60
+while not slept and time.monotonic() < until_s:
+    sleep(0.05)
+first.set_closed()
+waiting.join()
+"""

@@ -22,6 +22,7 @@ from hook.jobs import (
     INITIALIZES_OPTIMIZER,
     KEEPS_THE_READER,
     MARKED,
+    SPARE_LAUNCHER,
     START,
     STEPS_BEFORE,
     TRAIN,
@@ -173,6 +174,13 @@ def test_launchers_of_few_nodes_ask_often_whether_all_have_joined(hooked):
     assert int(requests) > 3
     assert float(longest_s) == pytest.approx(2 / 100)
     assert restored == ["True", "1"]
+
+
+def test_a_spare_launcher_asks_as_seldom_as_without_us(hooked):
+    """It waits for as long as the others train."""
+    done = hooked(SPARE_LAUNCHER)
+    assert done.returncode == 0, done.stderr
+    assert {float(slept_s) for slept_s in done.stdout.split()} == {1.0}
 
 
 @pytest.mark.parametrize("how", ["no_gradients", "zero_gradients", "closure"])

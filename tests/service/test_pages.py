@@ -123,6 +123,11 @@ def test_jobs_are_found_by_a_part_of_their_name_and_filters_narrow_all_of_a_page
     assert len(every["stages"]) > 3
 
 
+def asking(query: str = "") -> Request:
+    scope = {"type": "http", "path": "/", "query_string": query.encode(), "headers": [], "server": ("h", 80)}
+    return Request({**scope, "state": {"grant": Grant("read")}})
+
+
 def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they_asked(monkeypatch: Any) -> None:
     monkeypatch.setattr("bootseer.service.shared_answers._LASTS", 1e9)
     begun: list[float] = []
@@ -130,10 +135,6 @@ def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they
     def make(request: Request) -> Response:
         begun.append(time.monotonic())
         return Response(str(begun[-1]))
-
-    def asking(query: str) -> Request:
-        scope = {"type": "http", "path": "/now", "query_string": query.encode(), "headers": [], "server": ("h", 80)}
-        return Request({**scope, "state": {"grant": Grant("read")}})
 
     async def ask(answers: Answers, query: str) -> None:
         asked_s = time.monotonic()
@@ -164,9 +165,7 @@ def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(mon
         return Response(str(made[-1]))
 
     async def ask(answers: Answers) -> bytes:
-        scope = {"type": "http", "path": "/", "query_string": b"", "headers": [], "server": ("h", 80)}
-        request = Request({**scope, "state": {"grant": Grant("read")}})
-        return bytes((await answers.of(request, make, of_weeks=True)).body)
+        return bytes((await answers.of(asking(), make, of_weeks=True)).body)
 
     async def asked() -> list[bytes]:
         answers = Answers()
@@ -177,6 +176,20 @@ def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(mon
         return shown
 
     assert asyncio.run(asked()) == [b"0", b"0", b"1"]
+
+
+def test_an_error_is_not_shown_again(monkeypatch: Any) -> None:
+    monkeypatch.setattr("bootseer.service.shared_answers._LASTS", 1e9)
+    statuses = iter([503, 200])
+
+    async def asked() -> list[int]:
+        answers = Answers()
+        return [
+            (await answers.of(asking(), lambda _: Response(status_code=next(statuses)), of_weeks=True)).status_code
+            for _ in range(2)
+        ]
+
+    assert asyncio.run(asked()) == [503, 200]
 
 
 def test_a_start_is_its_report(service: RunningService, tmp_path: Path, monkeypatch: Any) -> None:

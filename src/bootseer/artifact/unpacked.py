@@ -177,8 +177,8 @@ def write_tree(
     needed: tuple[bytes, ...] = (),
     threads: int = 1,
 ) -> None:
-    """Write files of EROFS images into a folder, which must be empty, so that no symbolic link in it can redirect a
-    write. `files` has each folder before its entries; they are read by all `threads`.
+    """Write files of EROFS images into a folder, which is created if missing, and must be empty, so that no symbolic
+    link in it can redirect a write. `files` has each folder before its entries; they are read by all `threads`.
 
     `rename` returns extended attributes as they are to be set; attributes with the prefixes `needed` are not skipped on
     file systems that have none. For root the result equals a mount. Other users own all unpacked files, and devices and
@@ -186,6 +186,7 @@ def write_tree(
     stays then.
     """
     try:
+        folder.mkdir(exist_ok=True)
         _TreeWriter(os.fsencode(folder), rename, needed).run(files, threads)
     except OSError as error:
         place = os.fsdecode(error.filename) if error.filename else folder

@@ -146,22 +146,26 @@ def _shorter_delays(handler: Any) -> Iterator[None]:
     state that it read less than 1 s ago again, so that a thousand launchers do not overload the store. But launchers of
     a few nodes then learn up to a second late that the last one has joined, and all GPUs wait for them. Here N nodes
     send as many requests per second as `_FULL_DELAY_NODES` do in PyTorch. After the rendezvous all is as before: while
-    the job trains, each launcher looks for new nodes ten times a second, and should not ask the store each time.
+    the job trains, each launcher looks for new nodes ten times a second, and should not ask the store each time. A
+    spare launcher (more than `max_nodes`) waits here for as long as the others train, with PyTorch's delays.
     """
     try:
-        module: Any = sys.modules[type(handler).__module__]
-        factor = min(handler.settings.max_nodes / _FULL_DELAY_NODES, 1.0)
-        state, delay = handler._state_holder, module._delay
-        cached_s = state._cache_duration
+        module: Any = sys.modules.get(type(handler).__module__)
+        factor = min(handler.settings.max_nodes / _FULL_DELAY_NODES, 1.0) if handler.get_backend() == "c10d" else 1.0
+        delay = getattr(module._delay, "__wrapped__", module._delay)  # ours, if another thread joins meanwhile
+        node, holder = handler._this_node, handler._state_holder
+        cached_s, _ = holder._cache_duration, holder.state.redundancy_list
     except AttributeError:  # static or etcd rendezvous, or another version of PyTorch
         yield
         return
 
+    @functools.wraps(delay)
     def shorter(seconds: float | tuple[float, float]) -> None:
-        delay(tuple(limit * factor for limit in seconds) if isinstance(seconds, tuple) else seconds * factor)
+        share = 1.0 if node in holder.state.redundancy_list else factor
+        delay(tuple(limit * share for limit in seconds) if isinstance(seconds, tuple) else seconds * share)
 
-    module._delay, state._cache_duration = shorter, cached_s * factor
+    module._delay, holder._cache_duration = shorter, cached_s * factor
     try:
         yield
     finally:
-        module._delay, state._cache_duration = delay, cached_s
+        module._delay, holder._cache_duration = delay, cached_s

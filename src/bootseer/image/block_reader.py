@@ -6,7 +6,7 @@ Mounted images use `fetch` and `cache` instead. Thread-safe.
 from __future__ import annotations
 
 from contextlib import closing
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from bootseer.blocks.block_file import BlockFile, read_index
 from bootseer.blocks.codec import decode
@@ -26,8 +26,9 @@ class BlockReader:
     def __init__(self, store: Store, index: Index) -> None:
         self._store = store
         self._index = index
-        # Two threads that miss one block both fetch it.
-        self._block = lru_cache(max(2, _KEPT_BYTES // index.block_size))(self._read_block)
+        # Not of a method: `self` would be in a cycle, and its blocks in memory until a garbage collection. Two threads
+        # that miss one block both fetch it.
+        self._block = lru_cache(max(2, _KEPT_BYTES // index.block_size))(partial(_read_block, store, index))
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes. Raises `CorruptError` (damaged, or outside the file) and the store's errors."""
@@ -40,21 +41,22 @@ class BlockReader:
             parts.append(self._block(number)[max(0, offset - begin) : offset + length - begin])
         return b"".join(parts)
 
-    def _read_block(self, number: int) -> bytes:
-        return retrying(lambda left_s: self._fetch(number, left_s), deadline_s=2 * _BLOCK_TIMEOUT_S)
 
-    def _fetch(self, number: int, left_s: float) -> bytes:
-        place = self._index.place(number)
-        name = self._index.stripes[place.stripe].name
-        stored = b""
-        if place.length:
-            timeout_s = min(left_s, _BLOCK_TIMEOUT_S)
-            with closing(self._store.read(name, place.offset, place.length, timeout_s=timeout_s)) as pieces:
-                stored = b"".join(pieces)
-        try:
-            return bytes(decode(place.codec, stored, self._index.length(number), self._index.digest(number)))
-        except CorruptError as error:
-            raise CorruptError(f"{self._store.uri}: block {number} of {name}: {error}") from error
+def _read_block(store: Store, index: Index, number: int) -> bytes:
+    return retrying(lambda left_s: _fetch(store, index, number, left_s), deadline_s=2 * _BLOCK_TIMEOUT_S)
+
+
+def _fetch(store: Store, index: Index, number: int, left_s: float) -> bytes:
+    place = index.place(number)
+    name = index.stripes[place.stripe].name
+    stored = b""
+    if place.length:
+        with closing(store.read(name, place.offset, place.length, timeout_s=min(left_s, _BLOCK_TIMEOUT_S))) as pieces:
+            stored = b"".join(pieces)
+    try:
+        return bytes(decode(place.codec, stored, index.length(number), index.digest(number)))
+    except CorruptError as error:
+        raise CorruptError(f"{store.uri}: block {number} of {name}: {error}") from error
 
 
 def open_layer(store: Store, file: BlockFile) -> ErofsReader:

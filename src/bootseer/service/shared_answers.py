@@ -74,8 +74,9 @@ class Answers:
                     asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
                     now_s = time.monotonic()
                     took_s = now_s - asked.began_s
-                    asked.until_s = now_s + _LASTS * took_s if of_weeks else now_s
-                    asked.stale_s = asked.until_s + (_STALE_S if of_weeks and took_s > _SLOW_S else 0.0)
+                    lasts = of_weeks and asked.answer.status_code < 500  # the database may be back at once
+                    asked.until_s = now_s + _LASTS * took_s if lasts else now_s
+                    asked.stale_s = asked.until_s + (_STALE_S if lasts and took_s > _SLOW_S else 0.0)
                 return asked.answer
         finally:
             asked.users -= 1

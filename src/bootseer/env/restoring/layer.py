@@ -195,7 +195,6 @@ class _LayerMount(LazyMount):
         layers.pull_all(reason)
 
         def write(folder: Path) -> None:
-            folder.mkdir()
             reader = ErofsReader(one.file.read)
             files = ((path, reader, inode) for path, inode in reader.walk())
             rename = dict if has_all_rights() else _for_user_namespace
