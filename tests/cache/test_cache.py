@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -131,7 +132,7 @@ def to_folder(path):
 
 def to_link(path):
     path.unlink()
-    path.symlink_to("/etc/passwd")
+    path.symlink_to(OUTSIDE)
 
 
 def to_pipe(path):
@@ -143,6 +144,7 @@ def remove(path):
     path.unlink()
 
 
+OUTSIDE = Path("/etc/passwd")
 SPOILERS = [cut, lengthen, overwrite, empty, to_folder, to_link, to_pipe, remove]
 REPLACED = {"index", "data", "lease"}
 
@@ -154,6 +156,7 @@ def test_a_spoiled_file_never_keeps_the_entry_from_being_used(cache, index, data
     path = full / name
     if not path.exists():
         path.write_bytes(bytes(13))
+    outside = OUTSIDE.stat().st_mtime_ns
     spoil(path)
     again = Cache(cache.root, boot=boot)
     again.entries()
@@ -168,6 +171,7 @@ def test_a_spoiled_file_never_keeps_the_entry_from_being_used(cache, index, data
     assert (entry.damaged, entry.ready_bytes, entry.trusted) == (False, len(data), True)
     again.prune(0)
     assert again.entries() == []
+    assert OUTSIDE.stat().st_mtime_ns == outside
 
 
 @pytest.mark.parametrize("spoil", [shutil.rmtree, lambda path: (shutil.rmtree(path), path.touch())])

@@ -151,10 +151,12 @@ def last_use_ns(path: Path) -> int:
 def note_use(path: Path) -> None:
     """Now is the time of the last use. Only a hint for eviction: a full disk prevents no start, and after a jump of
     the clock the wrong entries are evicted for a while."""
-    with contextlib.suppress(OSError):
-        file, now_ns = path / disk.LAST_USE, time.time_ns()
-        file.touch(mode=0o600)
-        os.utime(file, ns=(now_ns, now_ns))  # the kernel's own time of a change is exact to milliseconds only
+    with contextlib.suppress(OSError, Damaged):
+        fd, now_ns = disk.open_file(path / disk.LAST_USE, os.O_RDWR | os.O_CREAT), time.time_ns()
+        try:
+            os.utime(fd, ns=(now_ns, now_ns))  # the kernel's own time of a change is exact to milliseconds only
+        finally:
+            os.close(fd)
 
 
 def _both(one: bytes, two: bytes) -> bytes:
