@@ -86,12 +86,18 @@ class Native:
             self._client = None
 
     def forget_client(self) -> None:
-        """In the child of a fork: leak the parent's client, whose destructor would wait for the parent's threads."""
+        """In the child of a fork: leak the parent's client."""
         # A thread of the parent may have held the lock.
         self._lock = threading.Lock()
         client, self._client = self._client, None
         if client is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+            leak(client)
+
+
+def leak(value: object) -> None:
+    """Keep an object of the library for ever: in the child of a fork its destructor would wait for the parent's
+    threads."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def note_read() -> None:
@@ -265,21 +271,18 @@ class NativeReads(PooledReads):
         self.num_retries = 0
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
-        opened, version = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
-        return NativeFile(self, path, opened.size, version)
+        reader, version = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
+        return NativeFile(self, path, reader, version)
 
     def fetch(self, file: NativeFile, start: int, length: int, until: float) -> list[bytes]:
-        """Read a range. The file is opened for each try: this lists the replicas in another order, and shows whether it
-        is still this version. So a forked child inherits no reader, whose destructor would hang."""
+        """Read a range. After an error the file is opened again, which lists the replicas in another order."""
 
         def receive(client: Client) -> list[bytes]:
             wait_for_inherited_connections()
-            opened, version = _open(client, file.path)
-            if version != file.version:
-                raise PermanentError(f"{file.uri} was replaced while it was read")
+            reader = file.reader(client, again=tries > 0)
             try:
                 # Not read_range, which copies answers of several MiB three times.
-                return list(opened.read_range_stream(start, length))
+                return list(reader.read_range_stream(start, length))
             finally:
                 note_read()
 
@@ -302,12 +305,15 @@ class NativeReads(PooledReads):
 class NativeFile:
     """One version of one file: reads return bytes of this version or an error."""
 
-    def __init__(self, reads: NativeReads, path: str, size_bytes: int, version: str) -> None:
+    def __init__(self, reads: NativeReads, path: str, reader: FileReader, version: str) -> None:
         self.path = path
-        self.size_bytes = size_bytes
+        self.size_bytes = reader.size
         self.version = version
         self.uri = f"{reads.native.uri}{path}"
         self._reads = reads
+        # Kept: a new one asks the NameNode for all blocks of the file, and the key server for the key of its zone.
+        self._reader: FileReader | None = reader
+        after_fork(self._forget_reader)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         return ()
@@ -334,6 +340,22 @@ class NativeFile:
 
     def close(self) -> None:
         """Reads in flight still end."""
+
+    def reader(self, client: Client, *, again: bool) -> FileReader:
+        """A reader of this version; `again`: a new one. Raises `PermanentError` if the file was replaced."""
+        reader = self._reader
+        if reader is None or again:
+            reader, version = _open(client, self.path)
+            if version != self.version:
+                raise PermanentError(f"{self.uri} was replaced while it was read")
+            self._reader = reader
+        return reader
+
+    def _forget_reader(self) -> None:
+        """In the child of a fork: leak the parent's reader."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            leak(reader)
 
 
 def _open(client: Client, path: str) -> tuple[FileReader, str]:
