@@ -125,6 +125,13 @@ def test_a_server_without_a_key_for_encrypted_data_is_a_permanent_error_before_a
     assert "create" not in peer.asked
 
 
+def test_where_files_are_written_by_another_client_the_default_replication_is_unknown(peer: FakeNameNode) -> None:
+    defaults = field(1, MIB) + field(2, 768) + field(4, 2)  # bytes per checksum: not a power of two
+    peer.answers["getServerDefaults"] = lambda _: field(1, defaults)
+    with closing(HdfsClient(f"127.0.0.1:{peer.port}")) as client:
+        assert client.replication is None
+
+
 def test_the_encryption_setting_is_requested_once(peer: FakeNameNode) -> None:
     namenode = asked(peer.port)
     for _ in range(3):

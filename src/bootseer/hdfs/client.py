@@ -56,13 +56,10 @@ class HdfsClient(Names):
         self._defaults: WriteDefaults | None = None
         self._least_block = 0
         """The minimum block size, once the NameNode has refused a smaller one."""
-        self._reads = HdfsReads(self._namenode, fallback=lambda: NativeReads(self._native))
+        self._native = Native(self.uri, self.settings, server=_server(self.cluster))
+        self._reads = HdfsReads(self._namenode, fallback=NativeReads(self._native))
         self.fallback = ""
         """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
-
-    @cached_property
-    def _native(self) -> Native:
-        return Native(self.uri, self.settings, server=_server(self.cluster))
 
     @cached_property
     def _excluded(self) -> ExcludedDataNodes:
@@ -185,9 +182,12 @@ class HdfsClient(Names):
         return writers
 
     @property
-    def replication(self) -> int:
-        """The cluster's default replication."""
-        return self._write_defaults().replication
+    def replication(self) -> int | None:
+        """The cluster's default replication; None where files are written through hdfs-native only."""
+        try:
+            return self._write_defaults().replication
+        except UnsupportedError:
+            return None
 
     def space(self) -> tuple[int, int]:
         """Total and free bytes of all DataNodes."""
@@ -199,8 +199,7 @@ class HdfsClient(Names):
     def close(self) -> None:
         self._reads.close()
         self._namenode.close()
-        if "_native" in self.__dict__:
-            self._native.close()
+        self._native.close()
 
     def _sized(self, block_size: int | None, begin: Callable[[int | None], T]) -> T:
         """Call `begin` with this block size, or with the NameNode's minimum; None: the default."""

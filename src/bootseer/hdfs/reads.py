@@ -39,13 +39,12 @@ class HdfsReads:
         namenode: NameNode,
         settings: ReadSettings | None = None,
         *,
-        fallback: Callable[[], NativeReads] | None = None,
+        fallback: NativeReads | None = None,
     ) -> None:
-        """`fallback` is called once if files need hdfs-native; None: these are refused."""
+        """`fallback` reads files that need hdfs-native; None: these are refused."""
         self._namenode = namenode
         self._threads = ReadThreads(namenode, settings or ReadSettings())
         self._fallback = fallback
-        self._native: NativeReads | None = None
         self._reason = ""
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile | NativeFile:
@@ -61,8 +60,7 @@ class HdfsReads:
         if not self._reason:
             _LOG.info("read through hdfs-native: %s", reason)
         self._reason = reason
-        self._native = self._native or self._fallback()
-        return self._native.open(path, deadline_s=deadline_s)
+        return self._fallback.open(path, deadline_s=deadline_s)
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """Estimated seconds for a read of this size from one of these DataNodes; as `HdfsFile.delay_s`."""
@@ -73,7 +71,7 @@ class HdfsReads:
         """Statistics of all reads: for each DataNode bytes, requests, seconds (of all its connections) and failures;
         then numbers of retries, hedges, location refreshes, corrupt pieces, and pieces read without checksums because
         no available DataNode has them. `fallback` says why hdfs-native was used, "" if it was not."""
-        native = self._native
+        native = self._fallback if self._reason else None
         with self._threads.estimates() as schedule:
             counts = schedule.counts
             return {
@@ -95,8 +93,8 @@ class HdfsReads:
     def close(self) -> None:
         """End all reads, unfinished ones with an error, and release threads and connections."""
         self._threads.close()
-        if self._native is not None:
-            self._native.close()
+        if self._fallback is not None:
+            self._fallback.close()
 
 
 class HdfsFile:

@@ -176,7 +176,7 @@ class HdfsPlace(SmallReads):
         # versions differ that have the same length and mtime, as copies of heads by `tar`: see `Entry.version`.
         block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
-            copies = max(self._client.replication, SMALL_FILE_REPLICAS)
+            copies = max(self._client.replication or 0, SMALL_FILE_REPLICAS)
             try:
                 return self._client.put(full, data, mode=mode, block_size=block_size, replication=copies, parents=False)
             except BootseerError as error:
