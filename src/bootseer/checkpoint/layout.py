@@ -11,7 +11,7 @@ the folder's `.stripes/policy.json`; `files` finds the one that applies. Decides
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from types import ModuleType
@@ -164,12 +164,6 @@ class Policy:
         """Number of stripes of a segment of this size."""
         needed = -(-size_bytes // self.part_bytes)
         return min(self.stripes, max(1, needed, size_bytes // self.min_bytes_per_stripe))
-
-    def segments_of(self, size_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Start, size and stripes of each segment of a file of known size."""
-        for start in range(0, size_bytes, self.segment_bytes):
-            length = min(self.segment_bytes, size_bytes - start)
-            yield start, length, self.stripes_for(length)
 
     def is_striped(self, size_bytes: int) -> bool:
         """Whether a file of this size is striped: with one chunk, or one part without parity, there is no gain."""

@@ -16,6 +16,7 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import AccessError
 from bootseer.places.folder import FolderPlace
@@ -113,6 +114,23 @@ def test_a_single_node_prefetches_the_latest_checkpoint(job: Job) -> None:
     assert job.opened[0] == "step-1/meta", "what is small comes first"
     assert sorted(job.opened) == ["step-1/meta", "step-1/unused", "step-1/used"]
     until(lambda: place_bytes(reading) >= 2 * LARGE, "brought")
+
+
+def test_what_finds_no_room_in_memory_is_prefetched_when_readers_have_used_something(job: Job) -> None:
+    reading = Reading(job.place, settings=ReadingSettings(memory_bytes=8 * MIB, idle_s=600.0))
+    startup = Startup(job.files, reading, "", None, 64 * MIB, job.said.append)
+    going = threading.Thread(target=startup.begin, daemon=True)
+    going.start()
+    until(lambda: place_bytes(reading) >= 5 * MIB, "a quarter of the memory is left to readers")
+    small, first = job.opened
+    with reading.open(first) as file:
+        for number in range(6):
+            file.read(number * MIB, MIB)
+    until(lambda: len({*job.opened} - {small, first}) == 1, "the other file follows")
+    startup.drop()
+    going.join(60)
+    assert not going.is_alive()
+    reading.close()
 
 
 def test_a_checkpoint_of_one_file_is_prefetched(job: Job) -> None:

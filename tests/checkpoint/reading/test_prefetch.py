@@ -58,7 +58,7 @@ def test_prefetch_skips_what_is_cached(empty, reading_of, content):
 
 @pytest.mark.parametrize("name", ["file", "plain"])
 def test_without_a_cache_it_comes_into_memory_as_far_as_there_is_room(empty, content, name):
-    reading = Reading(empty, settings=SMALL)
+    reading = Reading(empty, settings=ReadingSettings(memory_bytes=8 * MIB, idle_s=600.0))
     file = reading.open(name)
     prefetch(file, 4 * MIB)
     before = reading.facts()["place_bytes"]
@@ -86,7 +86,7 @@ def test_closing_the_file_ends_its_prefetch(empty, reading_of, content):
     assert file.prefetch(0, 4 * MIB, ended.set) == 4 * MIB
     file.close()
     reading.close()
-    assert ended.is_set()
+    assert ended.wait(120)
     assert empty.under_way == 0
     with pytest.raises(PermanentError):
         file.prefetch(0, MIB)

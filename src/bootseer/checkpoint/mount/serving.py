@@ -37,7 +37,7 @@ REWRITE_BYTES = 256 << 20
 
 
 class MountRequest(Struct, frozen=True):
-    """A place, and how to mount it. Paths are absolute, except for a `uri` that is one."""
+    """A place, and how to mount it. Paths are absolute; a `uri` may also be a relative path."""
 
     uri: str
     """As `open_place` accepts it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import count, pairwise
 
@@ -218,15 +218,10 @@ class SharedFile:
                 self._ahead.refused(advice, max(requests[done].offset, advice.start))
 
     def _requests(self, offset: int, length: int) -> list[PieceRequest]:
-        return list(self._units(offset, length))
-
-    def _units(self, offset: int, length: int) -> Iterator[PieceRequest]:
-        """The units of a range, lazily: a terabyte has a million."""
-        unit = self._source.unit_bytes
-        end = min(offset + length, self._source.size_bytes)
-        first = offset // unit * unit
-        for start in range(first, end, unit):
-            yield PieceRequest(Key(self.number, start), start, min(unit, self._source.size_bytes - start))
+        """The units of a range."""
+        unit, size_bytes = self._source.unit_bytes, self._source.size_bytes
+        starts = range(offset // unit * unit, min(offset + length, size_bytes), unit)
+        return [PieceRequest(Key(self.number, start), start, min(unit, size_bytes - start)) for start in starts]
 
     def _read_local(self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None) -> bool:
         """Answer from this node's cache, if all of the range is there."""

@@ -290,7 +290,7 @@ class SegmentWriter:
         self._wake()
 
     def cancel(self) -> None:
-        """Cancels the segment; written parts are removed in the background, and `on_end` is not called."""
+        """Cancels the segment; written parts are removed in the background, the pipeline's `ended` is not called."""
         self._over.set()
         self._wake()
 
