@@ -75,17 +75,25 @@ def test_a_set_that_was_wrong_is_fetched_only_shortly_after_the_block_that_was_n
     for block in (*range(10), 3):  # listed twice, it counts once
         trust.add_block((0, block), 1 << 20)
 
+    here: set[int] = set()
+
     def near(ahead_bytes: int) -> list[int]:
-        return [block for _, block in trust.near(ahead_bytes)]
+        return [block for _, block in trust.near(ahead_bytes, lambda key: key[1] not in here)]
 
     assert near(2 << 20) == []
     for block in (7, 4):  # the latest one counts, and nothing that was recorded between the two
         trust.note_need(True, (0, block))
-        assert near(2 << 20) == [block, block + 1]
-    assert near((2 << 20) + 1) == [4, 5, 6]
-    assert near(99 << 20) == [4, 5, 6, 7, 8, 9]
+        assert near(2 << 20) == [block, block + 1, block + 2]
+    assert near((2 << 20) + 1) == [4, 5, 6, 7]
+    here |= {4, 5, 7}
+    assert near(99 << 20) == near(99 << 20) == [6, 8, 9]
+    trust.note_need(True, (0, 5))
+    assert near(2 << 20) == [6]
+    trust.note_need(True, (0, 2))  # back
+    here.clear()
+    assert near(1 << 20) == [2, 3]
     for number in range(SETTINGS.diverged_needs):
-        assert near(1) == [4], f"after {number} uncovered needs"
+        assert near(0) == [2], f"after {number} uncovered needs"
         trust.note_need(False, (7, 7))
     assert near(99 << 20) == []
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Annotated
@@ -195,10 +195,14 @@ class HotSetTrust:
         self._settings = settings
         self._numbers: dict[tuple[int, int], int] = {}
         """For each block, its number in the recorded order."""
-        self._blocks: list[tuple[tuple[int, int], int]] = []
-        """The blocks in that order, each with its bytes."""
+        self._keys: list[tuple[int, int]] = []
+        """The block of each number."""
+        self._ends: list[int] = []
+        """For each number, the bytes of the set up to the end of that block."""
         self._reached: int | None = None
         """The number of the block that a reader needed last; None when the readers have left the recorded path."""
+        self._first = 0
+        """The blocks from `_reached` up to this number are here."""
         self.was_wrong = False
         """Whether it was suspended, or back on probation, at some time."""
         self._latest: deque[bool] = deque(maxlen=settings.judged_window)
@@ -213,13 +217,17 @@ class HotSetTrust:
 
     def add_block(self, key: tuple[int, int], size_bytes: int) -> None:
         if key not in self._numbers:
-            self._numbers[key] = len(self._blocks)
-            self._blocks.append((key, size_bytes))
+            self._numbers[key] = len(self._ends)
+            self._keys.append(key)
+            self._ends.append(size_bytes + (self._ends[-1] if self._ends else 0))
 
     def note_need(self, covered: bool, key: tuple[int, int] | None = None) -> None:
         """A reader needed the block `key` for the first time; `covered`: it is in the hot set."""
-        if covered and key is not None:
-            self._reached = self._numbers.get(key)
+        number = self._numbers.get(key) if key is not None else None
+        if number is not None:
+            if self._reached is None or not self._reached <= number <= self._first:
+                self._first = number
+            self._reached = number
         self.needs += 1
         self.covered += covered
         self._missed_in_row = 0 if covered else self._missed_in_row + 1
@@ -249,13 +257,19 @@ class HotSetTrust:
         """Whether the set may use all bandwidth that readers leave."""
         return self._score >= self._settings.trust_score
 
-    def near(self, ahead_bytes: int) -> Iterator[tuple[int, int]]:
-        """The blocks that may be fetched of a set that was wrong before: `ahead_bytes` from the block needed last."""
-        for key, size_bytes in self._blocks[self._reached :] if self._reached is not None else ():
-            yield key
-            ahead_bytes -= size_bytes
-            if ahead_bytes <= 0:
+    def near(self, ahead_bytes: int, is_missing: Callable[[tuple[int, int]], bool]) -> Iterator[tuple[int, int]]:
+        """The missing blocks that may be fetched of a set that was wrong before: those that begin less than
+        `ahead_bytes` after the end of the block that was needed last."""
+        if self._reached is None:
+            return
+        end = self._ends[self._reached] + ahead_bytes
+        for number in range(self._first, len(self._keys)):
+            if number > self._reached and self._ends[number - 1] >= end:
                 return
+            if is_missing(self._keys[number]):
+                yield self._keys[number]
+            elif number == self._first:  # the next call begins behind it
+                self._first += 1
 
     def allowance(self, window_bytes: int) -> int:
         """The share of a full window, in bytes, that the set may have in flight."""

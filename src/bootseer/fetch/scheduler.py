@@ -386,7 +386,7 @@ class Scheduler(Ledger):
 
     def _next_hot(self, origin: OriginQueues) -> Key | None:
         if self.trust.was_wrong and not self._fetch_all_now:
-            near = self.trust.near(origin.pace.window_bytes())
+            near = self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
             return next((key for key in near if self._is_next(key, Purpose.HOT, origin)), None)
         while origin.hot:
             if self._is_next(origin.hot[0], Purpose.HOT, origin):
