@@ -46,7 +46,9 @@ class Mounts:
         name = self._runtime.new_folder().name
         state = MountState(name, str(self.root), "image", self._runtime.boot, details={"changes": str(writable)})
         self._runtime.write(state)
-        return MountedImage(self.root, {}, {}, self._runtime, state, None, lambda line: None, writable.parent)
+        return MountedImage(
+            self.root, {}, {}, self._runtime, state, None, lambda line: None, writable.parent, lifeline=False
+        )
 
 
 @pytest.fixture
