@@ -28,7 +28,9 @@ def image(tmp_path: Path) -> MountedImage:
     """One that nobody has mounted."""
     runtime = Runtime(tmp_path / "runtime")
     state = MountState("m", str(tmp_path / "root"), "image", runtime.boot, (), None, None, 0.0, {})
-    return MountedImage(tmp_path / "root", {}, {}, runtime, state, None, lambda line: None, tmp_path / "cache")
+    return MountedImage(
+        tmp_path / "root", {}, {}, runtime, state, None, lambda line: None, tmp_path / "cache", lifeline=False
+    )
 
 
 @pytest.fixture
