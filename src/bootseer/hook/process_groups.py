@@ -3,6 +3,8 @@
 These are the job's barriers: a span begins with the arrival and ends with the release. The collectives' function
 objects are not replaced, because compilers and tables that are built at import compare them by identity. But PyTorch
 decorates each collective, and between init_process_group and the first collective these decorators call our wrappers.
+
+torchrun's launchers are also made to wait less for each other (`_shorter_delays`).
 """
 
 from __future__ import annotations

@@ -92,3 +92,11 @@ def test_a_store_that_is_down_is_said(store: Store) -> None:
     assert "cannot be read" in node.said[0]
     with pytest.raises(TransientError):
         node.quarantine.mark(A, "node-1", "ImportError", 100.0)
+
+
+def test_a_state_that_cannot_be_read_now_is_not_overwritten(store: Store) -> None:
+    Node(store).quarantine.mark(A, "node-1", "ImportError", 100.0)
+    node = Node(FaultyStore(store, lambda request: DOWN if request.verb in ("read", "stat") else None))
+    with pytest.raises(TransientError):
+        node.quarantine.mark(B, "node-2", "ImportError", 200.0)
+    assert Node(store).quarantine.reason(A)

@@ -28,11 +28,7 @@ class Quarantine:
 
     def state(self, key: str) -> State:
         try:
-            return State.parse(read_all(self._store, quarantine_name(key), MAX_BYTES, _READ_S), key)
-        except NotFoundError:
-            pass
-        except CorruptError:
-            pass  # overwritten by the next change
+            return self._read(key)
         except BootseerError as error:
             self._say(f"the quarantine of environment {key[:12]} cannot be read: {error}")
         return State(key)
@@ -58,8 +54,14 @@ class Quarantine:
         after = self._change(document.key, lambda state: state.rebuilt(document.digest, replaced.digest))
         return after.suspect(document.digest) is None and before.suspect(document.digest) is not None
 
+    def _read(self, key: str) -> State:
+        try:
+            return State.parse(read_all(self._store, quarantine_name(key), MAX_BYTES, _READ_S), key)
+        except (NotFoundError, CorruptError):  # a damaged one is overwritten by the next change
+            return State(key)
+
     def _change(self, key: str, change: Callable[[State], State]) -> State:
-        known = self.state(key)
+        known = self._read(key)  # one that cannot be read now must not be overwritten by an empty one
         changed = change(known)
         if changed != known:
             put(self._store, quarantine_name(key), changed.encode(), timeout_s=_WRITE_S)
