@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from xml.etree import ElementTree
 
 from bootseer.errors import UsageError
 
@@ -117,9 +116,13 @@ def _conf_dir() -> str | None:
 
 
 def _settings(conf_dir: str | None) -> dict[str, str]:
+    if not conf_dir:
+        return {}
+    from xml.etree import ElementTree  # not needed where the address has host and port
+
     found: dict[str, str] = {}
-    for name in _FILES if conf_dir else ():
-        path = Path(conf_dir or "", name)
+    for name in _FILES:
+        path = Path(conf_dir, name)
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise UsageError(f"{path} is not a Hadoop configuration: it is too long", hint="check HADOOP_CONF_DIR")

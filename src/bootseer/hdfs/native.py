@@ -25,9 +25,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar, Unpack
-
-from hdfs_native import Client, FileReader, FileWriter, WriteOptions
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import ClientSettings
@@ -36,6 +34,9 @@ from bootseer.hdfs.errors import kind_of_error
 from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
 from bootseer.io.pooled_reads import DEADLINE_S, PooledRead, PooledReads, ReadOptions, ReadOutcome
+
+if TYPE_CHECKING:
+    from hdfs_native import Client, FileReader, FileWriter
 
 T = TypeVar("T")
 
@@ -75,6 +76,9 @@ class Native:
 
     def client(self) -> Client:
         """This process's client. May block: call it under a deadline only."""
+        # Here, because most clusters do without it: from a cold disk its 17 MB take 60 ms.
+        from hdfs_native import Client
+
         with self._lock:
             if self._client is None:
                 self._client = Client(self._server, self._properties, self.settings.conf_dir)
@@ -190,6 +194,8 @@ class NativeWriter:
         """Bytes written so far."""
         self._native = native
         self._uri = f"{native.uri}{path}"
+        from hdfs_native import WriteOptions
+
         options = WriteOptions(block_size=block_size, replication=replication, permission=mode, create_parent=parents)
         self._file = native.call(self._uri, lambda client: client.create(path, options))
         # Python's finalizer of files calls close(), which may hang the thread that drops the last reference. A file

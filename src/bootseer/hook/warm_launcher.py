@@ -47,10 +47,10 @@ class WarmLauncher:
     """The launcher's end of one warm parent."""
 
     def __init__(self, folder: str, launcher: str, known: Mapping[str, Any]) -> None:
-        import socket
-
         """Start the warm parent, or take over the inherited one. `known` is the record of the launcher's program, from
         `folder`. Raises `OSError`."""
+        import socket
+
         self._program = str(known["program"])
         command, env = programs.parent_command(known)
         self._flags = command[1:-1]

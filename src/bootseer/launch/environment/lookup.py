@@ -10,6 +10,7 @@ then the child releases the lease.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -73,7 +74,7 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
     import bootseer.env.life.quarantine
     import bootseer.store.open
 
-    if task.store_uri.startswith("oci://"):  # the client of HDFS imports numpy, which starts threads
+    if task.store_uri.startswith("oci://"):
         import bootseer.store.oci
 
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
@@ -94,7 +95,11 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
     result = LookupResult(Decision(Action.INSTALL, "failed", ""), None, helper, write_end)
     try:
         with task.stage("key") as facts:
-            import bootseer.launch.environment.restore  # noqa: F401 - while the child works
+            import bootseer.launch.environment.restore  # while the child works
+
+            if task.store_uri.startswith("hdfs://"):
+                with contextlib.suppress(ImportError):  # then the child has reported it
+                    import bootseer.places.hdfs  # noqa: F401 - the children to come need it
 
             key = result.key = msgspec.convert(_next_message(helper, _KEY_S), RequestKey)
             facts["key"] = key.digest
