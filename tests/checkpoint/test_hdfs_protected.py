@@ -257,4 +257,4 @@ def test_logins_that_fail_say_why(
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "new"))
     assert "is not a Hadoop token file" in said()
     monkeypatch.delenv("HADOOP_CONF_DIR")
-    assert "if it wants Kerberos" in said(60.0)
+    assert "if it requires Kerberos" in said(60.0)

@@ -75,7 +75,7 @@ class Index:
             raise CorruptError("this is not the index of a block file")
         _, version, block_size, size_bytes, num_stripes, zero = _HEADER.unpack_from(data)
         if version != VERSION:
-            raise PermanentError(f"block file index of version {version}; this BootSeer knows version {VERSION}")
+            raise PermanentError(f"block file index of version {version}; this BootSeer supports version {VERSION}")
         if not is_block_size(block_size):
             raise CorruptError(f"block file index with blocks of {block_size} bytes")
         num_blocks = -(-size_bytes // block_size)

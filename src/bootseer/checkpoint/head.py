@@ -187,7 +187,7 @@ def parse_head(data: bytes) -> Head:
         raise CorruptError("this is not the head of a striped file")
     _, version, zero, _, head_id, end, num_segments, also_zero = _HEADER.unpack_from(data)
     if version != VERSION:
-        raise PermanentError(f"a striped file of version {version}; this BootSeer knows version {VERSION}")
+        raise PermanentError(f"a striped file of version {version}; this BootSeer supports version {VERSION}")
     if zero or also_zero or end < PEEK_BYTES or end > MAX_HEAD_BYTES or len(data) != _padded(end + DIGEST_BYTES):
         raise CorruptError("the head of a striped file is not as long as it says; it was cut or mixed up")
     view = memoryview(data)

@@ -184,7 +184,7 @@ def parse_policy(data: bytes) -> Policy:
     if not isinstance(values, dict) or not str(values.get("schema")).startswith("bootseer.stripes/"):
         raise CorruptError("malformed stripe policy")
     if values["schema"] != SCHEMA:
-        raise PermanentError(f"a stripe policy of {str(values['schema'])[:40]!r}; this BootSeer knows {SCHEMA}")
+        raise PermanentError(f"a stripe policy of {str(values['schema'])[:40]!r}; this BootSeer supports {SCHEMA}")
     found = {field.name: values[field.name] for field in fields(Policy) if field.name in values}
     for name, value in found.items():
         wanted = (bool,) if name == "parity" else (int,)

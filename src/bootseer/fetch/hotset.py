@@ -360,7 +360,7 @@ def parse_hot_set(data: bytes) -> HotSet:
         schema = msgspec.json.decode(text, type=_Versioned).schema
         if schema != SCHEMA:
             if schema.startswith("bootseer.hotset/"):
-                raise PermanentError(f"a hot set of the version {schema[:64]!r}; this BootSeer knows {SCHEMA}")
+                raise PermanentError(f"a hot set of the version {schema[:64]!r}; this BootSeer supports {SCHEMA}")
             raise CorruptError("this is not a hot set")
         document = msgspec.json.decode(text, type=_Document)
     except (zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError) as error:

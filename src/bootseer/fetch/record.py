@@ -157,7 +157,7 @@ def _header(line: bytes) -> float:
     if not isinstance(value, dict) or not isinstance(schema, str) or not schema.startswith("bootseer.record/"):
         raise CorruptError("this is not the record of a startup")
     if schema != SCHEMA:
-        raise PermanentError(f"a record of the version {schema!r}; this BootSeer knows {SCHEMA}")
+        raise PermanentError(f"a record of the version {schema!r}; this BootSeer supports {SCHEMA}")
     started_s = value.get("started_s")
     if isinstance(started_s, bool) or not isinstance(started_s, int | float) or not 0 <= started_s < 2**40:
         raise CorruptError("a record does not say when it began")

@@ -148,7 +148,7 @@ def _addresses(authority: str, settings: Mapping[str, str]) -> list[str]:
     found = [settings[key] for key in keys or [f"dfs.namenode.rpc-address.{authority}"] if key in settings]
     if not found:
         raise UsageError(
-            f"hdfs-site.xml knows the service {authority} but none of its NameNodes",
+            f"hdfs-site.xml defines the service {authority} but none of its NameNodes",
             hint=f"set dfs.ha.namenodes.{authority} and dfs.namenode.rpc-address.{authority}.*",
         )
     return found

@@ -48,7 +48,7 @@ _DONE, _NEGOTIATE, _INITIATE, _CHALLENGE, _RESPONSE, _WRAP = range(6)
 """States of a login."""
 _PRINCIPAL: Final = "dfs.namenode.kerberos.principal"
 """The setting with the NameNode's principal."""
-_CONF_HINT: Final = "if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
+_CONF_HINT: Final = "if it requires Kerberos, HADOOP_CONF_DIR must name its configuration"
 _NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -105,7 +105,9 @@ class Login:
             if mechanism == ("KERBEROS", "GSSAPI"):
                 return offer, Kerberos(peer, self._target(peer, service, host), self._protections)
         names = ", ".join(offer.text(1) for offer in offers)
-        raise AccessError(f"{peer} wants a login that BootSeer's HDFS client does not support: {names}")
+        raise AccessError(
+            f"{peer} requires an authentication method that BootSeer's HDFS client does not support: {names}"
+        )
 
     def _target(self, peer: str, service: str, host: str) -> str:
         """The principal that the server must prove: the one it names, which must match the configuration."""

@@ -81,8 +81,8 @@ class Kerberos:
         found = next((name for name in self._wanted if offered[0] & _LAYERS[name]), None)
         if found is None:
             raise AccessError(
-                f"the NameNode wants another protection than {', '.join(self._wanted)}; set hadoop.rpc.protection as it"
-                " is there"
+                f"the NameNode requires another protection than {', '.join(self._wanted)}; "
+                "set hadoop.rpc.protection as it is there"
             )
         self.protection = found
         self.is_done = True

@@ -267,7 +267,7 @@ def open_source(
         text = "slurm" if given and any(env.get(name) for name in _SLURM_LIST) else store
         if not text:
             raise UsageError(
-                "--peers auto: the nodes share no store that this run knows",
+                "--peers auto: no store is set that the nodes share",
                 hint="give --peers FOLDER, or BOOTSEER_STORE",
             )
     kind, colon, value = text.partition(":")

@@ -59,7 +59,7 @@ class HdfsPlace(SmallReads):
 
     def name_problem(self, name: str) -> str:
         if ":" in name:
-            return "HDFS takes no name with a colon"
+            return "HDFS does not allow a colon in names"
         return "" if is_utf8(name) else "names in HDFS are UTF-8"
 
     def stat(self, path: str) -> Entry:

@@ -186,5 +186,5 @@ def shown_gid(group: str) -> int:
 
 def _number(name: str, kind: str) -> int:
     if not name.isdecimal():
-        raise PermanentError(f"this machine knows no {kind} {name!r}")
+        raise PermanentError(f"this machine has no {kind} {name!r}")
     return int(name)

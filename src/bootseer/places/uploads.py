@@ -150,7 +150,8 @@ class Uploads:
         scheme, _, rest = uri.rstrip("/").partition("://")
         if scheme != "s3":
             raise UsageError(
-                f"{uri}: only S3 tells its uploads", hint="Azure ends them after a week; give others a rule that does"
+                f"{uri}: unfinished uploads can be listed in S3 only",
+                hint="Azure removes them after a week; elsewhere, set a lifecycle rule",
             )
         try:
             from botocore.config import Config

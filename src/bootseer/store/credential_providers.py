@@ -108,7 +108,7 @@ def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Logi
     try:
         plugins = _plugins(config, programs, _changed(Path(config)))
     except UsageError as error:
-        _LOG.warning("%s is asked for without a login: %s", image, error)
+        _LOG.warning("%s is requested without credentials: %s", image, error)
         return None, Found({}, time.monotonic() + _FAILED_S, str(error))
     for plugin in plugins:
         if any(matches(pattern, image) for pattern in plugin.provider.matchImages):
@@ -165,7 +165,7 @@ class _Plugin:
                 found = Found(answer.auth or {}, time.monotonic() + lasts_s)
                 self.kept[answer.cacheKeyType, keys[answer.cacheKeyType]] = found
             except AccessError as error:
-                _LOG.warning("%s is asked for without a login: %s", image, error)
+                _LOG.warning("%s is requested without credentials: %s", image, error)
                 found = Found({}, time.monotonic() + _FAILED_S, str(error))
                 self.kept["Image", image] = found
             return found

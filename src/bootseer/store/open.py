@@ -44,7 +44,9 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
             f"{scheme}://…: a password does not belong into an address", hint="log in, or use the environment"
         )
     if "?" in rest or "#" in rest:
-        raise UsageError(f"{shown(uri)!r} has parts that no store knows", hint="leave out what follows ? or #")
+        raise UsageError(
+            f"{shown(uri)!r} has a query or fragment, which no store supports", hint="leave out what follows ? or #"
+        )
     if scheme == "oci":
         from bootseer.store.oci import OciStore
 

@@ -112,7 +112,7 @@ class BlobUpload:
         wanted = answer.headers.get("OCI-Chunk-Min-Length", "")
         if wanted.isdecimal() and len(wanted) < 10:
             if int(wanted) > _MAX_CHUNK_BYTES:
-                raise PermanentError(f"{self._registry}: the registry wants chunks of at least {wanted} bytes")
+                raise PermanentError(f"{self._registry}: the registry requires chunks of at least {wanted} bytes")
             self._chunk_bytes = max(self._chunk_bytes, int(wanted))
 
     def _send_chunk(self) -> None:

@@ -168,7 +168,7 @@ def _ask(helper: str, host: str) -> Credentials | None:
             [program, "get"], input=server.encode(), capture_output=True, timeout=_HELPER_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise AccessError(f"{program}, which knows the login for {host}, does not work: {error}") from error
+        raise AccessError(f"{program}, the credential helper for {host}, does not work: {error}") from error
     if ended.returncode != 0:
         # Helpers report a missing login on standard output.
         if b"not found" in ended.stdout[:1000]:
@@ -272,7 +272,7 @@ class Authorizer:
         realm, scope = challenge.get("realm", ""), challenge.get("scope", "")
         target = Origin.of(realm)
         if target.scheme != "https" and self._origin.scheme == "https":
-            raise PermanentError(f"{self._host} wants a login to be sent over http; refused")
+            raise PermanentError(f"{self._host} requests credentials over unencrypted http; refused")
         asked = {key: challenge[key] for key in ("service", "scope") if challenge.get(key)}
         answer = self._request_token(realm, asked, self._login(target), until)
         if answer.status in _NO_TOKEN and self._login_changed():
@@ -352,6 +352,6 @@ def _check_receiver(registry: str, receiver: Origin, allowed: str) -> None:
     pairs = {tuple(item.strip().lower().split("=")) for item in allowed.split(",")}
     if registry != receiver.host and pair not in _KNOWN_PAIRS and pair not in pairs:
         raise AccessError(
-            f"{registry} wants the login to be sent to {receiver.host}; if that host is known to belong to it, set "
+            f"{registry} requests that credentials are sent to {receiver.host}; if that host belongs to it, set "
             f"{AUTH_HOSTS}={registry}={receiver.host}"
         )

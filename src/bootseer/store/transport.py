@@ -423,7 +423,7 @@ def _broken(origin: Origin, error: Exception) -> BootseerError:
         reason = f"the certificate of {origin} is not trusted: {first.verify_message}"
         return PermanentError(f"{reason}; put the authority's file into {folder}/ca.crt, or name it in SSL_CERT_FILE")
     if re.search(r"ALERT_\w*(CERTIFICATE|UNKNOWN_CA)", message):
-        return PermanentError(f"{origin} wants another certificate: put client.cert and client.key into {folder}")
+        return PermanentError(f"{origin} requires a client certificate: put client.cert and client.key into {folder}")
     if re.search("WRONG_VERSION_NUMBER|HTTP_REQUEST|RECORD_LAYER_FAILURE", message):
         name = str(origin).removesuffix(":443")
         return PermanentError(f"{origin} speaks no TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")

@@ -294,7 +294,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_refused(tmp_path: P
 def test_a_reader_without_a_checkpoint_is_a_usage_error() -> None:
     with pytest.raises(CheckpointException, match="the reader has no checkpoint"):
         dcp.load({"w": torch.zeros(1)}, storage_reader=StripedReader())
-    with pytest.raises(UsageError, match="knows no checkpoint yet"):
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
         StripedReader("/x").read_data(dcp.planner.LoadPlan([]), DefaultLoadPlanner())
 
 

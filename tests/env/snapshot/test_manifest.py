@@ -201,7 +201,7 @@ def test_damaged_bytes_are_refused() -> None:
     ):
         with pytest.raises(CorruptError):
             Manifest.parse(damaged)
-    with pytest.raises(PermanentError, match="this BootSeer knows"):
+    with pytest.raises(PermanentError, match="this BootSeer supports"):
         Manifest.parse(_packed(schema="bootseer.manifest/2"))
 
 

@@ -113,7 +113,7 @@ class StripedReader(StorageReader):
         """Read what the plan needs. Raises the first error; ends in any case, since reads have deadlines."""
         folder = self._folder
         if self._metadata is None or folder is None:
-            raise UsageError("the reader knows no checkpoint yet", hint="load with torch.distributed.checkpoint.load")
+            raise UsageError("the reader has no checkpoint yet", hint="load with torch.distributed.checkpoint.load")
         items = stored_items(plan, self._metadata, self._metadata.storage_data, folder.uri)
         plain = [item for item in items if item.form is not Form.SAFETENSORS]
         packed = [item for item in items if item.form is Form.SAFETENSORS]

@@ -304,7 +304,7 @@ class _Collector:
             commit = commits.get((address, reference))
             self._add(name, commit or "unknown commit")
             if commit is None:
-                self._unpinned[f"{item.words} (no commit could be told)"] = None
+                self._unpinned[f"{item.words} (its commit is unknown)"] = None
             elif address.startswith("git+file://"):
                 # The commit identifies the content.
                 place = address.removeprefix("git+file://")

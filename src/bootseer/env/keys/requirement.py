@@ -192,7 +192,7 @@ def _check_project(path: str, table: dict[str, Any]) -> None:
     if not project:
         raise UsageError(f"{path}: has no table [project]", hint="export a lock or requirements with its own tool")
     if "dependencies" in project.get("dynamic", ()):
-        reason = f"{path}: its dependencies are dynamic: its build backend alone knows them"
+        reason = f"{path}: its dependencies are dynamic: only its build backend can compute them"
         raise UsageError(reason, hint="uv lock, and give uv.lock; or write `.` into a requirements file")
     if any(source.get("workspace") for source in _sources(table)):
         raise UsageError(f"{path}: depends on members of its workspace", hint="uv lock, and give uv.lock")

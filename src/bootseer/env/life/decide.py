@@ -50,7 +50,7 @@ class Action(Enum):
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "hit": "the snapshot of this request key is used",
-        "hit-on-node": "the store does not answer; the snapshot is used as this node knows it from an earlier start",
+        "hit-on-node": "the store does not answer; the snapshot's copy on this node, from an earlier start, is used",
         "hit-after-wait": "another start built the snapshot while this one waited for it",
         "no-snapshot": "there is no snapshot of this environment yet",
         "expired": "the snapshot is older than its age limit: it is built anew",

@@ -104,7 +104,7 @@ class Manifest(Struct, frozen=True):
         schema = head.get("schema")
         if schema != SCHEMA:
             if isinstance(schema, str) and schema.startswith("bootseer.manifest/"):
-                raise PermanentError(f"a manifest of the version {schema[:64]!r}; this BootSeer knows {SCHEMA}")
+                raise PermanentError(f"a manifest of the version {schema[:64]!r}; this BootSeer supports {SCHEMA}")
             raise CorruptError("this is not the manifest of an environment snapshot")
         entries: list[Entry] = []
         checks = _Checks()
