@@ -142,7 +142,7 @@ def test_what_is_left_running_does_not_keep_the_mount_and_is_told(run: Run, job:
     ran = run("run", "-q", "--checkpoint", str(job), "--", "sh", "-c", leave)
     try:
         assert ran.returncode == 0
-        assert "it is taken away now all the same, and what still uses it gets errors" in ran.stderr
+        assert "it is unmounted anyway, and processes that still use it get errors" in ran.stderr
         until = time.monotonic() + 120
         while [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]:
             assert time.monotonic() < until

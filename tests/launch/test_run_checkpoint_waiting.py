@@ -108,7 +108,7 @@ def test_what_is_still_being_sent_is_told_and_ctrl_c_leaves_it_to_the_daemon(
             # A busy machine may have told of the mount, too.
             assert any(f"still sending what was written to {uri}" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
-            assert "goes on being sent" in process.stderr.readline()
+            assert "is still being sent" in process.stderr.readline()
             assert process.wait(DEADLINE_S) == 137, "as the command ended"
         os.kill(node, signal.SIGCONT)
         until(lambda: not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")])

@@ -263,7 +263,7 @@ def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) 
         (["--peers", "a,b"], "--peers-secret FILE"),
         (["--peers", "slurm"], "not a Slurm job"),
         (["--peers", "auto", "--num-nodes", "2"], "BOOTSEER_STORE"),
-        (["--peers", "oci://localhost/x"], "no place for nodes to meet"),
+        (["--peers", "oci://localhost/x"], "nodes cannot meet in a registry"),
         (["--peers", "a", "--peers-limit", "much"], "not a size"),
         (["--peers-limit", "1g"], "give --peers too"),
         (["--peers", "/meet", "--peers-interface", "none0"], "there are: "),

@@ -136,7 +136,8 @@ def test_a_helper_without_our_host_leaves_it_to_the_file(
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("echo locked; exit 1", "locked"), ("echo x", "not a login"), ("echo '{}'", "not a login")]
+    ("text", "words"),
+    [("echo locked; exit 1", "locked"), ("echo x", "not a credential"), ("echo '{}'", "not a credential")],
 )
 def test_a_helper_that_fails_is_named(
     config: Callable[[Any], None], helper: Callable[[str], None], text: str, words: str

@@ -268,7 +268,7 @@ def test_a_registry_that_forbids_removing_says_so(registry: Registry, repository
     with FaultProxy(registry.host, lambda request: refused if request.method == "DELETE" else None) as proxy:
         store = OciStore(open_registry(proxy.host, repository))
         name = put(store, DATA).name
-        with pytest.raises(PermanentError, match="does not allow to remove"):
+        with pytest.raises(PermanentError, match="does not allow deletion"):
             store.delete(name)
         store.close()
 

@@ -361,7 +361,7 @@ class TestUploads:
     def test_bytes_that_were_damaged_on_their_way_are_refused(self, client: Client, proxy: FaultProxy) -> None:
         data = DATA[:5000]
         proxy.plan = once(Fault(corrupt_request_at=7), method="PUT")
-        with pytest.raises(TransientError, match=r"DIGEST_INVALID.*damaged on their way"):
+        with pytest.raises(TransientError, match=r"DIGEST_INVALID.*damaged in transit"):
             upload(client, data)
         with pytest.raises(NotFoundError):
             client.blob_size(sha256(data))

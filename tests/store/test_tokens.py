@@ -218,7 +218,7 @@ class TestBearer:
         tokens.status = status
         with (
             closing(open_store(f"oci://{guarded.host}/{repository}")) as store,
-            pytest.raises(TransientError, match=f"gives out tokens for {guarded.host}.* status {status}"),
+            pytest.raises(TransientError, match=f"the token server of {guarded.host}.* status {status}"),
         ):
             store.stat(sha256(DATA))
 
@@ -261,7 +261,7 @@ class TestBearer:
 
 
 class TestWhoGetsTheLogin:
-    """A registry names the address that gives out tokens, which must not make it choose who gets the password."""
+    """A registry names the address of its token server, which must not make it choose who gets the password."""
 
     @pytest.mark.parametrize("entry", [{}, {"identitytoken": IDENTITY_TOKEN}])
     def test_a_login_is_not_sent_to_another_host(

@@ -111,7 +111,7 @@ class HotSets:
             try:
                 found |= {stored.name.removeprefix(prefix) for stored in store.list(prefix)}
             except BootseerError as error:
-                self._say(f"not all hot sets are known: {error}")
+                self._say(f"not all hot sets could be read: {error}")
         return sorted(found)
 
     def publish(self, hot_set: HotSet) -> bool:

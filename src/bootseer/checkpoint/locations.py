@@ -176,7 +176,9 @@ def split(uri: str) -> tuple[str, str]:
 
         return split(behind_mount_table(uri))
     if scheme not in (*HDFS, *BUCKETS):
-        raise UsageError(f"{uri} is no place for checkpoints", hint="hdfs://NAMENODE/PATH, s3://BUCKET/PATH or a path")
+        raise UsageError(
+            f"{uri} is not a location for checkpoints", hint="hdfs://NAMENODE/PATH, s3://BUCKET/PATH or a path"
+        )
     return f"{scheme}://{authority}/", path
 
 

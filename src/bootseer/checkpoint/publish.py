@@ -103,7 +103,7 @@ def put_checkpoint(
         raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
     if settings.keep_last is not None and step_of(name) is None:
         raise UsageError(
-            f"{name!r} ends with no step: which checkpoints are older is not known", hint="--name step-100"
+            f"{name!r} does not end with a step number: older checkpoints cannot be determined", hint="--name step-100"
         )
     _check_not_inside(place, source)
     found = _files_of(source, name)

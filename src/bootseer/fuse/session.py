@@ -205,7 +205,7 @@ class Session:
         if not self._start_thread():
             self._stop()
             attach.detach(self.target, lazy=True)
-            raise TransientError(f"{self.target}: no thread can be started to answer the kernel")
+            raise TransientError(f"{self.target}: no thread can be started to serve the kernel's requests")
         threading.Thread(target=self._check_pending, name=f"fuse late {self.target.name}", daemon=True).start()
 
     def close(self, *, force: bool = False) -> None:

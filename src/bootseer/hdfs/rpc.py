@@ -231,7 +231,7 @@ class RpcConnection:
     def _login_answer(self) -> Message:
         header, answer, at = self._answer(self._receive(4))
         if header.number(1) != _SASL_CALL & 0xFFFFFFFF:
-            raise MalformedError("an answer to another call than the login")
+            raise MalformedError("a response to another call than the login")
         return Message(read_delimited(answer, at)[0])
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class RpcConnection:
             wrapped = self._receive_plain(size)
             header = Message(read_delimited(wrapped, read_delimited(wrapped, 0)[1])[0])
             if header.number(2) != _WRAP:
-                raise MalformedError("an answer without its protection")
+                raise MalformedError("a response without its protection")
             try:
                 self._unwrapped += self._wraps.unwrap(header.data(3))
             except LoginError as error:

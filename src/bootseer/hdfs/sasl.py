@@ -184,7 +184,7 @@ class _Layer:
         if self._block > 1 and found:
             found = found[: -found[-1]]
         if not hmac.compare_digest(self._sum(found), trailer):
-            raise LoginError("a message was changed on its way")
+            raise LoginError("a message was changed in transit")
         self._next()
         return found
 

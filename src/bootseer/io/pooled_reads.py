@@ -66,7 +66,7 @@ class PooledReads:
         """Queue a read, by `fill`, of the file at `uri`. Raises `PermanentError` after `close`, and `TransientError` if
         no thread can be started."""
         if self.closed:
-            raise PermanentError(f"{self.uri} is not read any more: it was closed")
+            raise PermanentError(f"{self.uri} was closed: it cannot be read")
         until = time.monotonic() + options.get("deadline_s", DEADLINE_S)
         read = PooledRead(self, uri, num_bytes, fill, done, until)
         self.threads.submit(read.run, urgent=options.get("urgent", True))

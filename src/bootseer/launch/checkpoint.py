@@ -128,9 +128,9 @@ class CheckpointStart:
                 with interruptible(), self._show(mounted.ending(), "") as on_progress:
                     mounted.unmount(waiting=lambda: on_progress(0, 0))
             except TransientError as busy:
-                say(f"{busy}; it is taken away now all the same, and what still uses it gets errors")
+                say(f"{busy}; it is unmounted anyway, and processes that still use it get errors")
             except Interrupted as interrupted:
-                say(f"interrupted by {interrupted}; what was written goes on being sent to {uri} in the background")
+                say(f"interrupted by {interrupted}; written data is still being sent to {uri} in the background")
 
     def _record(self, until: str) -> None:
         if self._session is None or (self._mounted is None and self._plain_folder is None):

@@ -298,7 +298,7 @@ def open_source(
 
     if given is None:
         raise UsageError(
-            f"--peers {text}: the nodes need a secret that only they know",
+            f"--peers {text}: the nodes need a shared secret",
             hint="give all the same --peers-secret FILE: (umask 077; head -c 32 /dev/urandom > FILE)",
         )
     return Listed(given, read)

@@ -137,7 +137,7 @@ class FilePeers:
         with self._group.lock:
             self._group.sent.setdefault(step.peer.name, Sent()).wrong += 1
             self._group.health.sent_wrong(step.peer.name, str(error))
-        _LOG.warning("%s is not asked any more: %s", step.peer.name, error)
+        _LOG.warning("%s is no longer used: %s", step.peer.name, error)
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self._group.stats()

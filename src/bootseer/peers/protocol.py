@@ -218,7 +218,7 @@ def parse_head(data: bytes) -> Head:
     elif len(words) >= 2 and words[0] == "HTTP/1.1" and re.fullmatch(r"[1-5]\d\d", words[1]):
         first = (words[1], words[2] if len(words) == 3 else "")
     else:
-        raise CorruptError("a peer does not speak HTTP/1.1")
+        raise CorruptError("a peer does not use HTTP/1.1")
     fields = {}
     for line in lines[1:]:
         name, colon, value = line.partition(":")

@@ -222,7 +222,7 @@ class _StoreFiles:
 
     def __init__(self, uri: str, attempt: str) -> None:
         if uri.startswith("oci://"):
-            raise UsageError("a registry is no place for nodes to meet", hint="name a folder, hdfs:// or s3://")
+            raise UsageError("nodes cannot meet in a registry", hint="name a folder, hdfs:// or s3://")
         self._store = open_store(uri)
         self._prefix = f"peers/{attempt}/"
         self.uri = f"{self._store.uri}/peers/{attempt}"

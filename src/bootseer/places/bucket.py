@@ -248,14 +248,14 @@ class Bucket:
             return {kind: [one for one in found[kind] if self._is_name(one, prefix)] for kind in found}
 
     def _is_name(self, found: Any, prefix: str) -> bool:
-        """Whether a file or folder can be called so; others are skipped, and logged once."""
+        """Whether this is a valid name of a file or folder; others are skipped, and logged once."""
         key = found if isinstance(found, str) else found["path"]
         name = key[len(prefix) :].removesuffix("/" if found is key else "")
         if name.isprintable() and "/" not in name and name not in ("", ".", ".."):
             return True
         if key != prefix and key not in self._skipped:  # which marks a folder
             self._skipped.add(key)
-            _LOG.warning("%s: %r is skipped: no file can be called so", self.uri, key)
+            _LOG.warning("%s: %r is skipped: not a valid name of a file", self.uri, key)
         return False
 
     @contextlib.contextmanager
@@ -293,7 +293,7 @@ class Bucket:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
             return AccessError(f"{said}; check the credentials in the environment")
         if "object with invalid path" in said:
-            return InvalidKeyError(f"{said}; no file can be called so")
+            return InvalidKeyError(f"{said}; not a valid name of a file")
         if "builder error" in said:
             return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
         if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):

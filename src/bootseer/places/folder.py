@@ -172,7 +172,7 @@ class FolderPlace(SmallReads):
                 try:
                     shutil.rmtree(name, dir_fd=folder)
                 except RecursionError:
-                    raise PermanentError(f"{self._uri_of(path)} has folders that are too deep") from None
+                    raise PermanentError(f"{self._uri_of(path)} has folders nested too deeply") from None
             else:
                 os.rmdir(name, dir_fd=folder)
             sync(folder)

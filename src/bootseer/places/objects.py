@@ -464,8 +464,8 @@ class ObjectPlace(SmallReads):
 
     def _unconditional(self) -> PermanentError:
         return PermanentError(
-            f"{self.uri}: the server does not know conditional writes (If-None-Match, If-Match), by which a checkpoint "
-            "is shown in one step; reading works"
+            f"{self.uri}: the server does not support conditional writes (If-None-Match, If-Match), "
+            "without which no checkpoint can be published; reading works"
         )
 
     def _rename_file(self, source: str, entry: Entry, target: str, *, replace: bool) -> None:

@@ -66,7 +66,7 @@ class ObjectPart:
                 self._pieces.put(piece, timeout=_POLL_S)
                 return
         self._check()
-        raise TransientError(f"{self._bucket.uri}/{self.path}: the server took nothing for {WRITE_S:.0f} s")
+        raise TransientError(f"{self._bucket.uri}/{self.path}: the server accepted no data for {WRITE_S:.0f} s")
 
     def _check(self) -> None:
         with suppress(queue.Empty):

@@ -136,7 +136,7 @@ class BlobUpload:
     def _take_location(self, answer: Answer) -> None:
         location = answer.headers.get("Location", "")
         if not location:
-            raise TransientError(f"{self._registry}: the registry does not say where to send a blob to")
+            raise TransientError(f"{self._registry}: the registry does not say where to upload a blob")
         self._location = join(answer.url, location)
 
 
@@ -243,7 +243,7 @@ class Registry:
         self.expect(answer, f"blob {digest}", 200)
         answer.finish()
         if answer.length is None:
-            raise TransientError(f"{self}: the registry does not tell the size of blob {digest}")
+            raise TransientError(f"{self}: the registry does not report the size of blob {digest}")
         return answer.length
 
     def blob(
@@ -312,7 +312,7 @@ class Registry:
         url = join(self._base, path)
         mine = Origin.of(url) == self._origin
         if self._origin.scheme == "https" and Origin.of(url).scheme != "https":
-            raise PermanentError(f"{self}: the registry names an address of http, where others could read along")
+            raise PermanentError(f"{self}: the registry names an http address, which is not encrypted")
         authorization = self._authorizer.header(action, until) if mine else None
         answer = self._transport.send(method, url, until=until, headers=headers, body=body, authorization=authorization)
         if answer.status == 401 and mine and answer.origin == self._origin:
@@ -336,7 +336,7 @@ class Registry:
         answer = self.request("delete", "DELETE", path, until=time.monotonic() + timeout_s)
         if answer.status == 405:
             answer.finish()
-            raise PermanentError(f"{self}: {operation}: this registry does not allow to remove anything")
+            raise PermanentError(f"{self}: {operation}: this registry does not allow deletion")
         self.expect(answer, operation, 200, 202, 204, 404)
         answer.finish()
 
@@ -392,7 +392,7 @@ class Registry:
         if answer.status == 404:
             return NotFoundError(digest)
         if answer.status == 400 and "DIGEST_INVALID" in words:
-            return TransientError(f"{digest}; the bytes were damaged on their way, send them again")
+            return TransientError(f"{digest}; the bytes were damaged in transit, send them again")
         if answer.status in (401, 403):
             return self._authorizer.denied(digest)
         if answer.status in (408, 425, 429) or answer.status >= 500:

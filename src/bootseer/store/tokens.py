@@ -179,7 +179,7 @@ def _ask(helper: str, host: str) -> Credentials | None:
         answer = json.loads(ended.stdout)
         user, secret = str(answer["Username"]), str(answer["Secret"])
     except (ValueError, KeyError, TypeError) as error:
-        raise AccessError(f"{program} answered for {host} with something that is not a login") from error
+        raise AccessError(f"{program} answered for {host} with something that is not a credential") from error
     return Credentials(identity_token=secret) if user == "<token>" else Credentials(user, secret)
 
 
@@ -305,7 +305,7 @@ class Authorizer:
             if answer.status in _NO_TOKEN:
                 raise self.denied(f"{self._host}: {answer.origin} gives us no token (status {answer.status})")
             raise TransientError(
-                f"{answer.origin}, which gives out tokens for {self._host}, answers with status {answer.status}",
+                f"{answer.origin}, the token server of {self._host}, answers with status {answer.status}",
                 retry_after_s=answer.retry_after_s,
             )
         try:
@@ -313,9 +313,9 @@ class Authorizer:
             text = document.get("token") or document["access_token"]
             life_s = float(document.get("expires_in") or _DEFAULT_LIFE_S)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TransientError(f"{answer.origin} answers with something that is not a token") from error
+            raise TransientError(f"{answer.origin} sent something that is not a token") from error
         if not isinstance(text, str) or not re.fullmatch(r"[\x21-\x7e]+", text):
-            raise TransientError(f"{answer.origin} answers with something that is not a token")
+            raise TransientError(f"{answer.origin} sent something that is not a token")
         return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(life_s, 1.0), 86400.0))
 
     def _login(self, target: Origin) -> Credentials | None:

@@ -201,7 +201,7 @@ class Answer:
             for piece in pieces:
                 data += piece
                 if len(data) > max_bytes:
-                    raise PermanentError(f"{self.origin} answers with more than {max_bytes} bytes where few are due")
+                    raise PermanentError(f"{self.origin} sent more than {max_bytes} bytes where few are due")
         return bytes(data)
 
     def finish(self, max_bytes: int = 64 * 1024) -> bytes:
@@ -260,7 +260,7 @@ class Transport:
             answer.finish()
             target = join(url, answer.headers.get("Location", ""))
             if origin.scheme == "https" and Origin.of(target).scheme != "https":
-                raise PermanentError(f"{origin} redirects to http, where others could read along")
+                raise PermanentError(f"{origin} redirects to http, which is not encrypted")
             url = target
         raise PermanentError(f"{own} redirects more than {MAX_REDIRECTS} times")
 
@@ -404,7 +404,7 @@ def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except NameResolutionError as error:
-        raise TransientError(f"cannot find the host {origin.host}; is its name right?") from error
+        raise TransientError(f"cannot find the host {origin.host}; check its name") from error
     except NewConnectionError as error:
         reason = getattr(error.__cause__, "strerror", None) or "no connection"
         raise TransientError(f"cannot connect to {origin}: {reason}") from error
@@ -426,7 +426,7 @@ def _broken(origin: Origin, error: Exception) -> BootseerError:
         return PermanentError(f"{origin} requires a client certificate: put client.cert and client.key into {folder}")
     if re.search("WRONG_VERSION_NUMBER|HTTP_REQUEST|RECORD_LAYER_FAILURE", message):
         name = str(origin).removesuffix(":443")
-        return PermanentError(f"{origin} speaks no TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
+        return PermanentError(f"{origin} does not use TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
     if isinstance(error, SSLError):
         return TransientError(f"{origin}: TLS failed: {error}")
     return TransientError(f"{origin}: the connection broke: {_short(error)}")

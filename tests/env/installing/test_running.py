@@ -87,5 +87,5 @@ def test_a_python_answers_behind_what_its_start_up_files_print(tmp_path):
 
 
 def test_what_is_no_python_is_told():
-    with pytest.raises(PermanentError, match="does not answer as a Python"):
+    with pytest.raises(PermanentError, match="is not a working Python"):
         ask("/bin/true", os.environ, runner())

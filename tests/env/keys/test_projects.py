@@ -34,15 +34,15 @@ def test_a_file_is_known_by_name_and_content(name: str, text: str, kind: str) ->
 @pytest.mark.parametrize(
     ("name", "text", "words", "hint"),
     [
-        ("poetry.lock", "", "cannot be installed from", "poetry export"),
-        ("setup.py", "", "cannot be installed from", "-e ."),
+        ("poetry.lock", "", "files of this kind are not supported", "poetry export"),
+        ("setup.py", "", "files of this kind are not supported", "-e ."),
         ("pyproject.toml", "[tool.ruff]", "no table [project]", "export"),
         ("pyproject.toml", '[project]\ndynamic = ["dependencies"]', "its dependencies are dynamic", "uv lock"),
         ("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{workspace = true}}", "workspace", "uv.lock"),
         ("pyproject.toml", "[project", "not TOML", "wrote"),
         ("pyproject.toml", f"x = {'[' * 50_000}", "not TOML", "wrote"),
         ("my.lock", "version = 1\n[[package]]\n", "by another name", "uv.lock"),
-        ("values.yaml", "replicas: 3\n", "no environment for conda", "environment.yml"),
+        ("values.yaml", "replicas: 3\n", "not an environment file of conda", "environment.yml"),
     ],
 )
 def test_what_cannot_be_installed_from_is_an_error_with_what_to_do(name: str, text: str, words: str, hint: str) -> None:

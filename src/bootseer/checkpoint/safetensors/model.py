@@ -123,7 +123,7 @@ def _files_of(index: bytes, uri: str, names: Collection[str] | None) -> dict[str
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{uri}: not the index of a model: {type(error).__name__}: {error}") from None
     if not isinstance(weights, dict) or not all(is_below(file) for file in weights.values()):
-        raise CorruptError(f"{uri}: names files that are not in its folder")
+        raise CorruptError(f"{uri}: names files outside its folder")
     by_file: dict[str, list[str]] = {}
     for name in weights if names is None else dict.fromkeys(names):
         if name not in weights:

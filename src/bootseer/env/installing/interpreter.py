@@ -124,4 +124,4 @@ def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
         )
     except (ValueError, KeyError, TypeError) as error:
         last = ran.errors.strip().rpartition("\n")[2]
-        raise PermanentError(f"{python}: does not answer as a Python (exit code {ran.code}): {last}") from error
+        raise PermanentError(f"{python} is not a working Python (exit code {ran.code}): {last}") from error

@@ -243,7 +243,7 @@ def ask_python(path: str, env: Mapping[str, str], facts: FactCache) -> Interpret
     try:
         return Interpreter(path=path, **known)
     except TypeError as error:
-        raise PermanentError(f"{path}: gives no usable answer about itself") from error
+        raise PermanentError(f"{path}: does not describe itself in a usable way") from error
 
 
 def _ask(path: str, env: Mapping[str, str]) -> dict[str, object]:
@@ -260,7 +260,7 @@ def _ask(path: str, env: Mapping[str, str]) -> dict[str, object]:
             if isinstance(found, dict) and set(found) == names:
                 return found
     reason = answer.error or f"ended with code {answer.code}"
-    raise PermanentError(f"{path}: cannot be asked for its version: {reason}")
+    raise PermanentError(f"{path}: its version cannot be determined: {reason}")
 
 
 def _stamp(path: str) -> list[object]:

@@ -160,14 +160,18 @@ def kind_of(path: str, data: bytes) -> FileKind:
     """The kind of a file given by `--requirements`, by its name and content. Raises `UsageError` for unusable ones."""
     name = posixpath.basename(path)
     if name in _OTHERS:
-        raise UsageError(f"{path}: files of this kind cannot be installed from", hint=_OTHERS[name])
+        raise UsageError(f"{path}: files of this kind are not supported", hint=_OTHERS[name])
     if name.endswith((".yml", ".yaml")):
         if not _DEPENDENCIES.search(data):
-            raise UsageError(f"{path}: no environment for conda: it has no dependencies", hint="give environment.yml")
+            raise UsageError(
+                f"{path}: not an environment file of conda: it has no dependencies", hint="give environment.yml"
+            )
         return "conda"
     if name != "uv.lock" and not name.endswith(".toml"):
         if b"\n[[package]]" in data:
-            raise UsageError(f"{path}: a lock by another name", hint="call it uv.lock, beside its pyproject.toml")
+            raise UsageError(
+                f"{path}: a uv lock file under another name", hint="rename it to uv.lock, beside its pyproject.toml"
+            )
         return "requirements"
     table = _table(path, data)
     if name == "uv.lock":

@@ -133,7 +133,7 @@ def fresh_install_differs(
         if view.way == "scan":
             reason = "; ".join(view.rejected.values())
             raise PermanentError(
-                f"a fresh installation would change this machine itself, as nothing can be laid over: {reason}"
+                f"a fresh installation would change this machine itself, as no overlay can be mounted: {reason}"
             )
         # For pip and uv wherever the setup calls them, in addition to the user's constraints.
         pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}
