@@ -435,7 +435,7 @@ def test_what_a_killed_writer_has_sent_is_found_and_ended_but_not_what_is_young(
 def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(
     proxy: FaultProxy, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="only S3"):
+    with pytest.raises(UsageError, match="in S3 only"):
         Uploads("gs://bucket/x")
     proxy.plan = lambda _: Fault(status=400, body=b"<Error><Code>ExpiredToken</Code></Error>")
     with pytest.raises(AccessError, match="credentials have expired"):

@@ -41,7 +41,7 @@ def test_a_file_is_known_by_name_and_content(name: str, text: str, kind: str) ->
         ("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{workspace = true}}", "workspace", "uv.lock"),
         ("pyproject.toml", "[project", "not TOML", "wrote"),
         ("pyproject.toml", f"x = {'[' * 50_000}", "not TOML", "wrote"),
-        ("my.lock", "version = 1\n[[package]]\n", "by another name", "uv.lock"),
+        ("my.lock", "version = 1\n[[package]]\n", "under another name", "uv.lock"),
         ("values.yaml", "replicas: 3\n", "not an environment file of conda", "environment.yml"),
     ],
 )

@@ -27,7 +27,7 @@ def find_uv(env: Mapping[str, str], python: str | None = None) -> str | None:
 
 
 def own_uv() -> str | None:
-    """The uv that BootSeer depends on, if its package contains the program."""
+    """The uv installed beside BootSeer in its own environment, if any."""
     try:
         from uv import find_uv_bin
 
