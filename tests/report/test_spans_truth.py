@@ -276,6 +276,21 @@ def test_queue_and_allocation_are_the_jobs_and_not_the_nodes():
     assert row(result, "queue").gpu_hours == 0
 
 
+def test_the_queue_of_a_job_is_no_gpu_time_in_the_sum_of_its_startups():
+    parts = []
+    for attempt in range(2):
+        place = {"attempt": attempt}
+        parts += [
+            span(attempt * 10_000, attempt * 10_000 + 3600, "queue", **place),
+            span(attempt * 10_000 + 3600, attempt * 10_000 + 9000, "run", attrs={"gpus": 8}, **place),
+            span(attempt * 10_000 + 3600, attempt * 10_000 + 3700, "first_step", **place),
+        ]
+    result = report(*parts)
+    assert result.overhead.gpu_hours == pytest.approx(100 * 8 / 3600)
+    assert result.share.gpu_hours == pytest.approx(2 * result.overhead.gpu_hours)
+    assert result.share.startup_s == pytest.approx(2 * 3700)
+
+
 def test_one_process_on_one_gpu():
     result = report(span(0, 9, TORCH), span(9, 12, "first_step"), began(12), gpus_per_node=1, price_per_gpu_hour=2)
     assert result.overhead.cost == pytest.approx(2 * 12 / 3600)

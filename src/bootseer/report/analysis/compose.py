@@ -111,7 +111,7 @@ class Analysis:
         in_order = sorted(tries, key=lambda startup: startup.key.restart)
         builders = [_Builder(startup, self._prepared[startup.key], self._options) for startup in in_order]
         endings = [ending for builder in builders for ending in builder.endings()]
-        shared = share(self.startups, self._overviews)
+        shared = share(self.startups, self._overviews, self._prepared)
         again = restarts([builder.startup for builder in builders], self._overviews)
         return builders[-1].report(self._overviews, shared, list(self._facts), self._read, endings, again)
 

@@ -12,7 +12,7 @@ from bootseer.report import model
 from bootseer.report.analysis import barriers as barrier_model
 from bootseer.report.analysis.barriers import last_arrivals
 from bootseer.report.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
-from bootseer.report.analysis.spans import TRUNCATED, Offset, Span, StartupSpans, apart, offsets
+from bootseer.report.analysis.spans import TRUNCATED, Key, Offset, Span, StartupSpans, apart, offsets
 from bootseer.report.analysis.stages import Piece, cut, time_by_stage
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
 from bootseer.report.foreign.rules import hosts_of
@@ -186,7 +186,9 @@ def _stages(ready: Prepared) -> dict[str, float]:
     return {**took, WAIT: rest} if rest > _SHORT_S else took
 
 
-def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) -> model.Share | None:
+def share(
+    found: Sequence[StartupSpans], overviews: Sequence[model.Overview], prepared: Mapping[Key, Prepared]
+) -> model.Share | None:
     """Share of the job's wall time spent in startups; None if there is only one. Clocks must be aligned."""
     last_ns = max(node.last_ns for startup in found for node in startup.nodes.values())
     wall_s = seconds(last_ns - min(overview.begin_ns for overview in overviews))
@@ -196,5 +198,8 @@ def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) ->
     gpus = [overview.num_gpus for overview in overviews]
     hours = None
     if all(count is not None for count in gpus):
-        hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / S_PER_H
+        # In the queue a job has no GPUs.
+        ready = (prepared[startup.key] for startup in found)
+        bound_s = (seconds(one.end_ns - min(lane.begin_ns for lane in one.lanes)) for one in ready)
+        hours = sum(length_s * (count or 0) for length_s, count in zip(bound_s, gpus, strict=True)) / S_PER_H
     return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)
