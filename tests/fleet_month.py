@@ -222,7 +222,7 @@ class Month:
         truth.teams[row["team"]].update(starts=1, gpu_s=row["gpu_s"], cost=row["cost"])
         if row["run_s"] is not None:
             truth.teams[row["team"]].update(ended_gpu_s=row["gpu_s"], run_gpu_s=row["run_s"] * row["gpus"])
-            truth.jobs[row["job"]].update(ended_s=row["overhead_s"], run_s=row["run_s"])
+            truth.jobs[row["job"]].update(ended_s=row["overhead_s"] - row["queue_s"], run_s=row["run_s"])
         truth.jobs[row["job"]].update(starts=1, wait_s=row["wait_s"], work_s=row["work_s"], gpu_s=row["gpu_s"])
         if row["outcome"] == BEGAN:
             truth.overheads[bucket].append(row["overhead_s"])

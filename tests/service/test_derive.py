@@ -19,15 +19,18 @@ import zstandard
 from sqlalchemy import func, insert, select, text
 
 from bootseer.errors import TransientError
-from bootseer.service import schema
+from bootseer.service import questions, schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.deriver import Deriver, read_event
+from bootseer.service.questions import Filter
 from bootseer.service.raw import RawStore
+from bootseer.service.rows import DAY_NS
 from bootseer.store.open import open_store
-from bootseer.trace.event import Malformed, decode
+from bootseer.trace.event import Malformed, decode, encode
 from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
+from startups import span
 from store_doubles import Fault, FaultyStore
 from waiting import until
 
@@ -80,6 +83,27 @@ def contents(place: Place) -> dict[str, list[Any]]:
         rows = connection.execute(select(schema.start)).mappings()
         found["start"] = [{k: v for k, v in row.items() if k not in dropped} for row in rows]
     return found
+
+
+def test_the_time_of_a_run_is_divided_among_its_starts(place: Place) -> None:
+    """A queue of an hour, and a restart in place; the clock of one node is wrong by ten minutes."""
+    parts = [span(0, 3600, "queue")]
+    for node, clock_s in (("n0", 0.0), ("n1", 600.0)):
+        at: dict[str, Any] = {"node": node, "clock_s": clock_s}
+        parts.append(span(3600, 13_600, "run", attrs={"gpus": 8}, **at))
+        for restart, begin_s in ((0, 3600), (1, 5600)):
+            waits = {"attrs": {"barrier": "process_group"}, "restart": restart, **at}
+            parts.append(span(begin_s, begin_s + 90, "model_initialization.process_group", **waits))
+            parts.append(span(begin_s + 90, begin_s + 100, "first_step", restart=restart, **at))
+    place.put([encode(event) for part in parts for event in part], job="j")
+    derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, time.time_ns() + DAY_NS)
+    rows = sorted(place.rows(schema.start), key=lambda row: row.restart)
+    assert [row.run_s for row in rows] == [pytest.approx(2000), pytest.approx(8000)]
+    with place.database.read() as connection:
+        (job,) = questions.jobs(connection, Filter())
+        (team,) = questions.cost(connection, Filter())
+    assert job["share"] == pytest.approx(200 / 10_000)
+    assert team["share"] == pytest.approx(200 / 10_000)
 
 
 def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> None:

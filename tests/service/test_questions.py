@@ -119,7 +119,7 @@ def test_jobs_days_and_hours(place: Place) -> None:
     jobs = {row["job"]: row for row in ask(place, questions.jobs, ALL)}
     assert (jobs["big"]["starts"], jobs["dead"]["failed"]) == (3, 1)
     big = [row for row in place.rows(schema.start) if row.job == "big"]
-    assert jobs["big"]["share"] == pytest.approx(sum(row.overhead_s for row in big) / 3000.0)
+    assert jobs["big"]["share"] == pytest.approx(sum(row.overhead_s - row.queue_s for row in big) / 3000.0)
     assert jobs["big"]["wait_share"] == pytest.approx(
         sum(r.wait_s for r in big) / sum(r.wait_s + r.work_s for r in big)
     )

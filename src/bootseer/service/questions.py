@@ -348,15 +348,15 @@ def by_day(connection: Connection, where: Filter) -> Rows:
 
 
 def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
-    """Jobs, those that lose most first: number of starts, their share of the job's time, and the share of
-    that in which nodes wait for each other."""
+    """Jobs, those that lose most first: number of starts, their share of the job's time after the queue, and the share
+    of that in which nodes wait for each other."""
     ran = start.c.run_s.is_not(None)
     rows = connection.execute(
         _grouped(
             where,
             start.c.job,
             overhead_s=func.sum(start.c.overhead_s),
-            ended_s=func.sum(case((ran, start.c.overhead_s), else_=0.0)),
+            ended_s=func.sum(case((ran, start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)), else_=0.0)),
             run_s=func.sum(start.c.run_s),
             work_s=func.sum(start.c.work_s),
             wait_s=func.sum(start.c.wait_s),

@@ -6,7 +6,7 @@ Decides and touches nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -149,7 +149,7 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "cost": overhead.cost,
         "currency": overhead.currency if overhead.cost is not None else "",
         "straggler_s": max((group.joint_s for group in report.straggler_groups), default=0.0),
-        "run_s": _run_s(startup),
+        "run_s": None,  # see `set_run_s`
         **{name: sum(one[name] for one in techniques) for name in ("cache_bytes", "peer_bytes", "origin_bytes")},
         "lines_lost": report.coverage.events_lost,
         "clock_error_s": report.clock.max_error_s,
@@ -170,12 +170,17 @@ def _text(run: Any, name: str) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def _run_s(startup: StartupSpans) -> float | None:
-    """From the first begin of `bootseer run` to its last end; None while it is running on a node."""
-    runs = [span for node in startup.nodes.values() for span in node.structure if span.stage == RUN]
+def set_run_s(rows: Sequence[Rows], startups: Iterable[StartupSpans]) -> None:
+    """Divide the time of an attempt's `bootseer run`, from the end of the queue on, among its starts: each has it until
+    the next restart. It stays unknown while the run goes on on a node."""
+    runs = [span for one in startups for node in one.nodes.values() for span in node.structure if span.stage == RUN]
     if not runs or any(span.outcome == TRUNCATED for span in runs):
-        return None
-    return seconds(max(span.end_ns for span in runs) - min(span.begin_ns for span in runs))
+        return
+    starts = sorted((one.start for one in rows), key=lambda start: int(start["restart"]))
+    begins_ns = [start["began_ns"] + round((start["queue_s"] or 0.0) * NS_PER_S) for start in starts]
+    ended_ns = max(span.end_ns for span in runs)
+    for start, begin_ns, end_ns in zip(starts, begins_ns, [*begins_ns[1:], ended_ns], strict=True):
+        start["run_s"] = seconds(max(end_ns - begin_ns, 0))
 
 
 def _cache_state(techniques: Sequence[dict[str, Any]]) -> str:

@@ -105,7 +105,7 @@ start: Final = Table(
     _text("currency"),
     # How much sooner training would have begun without stragglers.
     _sum("straggler_s"),
-    # From the beginning to the end of the command; null while it runs.
+    # From the end of the queue to the end of the command, or to the next restart; null while the command runs.
     Column("run_s", Double),
     _count("cache_bytes"),
     _count("peer_bytes"),

@@ -62,7 +62,7 @@ def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None
         offset = offsets[name].offset_ns
         if offset:
             node.last_ns -= offset
-            for span in (*node.spans, *node.instants):
+            for span in (*node.spans, *node.instants, *node.structure):
                 span.begin_ns -= offset
                 span.end_ns -= offset
 
