@@ -44,6 +44,9 @@ def ran(tmp_path: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
         ("Authorization: Bearer abc.def next", "Authorization: Bearer *** next"),
         ("url?X-Amz-Signature=abc&x=1", "url?X-Amz-Signature=***&x=1"),
         ("HF_TOKEN=hf_abc password: 'pw'", "HF_TOKEN=*** password: '***'"),
+        ("AWS_SECRET_ACCESS_KEY=abc x", "AWS_SECRET_ACCESS_KEY=*** x"),
+        ("https://a.blob.example/c?sv=1&sig=abc%3D&se=2", "https://a.blob.example/c?sv=1&sig=***&se=2"),
+        ("AccountName=a;AccountKey=abc==;x", "AccountName=a;AccountKey=***;x"),
         ("tokenizer=gpt2 the token of a block", "tokenizer=gpt2 the token of a block"),
     ],
 )

@@ -31,7 +31,8 @@ FILE_BYTES: Final = 1 << 20
 _ROOT: Final = logging.getLogger("bootseer")
 _LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 _SECRET = re.compile(
-    r"(?i)\b([a-z0-9_.-]*(?:token|secret|passw(?:or)?d|signature|credential|api[_-]?key)\b[\"']?\s*[=:]\s*[\"']?"
+    r"(?i)\b([a-z0-9_.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|jwt|sig|(?:api|access|account|"
+    r"private|secret)[_-]?key)\b[\"']?\s*[=:]\s*[\"']?"
     r"|authorization[\"']?\s*[=:]\s*(?:\w+ )?)[^\s&,;'\"]+"
 )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from bootseer.launch.doctor import ENVIRONMENTS, check_environments
+from bootseer.launch.doctor import ENVIRONMENTS, check_environments, write_bundle
 from bootseer.mounts import kernel
 
 
@@ -20,6 +21,21 @@ def test_what_works_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     assert "overlay" in found.found
     assert not list(tmp_path.iterdir())
     assert not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]
+
+
+def test_a_bundle_for_a_bug_report_has_no_secrets(tmp_path: Path) -> None:
+    site = "<property><name>fs.azure.sas.c.a.blob.core.windows.net</name><value>?sv=1&amp;sig=h4nter</value></property>"
+    (tmp_path / "core-site.xml").write_text(f"<configuration>{site}</configuration>")
+    secret = {"SLURM_JWT": "h4nter", "BOOTSEER_ALERT_TO": "slack=https://hooks.example/T0/h4nter"}
+    secret |= {"BOOTSEER_STORE": "https://me:h4nter@host/x", "HADOOP_OPTS": "-Dx.password=h4nter"}
+    places = {"HADOOP_CONF_DIR": str(tmp_path), "BOOTSEER_RUNTIME": str(tmp_path / "run"), "SLURM_JOB_ID": "77"}
+    names = write_bundle(tmp_path / "bug.tar.gz", {}, secret | places)
+    assert (tmp_path / "bug.tar.gz").stat().st_mode & 0o777 == 0o600
+    with tarfile.open(tmp_path / "bug.tar.gz") as bundle:
+        texts = [bundle.extractfile(entry).read() for entry in bundle.getmembers()]
+    assert len(texts) == len(names)
+    assert all(b"h4nter" not in text for text in texts)
+    assert any(b"SLURM_JOB_ID=77" in text for text in texts)
 
 
 # A resolver that hears questions and never answers, in a network of its own.

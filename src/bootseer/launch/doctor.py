@@ -134,6 +134,8 @@ _LOG_BYTES = 256 << 10
 _OURS = ("BOOTSEER_", "SLURM_", "HADOOP_", "KRB5", "XDG_", "NCCL_", "PET_", "TORCHELASTIC_")
 _PROPERTY = re.compile(r"<name>\s*([^<]*?)\s*</name>\s*<value>\s*([^<]*?)\s*</value>")
 _HIDDEN = "***"
+_WEBHOOKS = "BOOTSEER_ALERT_TO"
+"""The path of a webhook is its secret."""
 
 
 def write_bundle(path: Path, doctor: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
@@ -161,7 +163,8 @@ def _texts(doctor: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tu
     yield "doctor.json", json.dumps(doctor, indent=1)
     packages = sorted(f"{found.metadata['Name']} {found.version}" for found in distributions())
     yield "versions.txt", "\n".join([f"Python {sys.version}", platform.platform(), *packages])
-    shown = {name: _HIDDEN if looks_secret(name) else environ[name] for name in environ if name.startswith(_OURS)}
+    ours = (name for name in environ if name.startswith(_OURS))
+    shown = {name: _HIDDEN if looks_secret(name) or name == _WEBHOOKS else environ[name] for name in ours}
     yield "environment.txt", "\n".join(f"{name}={shown[name]}" for name in sorted(shown))
     for name in ("core-site.xml", "hdfs-site.xml"):
         with contextlib.suppress(KeyError, OSError):
@@ -176,7 +179,7 @@ def _texts(doctor: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tu
 
 
 def _is_secret(name: str) -> bool:
-    return looks_secret(name.replace(".", "_").replace("-", "_"))
+    return looks_secret(name.replace(".", "_").replace("-", "_")) or name.startswith("fs.azure.sas.")
 
 
 def _mounts(kind: str, runtime: Runtime) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,16 @@ from bootseer.store.addresses import without_credentials
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "GITHUB_PAT", "UV_INDEX_MINE_PASSWORD", "NETRC", "hub_token"],
+    [
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "GITHUB_PAT",
+        "UV_INDEX_MINE_PASSWORD",
+        "NETRC",
+        "hub_token",
+        "SLURM_JWT",
+    ],
 )
 def test_names_of_secrets_are_known(name: str) -> None:
     assert looks_secret(name)
