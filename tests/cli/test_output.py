@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from rich.text import Text
 
-from bootseer.cli import output
+from bootseer.cli import main, output
 from bootseer.cli.output import Progress, shown, terminal, write_file
 from bootseer.errors import PermanentError
+from bootseer.launch import supervise
 
 
 @pytest.fixture
@@ -119,6 +121,21 @@ def test_piped_output_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with terminal() as console:
         assert console.width == 80
+
+
+def test_names_from_jobs_and_stores_cannot_change_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = output.table("node", "state")
+    rows.add_row("n1\x1b]0;owned\x07", Text("late\x1b[2J", "red"))
+    output.Output("bootseer.x/1", False)({}, "a\x1b[31mline", Text("b\x1b[31mline"), rows)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "n1\ufffd]0;owned" in shown and "late\ufffd[2J" in shown
+
+
+def test_messages_that_quote_a_service_cannot_change_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    supervise.say("the store says \x1b[2Jgone")
+    main._say("hint: \x1b]0;owned\x07 na\u00efve \udc80\n  line 2")
+    shown = capfd.readouterr().err
+    assert shown == ("bootseer: the store says \\x1b[2Jgone\nhint: \\x1b]0;owned\\x07 na\u00efve \\udc80\n  line 2\n")
 
 
 def test_a_file_is_replaced_when_its_new_content_is_complete_and_keeps_its_mode_and_links(tmp_path: Path) -> None:

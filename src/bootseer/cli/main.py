@@ -76,9 +76,10 @@ def _end(code: int) -> NoReturn:
 def _say(line: str) -> None:
     """Write a message to standard error. It may quote an address that contains a login, which is removed."""
     from bootseer.store.addresses import without_credentials
+    from bootseer.trace.event import visible
 
     if sys.stderr is not None:  # None if it was closed: there is still the exit code
-        sys.stderr.write(without_credentials(line) + "\n")
+        sys.stderr.write(visible(without_credentials(line)) + "\n")
 
 
 def _quick_run(arguments: list[str]) -> int | None:

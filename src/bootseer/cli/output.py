@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from bootseer.errors import PermanentError
 from bootseer.io.files import replace_file
@@ -49,24 +49,39 @@ class Output(NamedTuple):
             return
         from rich.table import Table
 
-        from bootseer.report.render.fold import clean
-
         with terminal() as console:
             for line in lines:
                 if not isinstance(line, Table):
-                    console.print(clean(line) if isinstance(line, str) else line, soft_wrap=True)
+                    console.print(_cleaned(line), soft_wrap=True)
                 elif line.row_count:
                     console.print(line)
 
 
 def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Table:
-    """A table without borders. Columns in `right` are aligned to the right."""
+    """A table without borders. Columns in `right` are aligned to the right.
+
+    Cells are cleaned: names come from jobs, services and stores, and rich would pass on escape sequences.
+    """
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, header_style="dim")
+    class Cleaned(Table):
+        def add_row(self, *cells: Any, **options: Any) -> None:
+            super().add_row(*map(_cleaned, cells), **options)
+
+    made = Cleaned(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold" if fold else "ellipsis")
     return made
+
+
+def _cleaned(part: Any) -> Any:
+    from rich.text import Text
+
+    from bootseer.report.render.fold import clean
+
+    if isinstance(part, Text):
+        part.plain = clean(part.plain)
+    return clean(part) if isinstance(part, str) else part
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from bootseer.trace.event import ALIVE, INSTANT
+from bootseer.trace.event import ALIVE, INSTANT, visible
 
 if TYPE_CHECKING:
     from bootseer.trace.tracer import Tracer
@@ -79,7 +79,7 @@ def say(message: str) -> None:
 
         message = without_credentials(message)
     with contextlib.suppress(OSError):
-        os.write(2, f"bootseer: {message}\n".encode("utf-8", "backslashreplace"))
+        os.write(2, f"bootseer: {visible(message)}\n".encode())
 
 
 def log(name: str, message: str, *args: object) -> None:

@@ -282,6 +282,13 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
+def visible(text: str) -> str:
+    """The text with escapes in place of what a terminal would obey; messages may quote a job, a store or a service."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+
+
 def _read_value(value: Any) -> Any:
     if type(value) is str:
         return _text(value, _MAX_VALUE)
