@@ -232,6 +232,8 @@ class TestBearer:
             b'{"token": "a\\r\\nX: y"}',
             b'{"token": ""}',
             b'{"token":"x","expires_in":"z"}',
+            b'{"token":"x","expires_in":1' + 400 * b"0" + b"}",
+            b'{"token":' + 60_000 * b"[",
         ],
     )
     def test_an_answer_that_is_no_token_is_transient(self, answer: bytes) -> None:

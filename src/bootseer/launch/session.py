@@ -246,6 +246,15 @@ _OWNERSHIP = (
 """Attributes by which a fleet's figures are grouped, and the variables that hold them."""
 
 
+def _command_digest(command: Sequence[str]) -> str:
+    """16 hex digits. Not a `fingerprint`, from which a password among the arguments can be computed."""
+    try:
+        from _blake2 import blake2b  # 3 ms faster than hashlib
+    except ImportError:
+        from hashlib import blake2b
+    return blake2b("\0".join(command).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+
 def _run_attributes(
     command: Sequence[str], identity: Identity, options: Options, env: Mapping[str, str]
 ) -> dict[str, object]:
@@ -258,7 +267,7 @@ def _run_attributes(
     facts: dict[str, object] = {
         "bootseer": __version__,
         "program": os.path.basename(command[0]),
-        "command_digest": fingerprint("\0".join(command))[:16],
+        "command_digest": _command_digest(command),
         "gpus": gpus,
         "launcher": identity.source,
         "kernel": os.uname().release,

@@ -312,11 +312,11 @@ class Authorizer:
             document = json.loads(answer.body(_MAX_TOKEN_BYTES))
             text = document.get("token") or document["access_token"]
             life_s = float(document.get("expires_in") or _DEFAULT_LIFE_S)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise TransientError(f"{answer.origin} sent something that is not a token") from error
         if not isinstance(text, str) or not re.fullmatch(r"[\x21-\x7e]+", text):
             raise TransientError(f"{answer.origin} sent something that is not a token")
-        return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(life_s, 1.0), 86400.0))
+        return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(1.0, life_s), 86400.0))
 
     def _login(self, target: Origin) -> Credentials | None:
         """The login to send to `target`; None without one. Raises `AccessError` if it must not be sent there."""
