@@ -148,6 +148,23 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
     assert "n7" in said["nodes_late"]
 
 
+def test_the_share_of_starts_is_that_of_commands_that_ended_lately_also_of_long_ones(month: Any) -> None:
+    made, database = month
+    now_ns = made.now_ns - 1
+    with database.write() as connection:
+        newest = connection.execute(select(start).where(start.c.outcome == "training_began")).first()
+        assert newest is not None
+        connection.execute(start.update().values(state="open"))
+        for number, (began_h, run_h) in enumerate([(1.0, 0.5), (20.0, 18.0), (20.0, 2.0)]):
+            values = {**newest._mapping, "id": 10**6 + number, "attempt": 10**6 + number, "state": "closed"}
+            values |= {"began_ns": now_ns - round(began_h * 3600e9), "day": made.last_day, "queue_s": None}
+            values |= {"run_s": run_h * 3600, "gpus": 8, "gpu_s": 8 * 300.0}
+            connection.execute(start.insert().values(values))
+        found = of_weeks(connection, Limits(share=0.001), now_ns)
+    # 10 minutes of 18.5 hours: the command that ended 18 hours ago does not count.
+    assert [one.text[:18] for one in found if one.rule == "share"] == ["startup took 0.9% "]
+
+
 def test_rules_and_dashboard_ask_for_figures_that_there_are(month: Any) -> None:
     made, database = month
     with database.read() as connection:

@@ -72,7 +72,7 @@ class Limits:
     """Thresholds of the rules."""
 
     share: float = 0.05
-    """Share of GPU time spent in starts, over the starts of the last six hours."""
+    """Share of GPU time spent in starts, over the commands that ended in the last six hours."""
     hit_share: float = 0.8
     heard_share: float = 0.95
     lag_s: float = 60.0
@@ -119,8 +119,10 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
     """The rules that compare with earlier days: slower jobs, nodes too often last, cache misses, lost GPU time."""
     today, found = day_of(now_ns), []
     recent = [start.c.began_ns >= now_ns - _RECENT_NS, start.c.outcome == BEGAN, start.c.state != OPEN]
-    ran = start.c.run_s.is_not(None)
-    whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*recent, ran)
+    # Those that began within six hours would all be short ones. Longer than a week: too many starts to look at.
+    ended_ns = start.c.began_ns + (func.coalesce(start.c.queue_s, 0.0) + start.c.run_s) * NS_PER_S
+    ended = [start.c.day >= today - _WEEK, ended_ns >= now_ns - _RECENT_NS, *recent[1:]]
+    whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*ended)
     lost, used = connection.execute(whole).one()
     if lost and used and lost / used > limits.share:
         text = f"startup took {lost / used:.1%} of the GPU time of commands that ended in the last six hours"
