@@ -168,7 +168,17 @@ def test_a_root_that_is_a_link_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "uri",
-    ["", "ftp://host/x", "file://host/dir", "hdfs://", "hdfs:///dir", "hdfs://user@host/x", "/a/.stripes/b", "a\0b"],
+    [
+        "",
+        "ftp://host/x",
+        "file://host/dir",
+        "hdfs://",
+        "hdfs:///dir",
+        "hdfs://user@host/x",
+        "s3://key:secret@bucket/x",
+        "/a/.stripes/b",
+        "a\0b",
+    ],
 )
 def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
     with pytest.raises(UsageError) as caught:

@@ -47,6 +47,10 @@ def open_place(uri: str) -> Place:
         if rest and not rest.startswith("/"):
             raise UsageError(f"{uri} names no folder", hint="file:/// and the absolute path")
         return FolderPlace(Path(rest or "/"))
+    if scheme in (*BUCKETS, *HDFS) and "@" in rest.partition("/")[0]:
+        # It would end up in logs, events and process lists.
+        hint = "set HADOOP_USER_NAME" if scheme in HDFS else "set the variables of the object store's own tools"
+        raise UsageError(f"{scheme}://…: a user or password does not belong into an address", hint=hint)
     if scheme in BUCKETS:
         return _open_bucket(uri)
     if scheme == "viewfs":
@@ -68,9 +72,6 @@ def _open_bucket(uri: str) -> Place:
 
 def _open_hdfs(uri: str, rest: str) -> Place:
     authority, _, path = rest.partition("/")
-    if "@" in authority:
-        # It would end up in logs and process lists.
-        raise UsageError("hdfs://…: a user or password does not belong into an address", hint="set HADOOP_USER_NAME")
     if {".", ".."} & set(path.split("/")):
         raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
     try:
