@@ -25,7 +25,7 @@ from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.deriver import Deriver, read_event
 from bootseer.service.questions import Filter
 from bootseer.service.raw import RawStore
-from bootseer.service.rows import DAY_NS
+from bootseer.service.rows import DAY_NS, day_of
 from bootseer.store.open import open_store
 from bootseer.trace.event import Malformed, decode, encode
 from bootseer.units import NS_PER_S
@@ -104,6 +104,27 @@ def test_the_time_of_a_run_is_divided_among_its_starts(place: Place) -> None:
         (team,) = questions.cost(connection, Filter())
     assert job["share"] == pytest.approx(200 / 10_000)
     assert team["share"] == pytest.approx(200 / 10_000)
+
+
+def test_a_start_of_clocks_that_are_years_ahead_is_counted_when_its_lines_arrived(place: Place) -> None:
+    """Otherwise each `--since` would count it until then, and no month."""
+    at: dict[str, Any] = {"clock_s": 10 * 365 * 86_400.0}
+    parts = [
+        span(0, 3600, "run", attrs={"gpus": 8}, **at),
+        span(0, 90, "environment_setup", **at),
+        span(90, 100, "first_step", **at),
+    ]
+    place.put([encode(event) for part in parts for event in part], job="j")
+    derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, time.time_ns() + DAY_NS)
+    (row,) = place.rows(schema.start)
+    today = day_of(place.batches[0][1])
+    assert row.began_ns == place.batches[0][1]
+    assert (row.ended_ns - row.began_ns, row.run_s) == (100 * NS_PER_S, 3600)
+    assert {
+        one.day for table in (schema.start, schema.stage_start, schema.node_start) for one in place.rows(table)
+    } == {today}
+    with place.database.read() as connection:
+        assert questions.cost(connection, Filter(today + 2)) == []
 
 
 def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> None:

@@ -31,7 +31,7 @@ from bootseer.report.model import Report
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name
-from bootseer.service.rows import Rows, rows_of, set_run_s
+from bootseer.service.rows import Rows, move_to_arrival, rows_of, set_run_s
 from bootseer.trace.event import OK, Event
 from bootseer.units import NS_PER_S
 
@@ -182,6 +182,7 @@ def _analysed(
         rows.append(rows_of(report, startup, is_closed=is_closed, report_json=report.to_text()))
         open_until += [] if is_closed else [over_ns]
     set_run_s(rows, analysis.startups)
+    move_to_arrival(rows, min(arrived_ns))
     return rows, max(open_until, default=None)
 
 

@@ -183,6 +183,21 @@ def set_run_s(rows: Sequence[Rows], startups: Iterable[StartupSpans]) -> None:
         start["run_s"] = seconds(max(end_ns - begin_ns, 0))
 
 
+def move_to_arrival(rows: Sequence[Rows], first_ns: int) -> None:
+    """Move the starts of an attempt, whose first line arrived at `first_ns`, if its nodes' clocks are ahead by more
+    than a day: they would be in the sums of every `--since`, and in no month's."""
+    ahead_ns = min((one.start["began_ns"] for one in rows), default=0) - first_ns
+    if ahead_ns <= DAY_NS:
+        return
+    for one in rows:
+        for name in ("submitted_ns", "began_ns", "ended_ns"):
+            if one.start[name] is not None:
+                one.start[name] -= ahead_ns
+        day = day_of(one.start["began_ns"])
+        for row in (one.start, *one.stages, *one.nodes, *one.techniques):
+            row["day"] = day
+
+
 def _cache_state(techniques: Sequence[dict[str, Any]]) -> str:
     hits, misses = (sum(one[name] for one in techniques) for name in ("hits", "misses"))
     return "off" if not hits + misses else "hit" if not misses else "mixed" if hits else "miss"
