@@ -16,7 +16,7 @@ from random import Random
 from statistics import median
 from typing import Any, Final
 
-from bootseer.artifact.loading import PULL, Missing, predict
+from bootseer.artifact.loading import PULL, predict
 from bootseer.blocks import block_file
 from bootseer.blocks.index import Stripe
 from bootseer.checkpoint.layout import Policy
@@ -316,7 +316,7 @@ class _NodeStart:
         file, hot, loader = self._start._job.files[IMAGE], self._start._hot[IMAGE], self._node.loaders[0]
         missing = [block for block in range(file.num_blocks) if (IMAGE, block) not in self._node.here]
         size = file.stored_block_bytes
-        predicted = predict(Missing(len(missing) * size, len(missing), len(hot) * size))
+        predicted = predict(len(missing) * size, len(hot) * size)
         if predicted.mode == PULL and missing and self._techniques.record:
             loader.pull(IMAGE)
             loader.read(IMAGE, missing, lambda answer: mounted())
