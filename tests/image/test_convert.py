@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import LayerLimits
+from bootseer.image.conversion.layer_document import layer_name
 from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
@@ -202,7 +203,7 @@ def test_a_layer_document_that_does_not_fit_its_objects_is_made_again(tmp_path: 
     assert json.loads(b"".join(store.read(name)))["file"]["identity"] == document.layers[0].file.identity
 
 
-def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_kind_of_them(tmp_path: Path) -> None:
+def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_stack_of_them(tmp_path: Path) -> None:
     store = MemoryStore(str(tmp_path))
     other_base = layer(directory("./"), directory("lib", mode=0o750))
     first = convert(_source(tmp_path / "1", BASE, NEEDY), store)
@@ -211,10 +212,19 @@ def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_kind_of_them(t
     assert first.layers[1].file != second.layers[1].file
     again = _unreadable(open_source(parse_reference(f"oci:{tmp_path}/1")))
     assert convert(again, store) == first
-    # One more layer below, which says nothing about what is asked: known already.
-    convert(_source(tmp_path / "3", BASE, MORE), store)
-    third = convert(_unreadable(_source(tmp_path / "4", BASE, MORE, NEEDY)), store)
-    assert third.layers[2].file == first.layers[1].file
+    # One more layer above it.
+    third = convert(_source(tmp_path / "3", BASE, NEEDY, MORE), store)
+    assert third.layers[1].file == first.layers[1].file
+    convert(_unreadable(_source(tmp_path / "4", BASE, NEEDY, MORE)), store)
+
+
+def test_a_list_of_questions_that_an_earlier_version_stored_for_a_layer_is_passed_over(tmp_path: Path) -> None:
+    expected = convert(_source(tmp_path / "1", BASE, NEEDY), MemoryStore(f"{tmp_path}/other"))
+    store = MemoryStore(str(tmp_path))
+    options = ConvertOptions()
+    name = layer_name(expected.layers[1].diff_id, block_size=options.block_size, level=options.level)
+    assert store.create(name, json.dumps({"schema": "bootseer.layer/1", "questions": [["757372"]]}).encode())
+    assert convert(_source(tmp_path / "2", BASE, NEEDY), store) == expected
 
 
 def test_a_layer_at_the_bottom_of_one_image_and_in_the_middle_of_another_is_not_the_same(tmp_path: Path) -> None:

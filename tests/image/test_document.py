@@ -79,14 +79,9 @@ def test_a_layer_document_is_read_as_it_was_written(root: Attributes | None) -> 
     assert layer_document.parse(layer_document.encode(layer)) == layer
 
 
-def test_questions_are_read_as_they_were_written() -> None:
-    questions = ((b"usr", b"\xff"), (b"lib",))
-    assert layer_document.parse(layer_document.encode(questions)) == questions
-
-
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3)))
 def test_any_layer_document_is_read_or_corrupt(value: object) -> None:
-    for key in ("questions", "root", "file"):
+    for key in ("root", "file"):
         document = {"schema": layer_document.SCHEMA, "file": FILE_JSON, key: value}
         try:
             layer_document.parse(json.dumps(document).encode())
@@ -96,10 +91,10 @@ def test_any_layer_document_is_read_or_corrupt(value: object) -> None:
 
 def test_the_name_of_a_layer_tells_everything_apart_that_makes_other_bytes() -> None:
     names = {
-        layer_name(diff_id, block_size=size, level=level, answers=answers)
+        layer_name(diff_id, block_size=size, level=level, below=below)
         for diff_id in (NAME, "sha256:" + "00" * 32)
         for size in (4096, 8192)
         for level in (1, 3)
-        for answers in ("", "x")
+        for below in ("", "x")
     }
     assert len(names) == 16

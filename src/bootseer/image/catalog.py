@@ -191,6 +191,4 @@ def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
         layer = layer_document.parse(data)
     except (BootseerError, NotFoundError):
         return False  # unreadable: a conversion replaces it
-    return isinstance(layer, layer_document.ConvertedLayer) and any(
-        stored.name in deleted for stored in layer.file.objects
-    )
+    return any(stored.name in deleted for stored in layer.file.objects)

@@ -24,9 +24,8 @@ from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.image.block_reader import open_layer
 from bootseer.image.catalog import converting, images_in
-from bootseer.image.conversion.layer_document import ConvertedLayer
+from bootseer.image.conversion.layer_document import ConvertedLayer, stack_digest
 from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob
-from bootseer.image.conversion.layer_tree import Lower
 from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.sources.folder import write_folder
@@ -125,7 +124,8 @@ class _Conversion:
 
         where = f"{self._source.name}, layer {number + 1} of {len(self._source.layers)}"
         lower = (lambda: self._lower(number)) if number else None
-        return LayerJob(layer, self._store, self._options, where, lower, progress).run()
+        below = stack_digest([each.diff_id for each in self._source.layers[:number]])
+        return LayerJob(layer, self._store, self._options, where, below, lower, progress).run()
 
     def _raise_first_error(self) -> None:
         """Raise the error of the lowest layer that failed by itself, not by cancellation."""
@@ -135,7 +135,7 @@ class _Conversion:
                 if error is not None and not isinstance(error, CancelledError):
                     raise error
 
-    def _lower(self, number: int) -> Lower:
+    def _lower(self, number: int) -> MergedTree:
         """Wait for the layers below layer `number`; those below the uppermost opaque one are left out."""
         converted = []
         for result in self._results[:number]:
@@ -144,7 +144,7 @@ class _Conversion:
             except (Exception, FutureCancelledError) as error:
                 raise CancelledError(f"{self._source.name}: a lower layer failed") from error
         first = max((place for place, layer in enumerate(converted) if layer.opaque), default=0)
-        return Lower(MergedTree([self._layer(layer) for layer in converted[first:]]))
+        return MergedTree([self._layer(layer) for layer in converted[first:]])
 
     def _layer(self, layer: ConvertedLayer) -> Layer:
         file = layer.file

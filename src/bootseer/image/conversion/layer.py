@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
-from bootseer.image.conversion.layer_tree import LayerTree, Lower, NeedsLowerError, Path
+from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
 from bootseer.image.conversion.tar import Member, Stream, TarReader, shown
 from bootseer.image.merged import MergedTree
 from bootseer.image.sources.decompress import decompressed
@@ -50,8 +50,8 @@ class LayerFacts:
     """Attributes of the root directory, if the layer has an entry for it."""
     opaque: bool
     """Whether the layer hides all layers below it."""
-    asked: dict[Path, str]
-    """Paths looked up in the layers below, with the answers (see `layer_tree.Lower`)."""
+    depends_on_lower: bool
+    """Whether the result depends on the layers below."""
 
 
 def write_layer(
@@ -59,7 +59,7 @@ def write_layer(
     pieces: Iterator[bytes],
     *,
     where: str,
-    lower: Callable[[], Lower] | None,
+    lower: Callable[[], MergedTree] | None,
     limits: LayerLimits,
     compressed_bytes: int,
     uncompressed: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda pieces: pieces,
@@ -78,14 +78,14 @@ class _LayerRun:
         self,
         writer: ErofsWriter,
         where: str,
-        lower: Callable[[], Lower] | None,
+        lower: Callable[[], MergedTree] | None,
         limits: LayerLimits,
         compressed_bytes: int,
     ) -> None:
         self._writer = writer
         self._where = where
         self._wait_for_lower = lower
-        self._tree = LayerTree(writer, lower=None if lower else Lower(MergedTree([])))
+        self._tree = LayerTree(writer, lower=None if lower else MergedTree([]))
         self._limits = limits
         self._unpacked_limit = limits.unpacked_limit(compressed_bytes)
         self._queued: deque[tuple[Member, Extent]] = deque()
@@ -117,14 +117,13 @@ class _LayerRun:
                 self._queued.append((member, extent))
         while stream.some(1 << 20):
             pass  # digests also cover the bytes after the end of the archive
-        lower = self._tree.lower
         if self._queued and self._wait_for_lower is not None:
-            lower = self._tree.lower = self._wait_for_lower()
+            self._tree.lower = self._wait_for_lower()
         while self._queued:
             member, extent = self._queued.popleft()
             self._current = member.name
             self._add(member, extent)
-        return LayerFacts(self._tree.root, self._tree.root_opaque, lower.asked if lower is not None else {})
+        return LayerFacts(self._tree.root, self._tree.root_opaque, self._tree.depends_on_lower)
 
     def _add(self, member: Member, extent: Extent) -> None:
         self._tree.add(member, extent)

@@ -1,15 +1,15 @@
 """Documents of converted layers in a store, so that each layer is converted once.
 
 A document's name is a hash of the layer's digest and the conversion's options, so that images with the same layer find
-the same document. A layer whose result depends on the layers below has several documents: one under its plain name that
-lists the paths to look up in these layers (questions), and one result for each set of answers. No I/O; the format is
-described in docs/formats/image.md.
+the same document. A layer whose result depends on the layers below has a document for each stack of them. No I/O; the
+format is described in docs/formats/image.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -24,8 +24,6 @@ RULES = 1
 MAX_BYTES = 4 << 20
 _WHAT = "layer document"
 _NUMBERS = ("mode", "uid", "gid", "mtime_ns")
-MAX_QUESTIONS = 10_000
-"""A layer with more questions is converted again each time, because its document would be too large."""
 
 
 class ConvertedLayer(Struct, frozen=True):
@@ -36,19 +34,19 @@ class ConvertedLayer(Struct, frozen=True):
     opaque: bool
 
 
-Questions = tuple[tuple[bytes, ...], ...]
-"""Paths to look up in the layers below, each as a tuple of names."""
-
-
-def layer_name(diff_id: str, *, block_size: int, level: int, answers: str = "") -> str:
-    """The name of a layer's document. `answers` is the digest of the answers, empty for the plain name."""
-    value = json.dumps([RULES, diff_id, block_size, level, answers])
+def layer_name(diff_id: str, *, block_size: int, level: int, below: str = "") -> str:
+    """The name of a layer's document. `below` is the digest of the layers below (`stack_digest`), empty for a layer
+    whose result does not depend on them."""
+    value = json.dumps([RULES, diff_id, block_size, level, below])
     return "layers/" + hashlib.sha256(value.encode()).hexdigest()
 
 
-def encode(layer: ConvertedLayer | Questions) -> bytes:
-    if not isinstance(layer, ConvertedLayer):
-        return document.encode({"questions": [[name.hex() for name in path] for path in layer]}, SCHEMA)
+def stack_digest(diff_ids: Sequence[str]) -> str:
+    """The digest of a stack of layers, bottom first. Never empty, also for no layers."""
+    return hashlib.sha256(" ".join(diff_ids).encode()).hexdigest()
+
+
+def encode(layer: ConvertedLayer) -> bytes:
     root = None
     if layer.root is not None:
         root = {name: getattr(layer.root, name) for name in _NUMBERS}
@@ -56,14 +54,13 @@ def encode(layer: ConvertedLayer | Questions) -> bytes:
     return document.encode({"file": layer.file, "root": root, "opaque": layer.opaque}, SCHEMA)
 
 
-def parse(data: bytes) -> ConvertedLayer | Questions:
+def parse(data: bytes) -> ConvertedLayer:
+    """Raises `CorruptError`, also for the lists of questions to lower layers that earlier versions stored."""
     value = document.parse_object(data, _WHAT, MAX_BYTES)
     if value.get("schema") != SCHEMA:
         raise CorruptError(f"{_WHAT}: schema {value.get('schema')!r}, {SCHEMA} expected")
     try:
-        questions, root = value.get("questions"), value.get("root")
-        if isinstance(questions, list):
-            return tuple(tuple(bytes.fromhex(name) for name in path) for path in questions[:MAX_QUESTIONS])
+        root = value.get("root")
         if isinstance(root, dict):
             xattrs = {bytes.fromhex(name): bytes.fromhex(content) for name, content in root["xattrs"].items()}
             root = {**{name: root[name] for name in _NUMBERS}, "xattrs": xattrs}

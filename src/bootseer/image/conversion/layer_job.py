@@ -6,7 +6,7 @@ their digest and all blocks are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from bootseer.artifact.objects import missing, put, read_all
@@ -19,19 +19,16 @@ from bootseer.errors import BootseerError, CorruptError, NotFoundError, Signatur
 from bootseer.image.conversion.layer import LayerLimits, write_layer
 from bootseer.image.conversion.layer_document import (
     MAX_BYTES,
-    MAX_QUESTIONS,
     ConvertedLayer,
-    Questions,
     encode,
     layer_name,
     parse,
 )
-from bootseer.image.conversion.layer_tree import Lower, ask
 from bootseer.image.merged import MergedTree
 from bootseer.image.sources.source import SourceLayer, check_content, check_size, read_resumed
 from bootseer.io.retry import retrying
 from bootseer.logs import logger
-from bootseer.store.store import Store, Stored
+from bootseer.store.store import Store
 
 _ATTEMPTS = 3
 _LAYER_DEADLINE_S = 24 * 3600.0
@@ -63,38 +60,34 @@ class LayerJob:
     options: ConvertOptions
     where: str
     """The layer's name in messages."""
-    lower: Callable[[], Lower] | None
+    below: str
+    """The digest of the layers below (`stack_digest`): part of the result's name if that depends on them."""
+    lower: Callable[[], MergedTree] | None
     """Waits for the layers below; None at the bottom."""
     progress: Callable[[int], None]
     """Called with the number of source bytes done. Raises `CancelledError` after the conversion was cancelled."""
 
     def run(self) -> ConvertedLayer:
         """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and the store's errors."""
-        found = self._find("")
-        questions: Questions = ()
-        if found is not None and not isinstance(found, ConvertedLayer):
-            questions = found
-            found = self._find(ask(self._lower_layers(), questions))
-        if isinstance(found, ConvertedLayer):
+        found = self._find("") or self._find(self.below)
+        if found is not None:
             _LOG.info("%s: converted before", self.where)
             self.progress(self.layer.size_bytes)
             return found
         # An upload cannot be resumed in the middle, so the whole layer is retried.
-        return retrying(lambda _: self._convert(questions), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
+        return retrying(lambda _: self._convert(), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
 
-    def _find(self, answers: str) -> ConvertedLayer | Questions | None:
-        """The layer's document for a digest of answers, if the store has all objects that it refers to."""
+    def _find(self, below: str) -> ConvertedLayer | None:
+        """The layer's document, if the store has all objects that it refers to. `below`: see `layer_name`."""
         try:
-            name = self._name(answers)
+            name = self._name(below)
             data = read_all(self.store, name, stored_limit(MAX_BYTES))
             found = parse(self.options.signatures.open(name, data, self.store.uri, reuse=True))
-            if isinstance(found, ConvertedLayer) and missing(self.store, found.file.objects):
-                return None
         except (NotFoundError, CorruptError, SignatureError):
             return None  # missing, damaged or not signed by a trusted key: converted again
-        return found
+        return None if missing(self.store, found.file.objects) else found
 
-    def _convert(self, questions: Questions) -> ConvertedLayer:
+    def _convert(self) -> ConvertedLayer:
         layer = self.layer
         options = self.options
         with BlockWriter(self.store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
@@ -111,32 +104,15 @@ class LayerJob:
             file = blocks.finish(writer.finish())
         converted = ConvertedLayer(file, facts.root, facts.opaque)
         _LOG.info(
-            "%s: converted, %d bytes stored as %d, %d questions to lower layers",
+            "%s: converted, %d bytes stored as %d%s",
             self.where,
             file.size_bytes,
             file.stored_bytes,
-            len(facts.asked),
+            ", depends on the layers below" if facts.depends_on_lower else "",
         )
-        self._publish_result(converted, questions, tuple(facts.asked))
+        name = self._name(self.below if facts.depends_on_lower else "")
+        put(self.store, name, options.signatures.seal(name, encode(converted)), file.objects, timeout_s=_PUBLISH_S)
         return converted
-
-    def _publish_result(self, converted: ConvertedLayer, known: Questions, asked: Questions) -> None:
-        """Publish the layer under the answers to `known` and `asked` together.
-
-        Over other lower layers a conversion may ask different questions (a link there leads elsewhere). The list under
-        the plain name is therefore the union of all, and each result is named by the answers to this union.
-        """
-        questions = tuple(sorted({*known, *asked}))
-        if len(questions) > MAX_QUESTIONS:
-            return
-        answers = ask(self._lower_layers(), questions) if questions else ""
-        self._publish(answers, converted, converted.file.objects)
-        if questions != known:
-            self._publish("", questions, ())
-
-    def _lower_layers(self) -> Lower:
-        """The layers below; an empty tree for the bottom layer."""
-        return self.lower() if self.lower is not None else Lower(MergedTree([]))
 
     def _with_progress(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         done = 0
@@ -145,10 +121,6 @@ class LayerJob:
             self.progress(done)
             yield piece
 
-    def _publish(self, answers: str, layer: ConvertedLayer | Questions, refs: Sequence[Stored]) -> None:
-        name = self._name(answers)
-        put(self.store, name, self.options.signatures.seal(name, encode(layer)), refs, timeout_s=_PUBLISH_S)
-
-    def _name(self, answers: str) -> str:
+    def _name(self, below: str) -> str:
         options = self.options
-        return layer_name(self.layer.diff_id, block_size=options.block_size, level=options.level, answers=answers)
+        return layer_name(self.layer.diff_id, block_size=options.block_size, level=options.level, below=below)

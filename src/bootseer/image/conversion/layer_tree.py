@@ -10,18 +10,15 @@
 - `..` is resolved lexically. A name that leaves the root this way is refused.
 
 A layer without lookups in lower layers has the same result in every image and is converted once. Other layers are
-converted once for each set of answers (`Lower`): the layer's document lists the looked-up paths, and a digest of the
-answers is part of the result's name.
+converted once for each stack of layers below them.
 
 No access to the host's file system. Owned by one thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bootseer.erofs.format import NO_XATTRS, Attributes, has_prefix
@@ -40,62 +37,6 @@ _DEFAULT_DIRECTORY = Attributes(stat.S_IFDIR | 0o755)
 _EMPTY = Extent(0, 0)
 _MAX_OWNER = 2**32 - 2  # the kernel reserves 2**32 - 1 as the invalid ID
 _HOST_ONLY = b"security.selinux"  # labels are set by the host that runs the container
-
-
-Path = tuple[bytes, ...]
-
-
-class LowerFile:
-    """A file, directory or other inode in the merged lower layers."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self.mode = node.inode.mode
-        self.is_directory = node.is_directory
-
-    def attributes(self) -> Attributes:
-        """The attributes, without overlayfs's own extended attributes."""
-        return self._node.attributes()
-
-    def target(self) -> bytes:
-        return self._node.target()
-
-    def content(self) -> Iterator[bytes]:
-        return self._node.content()
-
-    def answer(self) -> str:
-        """A text that is equal only for files from which a layer would copy the same."""
-        if not self.is_directory and not stat.S_ISLNK(self.mode):
-            return f"file {self._node.identity}"  # a hard link copies the content, too
-        found = self.attributes()
-        facts = [found.mode, found.uid, found.gid, found.mtime_ns, *found.rdev]
-        xattrs = [[name.hex(), found.xattrs[name].hex()] for name in sorted(found.xattrs)]
-        target = "" if self.is_directory else self.target().hex()
-        return json.dumps([facts, xattrs, target])
-
-
-class Lower:
-    """The merged layers below one layer; records every lookup. Not thread-safe."""
-
-    def __init__(self, tree: MergedTree) -> None:
-        self._tree = tree
-        self.asked: dict[Path, str] = {}
-        """Each looked-up path with its answer; an empty answer means that no such file exists."""
-
-    def lookup(self, path: Path) -> LowerFile | None:
-        """The file at a path without symbolic links."""
-        node = self._tree.lookup(path)
-        found = LowerFile(node) if node is not None else None
-        self.asked[path] = found.answer() if found is not None else ""
-        return found
-
-
-def ask(lower: Lower, questions: Sequence[Path]) -> str:
-    """Look up all paths; returns a digest of the paths and answers."""
-    for path in questions:
-        lower.lookup(path)
-    rows = [[[name.hex() for name in path], lower.asked[path]] for path in sorted(questions)]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 class NeedsLowerError(Exception):
@@ -117,8 +58,11 @@ class LayerTree:
     `add` raises `NeedsLowerError` for a member that depends on them before.
     """
 
-    def __init__(self, writer: ErofsWriter, *, lower: Lower | None, whiteouts: bool = True) -> None:
+    def __init__(self, writer: ErofsWriter, *, lower: MergedTree | None, whiteouts: bool = True) -> None:
         self.lower = lower
+        self.depends_on_lower = False
+        """Whether something was looked up in the layers below. The first lookup follows from this layer alone, so that
+        the answer is the same in every image."""
         self.root: Attributes | None = None
         """Attributes of the root directory, if the layer has an entry for it."""
         self.root_opaque = False
@@ -205,7 +149,7 @@ class LayerTree:
         assert found is not None  # noqa: S101 - checked above
         self._put(parent, names[-1], found)
 
-    def _copy_up(self, below: LowerFile) -> int:
+    def _copy_up(self, below: Node) -> int:
         attributes = below.attributes()
         extent, target = _EMPTY, b""
         if stat.S_ISREG(attributes.mode):
@@ -339,12 +283,12 @@ class LayerTree:
                 return self._create(here, name, below, over_whiteout=child is not None)
             if below is None:
                 return None
-            target = below.target() if stat.S_ISLNK(below.mode) else None
+            target = below.target() if stat.S_ISLNK(below.inode.mode) else None
         if target is None and copied is None:
             raise PermanentError(f"{shown(b'/'.join(path))} in its path is not a directory")
         return target
 
-    def _create(self, here: _Directory, name: bytes, below: LowerFile | None, *, over_whiteout: bool) -> _Directory:
+    def _create(self, here: _Directory, name: bytes, below: Node | None, *, over_whiteout: bool) -> _Directory:
         """Create a directory in this layer, with the attributes of the one below, if there is one."""
         inode = self._new_directory(_DEFAULT_DIRECTORY if below is None else below.attributes(), opaque=over_whiteout)
         self._put(here, name, inode)
@@ -353,10 +297,11 @@ class LayerTree:
             self._new.add(inode)
         return _Directory(inode, (*here.path, name), below is not None)
 
-    def _below(self, directory: _Directory, name: bytes) -> LowerFile | None:
+    def _below(self, directory: _Directory, name: bytes) -> Node | None:
         """The file of this name in lower layers. Raises `NeedsLowerError`."""
         if not directory.open:
             return None
+        self.depends_on_lower = True
         if self.lower is None:
             raise NeedsLowerError
         return self.lower.lookup((*directory.path, name))
