@@ -26,7 +26,6 @@ from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.control import LOG
-from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
@@ -164,24 +163,16 @@ class LazyMount(ABC):
 class MountHandle:
     """A mount, as used by the process that made it."""
 
-    def __init__(
-        self,
-        label: str,
-        facts: Mapping[str, object],
-        runtime: Runtime,
-        state: MountState,
-        daemon: Daemon | None,
-        say: Say,
-    ) -> None:
-        """`label`: what it is, for messages: `the image`. Without a `daemon` everything was local: nothing is fetched
-        or recorded."""
+    def __init__(self, label: str, mount: LazyMount, state: MountState, facts: Mapping[str, object]) -> None:
+        """`state` and `facts`: what `mount.run` returned. `label`: what it is, for messages: `the image`."""
         self.facts = facts
         """Facts about the mount: mode, reason, sizes."""
         self._label = label
-        self._runtime = runtime
+        self._runtime = mount.runtime
         self._state = state
-        self._daemon = daemon
-        self._say = say
+        self._daemon = mount.layers.daemon
+        """None if everything was local: nothing is fetched or recorded."""
+        self._say = mount.say
 
     def end_startup(self) -> dict[str, object]:
         """Report the end of the startup to the daemon; returns the startup's figures."""

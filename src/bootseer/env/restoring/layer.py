@@ -29,11 +29,10 @@ from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel, shared_layers, user_namespace
 from bootseer.mounts.control import FILES
-from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.state import MountState, Runtime
+from bootseer.mounts.state import MountState
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -54,17 +53,9 @@ class LayerOptions(MountOptions, frozen=True):
 class Layer(MountHandle):
     """The mounted files of a snapshot."""
 
-    def __init__(
-        self,
-        path: Path,
-        facts: Mapping[str, object],
-        runtime: Runtime,
-        state: MountState,
-        daemon: Daemon | None,
-        say: Say,
-    ) -> None:
-        super().__init__("the environment", facts, runtime, state, daemon, say)
-        self.path = path
+    def __init__(self, mount: LazyMount, state: MountState, facts: Mapping[str, object]) -> None:
+        super().__init__("the environment", mount, state, facts)
+        self.path = Path(state.target)
         """The root of its tree; deletions are devices 0/0 in it, as overlayfs requires."""
         self._closed = False
 
@@ -102,8 +93,7 @@ def mount_layer(
     mount = _LayerMount(document, store, options, stage=stage, say=say, show=show)
     state, facts = mount.run(store.uri)
     facts["key"] = document.key
-    path = Path(state.target)
-    return Layer(path, facts, mount.runtime, state, mount.layers.daemon, say)
+    return Layer(mount, state, facts)
 
 
 def _kernel_mounts_erofs() -> bool:

@@ -134,17 +134,7 @@ class _ImageMount(LazyMount):
             "layers": len(layers.stack),
             "stored_bytes": document.stored_bytes,
         }
-        return MountedImage(
-            self._target,
-            document.config,
-            facts,
-            self.runtime,
-            state,
-            layers.daemon,
-            self.say,
-            self.options.cache,
-            lifeline=self.lifeline,
-        )
+        return MountedImage(self, state, facts, document.config)
 
     def unmount_files(self) -> None:
         tree_mounts.unmount_tree(self.layers.folder, self._target)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.artifact.mounting import MountHandle
+from bootseer.artifact.mounting import LazyMount, MountHandle
 from bootseer.artifact.places import CACHE, RUNTIME, containers_folder, own_folder
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
@@ -28,24 +28,13 @@ class MountedImage(MountHandle):
     """One mounted image, for the process that mounted it."""
 
     def __init__(
-        self,
-        root: Path,
-        config: Mapping[str, object],
-        facts: Mapping[str, object],
-        runtime: Runtime,
-        state: MountState,
-        daemon: Daemon | None,
-        say: Callable[[str], None],
-        cache: Path,
-        *,
-        lifeline: bool,
+        self, mount: LazyMount, state: MountState, facts: Mapping[str, object], config: Mapping[str, object]
     ) -> None:
-        """`lifeline`: the mount serves one command and ends with it."""
-        super().__init__("the image", facts, runtime, state, daemon, say)
-        self.root = root
+        super().__init__("the image", mount, state, facts)
+        self.root = Path(state.target)
         self.config = config
-        self._cache = cache
-        self._lifeline = lifeline
+        self._cache = mount.options.cache
+        self._lifeline = mount.lifeline  # the mount serves one command and ends with it
 
     def undo_command(self) -> list[str]:
         """A command line that unmounts the image if this process can no longer do it."""
