@@ -126,6 +126,24 @@ def test_a_mount_whose_daemon_died_is_told_and_can_be_taken_away(bootseer: Run, 
 @pytest.mark.root
 @pytest.mark.fuse
 @pytest.mark.usefixtures("converted")
+def test_a_second_umount_says_that_nothing_is_mounted_while_another_namespace_has_a_copy(
+    bootseer: Run, node: Node
+) -> None:
+    target = node.folder / "mnt"
+    bootseer("image", "mount", node.reference, str(target), "--loading", "lazy")
+    script = f"echo; exec 9<{shlex.quote(str(target))}/hot; read -r _"
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        bootseer("image", "umount", str(target))
+        assert "no image is mounted" in bootseer("image", "umount", str(target), code=2).stderr
+        holder.communicate(b"\n")
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+@pytest.mark.usefixtures("converted")
 def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--rw")

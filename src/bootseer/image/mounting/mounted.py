@@ -49,11 +49,18 @@ class MountedImage(MountHandle):
 
 
 def unmount_recorded(runtime: Runtime, state: MountState, cache: Path) -> None:
-    """Unmount, then delete the changes, but only in this cache: the record could name any folder."""
+    """Unmount, then delete the changes, but only in this cache: the record could name any folder.
+
+    Raises `UsageError` if it was unmounted before, after the removal of what is left of it. The record of a mount stays
+    until its daemon ends, which serves copies of the mount in other mount namespaces.
+    """
+    is_gone = runtime.health(state) == "gone"
     unmount(runtime, state)
     containers = own_folder(containers_folder(cache), make=False)
     if containers in Path(os.path.normpath(state.details.get(CHANGES, ""))).parents:
         _delete_changes(state)
+    if is_gone:
+        raise _not_mounted(Path(state.target))
 
 
 def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None:
@@ -94,8 +101,12 @@ def find_mount(runtime: Runtime, target: Path) -> MountState:
     """The record of the mount at `target`. Raises `UsageError` if there is none."""
     state = runtime.find(target)
     if state is None:
-        raise UsageError(f"{target}: no image is mounted there", hint="bootseer image list shows mounted images")
+        raise _not_mounted(target)
     return state
+
+
+def _not_mounted(target: Path) -> UsageError:
+    return UsageError(f"{target}: no image is mounted there", hint="bootseer image list shows mounted images")
 
 
 def status_of(runtime: Runtime, state: MountState) -> dict[str, Any]:
