@@ -9,9 +9,9 @@ import zstandard
 from bootseer.artifact.objects import read_all
 from bootseer.blocks.block_file import read_index
 from bootseer.env.document import EnvironmentDocument
+from bootseer.erofs.merged import Layer, MergedTree
 from bootseer.image.block_reader import BlockReader, open_layer
 from bootseer.image.document import ImageDocument
-from bootseer.image.merged import Layer, MergedTree
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
 

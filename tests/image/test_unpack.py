@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.erofs.format import BLOCK, Attributes
+from bootseer.erofs.merged import Layer, MergedTree
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import CorruptError, UsageError
 from bootseer.image.conversion.convert import convert
-from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
 from bootseer.image.unpack import unpack
@@ -44,7 +44,7 @@ from pathlib import Path
 import bootseer.store.file
 from bootseer.image.document import ImageDocument
 from bootseer.image.block_reader import open_layer
-from bootseer.image.merged import Layer, MergedTree
+from bootseer.erofs.merged import Layer, MergedTree
 from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
 os.setgroups([]); os.setgid(65534); os.setuid(65534)  # behind the imports: nobody may read where Python lies

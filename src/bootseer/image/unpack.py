@@ -8,9 +8,9 @@ from pathlib import Path
 
 from bootseer.artifact.loading import CachedLayer
 from bootseer.artifact.unpacked import TreeFile, write_tree
+from bootseer.erofs.merged import Layer, MergedTree, Node, is_mark, unescape_xattr
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.image.merged import Layer, MergedTree, Node, is_mark, unescape_xattr
 
 
 def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:

@@ -18,9 +18,8 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec.structs import replace
-
 from bootseer.erofs.format import BLOCK, Superblock
+from bootseer.erofs.merged import Layer, Node
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
 from bootseer.fuse.filesystem import Attributes, Cancel, Data, Entry, Reply
@@ -30,12 +29,9 @@ if TYPE_CHECKING:
     from bootseer.fetch.fetcher import Fetcher
 
 OnError = Callable[[str], None]
-Part = tuple[int, int]
-"""A layer (0 is the uppermost) and the number of an inode there."""
 _FIRST = 2
 _PRIVILEGED, _UNPRIVILEGED = b"trusted.overlay.", b"user.overlay."
 _MARKS = (_UNPRIVILEGED, _PRIVILEGED)
-_OPAQUE = b"user.overlay.opaque"
 _FIRST_MERGED = 1 << 48
 _MAX_METADATA = 1 << 30
 _PIECE = 1 << 20
@@ -136,32 +132,45 @@ class ErofsTree:
         self._num_owners = num_owners()
         self._owner, self._group = os.geteuid(), os.getegid()
         self._folders: dict[int, bytes] = {}  # blocks of folders outside the metadata area, by offset
-        self._reader = ErofsReader(self._read_metadata)
-        self._root = self._reader.root().number
+        self.reader = ErofsReader(self._read_metadata)
+        self._root = self.reader.root().number
         self._num_files = Superblock.parse(first).inodes
         self._load_folders()
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
-        found = self._reader.lookup(self._inode(parent), name)
-        return None if found is None else self._attributes_of(found)
+        found = self.reader.lookup(self._inode(parent), name)
+        return None if found is None else self.attributes_of(found, self._tree_inode(found.number))
 
     def attributes(self, inode: int) -> Attributes:
-        return self._attributes_of(self._inode(inode))
+        return self.attributes_of(self._inode(inode), inode)
+
+    def attributes_of(self, found: Inode, inode: int) -> Attributes:
+        """The attributes of an inode of the image, shown as number `inode`."""
+        return Attributes(
+            inode,
+            found.mode,
+            found.size,
+            found.nlink,
+            found.uid if found.uid < self._num_owners else self._owner,
+            found.gid if found.gid < self._num_owners else self._group,
+            os.makedev(*found.rdev),
+            found.mtime_ns,
+        )
 
     def entries(self, inode: int) -> Sequence[Entry]:
         return [
             Entry(entry.name, self._tree_inode(entry.number), _KINDS.get(entry.kind, 0))
-            for entry in self._reader.entries(self._inode(inode))
+            for entry in self.reader.entries(self._inode(inode))
         ]
 
     def readlink(self, inode: int) -> bytes:
-        return self._reader.readlink(self._inode(inode))
+        return self.reader.readlink(self._inode(inode))
 
     def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
         # An image may have attributes of the unprivileged form, which hide nothing in mounts of the host.
         return {
             _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
-            for name, value in self._reader.xattrs(self._inode(inode)).items()
+            for name, value in self.reader.xattrs(self._inode(inode)).items()
             if not name.startswith(_UNPRIVILEGED)
         }
 
@@ -169,7 +178,10 @@ class ErofsTree:
         return self._file.size_bytes, self._num_files
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
-        found = self._inode(inode)
+        return self.read_file(self._inode(inode), offset, length, reply)
+
+    def read_file(self, found: Inode, offset: int, length: int, reply: Reply) -> Cancel | None:
+        """Begin to read a file of the image: see `Tree.read`."""
         if not stat.S_ISREG(found.mode):
             raise OSError(errno.EINVAL, "not a regular file")
         if found.tail_at is not None:
@@ -180,13 +192,13 @@ class ErofsTree:
     def _load_folders(self) -> None:
         pending, seen = [self._root], {self._root}
         while pending:
-            folder = self._reader.inode(pending.pop())
+            folder = self.reader.inode(pending.pop())
             blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
             for at in range(folder.first_block * BLOCK, (folder.first_block + blocks) * BLOCK, BLOCK):
                 self._folders[at] = bytes(self._source.read_blocking(self._file.number, at, BLOCK))
             if len(self._folders) * BLOCK > _MAX_METADATA:
                 raise PermanentError(f"{self._file.name}: more than {_MAX_METADATA >> 20} MiB of folders")
-            for entry in self._reader.entries(folder):
+            for entry in self.reader.entries(folder):
                 if _KINDS.get(entry.kind) == stat.S_IFDIR:
                     if entry.number in seen:
                         raise CorruptError(f"{self._file.name}: a folder has two names")
@@ -194,22 +206,10 @@ class ErofsTree:
                     pending.append(entry.number)
 
     def _inode(self, tree_inode: int) -> Inode:
-        return self._reader.inode(self._root if tree_inode == 1 else tree_inode - 2)
+        return self.reader.inode(self._root if tree_inode == 1 else tree_inode - 2)
 
     def _tree_inode(self, number: int) -> int:
         return 1 if number == self._root else number + 2
-
-    def _attributes_of(self, inode: Inode) -> Attributes:
-        return Attributes(
-            self._tree_inode(inode.number),
-            inode.mode,
-            inode.size,
-            inode.nlink,
-            inode.uid if inode.uid < self._num_owners else self._owner,
-            inode.gid if inode.gid < self._num_owners else self._group,
-            os.makedev(*inode.rdev),
-            inode.mtime_ns,
-        )
 
     def _read_metadata(self, offset: int, length: int) -> bytes:
         if offset + length <= BLOCK:
@@ -231,7 +231,8 @@ def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) ->
 
 
 class MergedTree:
-    """The merged tree of an image, with whiteouts and opaque folders applied; the first of `files` is the lowest layer.
+    """The merged tree of an image, with whiteouts and opaque folders applied (`erofs.merged`); the first of `files` is
+    the lowest layer.
 
     An inode number encodes the layer and its inode; for a merged folder those of the uppermost part. So every process
     assigns the same numbers, and a restarted daemon (`recovery`) understands those that the kernel keeps. All methods
@@ -242,81 +243,63 @@ class MergedTree:
         """Read the metadata of all layers, blocking. Raises `CorruptError` for an invalid layer."""
         if not files:
             raise UsageError("an image without layers", hint="convert it again")
-        self._layers = [ErofsTree(source, file, on_error) for file in reversed(files)]
-        self._merged: dict[int, tuple[Part, ...]] = {}
+        self._trees = [ErofsTree(source, file, on_error) for file in reversed(files)]
+        self._layers = [Layer(tree.reader, str(place)) for place, tree in enumerate(self._trees)]
+        self._root = Node(tuple((layer, layer.reader.root()) for layer in self._layers))
+        self._merged: dict[int, Node] = {}
         """Merged folders found so far, by their inode numbers."""
-        self._root = self._visible_parts([(layer, 1) for layer in range(len(self._layers))])
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
-        parts = self._child_parts(self._parts(parent), name)
-        return self._attributes_of(parts) if parts else None
+        found = self._node(parent).child(name)
+        return None if found is None else self._attributes_of(found)
 
     def attributes(self, inode: int) -> Attributes:
-        return self._attributes_of(self._parts(inode))
+        return self._attributes_of(self._node(inode))
 
     def entries(self, inode: int) -> Sequence[Entry]:
-        parts, seen, found = self._parts(inode), set(), []
-        for layer, number in parts:
-            for entry in self._layers[layer].entries(number):
+        folder, seen, found = self._node(inode), set(), []
+        for layer, directory in folder.parts:
+            for entry in layer.reader.entries(directory):
                 if entry.name in seen:
                     continue
                 seen.add(entry.name)
-                here: tuple[Part, ...] = ((layer, entry.inode),)
-                if stat.S_ISDIR(entry.mode) or stat.S_ISCHR(entry.mode):  # may be merged, or a whiteout
-                    here = self._child_parts(parts, entry.name)
-                if here:
-                    found.append(Entry(entry.name, self._inode_of(here), entry.mode))
+                kind = _KINDS.get(entry.kind, 0)
+                number: int | None = self._number(layer, entry.number)
+                if kind in (stat.S_IFDIR, stat.S_IFCHR):  # may be merged, or a whiteout
+                    child = folder.child(entry.name)
+                    number = None if child is None else self._inode_of(child)
+                if number is not None:
+                    found.append(Entry(entry.name, number, kind))
         return found
 
     def readlink(self, inode: int) -> bytes:
-        layer, number = self._parts(inode)[0]
-        return self._layers[layer].readlink(number)
+        return self._node(inode).target()
 
     def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
-        layer, number = self._parts(inode)[0]
-        found = self._layers[layer].xattrs(number)
-        return {name: value for name, value in found.items() if not name.startswith(_MARKS)}
+        layer, found = self._node(inode).parts[0]
+        return {name: value for name, value in layer.reader.xattrs(found).items() if not name.startswith(_MARKS)}
 
     def total(self) -> tuple[int, int]:
-        totals = [layer.total() for layer in self._layers]
+        totals = [tree.total() for tree in self._trees]
         return sum(size for size, _ in totals), sum(files for _, files in totals)
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
-        layer, number = self._parts(inode)[0]
-        return self._layers[layer].read(number, offset, length, reply)
+        layer, found = self._node(inode).parts[0]
+        return self._tree(layer).read_file(found, offset, length, reply)
 
-    def _child_parts(self, parents: Sequence[Part], name: bytes) -> tuple[Part, ...]:
-        """The visible inodes of a name: a file, or a folder and those merged with it; empty if it is deleted."""
-        found: list[Part] = []
-        for layer, number in parents:
-            child = self._layers[layer].lookup(number, name)
-            if child is None:
-                continue
-            if stat.S_ISDIR(child.mode):
-                found.append((layer, child.inode))
-                continue
-            is_whiteout = stat.S_ISCHR(child.mode) and child.rdev == 0
-            if not found and not is_whiteout:
-                return ((layer, child.inode),)
-            break
-        return self._visible_parts(found) if found else ()
+    def _tree(self, layer: Layer) -> ErofsTree:
+        return self._trees[int(layer.identity)]
 
-    def _visible_parts(self, folders: Sequence[Part]) -> tuple[Part, ...]:
-        """The folders from the uppermost down to the first opaque one, which hides those below it."""
-        for place, (layer, number) in enumerate(folders):
-            if self._layers[layer].xattrs(number).get(_OPAQUE) == b"y":
-                return tuple(folders[: place + 1])
-        return tuple(folders)
-
-    def _parts(self, inode: int) -> tuple[Part, ...]:
+    def _node(self, inode: int) -> Node:
         if inode == 1:
             return self._root
         if inode >= _FIRST_MERGED:
             if inode not in self._merged:
                 self._find_merged()
             return self._merged[inode]
-        number, layer = divmod(inode, len(self._layers))
-        return ((layer, number),)
+        number, place = divmod(inode - _FIRST, len(self._layers))
+        layer = self._layers[place]
+        return Node(((layer, layer.reader.inode(number)),))
 
     def _find_merged(self) -> None:
         """Find all merged folders: the kernel looked this one up in a process that died."""
@@ -324,16 +307,19 @@ class MergedTree:
         while waiting:
             waiting += [entry.inode for entry in self.entries(waiting.pop()) if entry.inode >= _FIRST_MERGED]
 
-    def _inode_of(self, parts: tuple[Part, ...]) -> int:
-        if parts == self._root:
+    def _inode_of(self, node: Node) -> int:
+        if node is self._root:
             return 1
-        layer, number = parts[0]
-        inode = number * len(self._layers) + layer
-        if len(parts) > 1:
+        layer, found = node.parts[0]
+        inode = self._number(layer, found.number)
+        if len(node.parts) > 1:
             inode += _FIRST_MERGED
-            self._merged[inode] = parts
+            self._merged[inode] = node
         return inode
 
-    def _attributes_of(self, parts: tuple[Part, ...]) -> Attributes:
-        layer, number = parts[0]
-        return replace(self._layers[layer].attributes(number), inode=self._inode_of(parts))
+    def _number(self, layer: Layer, number: int) -> int:
+        return _FIRST + number * len(self._layers) + int(layer.identity)
+
+    def _attributes_of(self, node: Node) -> Attributes:
+        layer, found = node.parts[0]
+        return self._tree(layer).attributes_of(found, self._inode_of(node))

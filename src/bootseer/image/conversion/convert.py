@@ -19,6 +19,7 @@ from bootseer.artifact.progress import ProgressCallback
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
 from bootseer.erofs.format import BLOCK, Attributes
+from bootseer.erofs.merged import Layer, MergedTree
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
@@ -27,7 +28,6 @@ from bootseer.image.catalog import converting, images_in
 from bootseer.image.conversion.layer_document import ConvertedLayer, stack_digest
 from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob
 from bootseer.image.document import ImageDocument, LayerFile
-from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.sources.folder import write_folder
 from bootseer.image.sources.manifest import folder_digest
 from bootseer.image.sources.source import ImageSource

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bootseer.erofs.format import Attributes
+from bootseer.erofs.merged import MergedTree
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
 from bootseer.image.conversion.tar import Member, Stream, TarReader, shown
-from bootseer.image.merged import MergedTree
 from bootseer.image.sources.decompress import decompressed
 from bootseer.units import format_bytes
 

@@ -14,6 +14,7 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.codec import FAST_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
 from bootseer.erofs.format import BLOCK
+from bootseer.erofs.merged import MergedTree
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, SignatureError
 from bootseer.image.conversion.layer import LayerLimits, write_layer
@@ -24,7 +25,6 @@ from bootseer.image.conversion.layer_document import (
     layer_name,
     parse,
 )
-from bootseer.image.merged import MergedTree
 from bootseer.image.sources.source import SourceLayer, check_content, check_size, read_resumed
 from bootseer.io.retry import retrying
 from bootseer.logs import logger

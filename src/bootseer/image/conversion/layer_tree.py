@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bootseer.erofs.format import NO_XATTRS, Attributes, has_prefix
+from bootseer.erofs.merged import OPAQUE, WHITEOUT_MODE, MergedTree, Node, escape_xattr
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.tar import HARD_LINK, Member, shown
-from bootseer.image.merged import OPAQUE, WHITEOUT_MODE, MergedTree, Node, escape_xattr
 
 _MAX_PATH = 4095
 _MAX_FOLLOWED = 40  # MAXSYMLINKS of the kernel

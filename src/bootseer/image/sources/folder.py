@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.artifact.unpacked import read_sparse
+from bootseer.erofs.merged import MergedTree
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.conversion.layer_tree import LayerTree
 from bootseer.image.conversion.tar import HARD_LINK, Member
-from bootseer.image.merged import MergedTree
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import ImageSource

@@ -1,7 +1,6 @@
 """Merge layers into one tree as overlayfs does, with whiteouts and opaque directories, but without mounting them.
 
-Layers are read with `ErofsReader`. Used to convert a layer that depends on those below (`layer_tree`) and to unpack an
-image (`unpack`).
+Layers are read with `ErofsReader`.
 """
 
 from __future__ import annotations
