@@ -6,13 +6,14 @@ Layers are read with `ErofsReader`.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.reader import ErofsReader, Inode
 
-OVERLAY = b"trusted.overlay."
+OVERLAY, _USER_OVERLAY = MARKS = b"trusted.overlay.", b"user.overlay."
+"""Prefixes of the attributes by which overlayfs marks opaque folders: on the host, and in user namespaces."""
 OPAQUE = OVERLAY + b"opaque"
 _ESCAPED = OVERLAY + b"overlay."
 WHITEOUT_MODE = stat.S_IFCHR
@@ -113,6 +114,16 @@ def escape_xattr(name: bytes) -> bytes:
 def unescape_xattr(name: bytes) -> bytes:
     """Reverse of `escape_xattr`."""
     return OVERLAY + name[len(_ESCAPED) :] if name.startswith(_ESCAPED) else name
+
+
+def for_user_namespace(xattrs: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """The attributes with overlayfs' marks as an overlay in a user namespace reads them. A layer may have attributes of
+    that form itself, which hide nothing in mounts of the host, and are left out."""
+    return {
+        _USER_OVERLAY + name.removeprefix(OVERLAY) if name.startswith(OVERLAY) else name: value
+        for name, value in xattrs.items()
+        if not name.startswith(_USER_OVERLAY)
+    }
 
 
 def _merge(found: Iterator[tuple[Layer, Inode | None]]) -> Node | None:

@@ -1,4 +1,4 @@
-"""Complete layers that stay mounted, each once per node, shared by all images that contain it.
+"""The mounts of layers. Complete ones stay mounted, each once per node, shared by all images that contain it.
 
 Containers that share an EROFS mount share its page cache, and the next start finds its files in memory
 (docs/adr/0010-mounts-and-the-daemon.md has the figures). No process serves these mounts, so they survive a killed one
@@ -9,7 +9,8 @@ harmless, the next image mounts it again.
     <runtime>/layers/<identity>.lock    flock during mount and unmount; mtime: last use; content: device, inode, size
                                         and times of the mounted file
 
-The data is pinned in the cache for as long as the mount exists.
+The data is pinned in the cache for as long as the mount exists. A layer that is not complete is mounted in the folder
+of its own mount, from a file that the mount's daemon serves.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, UsageError
 from bootseer.io import locks
 from bootseer.logs import logger
 from bootseer.mounts import kernel
+from bootseer.mounts.control import FILES
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.state import Runtime
 
@@ -33,8 +36,30 @@ _LOG = logger(__name__)
 
 PIN = "mounted"
 """Name of the pin in the cache."""
+OWN = "layers"
+"""The folder of the layers that are not shared, in the folder of a mount."""
 _LOCK_S = 20.0
 _IDENTITY = re.compile(r"[0-9a-f]{16,128}")
+
+
+def mount_layer(runtime: Runtime, folder: Path, file: CachedFile, *, loop: bool | None = None) -> Path:
+    """Mount one layer; returns the mount point. A complete layer is shared, any other one is mounted in `folder`, the
+    mount's own, where a daemon serves its file. `loop`: see `mount_erofs`."""
+    identity = file.index.identity
+    if file.trusted:
+        return mount_shared(runtime, identity, file.path, lambda: file.pin(PIN), loop=loop)
+    point = folder / OWN / identity
+    point.mkdir(parents=True, exist_ok=True)
+    mount_erofs(folder / FILES / identity, point, loop=loop)
+    return point
+
+
+def unmount_own(folder: Path) -> None:
+    """Unmount the layers that are mounted in this mount's own folder, each with its last user."""
+    prefix = f"{folder}/{OWN}/"
+    for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
+        with contextlib.suppress(BootseerError):
+            kernel.unmount(Path(point), lazy=True)
 
 
 def mount_shared(

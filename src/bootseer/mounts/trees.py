@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bootseer.erofs.format import BLOCK, Superblock
-from bootseer.erofs.merged import Layer, Node
+from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
 from bootseer.fuse.filesystem import Attributes, Cancel, Data, Entry, Reply
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 OnError = Callable[[str], None]
 _FIRST = 2
-_PRIVILEGED, _UNPRIVILEGED = b"trusted.overlay.", b"user.overlay."
-_MARKS = (_UNPRIVILEGED, _PRIVILEGED)
 _FIRST_MERGED = 1 << 48
 _MAX_METADATA = 1 << 30
 _PIECE = 1 << 20
@@ -167,12 +165,7 @@ class ErofsTree:
         return self.reader.readlink(self._inode(inode))
 
     def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
-        # An image may have attributes of the unprivileged form, which hide nothing in mounts of the host.
-        return {
-            _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
-            for name, value in self.reader.xattrs(self._inode(inode)).items()
-            if not name.startswith(_UNPRIVILEGED)
-        }
+        return for_user_namespace(self.reader.xattrs(self._inode(inode)))
 
     def total(self) -> tuple[int, int]:
         return self._file.size_bytes, self._num_files
@@ -277,7 +270,7 @@ class MergedTree:
 
     def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
         layer, found = self._node(inode).parts[0]
-        return {name: value for name, value in layer.reader.xattrs(found).items() if not name.startswith(_MARKS)}
+        return {name: value for name, value in layer.reader.xattrs(found).items() if not name.startswith(MARKS)}
 
     def total(self) -> tuple[int, int]:
         totals = [tree.total() for tree in self._trees]

@@ -42,6 +42,7 @@ from bootseer.io.files import replace_file
 from bootseer.logs import logger
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
+from bootseer.mounts.shared_layers import OWN
 from bootseer.mounts.state import MountState, Runtime
 
 _LOG = logger(__name__)
@@ -232,7 +233,7 @@ class LazyImages:
         return state if state is not None and self._runtime.health(state) == "mounted" else None
 
     def _point(self, state: MountState, identity: str) -> Path:
-        points = (self._runtime.folder(state) / "layers" / identity, self._runtime.layers / identity)
+        points = (self._runtime.folder(state) / OWN / identity, self._runtime.layers / identity)
         for point in points:
             if kernel.is_mount(point):
                 return point

@@ -10,11 +10,9 @@ The mount ends with this process; after a kill the next start cleans up.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from bootseer.artifact.materialize import MountOptions, Subject
@@ -27,9 +25,8 @@ from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import BootseerError
-from bootseer.mounts import kernel, shared_layers, user_namespace
+from bootseer.mounts import shared_layers, user_namespace
 from bootseer.mounts.control import FILES
-from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState
@@ -38,9 +35,6 @@ from bootseer.store.store import Store
 
 ENVIRONMENT = "environment"
 """Key of a mount's details: the request key of the snapshot."""
-_POINT = "layer"
-_PRIVILEGED, _UNPRIVILEGED = _MARKS = b"trusted.overlay.", b"user.overlay."
-"""Prefixes of the attributes by which overlayfs marks opaque folders: on the host, and in user namespaces."""
 
 
 class LayerOptions(MountOptions, frozen=True):
@@ -70,7 +64,7 @@ class Layer(MountHandle):
         self._closed = True
         if self._daemon is not None:
             # Lazily: a namespace that is just ending may have a copy of the mount.
-            kernel.unmount(self._runtime.folder(self._state) / _POINT, lazy=True)
+            shared_layers.unmount_own(self._runtime.folder(self._state))
             if self._daemon.process.alive and not self._daemon.detach(force=True):
                 return
         self._runtime.remove(self._state)
@@ -162,13 +156,7 @@ class _LayerMount(LazyMount):
         layers = self.layers
         (one,) = layers.stack
         with layers.stage("mount"):
-            if layers.daemon is None:
-                pin = partial(one.file.pin, shared_layers.PIN)
-                return shared_layers.mount_shared(self.runtime, one.index.identity, one.file.path, pin)
-            point = layers.folder / _POINT
-            point.mkdir(exist_ok=True)
-            mount_erofs(layers.folder / FILES / one.index.identity, point)
-            return point
+            return shared_layers.mount_layer(self.runtime, layers.folder, one.file)
 
     def _serve_by_fuse(self) -> Path:
         from bootseer.mounts.trees import layer_tree
@@ -177,6 +165,7 @@ class _LayerMount(LazyMount):
         return self.layers.folder / FILES
 
     def _unpack(self, reason: str) -> tuple[MountMethod, Path]:
+        from bootseer.erofs.merged import MARKS, for_user_namespace
         from bootseer.erofs.reader import ErofsReader
 
         layers = self.layers
@@ -187,8 +176,8 @@ class _LayerMount(LazyMount):
         def write(folder: Path) -> None:
             reader = ErofsReader(one.file.read)
             files = ((path, reader, inode) for path, inode in reader.walk())
-            rename = dict if has_all_rights() else _for_user_namespace
-            write_tree(files, folder, rename, needed=_MARKS, threads=len(os.sched_getaffinity(0)))
+            rename = dict if has_all_rights() else for_user_namespace
+            write_tree(files, folder, rename, needed=MARKS, threads=len(os.sched_getaffinity(0)))
 
         with layers.stage("unpack"):
             tree = unpack_once(self.options.cache, [one.index.identity], write)
@@ -196,13 +185,4 @@ class _LayerMount(LazyMount):
         return MountMethod.UNPACK, tree
 
     def unmount_files(self) -> None:
-        with contextlib.suppress(BootseerError):
-            kernel.unmount(self.layers.folder / _POINT, lazy=True)
-
-
-def _for_user_namespace(xattrs: Mapping[bytes, bytes]) -> Mapping[bytes, bytes]:
-    """The attributes with overlayfs' marks as an overlay in a user namespace reads them."""
-    return {
-        _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
-        for name, value in xattrs.items()
-    }
+        shared_layers.unmount_own(self.layers.folder)

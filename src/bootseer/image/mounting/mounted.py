@@ -17,6 +17,7 @@ from bootseer.artifact.places import CACHE, RUNTIME, containers_folder, own_fold
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
+from bootseer.mounts.shared_layers import unmount_own
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
@@ -83,9 +84,7 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:
         # Mounted layers use the daemon's files, and it ends only after nothing uses them.
-        prefix = f"{folder}/layers/"
-        for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
-            kernel.unmount(Path(point), lazy=True)
+        unmount_own(folder)
         Daemon(folder, state.daemon).detach(force=force)
     if state.daemon is None or not state.daemon.alive:  # else a later mount removes the record
         runtime.remove(state)

@@ -10,11 +10,10 @@ from pathlib import Path
 from bootseer.artifact.loading import CachedLayer
 from bootseer.errors import BootseerError
 from bootseer.io.tasks import Tasks
-from bootseer.mounts import kernel, layers, shared_layers
-from bootseer.mounts.control import FILES
+from bootseer.mounts import kernel, layers
+from bootseer.mounts.shared_layers import mount_layer, unmount_own
 from bootseer.mounts.state import Runtime
 
-_LAYERS = "layers"
 _COPY = "copy"
 _AT_ONCE = 8
 
@@ -26,7 +25,7 @@ def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *
     """
     # Mounting a layer reads its first block. In parallel, this costs one round trip to the store for all layers.
     with Tasks("bootseer-mount", min(len(stack), _AT_ONCE)) as pool:
-        return list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
+        return list(pool.map(lambda layer: mount_layer(runtime, folder, layer.file, loop=loop), stack))
 
 
 def mount_tree(
@@ -58,21 +57,7 @@ def unmount_tree(folder: Path, target: Path) -> None:
     with contextlib.suppress(BootseerError):
         if kernel.is_mount(target):
             kernel.unmount(target, lazy=True)
-    prefix = f"{folder}/{_LAYERS}/"
-    for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
-        with contextlib.suppress(BootseerError):
-            kernel.unmount(Path(point), lazy=True)
-
-
-def _mount_layer(runtime: Runtime, folder: Path, layer: CachedLayer, *, loop: bool) -> Path:
-    """Mount one layer: a complete one is shared by all mounts, else it is mounted from the daemon's file."""
-    identity, file = layer.index.identity, layer.file
-    if file.trusted:
-        return shared_layers.mount_shared(runtime, identity, file.path, lambda: file.pin(shared_layers.PIN), loop=loop)
-    point = folder / _LAYERS / identity
-    point.mkdir(parents=True, exist_ok=True)
-    layers.mount_erofs(folder / FILES / identity, point, loop=loop)
-    return point
+    unmount_own(folder)
 
 
 def _upper(writable: Path | None, top: Path) -> tuple[Path, Path] | tuple[None, None]:
