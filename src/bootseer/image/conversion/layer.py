@@ -17,7 +17,8 @@ from bootseer.erofs.merged import MergedTree
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
-from bootseer.image.conversion.tar import Member, Stream, TarReader, shown
+from bootseer.image.conversion.tar import Stream, TarReader, shown
+from bootseer.image.conversion.tar_header import Member
 from bootseer.image.sources.decompress import decompressed
 from bootseer.units import format_bytes
 

@@ -26,7 +26,8 @@ from bootseer.erofs.merged import OPAQUE, WHITEOUT_MODE, MergedTree, Node, escap
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
-from bootseer.image.conversion.tar import HARD_LINK, Member, shown
+from bootseer.image.conversion.tar import shown
+from bootseer.image.conversion.tar_header import HARD_LINK, Member
 
 _MAX_PATH = 4095
 _MAX_FOLLOWED = 40  # MAXSYMLINKS of the kernel

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from bootseer.errors import CorruptError
 from bootseer.image.conversion.tar_header import (
     BLOCK,
+    HARD_LINK,
     MAX_SEGMENTS,
     Header,
+    Member,
     Records,
     Segment,
     apply_records,
@@ -29,7 +30,6 @@ from bootseer.image.conversion.tar_header import (
 
 MAX_RECORDS_BYTES = 1 << 20
 """Limit of a pax header or a long name, as in other readers."""
-HARD_LINK = 0
 _KINDS = {
     b"0": stat.S_IFREG,
     b"7": stat.S_IFREG,  # "contiguous file": all readers treat it as a regular one
@@ -43,23 +43,6 @@ _KINDS = {
     b"6": stat.S_IFIFO,
 }
 _IGNORED = (b"g", b"V")  # global headers and volume labels
-
-
-@dataclass(slots=True)
-class Member:
-    """One member. `kind` is the type as in `st_mode`, or `HARD_LINK`; `link` is the target of a hard or symbolic link;
-    `size` is in bytes, with holes."""
-
-    name: bytes
-    kind: int
-    mode: int
-    uid: int
-    gid: int
-    mtime_ns: int
-    rdev: tuple[int, int]
-    link: bytes
-    size: int
-    xattrs: dict[bytes, bytes]
 
 
 class Stream:
@@ -111,7 +94,7 @@ class TarReader:
         records = Records()
         long_name = long_link = b""
         while (header := self._next_header()) is not None:
-            kind = header.kind
+            kind = header.type
             if kind in _IGNORED:
                 self._begin(header.size)
                 continue
@@ -187,34 +170,24 @@ class TarReader:
         return data
 
     def _member(self, header: Header) -> Member:
-        kind = _KINDS.get(header.kind)
+        kind = _KINDS.get(header.type)
         if kind is None:
-            raise CorruptError(f"{shown(header.name)}: a tar member of unknown kind {header.kind!r}")
-        if header.kind == b"\0" and header.name.endswith(b"/"):
+            raise CorruptError(f"{shown(header.name)}: a tar member of unknown kind {header.type!r}")
+        if header.type == b"\0" and header.name.endswith(b"/"):
             kind = stat.S_IFDIR  # v7 archives have no type for directories
         self._begin(header.size if kind == stat.S_IFREG else 0)
-        size = self._left
+        header.kind, header.size = kind, self._left
         if header.segments is not None and kind == stat.S_IFREG:
             header.segments += self._read_map(header)
             check_segments(header, self._left)
             self._segments, self._real_size = header.segments, header.real_size
-            size = header.real_size
-        return Member(
-            header.name,
-            kind,
-            header.mode,
-            header.uid,
-            header.gid,
-            header.mtime_ns,
-            header.rdev,
-            header.link,
-            size,
-            header.xattrs,
-        )
+            header.size = header.real_size
+        header.segments = None  # members may be queued
+        return header
 
     def _read_map(self, header: Header) -> list[Segment]:
         """The part of a sparse file's map that precedes its data."""
-        if header.kind != b"S":
+        if header.type != b"S":
             return parse_sparse_map(list(self._decimal_lines())) if header.more_segments else []
         found: list[Segment] = []
         more = header.more_segments

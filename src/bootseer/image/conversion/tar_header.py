@@ -19,6 +19,7 @@ from urllib.parse import unquote_to_bytes
 from bootseer.errors import CorruptError
 
 BLOCK = 512
+HARD_LINK = 0
 MAX_SEGMENTS = 1 << 18
 """Limit of a sparse file's segments."""
 _FIELDS = struct.Struct("100s8s8s8s12s12s8sc100s8s32s32s8s8s155s12s")
@@ -34,25 +35,35 @@ Segment = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Header:
-    """A member's header block; `apply_records` changes it."""
+class Member:
+    """One member."""
 
     name: bytes
+    kind: int
+    """The type as in `st_mode`, or `HARD_LINK`."""
     mode: int
     uid: int
     gid: int
-    size: int
-    """Bytes of data in the archive, without padding."""
     mtime_ns: int
-    kind: bytes
-    link: bytes
     rdev: tuple[int, int]
+    link: bytes
+    """The target of a hard or symbolic link."""
+    size: int
+    """In bytes, with holes."""
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Header(Member):
+    """A member's header block; `apply_records` changes it. Until `tar` has located the data, `size` is that of the data
+    in the archive, without padding, and `kind` is unknown."""
+
+    type: bytes = b""
     segments: list[Segment] | None = None
     """Map of a sparse file. `real_size` is the size with holes."""
     real_size: int = 0
     more_segments: bool = False
     """Whether the map continues in the member's data."""
-    xattrs: dict[bytes, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -76,14 +87,15 @@ def parse_header(block: bytes) -> Header | None:
     (name, mode, uid, gid, size, mtime, _, kind, link, magic, _, _, major, minor, prefix, _) = _FIELDS.unpack(block)
     header = Header(
         _text(name),
+        0,
         _number(mode) & 0o7777,
         _number(uid),
         _number(gid),
-        _number(size),
         _number(mtime) * 1_000_000_000,
-        kind,
-        _text(link),
         (0, 0),
+        _text(link),
+        _number(size),
+        type=kind,
     )
     if magic[:5] == b"ustar":
         if kind in {b"3", b"4"}:
@@ -166,7 +178,7 @@ def apply_records(header: Header, records: Records) -> None:
         header.mtime_ns = parse_time(values[b"mtime"])
     header.xattrs = dict(_xattrs(values))
     real_size = values.get(b"GNU.sparse.realsize") or values.get(b"GNU.sparse.size")
-    if real_size is not None and header.kind != b"S":
+    if real_size is not None and header.type != b"S":
         header.real_size = decimal(real_size)
         text = values.get(b"GNU.sparse.map")
         header.segments = parse_sparse_map(text.split(b",")) if text else records.sparse
