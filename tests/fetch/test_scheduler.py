@@ -304,7 +304,7 @@ def test_a_refusal_fails_readers_at_once_and_stops_prefetch(error: BootseerError
     assert answers == [error]
     assert w.scheduler.idle
     assert len(w.launched) < 30
-    assert w.scheduler.counts.dropped
+    assert w.scheduler.stats.dropped
     assert w.scheduler.prefetch_error is error
 
 
@@ -404,7 +404,7 @@ def test_hedges_stay_within_their_credit_when_everything_is_slow() -> None:
     for block in range(0, 6, 3):
         w.read(0, [block], Answers())
     w.run(until=9.0)
-    assert w.scheduler.counts.hedges == SETTINGS.first_hedge_credit  # of four that were wanted
+    assert w.scheduler.stats.hedges == SETTINGS.first_hedge_credit  # of four that were wanted
 
 
 def test_a_second_hedge_waits_twice_as_long_as_the_first() -> None:
@@ -422,7 +422,7 @@ def test_blocks_that_arrived_for_readers_earn_hedges_and_prefetched_ones_do_not(
         w.read(0, [500], Answers())
         w.read(0, [503], Answers())
         w.run(until=10.0)
-        return w.scheduler.counts.hedges
+        return w.scheduler.stats.hedges
 
     assert hedges(lambda w: w.prefetch((0, block) for block in range(100))) == SETTINGS.first_hedge_credit
     assert hedges(lambda w: w.read(0, range(100), Answers())) == 2 * SETTINGS.max_hedges

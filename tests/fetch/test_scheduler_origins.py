@@ -52,7 +52,7 @@ def test_an_origin_that_does_not_have_a_block_is_as_well_as_before() -> None:
         w.read(0, [block], lambda answer: None)
         w.run(until=w.now + 0.05)
     assert [(fetch.blocks[0], fetch.origin) for _, fetch in w.launched] == [(7, 0), (7, 1), (50, 0)]
-    assert w.scheduler.counts.failures == 0
+    assert w.scheduler.stats.failures == 0
 
 
 def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
@@ -62,7 +62,7 @@ def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
     w.run()
     assert len(w.here) == 200
     assert w.scheduler.idle
-    assert w.scheduler.counts.dropped == 0
+    assert w.scheduler.stats.dropped == 0
 
 
 def test_an_origin_that_asked_us_to_wait_is_left_out_until_then() -> None:

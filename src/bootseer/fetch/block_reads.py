@@ -39,7 +39,6 @@ from bootseer.fetch.hotset import Availability
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import Done, OtherClaims, PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
-from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.logs import logger
 from bootseer.store.store import Store
@@ -100,7 +99,7 @@ class Reads:
         self._closed = False
         self._cache_error: BootseerError | None = None
         """Why blocks cannot be cached."""
-        self._stats = FetchStats()
+        self._stats = self._scheduler.stats
         self._processors = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
         self._workers = Executor("bootseer-fetch")
         self._clock = Executor("bootseer-fetch-clock", 1)

@@ -130,7 +130,7 @@ class Fetcher(Reads):
             file.cached.sync()
 
     def stats(self) -> FetchStats:
-        counts, trust, stats = self._scheduler.counts, self._scheduler.trust, self._stats
+        trust, stats = self._scheduler.trust, self._stats
         return replace(
             stats,
             covered=trust.covered,
@@ -138,11 +138,8 @@ class Fetcher(Reads):
             suspended=trust.suspended,
             suspensions=trust.suspensions,
             bytes_by_purpose=dict(stats.bytes_by_purpose),
-            requests_by_purpose=dict(counts.requests),
+            requests_by_purpose=dict(stats.requests_by_purpose),
             bytes_by_second=list(stats.bytes_by_second),
-            hedges=counts.hedges,
-            failures=counts.failures,
-            dropped=counts.dropped,
             peers=next((file.peers.stats() for file in self._files if file.peers is not None), {}),
             cache_full=self._cache_error is not None,
             threads=len(self._workers),

@@ -16,6 +16,7 @@ from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
+from bootseer.fetch.stats import FetchStats
 
 if TYPE_CHECKING:
     from bootseer.blocks.index import Place, Stripe
@@ -58,16 +59,6 @@ class Fetch(Struct, frozen=True):
     """The number of the origin among the file's origins."""
     step: Hashable = None
     """For an origin with several peers, the step of the route: which peer is asked, and how."""
-
-
-class Counts(Struct):
-    """Counters for the report."""
-
-    requests: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
-    hedges: int = 0
-    failures: int = 0
-    dropped: int = 0
-    """Blocks whose prefetch was given up."""
 
 
 class Pace:
@@ -298,7 +289,7 @@ class Ledger:
         """Hot blocks that are neither cached nor given up."""
         self.redundant: list[int] = []
         """Running requests without outstanding blocks, returned by the next `tick`."""
-        self.counts = Counts()
+        self.stats = FetchStats()
 
     def add(self, geometry: Geometry, *origins: str) -> int:
         """Add a file with the names of its origins in the order of preference; returns its number.
@@ -390,7 +381,7 @@ class Ledger:
             wanted = self.wanted[key]
             if wanted.prefetch is None:
                 continue
-            self.counts.dropped += 1
+            self.stats.dropped += 1
             self.hot_left -= wanted.prefetch is Purpose.HOT
             wanted.prefetch = None
             if not wanted.readers and not wanted.in_flight:

@@ -164,7 +164,7 @@ class Scheduler(Ledger):
         elif error is None or is_absent:
             pace.succeeded(request.origin.num_running + 1)
         else:
-            self.counts.failures += 1
+            self.stats.failures += 1
             pace.failed(error, request.started, now, self._jitter())
         for block in list(request.left):
             self._remove_outstanding(request, block)
@@ -348,8 +348,8 @@ class Scheduler(Ledger):
             origin.num_prefetch += 1
             origin.prefetch_bytes += total
             origin.next_bytes = min(2 * origin.next_bytes, self._settings.request_bytes)
-        self.counts.requests[purpose] += 1
-        self.counts.hedges += hedge
+        self.stats.requests_by_purpose[purpose] += 1
+        self.stats.hedges += hedge
         for block in blocks:
             key = (file, block)
             origin.demand.pop(key, None)
@@ -470,7 +470,7 @@ class Scheduler(Ledger):
         if wanted.readers:
             self._given_up.append((*key, error))
         if wanted.prefetch is not None:
-            self.counts.dropped += 1
+            self.stats.dropped += 1
             self.prefetch_error = error
         self._forget(key)
         if isinstance(error, PermanentError) and not isinstance(error, CorruptError):
