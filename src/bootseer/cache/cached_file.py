@@ -107,18 +107,19 @@ class CachedFile:
         if end <= offset or offset < 0:
             return b""
         first, last = offset >> self._shift, (end - 1) >> self._shift
-        if self._verified.find(0, first, last + 1) >= 0:
-            return self._read_checked(offset, end, range(first, last + 1))
-        if first == last:
-            self._read[first] = 1
-        else:
-            self._read[first : last + 1] = b"\1" * (last + 1 - first)
-        data = self._pread(offset, end - offset)
-        if len(data) != end - offset:
+        if self._verified.find(0, first, last + 1) < 0:
+            try:
+                data = os.pread(self._data, end - offset, offset)
+            except OSError:
+                data = b""
+            if len(data) == end - offset:
+                self._note_read(first, last)
+                return data
             # Truncated by another program, or a disk error: previous verification is void.
             self._verified[first : last + 1] = bytes(last + 1 - first)
-            return self._read_checked(offset, end, range(first, last + 1))
-        return data
+        checked = bytearray(end - offset)
+        self.readinto(offset, memoryview(checked))
+        return bytes(checked)
 
     def readinto(self, offset: int, into: memoryview) -> None:
         """Read a range inside the file into `into`, whose content is undefined after `MissingBlocks`. Whole blocks are
@@ -129,22 +130,21 @@ class CachedFile:
             start = block << self._shift
             low, high = max(start, offset), min(start + self.index.length(block), end)
             part = into[low - offset : high - offset]
-            if not (self._verified[block] or self._live.get(block) != MISSING):
+            if not self.ready(block):
                 missing.append(block)
             elif self._verified[block] or high - low == self.index.length(block):
                 if not self._fill(block, low, part):
                     missing.append(block)
             else:
-                data = self._read_verified_block(block)
-                if data is None:
-                    missing.append(block)
+                whole = memoryview(bytearray(self.index.length(block)))
+                if self._fill(block, start, whole):
+                    part[:] = whole[low - start : high - start]
                 else:
-                    part[:] = memoryview(data)[low - start : high - start]
+                    missing.append(block)
         self._check_open()
         if missing:
             raise MissingBlocks(missing)
-        first = offset >> self._shift
-        self._read[first : ((end - 1) >> self._shift) + 1] = b"\1" * (((end - 1) >> self._shift) + 1 - first)
+        self._note_read(offset >> self._shift, (end - 1) >> self._shift)
 
     def descriptor(self) -> int:
         """A descriptor for `sendfile`; its content at missing blocks is undefined. The caller closes it."""
@@ -269,15 +269,17 @@ class CachedFile:
         if self._closed:
             raise PermanentError(f"{self.entry}: this file was closed")
 
-    def _pread(self, offset: int, count: int) -> bytes:
-        """Read; fewer bytes after a disk error or truncation."""
-        try:
-            return os.pread(self._data, count, offset)
-        except OSError:
-            return b""
+    def _note_read(self, first: int, last: int) -> None:
+        if first == last:
+            self._read[first] = 1
+        else:
+            self._read[first : last + 1] = b"\1" * (last + 1 - first)
 
     def _fill(self, block: int, offset: int, into: memoryview) -> bool:
-        """Read a part of a verified block, or read and verify a whole block; returns success."""
+        """Read a part of a verified block, or read and verify a whole block; returns success.
+
+        A block that is cut or wrong is marked missing.
+        """
         verified = self._verified[block]
         try:
             right = os.preadv(self._data, [into], offset) == len(into)
@@ -294,40 +296,10 @@ class CachedFile:
         self._set(block, MISSING)
         return False
 
-    def _read_checked(self, offset: int, end: int, blocks: range) -> bytes:
-        self._check_open()
-        states = self._live.get_all(blocks.start, blocks.stop)
-        pieces, missing = [], []
-        for block, state in zip(blocks, states, strict=True):
-            data = None if state == MISSING and not self._verified[block] else self._read_verified_block(block)
-            if data is None:
-                missing.append(block)
-            elif not missing:
-                pieces.append(data)
-        if missing:
-            self._check_open()
-            raise MissingBlocks(missing)
-        self._read[blocks.start : blocks.stop] = b"\1" * len(blocks)
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        start = blocks.start << self._shift
-        return data if (offset, end) == (start, start + len(data)) else data[offset - start : end - start]
-
-    def _read_verified_block(self, block: int) -> bytes | None:
-        """A block's verified bytes; None, and the block is marked missing, if they are wrong."""
-        length = self.index.length(block)
-        data = self._pread(block << self._shift, length)
-        if len(data) == length and (self._verified[block] or digest_of(data) == self.index.digest(block)):
-            if not self._verified[block]:
-                self._verified[block] = 1
-                self._set(block, READY)
-            return data
-        self._verified[block] = 0
-        self._set(block, MISSING)
-        return None
-
     def _is_sound(self, block: int) -> bool:
         self._verified[block] = 0
-        return self._read_verified_block(block) is not None
+        whole = memoryview(bytearray(self.index.length(block)))
+        return self._fill(block, block << self._shift, whole)
 
     def _set(self, block: int, state: int) -> None:
         # If this fails for lack of space, the map keeps the old state and the block is checked again.
