@@ -75,14 +75,12 @@ def main(folder: Path, image: Path, lifeline: bool) -> None:
         if (image.parent / "hang").exists():
             threading.Event().wait()
         source = LocalSource(image)
-        tree = LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)
+        tree = LazyFiles(source, [LazyFile("image", source.size, 0)])
         return Served(source, functools.partial(mount, tree), FileRecorder(image.parent), lambda: {"figure": 42})
 
     def reopen(on_error: OnError) -> Served:
         source = LocalSource(image, held_bytes=0)
-        return Served(
-            source, functools.partial(mount, LazyFiles(source, [LazyFile("image", source.size, 0)], on_error))
-        )
+        return Served(source, functools.partial(mount, LazyFiles(source, [LazyFile("image", source.size, 0)])))
 
     os.set_inheritable(os.open(image.parent / "lease", os.O_RDWR | os.O_CREAT), True)
     spec = DaemonSpec(folder, serve, lifeline=lifeline, reopen=reopen if (image.parent / "recover").exists() else None)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,12 @@ from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.fetch_settings import FetchSettings
-from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.record import read_record
 from bootseer.fuse.session import Session
 from bootseer.mounts.block_files import BlockFileService, ServedFile
 from bootseer.mounts.layers import mount_erofs
-from bootseer.mounts.serve import OnError, Served
-from bootseer.mounts.trees import ErofsTree, LazyFile
+from bootseer.mounts.serve import Served
+from bootseer.mounts.trees import layer_tree
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from waiting import until
@@ -54,10 +53,6 @@ def stored(place: Path) -> ServedFile:
         writer.write(path.read_bytes())
         file = writer.finish()
     return ServedFile("layer", read_index(store, file), str(place / "store"))
-
-
-def as_files(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> ErofsTree:
-    return ErofsTree(source, files[0], on_error)
 
 
 class Shown:
@@ -183,7 +178,7 @@ def test_the_tree_of_an_image_is_served_without_the_kernels_erofs(
         (stored,),
         place / "cache",
         rest=False,
-        make_tree=as_files,
+        make_tree=layer_tree,
     )
     session = shown.show(what)
     (place / "at").mkdir()
@@ -231,7 +226,7 @@ def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: S
             (stored,),
             place / "cache",
             rest=False,
-            make_tree=as_files,
+            make_tree=layer_tree,
         )
     )
     below = place / "below"
@@ -263,7 +258,7 @@ def test_files_that_are_no_images_are_refused(place: Path, shown: Shown) -> None
                 (file,),
                 place / "cache",
                 rest=False,
-                make_tree=as_files,
+                make_tree=layer_tree,
             )
         )
 

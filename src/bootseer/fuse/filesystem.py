@@ -13,10 +13,13 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
+from bootseer.errors import BootseerError
+
 Data = bytes | bytearray | memoryview
 
-Reply = Callable[[Data | int], None]
-"""Answers one read: the requested bytes or an error number. Callable from any thread; only the first call counts."""
+Reply = Callable[[Data | int | BootseerError], None]
+"""Answers one read: the requested bytes, an error number, or an error, which is logged and answered with EIO. Callable
+from any thread; only the first call counts."""
 
 Cancel = Callable[[], None]
 """Cancels a read whose result is not needed any more."""

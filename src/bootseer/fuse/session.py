@@ -117,7 +117,7 @@ class TreeRequests:
 
 
 class KernelRead:
-    """An unanswered read; call it with the answer: `min_length` to `length` bytes, or an error number."""
+    """An unanswered read; call it with the answer (`filesystem.Reply`): `min_length` to `length` bytes, or an error."""
 
     __slots__ = ("begun_s", "cancel", "length", "min_length", "session", "thread", "unique")
 
@@ -130,10 +130,13 @@ class KernelRead:
         self.cancel: Cancel | None = None
         self.begun_s = time.monotonic()
 
-    def __call__(self, result: Data | int) -> None:
+    def __call__(self, result: Data | int | BootseerError) -> None:
         session = self.session
         if session._pending.pop(self.unique, None) is None:
             return  # answered before, or cancelled
+        if isinstance(result, BootseerError):
+            session._on_error(str(result))
+            result = errno.EIO
         if isinstance(result, int):
             session._send_error(self.unique, result)
             return

@@ -37,7 +37,7 @@ _START_S = 900.0
 """A startup whose end was not reported counts as ended after this time."""
 HotBlocks = Callable[[], Iterable[tuple[str, int]]]
 """The blocks that earlier startups needed, as file identity and block, the earliest first."""
-MakeTree = Callable[[Fetcher, Sequence[LazyFile], OnError], Tree]
+MakeTree = Callable[[Fetcher, Sequence[LazyFile]], Tree]
 
 
 class ServedFile(Struct, frozen=True):
@@ -72,7 +72,7 @@ class BlockFileService(Struct, frozen=True):
         source = _OpenBlockFiles(self, on_error)
         try:
             files = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(self.files)]
-            tree = self.make_tree(source.fetcher, files, on_error)
+            tree = self.make_tree(source.fetcher, files)
         except BaseException:
             source.close()
             raise

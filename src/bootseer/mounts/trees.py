@@ -15,20 +15,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bootseer.erofs.format import BLOCK, Superblock
 from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
 from bootseer.erofs.reader import ErofsReader, Inode
-from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
-from bootseer.fuse.filesystem import Attributes, Cancel, Data, Entry, Reply
+from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.fuse.filesystem import Attributes, Cancel, Entry, Reply
 from bootseer.mounts.user_namespace import num_owners
 
 if TYPE_CHECKING:
     from bootseer.fetch.fetcher import Fetcher
 
-OnError = Callable[[str], None]
 _FIRST = 2
 _FIRST_MERGED = 1 << 48
 _MAX_METADATA = 1 << 30
@@ -55,10 +54,9 @@ class LazyFile(NamedTuple):
 class LazyFiles:
     """A tree of one folder. Immutable and thread-safe."""
 
-    def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
+    def __init__(self, source: Fetcher, files: Sequence[LazyFile]) -> None:
         self._source = source
         self._files = tuple(files)
-        self._on_error = on_error
         self._root = Attributes(1, stat.S_IFDIR | 0o555, nlink=2)
         self._attributes = [
             Attributes(_FIRST + place, stat.S_IFREG | 0o444, file.size_bytes) for place, file in enumerate(files)
@@ -89,33 +87,17 @@ class LazyFiles:
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
         file = self._files[inode - _FIRST]
-        return start_read(self._source, file.number, offset, length, reply, self._on_error)
-
-
-def start_read(
-    source: Fetcher, file: int, offset: int, length: int, reply: Reply, on_error: Callable[[str], None]
-) -> Cancel | None:
-    """Begin a read. A failure is answered with EIO and logged."""
-
-    def done(result: Data | BootseerError) -> None:
-        if isinstance(result, BootseerError):
-            on_error(str(result))
-            reply(errno.EIO)
-        else:
-            reply(result)
-
-    ticket = source.read(file, offset, length, done)
-    return None if ticket is None else ticket.cancel
+        pending = self._source.read(file.number, offset, length, reply)
+        return None if pending is None else pending.cancel
 
 
 class ErofsTree:
     """The tree of one EROFS image. Inode 1 is its root; other inode numbers are the image's nids plus 2."""
 
-    def __init__(self, source: Fetcher, file: LazyFile, on_error: OnError) -> None:
+    def __init__(self, source: Fetcher, file: LazyFile) -> None:
         """Read all metadata, blocking. Raises `CorruptError` for an invalid image."""
         self._source = source
         self._file = file
-        self._on_error = on_error
         first = bytes(source.read_blocking(file.number, 0, BLOCK))
         self._meta_at = Superblock.parse(first).meta_block * BLOCK
         if not BLOCK <= self._meta_at < file.size_bytes:
@@ -180,7 +162,8 @@ class ErofsTree:
         if found.tail_at is not None:
             raise CorruptError(f"{self._file.name}: inode {found.number} has inline data, which is not supported")
         at = found.first_block * BLOCK + offset
-        return start_read(self._source, self._file.number, at, length, reply, self._on_error)
+        pending = self._source.read(self._file.number, at, length, reply)
+        return None if pending is None else pending.cancel
 
     def _load_folders(self) -> None:
         pending, seen = [self._root], {self._root}
@@ -216,11 +199,11 @@ class ErofsTree:
         return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
 
 
-def layer_tree(source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> ErofsTree:
+def layer_tree(source: Fetcher, files: Sequence[LazyFile]) -> ErofsTree:
     """The tree of the only file in `files`, with overlay xattrs in the form that user namespaces use."""
     if len(files) != 1:
         raise UsageError(f"{len(files)} layers instead of one", hint="several are served by MergedTree")
-    return ErofsTree(source, files[0], on_error)
+    return ErofsTree(source, files[0])
 
 
 class MergedTree:
@@ -232,11 +215,11 @@ class MergedTree:
     run on the session's one thread.
     """
 
-    def __init__(self, source: Fetcher, files: Sequence[LazyFile], on_error: OnError) -> None:
+    def __init__(self, source: Fetcher, files: Sequence[LazyFile]) -> None:
         """Read the metadata of all layers, blocking. Raises `CorruptError` for an invalid layer."""
         if not files:
             raise UsageError("an image without layers", hint="convert it again")
-        self._trees = [ErofsTree(source, file, on_error) for file in reversed(files)]
+        self._trees = [ErofsTree(source, file) for file in reversed(files)]
         self._layers = [Layer(tree.reader, str(place)) for place, tree in enumerate(self._trees)]
         self._root = Node(tuple((layer, layer.reader.root()) for layer in self._layers))
         self._merged: dict[int, Node] = {}
