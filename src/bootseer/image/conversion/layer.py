@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bootseer.erofs.format import Attributes
 from bootseer.erofs.merged import MergedTree
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
 from bootseer.image.conversion.tar import Stream, TarReader, shown
 from bootseer.image.conversion.tar_header import Member
-from bootseer.image.sources.decompress import decompressed
 from bootseer.units import format_bytes
 
 _BOMB_RATIO = 200
@@ -43,46 +41,20 @@ class LayerLimits:
         return self.unpacked_bytes or max(_BOMB_FLOOR, _BOMB_RATIO * compressed_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFacts:
-    """What assembling an image needs to know of a layer besides its EROFS image."""
+class LayerConversion:
+    """The conversion of one layer to `writer`."""
 
-    root: Attributes | None
-    """Attributes of the root directory, if the layer has an entry for it."""
-    opaque: bool
-    """Whether the layer hides all layers below it."""
-    depends_on_lower: bool
-    """Whether the result depends on the layers below."""
-
-
-def write_layer(
-    writer: ErofsWriter,
-    pieces: Iterator[bytes],
-    *,
-    where: str,
-    lower: Callable[[], MergedTree] | None,
-    limits: LayerLimits,
-    compressed_bytes: int,
-    uncompressed: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda pieces: pieces,
-) -> LayerFacts:
-    """Convert the layer in `pieces` (compressed or not) and write it to `writer`.
-
-    `lower` waits for the layers below and returns them; None for the bottom layer. `uncompressed` wraps the whole tar
-    stream; an error that it raises at the end comes before any lookup in lower layers. Raises `CorruptError` for a
-    damaged archive and `PermanentError` for a member that cannot be converted, with `where` and the member's name.
-    """
-    return _LayerRun(writer, where, lower, limits, compressed_bytes).run(uncompressed(decompressed(pieces)))
-
-
-class _LayerRun:
     def __init__(
         self,
         writer: ErofsWriter,
+        *,
         where: str,
         lower: Callable[[], MergedTree] | None,
         limits: LayerLimits,
         compressed_bytes: int,
     ) -> None:
+        """`where`: the layer's name in errors. `lower` waits for the layers below and returns them; None for the bottom
+        layer."""
         self._writer = writer
         self._where = where
         self._wait_for_lower = lower
@@ -93,14 +65,19 @@ class _LayerRun:
         self._text_bytes = 0
         self._current = b""  # name of the member being converted, for messages
 
-    def run(self, pieces: Iterator[bytes]) -> LayerFacts:
+    def run(self, pieces: Iterator[bytes]) -> LayerTree:
+        """Convert the tar stream in `pieces`. It is read to its end before anything is looked up in lower layers.
+
+        Raises `CorruptError` for a damaged archive and `PermanentError` for a member that cannot be converted, with the
+        names of layer and member.
+        """
         try:
             return self._read(pieces)
         except PermanentError as error:
             at = f"at {shown(self._current)}" if self._current else "at its beginning"
             raise type(error)(f"{self._where}, {at}: {error}") from error
 
-    def _read(self, pieces: Iterator[bytes]) -> LayerFacts:
+    def _read(self, pieces: Iterator[bytes]) -> LayerTree:
         stream = Stream(self._bounded(pieces))
         reader = TarReader(stream)
         for number, member in enumerate(reader):
@@ -124,7 +101,7 @@ class _LayerRun:
             member, extent = self._queued.popleft()
             self._current = member.name
             self._add(member, extent)
-        return LayerFacts(self._tree.root, self._tree.root_opaque, self._tree.depends_on_lower)
+        return self._tree
 
     def _add(self, member: Member, extent: Extent) -> None:
         self._tree.add(member, extent)

@@ -17,7 +17,7 @@ from bootseer.erofs.format import BLOCK
 from bootseer.erofs.merged import MergedTree
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, SignatureError
-from bootseer.image.conversion.layer import LayerLimits, write_layer
+from bootseer.image.conversion.layer import LayerConversion, LayerLimits
 from bootseer.image.conversion.layer_document import (
     MAX_BYTES,
     ConvertedLayer,
@@ -25,6 +25,7 @@ from bootseer.image.conversion.layer_document import (
     layer_name,
     parse,
 )
+from bootseer.image.sources.decompress import decompressed
 from bootseer.image.sources.source import SourceLayer, check_content, check_size, read_resumed
 from bootseer.io.retry import retrying
 from bootseer.logs import logger
@@ -92,25 +93,25 @@ class LayerJob:
         options = self.options
         with BlockWriter(self.store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
             writer = ErofsWriter(blocks)
-            facts = write_layer(
+            conversion = LayerConversion(
                 writer,
-                check_size(self._with_progress(read_resumed(layer)), layer),
                 where=self.where,
                 lower=self.lower,
                 limits=options.limits,
                 compressed_bytes=layer.size_bytes,
-                uncompressed=lambda pieces: check_content(pieces, layer),
             )
+            stored = check_size(self._with_progress(read_resumed(layer)), layer)
+            tree = conversion.run(check_content(decompressed(stored), layer))
             file = blocks.finish(writer.finish())
-        converted = ConvertedLayer(file, facts.root, facts.opaque)
+        converted = ConvertedLayer(file, tree.root, tree.root_opaque)
         _LOG.info(
             "%s: converted, %d bytes stored as %d%s",
             self.where,
             file.size_bytes,
             file.stored_bytes,
-            ", depends on the layers below" if facts.depends_on_lower else "",
+            ", depends on the layers below" if tree.depends_on_lower else "",
         )
-        name = self._name(self.below if facts.depends_on_lower else "")
+        name = self._name(self.below if tree.depends_on_lower else "")
         put(self.store, name, options.signatures.seal(name, encode(converted)), file.objects, timeout_s=_PUBLISH_S)
         return converted
 
