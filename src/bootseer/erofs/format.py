@@ -56,6 +56,8 @@ _FILE_TYPES = {
     stat.S_IFSOCK: 6,
     stat.S_IFLNK: 7,
 }
+MODE_OF_TYPE = {number: mode for mode, number in _FILE_TYPES.items()}
+"""The type bits of `st_mode`, by the type byte of a directory entry."""
 NO_XATTRS: Mapping[bytes, bytes] = {}
 
 

@@ -5,7 +5,6 @@ fusermount3 opens the device, mounts it, and sends the descriptor back over a so
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import shutil
@@ -90,15 +89,13 @@ def _run_helper(options: list[str], target: Path, action: str, *link: int) -> st
 
 
 def _receive(link: socket.socket, target: Path) -> int:
-    numbers = array.array("i", [0])
     try:
-        _, extra, _, _ = link.recvmsg(1, socket.CMSG_SPACE(numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
+        _, numbers, _, _ = socket.recv_fds(link, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise PermanentError(f"{HELPER} handed over no descriptor for {target}: {error}") from error
-    for level, kind, data in extra:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= numbers.itemsize:
-            return int(array.array("i", data[: numbers.itemsize])[0])
-    raise PermanentError(f"{HELPER} handed over no descriptor for {target}")
+    if not numbers:
+        raise PermanentError(f"{HELPER} handed over no descriptor for {target}")
+    return numbers[0]
 
 
 def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from bootseer.erofs.format import BLOCK, Superblock
+from bootseer.erofs.format import BLOCK, MODE_OF_TYPE, Superblock
 from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import CorruptError, PermanentError, UsageError
@@ -32,15 +32,6 @@ _FIRST = 2
 _FIRST_MERGED = 1 << 48
 _MAX_METADATA = 1 << 30
 _PIECE = 1 << 20
-_KINDS = {
-    1: stat.S_IFREG,
-    2: stat.S_IFDIR,
-    3: stat.S_IFCHR,
-    4: stat.S_IFBLK,
-    5: stat.S_IFIFO,
-    6: stat.S_IFSOCK,
-    7: stat.S_IFLNK,
-}
 
 
 class LazyFile(NamedTuple):
@@ -139,7 +130,7 @@ class ErofsTree:
 
     def entries(self, inode: int) -> Sequence[Entry]:
         return [
-            Entry(entry.name, self._tree_inode(entry.number), _KINDS.get(entry.kind, 0))
+            Entry(entry.name, self._tree_inode(entry.number), MODE_OF_TYPE.get(entry.kind, 0))
             for entry in self.reader.entries(self._inode(inode))
         ]
 
@@ -175,7 +166,7 @@ class ErofsTree:
             if len(self._folders) * BLOCK > _MAX_METADATA:
                 raise PermanentError(f"{self._file.name}: more than {_MAX_METADATA >> 20} MiB of folders")
             for entry in self.reader.entries(folder):
-                if _KINDS.get(entry.kind) == stat.S_IFDIR:
+                if MODE_OF_TYPE.get(entry.kind) == stat.S_IFDIR:
                     if entry.number in seen:
                         raise CorruptError(f"{self._file.name}: a folder has two names")
                     seen.add(entry.number)
@@ -239,7 +230,7 @@ class MergedTree:
                 if entry.name in seen:
                     continue
                 seen.add(entry.name)
-                kind = _KINDS.get(entry.kind, 0)
+                kind = MODE_OF_TYPE.get(entry.kind, 0)
                 number: int | None = self._number(layer, entry.number)
                 if kind in (stat.S_IFDIR, stat.S_IFCHR):  # may be merged, or a whiteout
                     child = folder.child(entry.name)

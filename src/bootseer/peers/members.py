@@ -15,6 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, Protocol
@@ -272,30 +273,17 @@ def open_source(
             )
     kind, colon, value = text.partition(":")
     if kind == "slurm":
-        found = parse_list([f"{host}:{value or PORT}" for host in slurm_hosts(env)], "--peers slurm")
-
-        def read() -> list[Peer]:
-            return found
+        read = partial(list, parse_list([f"{host}:{value or PORT}" for host in slurm_hosts(env)], "--peers slurm"))
     elif kind == "dns" and colon:
         host, _, port = _with_port(value, "--peers").rpartition(":")
-
-        def read() -> list[Peer]:
-            return hosts_of(host, int(port))
+        read = partial(hosts_of, host, int(port))
     elif text.startswith("@"):
-        path = Path(text[1:])
-
-        def read() -> list[Peer]:
-            return read_list(path)
-
+        read = partial(read_list, Path(text[1:]))
         read()
     elif "/" in text:
         return Rendezvous(text, attempt, name, rack, chosen(interface_names), given)
     else:
-        found = parse_list(text.split(","), "--peers")
-
-        def read() -> list[Peer]:
-            return found
-
+        read = partial(list, parse_list(text.split(","), "--peers"))
     if given is None:
         raise UsageError(
             f"--peers {text}: the nodes need a shared secret",
