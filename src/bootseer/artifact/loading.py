@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from msgspec import Struct
-
-from bootseer.blocks.index import Index
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,26 +29,6 @@ _HOT_SHARE = 0.8
 """From this share on, fetching the rest too costs less than running a daemon for it."""
 
 
-class CachedLayer(Struct, frozen=True):
-    """A layer and the part of it that is on this node."""
-
-    index: Index
-    file: CachedFile
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(stripe.size_bytes for stripe in self.index.stripes)
-
-    @property
-    def missing_bytes(self) -> int:
-        """Stored size of the blocks that are not on this node."""
-        missing = self.file.missing(0, self.index.size_bytes)
-        # Summing up a million blocks would take longer than it is worth.
-        if len(missing) == self.index.num_blocks:
-            return self.stored_bytes
-        return sum(self.index.place(block).length for block in missing)
-
-
 class Prediction(NamedTuple):
     """The decision and its reason."""
 
@@ -59,7 +36,7 @@ class Prediction(NamedTuple):
     reason: str
 
 
-def choose_loading(loading: Loading, missing: Sequence[CachedLayer], plan: Sequence[Block] | None) -> Prediction:
+def choose_loading(loading: Loading, missing: Sequence[CachedFile], plan: Sequence[Block] | None) -> Prediction:
     """The loading mode: as the user requested, or as predicted for the incomplete layers."""
     if loading != "auto":
         return Prediction(loading, "requested")
@@ -79,11 +56,11 @@ def predict(stored_bytes: int, hot_bytes: int | None) -> Prediction:
     return Prediction(PULL if hot_bytes >= _HOT_SHARE * stored_bytes else LAZY, reason)
 
 
-def _hot_bytes(missing: Sequence[CachedLayer], plan: Sequence[Block]) -> int:
+def _hot_bytes(missing: Sequence[CachedFile], plan: Sequence[Block]) -> int:
     layers = {layer.index.identity: layer for layer in missing}
     total = 0
     for identity, block in plan:
         layer = layers.get(identity)
-        if layer is not None and block < layer.index.num_blocks and not layer.file.ready(block):
+        if layer is not None and block < layer.index.num_blocks and not layer.ready(block):
             total += layer.index.place(block).length
     return total

@@ -16,11 +16,12 @@ from msgspec.structs import asdict, replace
 
 from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.child import breaks_forks
-from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
+from bootseer.artifact.loading import PULL, Loading, choose_loading
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
+from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.files import replace_file
@@ -80,7 +81,7 @@ class Materializer(Struct):
     cache: Cache
     folder: Path
     """The mount's folder."""
-    stack: list[CachedLayer]
+    stack: list[CachedFile]
     lifeline: bool
     """Whether the daemon ends with this process."""
     stage: Stage
@@ -116,7 +117,7 @@ class Materializer(Struct):
         """Fetch everything, as the fallback for `reason`."""
         self._verify_complete()
         self.fall_back(reason)
-        if not all(layer.file.trusted for layer in self.stack):
+        if not all(layer.trusted for layer in self.stack):
             self._pull()
 
     def pull_after_failure(self, error: Exception) -> None:
@@ -157,11 +158,11 @@ class Materializer(Struct):
                 peers.file(layer.index, self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
             peers.close()
 
-    def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
+    def _missing_and_plan(self) -> tuple[list[CachedFile], list[Block] | None]:
         """The incomplete layers, and the hot blocks. Pulls everything if that is predicted to be faster."""
         self._register_with_peers()
         self._verify_complete()
-        missing = [layer for layer in self.stack if not layer.file.trusted]
+        missing = [layer for layer in self.stack if not layer.trusted]
         if not missing:
             self.mode, self.reason = "local", "all layers are complete on this node"
             return missing, None
@@ -177,7 +178,7 @@ class Materializer(Struct):
             except CacheFull as error:
                 self.fall_back(f"not all of it fits on this node: {error}")
                 self.say(f"{self.reason}; serving it lazily")
-                missing = [layer for layer in self.stack if not layer.file.trusted]
+                missing = [layer for layer in self.stack if not layer.trusted]
         _LOG.info(
             "%s (%s): %d of %d files are incomplete on this node, %d hot blocks",
             self.mode, self.reason, len(missing), len(self.stack), len(plan or ()),
@@ -191,18 +192,18 @@ class Materializer(Struct):
     def _verify_complete(self) -> None:
         """Verify the digests of complete layers that are not trusted yet."""
         for layer in self.stack:
-            if layer.file.complete and not layer.file.trusted:
+            if layer.complete and not layer.trusted:
                 with self.stage("verify"):
                     self._verify(layer)
 
-    def _verify(self, layer: CachedLayer) -> None:
+    def _verify(self, layer: CachedFile) -> None:
         """Verify a layer. On a full disk the result cannot be recorded, and the daemon serves the layer instead."""
         try:
-            layer.file.verify_all(len(os.sched_getaffinity(0)))
+            layer.verify_all(len(os.sched_getaffinity(0)))
         except CacheFull:
             self.space.evict()
             with contextlib.suppress(CacheFull):
-                layer.file.sync()
+                layer.sync()
 
     def _hot_set(self) -> list[Block] | None:
         subject, options = self.subject, self.subject.options
@@ -225,7 +226,7 @@ class Materializer(Struct):
 
     def _start_daemon(
         self,
-        served: Sequence[CachedLayer],
+        served: Sequence[CachedFile],
         plan: Sequence[Block] | None,
         *,
         make_tree: MakeTree | None = None,
@@ -270,7 +271,7 @@ class Materializer(Struct):
         try:
             self._fetch_all()
         except CacheFull as error:
-            sizes = [(layer, layer.file.missing(0, layer.index.size_bytes)) for layer in self.stack]
+            sizes = [(layer, layer.missing(0, layer.index.size_bytes)) for layer in self.stack]
             if not self.space.make_free(sum(len(missing) * layer.index.block_size for layer, missing in sizes)):
                 self.full = error
                 raise
@@ -287,9 +288,9 @@ class Materializer(Struct):
             place = (self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
             try:
                 for layer in self.stack:
-                    if not layer.file.trusted:
+                    if not layer.trusted:
                         nodes = None if peers is None else peers.file(layer.index, *place)
-                        fetcher.add(layer.index, origin, layer.file, peers=nodes)
+                        fetcher.add(layer.index, origin, layer, peers=nodes)
                 with self.show(f"fetching {self.subject.name}", "blocks") as on_progress:
                     fetcher.pull_all(on_progress)
             finally:
@@ -299,7 +300,7 @@ class Materializer(Struct):
                     peers.close()
                 origin.close()
         self._verify_complete()
-        if not all(layer.file.trusted for layer in self.stack):
+        if not all(layer.trusted for layer in self.stack):
             raise PermanentError(f"{self.cache.root}: fetched blocks are not retained; check the disk")
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from bootseer.artifact.cache_space import CacheSpace, release_unused
 from bootseer.artifact.child import breaks_forks, run_in_child
-from bootseer.artifact.loading import CachedLayer
 from bootseer.artifact.materialize import Materializer, MountOptions, Subject, failures, peer_numbers
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.control import LOG
 from bootseer.mounts.method import MountMethod
@@ -86,13 +86,12 @@ class LazyMount(ABC):
         folder = self.runtime.new_folder()
         with contextlib.ExitStack() as opened:
 
-            def open_all() -> list[CachedLayer]:
-                files = [opened.enter_context(contextlib.closing(space.open(index))) for index in indexes]
-                return [CachedLayer(index, file) for index, file in zip(indexes, files, strict=True)]
+            def open_all() -> list[CachedFile]:
+                return [opened.enter_context(contextlib.closing(space.open(index))) for index in indexes]
 
             try:
                 stack = open_all()
-                is_complete = all(layer.file.complete for layer in stack)
+                is_complete = all(layer.complete for layer in stack)
                 if self.is_cached and not is_complete and self._is_outdated(store_uri):
                     subject, indexes = self._find(store_uri)
                     stack = open_all()
@@ -130,7 +129,7 @@ class LazyMount(ABC):
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
         layers = self.layers
-        local_bytes = sum(layer.stored_bytes - layer.missing_bytes for layer in layers.stack)
+        local_bytes = sum(layer.index.stored_bytes - layer.missing_bytes for layer in layers.stack)
         try:
             method, target = self.mount_files()
             state = MountState(
@@ -155,7 +154,7 @@ class LazyMount(ABC):
             "mode": layers.mode,
             "reason": layers.reason,
             "way": method.value,
-            "stored_bytes": sum(layer.stored_bytes for layer in layers.stack),
+            "stored_bytes": sum(layer.index.stored_bytes for layer in layers.stack),
             "local_bytes": local_bytes,
         }
 

@@ -114,6 +114,11 @@ class Index:
     def encode(self) -> bytes:
         return self._encoded
 
+    @property
+    def stored_bytes(self) -> int:
+        """Compressed size of the file: the total of the stripes."""
+        return sum(stripe.size_bytes for stripe in self.stripes)
+
     def place(self, block: int) -> Place:
         """The location of a block. Raises `IndexError`."""
         self._check(block)

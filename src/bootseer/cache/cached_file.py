@@ -98,6 +98,15 @@ class CachedFile:
         states = self._live.get_all(blocks.start, blocks.stop)
         return [block for block, state in zip(blocks, states, strict=True) if state == MISSING]
 
+    @property
+    def missing_bytes(self) -> int:
+        """Stored size of the missing blocks."""
+        missing = self.missing(0, self._size)
+        # Summing up a million blocks would take longer than it is worth.
+        if len(missing) == self.index.num_blocks:
+            return self.index.stored_bytes
+        return sum(self.index.place(block).length for block in missing)
+
     def read(self, offset: int, length: int) -> bytes:
         """A range of the file, cut at its end. Raises `MissingBlocks` for blocks that are missing or damaged.
 

@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bootseer.artifact.loading import CachedLayer
 from bootseer.artifact.unpacked import TreeFile, write_tree
+from bootseer.cache.cached_file import CachedFile
 from bootseer.erofs.merged import Layer, MergedTree, Node, is_mark, unescape_xattr
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
 
 
-def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:
+def unpack_layers(stack: Sequence[CachedFile], folder: Path) -> None:
     """Unpack layers whose blocks are all cached on this node. Raises as `unpack` does."""
-    unpack(MergedTree([Layer(ErofsReader(layer.file.read), layer.index.identity) for layer in stack]), folder)
+    unpack(MergedTree([Layer(ErofsReader(layer.read), layer.index.identity) for layer in stack]), folder)
 
 
 def unpack(tree: MergedTree, folder: Path) -> None:

@@ -156,7 +156,7 @@ class _LayerMount(LazyMount):
         layers = self.layers
         (one,) = layers.stack
         with layers.stage("mount"):
-            return shared_layers.mount_layer(self.runtime, layers.folder, one.file)
+            return shared_layers.mount_layer(self.runtime, layers.folder, one)
 
     def _serve_by_fuse(self) -> Path:
         from bootseer.mounts.trees import layer_tree
@@ -174,7 +174,7 @@ class _LayerMount(LazyMount):
         layers.pull_all(reason)
 
         def write(folder: Path) -> None:
-            reader = ErofsReader(one.file.read)
+            reader = ErofsReader(one.read)
             files = ((path, reader, inode) for path, inode in reader.walk())
             rename = dict if has_all_rights() else for_user_namespace
             write_tree(files, folder, rename, needed=MARKS, threads=len(os.sched_getaffinity(0)))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.artifact.loading import CachedLayer
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel, layers
@@ -18,14 +18,14 @@ _COPY = "copy"
 _AT_ONCE = 8
 
 
-def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *, loop: bool) -> list[Path]:
+def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedFile], *, loop: bool) -> list[Path]:
     """Mount each layer; returns the mount points, lowest first.
 
     `folder` is this mount's own; a daemon serves the files of incomplete layers in it. `loop`: mount by loop devices.
     """
     # Mounting a layer reads its first block. In parallel, this costs one round trip to the store for all layers.
     with Tasks("bootseer-mount", min(len(stack), _AT_ONCE)) as pool:
-        return list(pool.map(lambda layer: mount_layer(runtime, folder, layer.file, loop=loop), stack))
+        return list(pool.map(lambda layer: mount_layer(runtime, folder, layer, loop=loop), stack))
 
 
 def mount_tree(
