@@ -38,9 +38,12 @@ _POLL_S: Final = 0.005
 _RANDOM: Final = random.SystemRandom()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OfferedObject:
-    """An object that this node has or is about to get, offered to the job's other nodes."""
+    """An object that this node has or is about to get, offered to the job's other nodes.
+
+    As `server.Content` it has one block, ready once the file exists. Nothing is fetched for other nodes.
+    """
 
     job: JobPeers
     digest: str
@@ -64,6 +67,24 @@ class OfferedObject:
     def withdraw(self) -> None:
         """It will not arrive: nodes that wait for it here must ask others."""
         self.job.unregister(self.digest)
+
+    @property
+    def num_ready(self) -> int:
+        return int(self.path.exists())
+
+    def open(self) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def here(self, first: int, blocks: int) -> int:
+        return self.num_ready & blocks
+
+    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
+        until_s = time.monotonic() + _WAIT_S
+        while not self.num_ready:
+            if time.monotonic() > until_s or self.job.registered(self.digest) is None:
+                raise NotFoundError("this node did not get it")
+            yield
+            time.sleep(_POLL_S)
 
     def get(self, on_wrong: Callable[[str], None]) -> bytes | None:
         """Its bytes from another node; None if this node must read it from its store. `on_wrong` is called with a
@@ -124,35 +145,9 @@ class OfferedObject:
         return bytes(data)
 
 
-def open_object(job: JobPeers, identity: str) -> ObjectFile | None:
+def open_object(job: JobPeers, identity: str) -> OfferedObject | None:
     """The content of an object registered as `OBJECT`."""
     match job.registered(identity):
         case {"path": str(path), "size_bytes": int(size_bytes)} if size_bytes >= 0:
-            return ObjectFile(OfferedObject(job, identity, size_bytes, Path(path)))
+            return OfferedObject(job, identity, size_bytes, Path(path))
     return None
-
-
-class ObjectFile:
-    """An object as `server.Content`: one block, ready once the file exists. Nothing is fetched for other nodes."""
-
-    def __init__(self, offered: OfferedObject) -> None:
-        self.size_bytes = offered.size_bytes
-        self._offered = offered
-
-    @property
-    def num_ready(self) -> int:
-        return int(self._offered.path.exists())
-
-    def open(self) -> int:
-        return os.open(self._offered.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-    def here(self, first: int, blocks: int) -> int:
-        return self.num_ready & blocks
-
-    def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
-        offered, until_s = self._offered, time.monotonic() + _WAIT_S
-        while not self.num_ready:
-            if time.monotonic() > until_s or offered.job.registered(offered.digest) is None:
-                raise NotFoundError("this node did not get it")
-            yield
-            time.sleep(_POLL_S)

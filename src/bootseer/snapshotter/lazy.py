@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -72,14 +72,6 @@ class Settings:
     """After this time the start of an image's first container counts as complete, and its record ends."""
 
 
-class Layer(NamedTuple):
-    """A layer of a converted image, including all layers below it."""
-
-    name: str
-    """As in the table of snapshots: digest and number of layers."""
-    digest: str
-
-
 class _KnownImage(msgspec.Struct):
     digest: str
     store: str
@@ -106,10 +98,10 @@ class LazyImages:
         self._pulled: dict[str, str] = {}
         """For each image that is pulled normally, the chain id of its latest layer."""
 
-    def layer(
-        self, chain: str, parent: str, labels: Mapping[str, str], record: Callable[[Layer], None]
-    ) -> Layer | None:
-        """The mounted layer of this chain id; None if it is unknown, not found within a second, or cannot be mounted.
+    def layer(self, chain: str, parent: str, labels: Mapping[str, str], record: Callable[[str], None]) -> str | None:
+        """The mounted layer of this chain id, with all layers below it, as in the table of snapshots: the hexadecimal
+        digits of the image's digest, a dash, and the number of layers. None if it is unknown, not found within a
+        second, or cannot be mounted.
 
         None also for layers above one that this pull fetches normally: containerd fetches all layers from there on, and
         lazy ones would be fetched twice.
@@ -129,16 +121,16 @@ class LazyImages:
         return layer
 
     def _known_layer(
-        self, chain: str, match: re.Match[str], labels: Mapping[str, str], record: Callable[[Layer], None]
-    ) -> Layer | None:
+        self, chain: str, match: re.Match[str], labels: Mapping[str, str], record: Callable[[str], None]
+    ) -> str | None:
         try:
             known = self._look_up(match[0], labels.get(_REF_LABEL, "")).result(_DECIDE_S)
             if known is None or chain not in known.chains:
                 return None
-            layer = Layer(f"{match[1]}-{known.chains[chain]}", match[0])
+            layer = f"{match[1]}-{known.chains[chain]}"
             with self._mount_turn(match[1]):
                 self._store_known(known)
-                self.lowers(layer.name)
+                self.lowers(layer)
                 record(layer)
         except LateError:
             _LOG.warning("%s: no answer within %g s; its layers are pulled", match[0], _DECIDE_S)

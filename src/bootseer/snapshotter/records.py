@@ -67,7 +67,7 @@ class Record:
     """Disk usage of its own files once it is committed; `inodes` likewise."""
     inodes: int = 0
     image: str = ""
-    """The converted image that provides its files (`lazy.Layer.name`); empty: they are in its own folder."""
+    """The converted image that provides its files (`LazyImages.layer`); empty: they are in its own folder."""
 
 
 class Records:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from bootseer.artifact.places import own_folder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.logs import logger
-from bootseer.snapshotter.lazy import Layer, LazyImages
+from bootseer.snapshotter.lazy import LazyImages
 from bootseer.snapshotter.records import ACTIVE, COMMITTED, VIEW, ExistsError, Record, Records, RefusedError
 
 _LOG = logger(__name__)
@@ -59,13 +59,13 @@ class Snapshots:
             if known is not None and known.image and known.parent == parent:  # from another namespace of containerd
                 raise ExistsError(f"snapshot {chain}: already exists")
 
-            def record_layer(layer: Layer) -> None:
+            def record_layer(layer: str) -> None:
                 with contextlib.suppress(ExistsError):  # another pull of the same image
-                    self.records.add(chain, parent, COMMITTED, labels, layer.name)
+                    self.records.add(chain, parent, COMMITTED, labels, layer)
 
             layer = self._images.layer(chain, parent, labels, record_layer) if known is None else None
             if layer is not None:
-                raise ExistsError(f"snapshot {chain}: provided by the converted image {layer.digest}")
+                raise ExistsError(f"snapshot {chain}: provided by the converted image sha256:{layer[:64]}")
         record = self.records.add(key, parent, kind, labels)
         folder = self._folder / str(record.id)
         try:
