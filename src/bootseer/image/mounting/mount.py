@@ -14,6 +14,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
@@ -25,17 +26,23 @@ from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, number_of
-from bootseer.image.mounting import methods, tree_mounts
+from bootseer.image.mounting import methods
 from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
-from bootseer.mounts import user_namespace
+from bootseer.io.tasks import Tasks
+from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.control import FILES
+from bootseer.mounts.layers import mount_overlay
 from bootseer.mounts.method import Choice, Facts, MountMethod
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.shared_layers import mount_layer, unmount_own
 from bootseer.mounts.state import MountState
 from bootseer.store.open import open_store
+
+_AT_ONCE = 8
+_COPY = "copy"
 
 
 def mount_image(
@@ -137,7 +144,10 @@ class _ImageMount(LazyMount):
         return MountedImage(self, state, facts, document.config)
 
     def unmount_files(self) -> None:
-        tree_mounts.unmount_tree(self.layers.folder, self._target)
+        with contextlib.suppress(BootseerError):
+            if kernel.is_mount(self._target):
+                kernel.unmount(self._target, lazy=True)
+        unmount_own(self.layers.folder)
 
     def owner(self) -> ProcessId | None:
         return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
@@ -171,9 +181,12 @@ class _ImageMount(LazyMount):
         layers.serve_lazily()
 
         def mount() -> None:
+            one = partial(mount_layer, self.runtime, layers.folder, loop=loop)
             with layers.stage("mount"):
-                lowers = tree_mounts.mount_layers(self.runtime, layers.folder, layers.stack, loop=loop)
-                tree_mounts.mount_tree(lowers, self._above, self._target, self._writable, self._attributes)
+                # Mounting a layer reads its first block. In parallel, all together cost one round trip to the store.
+                with Tasks("bootseer-mount", min(len(layers.stack), _AT_ONCE)) as pool:
+                    lowers = list(pool.map(one, layers.stack))
+                self._mount_over(lowers)
 
         if layers.daemon is not None:
             try:
@@ -202,9 +215,7 @@ class _ImageMount(LazyMount):
             if user_namespace.may_mount():
                 layers.serve_tree(MergedTree, None)
                 with layers.stage("mount"):
-                    tree_mounts.mount_over(
-                        layers.folder / FILES, self._above, self._target, self._writable, self._attributes
-                    )
+                    self._mount_over([layers.folder / FILES], userxattr=True)
             else:
                 if self._above:
                     raise PermanentError("further layers on top of the image need the permission to mount an overlay")
@@ -217,17 +228,14 @@ class _ImageMount(LazyMount):
 
         layers = self.layers
         layers.pull_all(f"it is mounted {reason}")
-
-        def write(folder: Path) -> None:
-            unpack_layers(layers.stack, folder)
-
+        write = partial(unpack_layers, layers.stack)
         with layers.stage("unpack"):
             tree = unpack_once(self.options.cache, [layer.index.identity for layer in layers.stack], write)
         if layers.lifeline:
             user_namespace.enter()
         try:
             with layers.stage("mount"):
-                tree_mounts.mount_over(tree, self._above, self._target, self._writable, self._attributes)
+                self._mount_over([tree], userxattr=True)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
             if self._writable is None or self._above:
@@ -235,7 +243,25 @@ class _ImageMount(LazyMount):
             layers.say(f"no overlay: {error}; this container gets a private copy")
             self.unmount_files()
             with layers.stage("unpack"):
-                tree_mounts.mount_copy(write, self._target, self._writable, self._attributes)
+                write(self._writable / _COPY)
+                kernel.attach(kernel.clone_mount(self._writable / _COPY), self._target)
+                kernel.restrict(self._target, self._attributes)
+
+    def _mount_over(self, lowers: Sequence[Path], *, userxattr: bool = False) -> None:
+        """Mount an overlay of these trees, the lowest first, and the layers above them. The root of changes gets the
+        owner and mode of the image's root. `userxattr`: see `mount_overlay`."""
+        self._target.mkdir(parents=True, exist_ok=True)
+        upper: Path | None = None
+        work: Path | None = None
+        if self._writable is not None:
+            upper, work = self._writable / "upper", self._writable / "work"
+            for folder in (upper, work):
+                folder.mkdir(parents=True, exist_ok=True)
+            status = lowers[-1].stat()
+            os.chown(upper, status.st_uid, status.st_gid)
+            upper.chmod(status.st_mode & 0o7777)
+        stack = [*lowers, *self._above]
+        mount_overlay(stack, self._target, upper=upper, work=work, attributes=self._attributes, userxattr=userxattr)
 
 
 class _MethodFailed(Exception):  # noqa: N818 - no error: the next method is tried

@@ -53,7 +53,7 @@ from bootseer.mounts import kernel
 Mount = Callable[[Path, Sequence[Path], bool], MountedImage]
 """Mount the image with a folder for changes and additional layers; the flag: for the setup, not for the command."""
 UPPER = "upper"
-"""The upper layer, below a mount's folder for changes (`image.mounting.tree_mounts`)."""
+"""The upper layer, below a mount's folder for changes (`image.mounting.mount`)."""
 _UNSAFE = "this setup is not snapshot-safe"
 _OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 _MAX_LOOKED_AT = 20_000
