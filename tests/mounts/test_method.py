@@ -10,21 +10,20 @@ ALL = Facts()
 
 
 @pytest.mark.parametrize(
-    ("facts", "complete", "method"),
+    ("facts", "method"),
     [
-        (ALL, False, MountMethod.EROFS_FILE),
-        (Facts(erofs_file="old kernel"), False, MountMethod.EROFS_LOOP),
-        (Facts(erofs_file="old kernel", loop="no devices"), False, MountMethod.FUSE_TREE),
-        (Facts(mount="not root"), False, MountMethod.FUSE_TREE),
-        (Facts(mount="not root", user_overlay="forbidden"), False, MountMethod.UNPACK),
-        (Facts(fuse="no device"), False, MountMethod.UNPACK),
-        (Facts(fuse="no device"), True, MountMethod.EROFS_FILE),
-        (Facts(fuse="no device", erofs_file="old kernel"), True, MountMethod.EROFS_LOOP),
-        (Facts(fuse="no device", mount="not root"), True, MountMethod.UNPACK),
+        (ALL, MountMethod.EROFS_FILE),
+        (Facts(erofs_file="old kernel"), MountMethod.EROFS_LOOP),
+        (Facts(erofs_file="old kernel", loop="no devices"), MountMethod.FUSE_TREE),
+        (Facts(mount="not root"), MountMethod.FUSE_TREE),
+        (Facts(mount="not root", user_overlay="forbidden"), MountMethod.UNPACK),
+        (Facts(fuse="no device"), MountMethod.EROFS_FILE),
+        (Facts(fuse="no device", erofs_file="old kernel"), MountMethod.EROFS_LOOP),
+        (Facts(fuse="no device", mount="not root"), MountMethod.UNPACK),
     ],
 )
-def test_the_best_method_that_works_is_chosen(facts: Facts, complete: bool, method: MountMethod) -> None:
-    assert choose(facts, complete=complete).method == method
+def test_the_best_method_that_works_is_chosen(facts: Facts, method: MountMethod) -> None:
+    assert choose(facts).method == method
 
 
 def test_each_better_method_is_refused_with_a_reason() -> None:

@@ -46,18 +46,17 @@ class Choice(Struct, frozen=True):
 
 
 _NEEDS: tuple[tuple[MountMethod, tuple[str, ...]], ...] = (
-    (MountMethod.EROFS_FILE, ("mount", "fuse", "overlay", "erofs_file")),
-    (MountMethod.EROFS_LOOP, ("mount", "fuse", "overlay", "loop")),
+    (MountMethod.EROFS_FILE, ("mount", "overlay", "erofs_file")),
+    (MountMethod.EROFS_LOOP, ("mount", "overlay", "loop")),
     (MountMethod.FUSE_TREE, ("fuse", "user_overlay")),
 )
 
 
-def choose(facts: Facts, *, complete: bool = False) -> Choice:
-    """The best method. `complete`: all layers are on the disk, so that EROFS needs no FUSE."""
+def choose(facts: Facts) -> Choice:
+    """The best method. EROFS needs no FUSE: without it, all layers are fetched before they are mounted."""
     refused: list[tuple[MountMethod, str]] = []
     for method, needs in _NEEDS:
-        unneeded = "fuse" if complete and method != MountMethod.FUSE_TREE else ""
-        lacks = [reason for need in needs if need != unneeded and (reason := getattr(facts, need))]
+        lacks = [reason for need in needs if (reason := getattr(facts, need))]
         if not lacks:
             return Choice(method, tuple(refused))
         refused.append((method, lacks[0]))

@@ -85,11 +85,8 @@ def after_failure(facts: Facts, method: MountMethod, reason: str, *, private: bo
 
 
 def choose_method(facts: Facts, *, private: bool, writable: bool) -> Choice:
-    """The best method that works here. Raises `UsageError` if there is none.
-
-    EROFS is possible without FUSE: then all layers are fetched before they are mounted.
-    """
-    choice = choose(facts, complete=True)
+    """The best method that works here. Raises `UsageError` if there is none."""
+    choice = choose(facts)
     if facts.mount != NO_ROOT or (private and not facts.namespace):
         return choice
     if private:
