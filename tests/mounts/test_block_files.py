@@ -128,7 +128,7 @@ def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
 ) -> None:
     identity = stored.index.identity
     hot = [("ff" * 32, 0), (identity, 3), (identity, 5), (identity, 1 << 25)]
-    shown.show(BlockFileService((stored,), place / "cache", load_hot_blocks=lambda: hot, rest=False))
+    shown.show(BlockFileService((stored,), place / "cache", hot_blocks=hot, rest=False))
     served = shown.served[0]
     threading.Thread(target=served.run_background, daemon=True).start()
     until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
@@ -138,9 +138,7 @@ def test_the_rest_waits_until_training_began(place: Path, stored: ServedFile, sh
     """Nodes of a job read their checkpoints while the rest of the image would take their links."""
     hot = [(stored.index.identity, 3)]
     eager = FetchSettings(silence_s=0.1)
-    shown.show(
-        BlockFileService((stored,), place / "cache", fetch=eager, load_hot_blocks=lambda: hot, record=place / "record")
-    )
+    shown.show(BlockFileService((stored,), place / "cache", fetch=eager, hot_blocks=hot, record=place / "record"))
     served = shown.served[0]
 
     def ready() -> int:

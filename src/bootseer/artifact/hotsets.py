@@ -12,8 +12,8 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.artifact.objects import put_once, read_all
@@ -35,6 +35,9 @@ from bootseer.fetch.record import read_record
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
+
+if TYPE_CHECKING:
+    from bootseer.artifact.materialize import MountOptions
 
 _READ_S = 5.0
 """A start waits no longer for a set: without one it is slower, but correct."""
@@ -163,34 +166,25 @@ class HotSets:
         return False
 
 
-class HotSetUpdater(Struct, frozen=True):
-    """Merges the finished record of a start into the hot set. Called in the daemon, which opens its own stores."""
+def merge_record(
+    options: MountOptions, digest: str, store_uri: str | None, plan: Sequence[Block] | None, path: Path
+) -> None:
+    """Merge the finished record of a start, at `path`, into its hot set. For the daemon, which opens its own stores.
 
-    store: str | None
-    """URI of the store to publish in; None: the set stays on the node."""
-    plain_http: bool
-    cache_root: Path
-    digest: str
-    workload: str
-    signatures: Signatures
-    plan: Sequence[Block] | None
-    imports: Path | None = None
-    """A file with the imports of the start."""
-
-    def __call__(self, path: Path) -> None:
-        """Read the record at `path` and merge it. Problems go into the file `MERGED`."""
-        notes: list[str] = []
-        try:
-            record = read_record(path)
-            if record.needs:
-                if self.plan is not None:
-                    record = replace(record, coverage=coverage(self.plan, record))
-                store = open_store(self.store, plain_http=self.plain_http) if self.store is not None else None
-                sets = HotSets(self.cache_root, self.digest, store, notes.append, self.signatures)
-                imports = _text_of(self.imports)
-                sets.add_record(self.workload, record, publish=store is not None, imports=imports)
-        finally:
-            path.with_name(MERGED).write_text(json.dumps(notes))
+    `store_uri`: the store to publish in; None: the set stays on the node. `plan`: the hot blocks that this start
+    prefetched. Problems go into the file `MERGED`.
+    """
+    notes: list[str] = []
+    try:
+        record = read_record(path)
+        if record.needs:
+            if plan is not None:
+                record = replace(record, coverage=coverage(plan, record))
+            store = open_store(store_uri, plain_http=options.plain_http) if store_uri is not None else None
+            sets = HotSets(options.cache, digest, store, notes.append, options.signatures)
+            sets.add_record(options.workload, record, publish=store is not None, imports=_text_of(options.imports))
+    finally:
+        path.with_name(MERGED).write_text(json.dumps(notes))
 
 
 def _text_of(path: Path | None) -> str:

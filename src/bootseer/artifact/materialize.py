@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,22 +233,13 @@ class Materializer(Struct):
         make_tree: MakeTree | None = None,
         at: Path | None = None,
     ) -> Daemon:
-        from bootseer.artifact.hotsets import HotSetUpdater
+        from bootseer.artifact.hotsets import merge_record
         from bootseer.mounts.block_files import BlockFileService, ServedFile
         from bootseer.mounts.serve import DaemonSpec
         from bootseer.mounts.trees import LazyFiles
 
         subject, options = self.subject, self.subject.options
-        update = HotSetUpdater(
-            store=subject.store_uri if options.publish and subject.is_shared else None,
-            plain_http=options.plain_http,
-            cache_root=options.cache,
-            digest=subject.digest,
-            workload=options.workload,
-            signatures=options.signatures,
-            plan=plan,
-            imports=options.imports,
-        )
+        publish_in = subject.store_uri if options.publish and subject.is_shared else None
         files = [
             ServedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served
         ]
@@ -255,8 +247,8 @@ class Materializer(Struct):
             files=tuple(files),
             cache_root=self.cache.root,
             record=self.folder / RECORD if options.workload else None,
-            on_record=update,
-            load_hot_blocks=None if plan is None else lambda: plan,
+            on_record=partial(merge_record, options, subject.digest, publish_in, plan),
+            hot_blocks=plan or (),
             make_tree=make_tree or LazyFiles,
         )
         label = f"bootseer:{subject.name}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,8 +35,6 @@ _SYNC_S = 30.0
 """After a machine crash at most the blocks of this many seconds are fetched again."""
 _START_S = 900.0
 """A startup whose end was not reported counts as ended after this time."""
-HotBlocks = Callable[[], Iterable[tuple[str, int]]]
-"""The blocks that earlier startups needed, as file identity and block, the earliest first."""
 MakeTree = Callable[[Fetcher, Sequence[LazyFile]], Tree]
 
 
@@ -61,8 +59,8 @@ class BlockFileService(Struct, frozen=True):
     """Where to write the record of this startup; the file must not exist."""
     on_record: Callable[[Path], None] | None = None
     """Called with the finished record."""
-    load_hot_blocks: HotBlocks | None = None
-    """Called once the mount answers; may take long."""
+    hot_blocks: Sequence[tuple[str, int]] = ()
+    """The blocks that earlier startups needed, as file identity and block, the earliest first."""
     rest: bool = True
     """Whether to fetch the remaining blocks while readers are idle."""
     make_tree: MakeTree = LazyFiles
@@ -122,13 +120,11 @@ class _OpenBlockFiles:
 
     def run_background(self) -> None:
         """Prefetch the blocks of earlier startups, then the rest; sync the cache periodically until the end."""
-        wanted: list[tuple[int, int]] = []
-        if self._spec.load_hot_blocks is not None:
+        if self._spec.hot_blocks:
             numbers = {identity: number for number, identity in enumerate(self._identities)}
-            wanted = [
-                (numbers[identity], block) for identity, block in self._spec.load_hot_blocks() if identity in numbers
-            ]
-            self.fetcher.prefetch(wanted)
+            self.fetcher.prefetch(
+                (numbers[identity], block) for identity, block in self._spec.hot_blocks if identity in numbers
+            )
         # The rest waits until training begins, because it would take bandwidth from what startups wait for: this
         # node's checkpoint, other nodes' images. Two nodes behind one slow link took 145 s instead of 63, eight
         # without a record ten minutes.
