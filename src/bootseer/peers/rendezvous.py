@@ -17,7 +17,7 @@ import re
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from bootseer.errors import AccessError, AlreadyExistsError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.logs import logger
@@ -46,7 +46,9 @@ class Rendezvous:
         """`attempt`: the folder's name, equal for all nodes of one start. `given`: a secret that they already share."""
         self.own: Peer | None = None
         self.link_bytes_s = sum(each.bytes_s for each in interfaces)
-        self._files: _Files = _PlaceFiles(uri, attempt) if _is_place(uri) else _StoreFiles(uri, attempt)
+        self._files: _PlaceFiles | _StoreFiles = (
+            _PlaceFiles(uri, attempt) if _is_place(uri) else _StoreFiles(uri, attempt)
+        )
         self._name = name
         self._rack = rack
         self._interfaces = interfaces
@@ -156,20 +158,8 @@ def _is_place(uri: str) -> bool:
     return not separator or scheme in ("file", *HDFS)
 
 
-class _Files(Protocol):
-    """Small files in a folder shared by the job's nodes."""
-
-    uri: str
-
-    def create(self, name: str, data: bytes) -> bool: ...
-    def read(self, name: str) -> bytes: ...
-    def names(self) -> list[str]: ...
-    def delete(self, name: str) -> None: ...
-    def remove(self) -> None: ...
-
-
 class _PlaceFiles:
-    """In a file system, where only the job's user can read them."""
+    """Small files in a folder shared by the job's nodes: in a file system, where only the job's user can read them."""
 
     def __init__(self, uri: str, attempt: str) -> None:
         self._place = open_place(uri)
@@ -218,7 +208,7 @@ class _PlaceFiles:
 
 
 class _StoreFiles:
-    """In an object store, where every user of the bucket can read them."""
+    """The same in an object store, where every user of the bucket can read them."""
 
     def __init__(self, uri: str, attempt: str) -> None:
         if uri.startswith("oci://"):
