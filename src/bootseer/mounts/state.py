@@ -133,14 +133,10 @@ class Runtime:
         """Whether the mount exists. Does not access the mount, because a dead one would block."""
         if state.boot != self.boot:
             return "gone"
-        daemon_lives = state.daemon is None or state.daemon.alive
-        if state.owner is not None:
-            if not state.owner.alive:
-                return "gone"
-            return "mounted" if daemon_lives else "daemon dead"
-        if not kernel.is_mount(Path(state.target)):
+        exists = state.owner.alive if state.owner is not None else kernel.is_mount(Path(state.target))
+        if not exists:
             return "gone"
-        return "mounted" if daemon_lives else "daemon dead"
+        return "mounted" if state.daemon is None or state.daemon.alive else "daemon dead"
 
     def remove(self, state: MountState) -> None:
         self.remove_folder(self.folder(state))
