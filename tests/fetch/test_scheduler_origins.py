@@ -65,15 +65,6 @@ def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
     assert w.scheduler.stats.dropped == 0
 
 
-def test_an_origin_that_asked_us_to_wait_is_left_out_until_then() -> None:
-    busy = TransientError("busy", retry_after_s=10.0)
-    w = from_two(lambda fetch, earlier: busy if fetch.origin == 0 and w.now < 5 else None)
-    for at, block in ((0.0, 1), (3.0, 50), (20.0, 100)):
-        w.at(at, lambda block=block: (w.read(0, [block], lambda answer: None), None)[1])  # type: ignore[misc]
-    w.run()
-    assert [(fetch.blocks[0], fetch.origin) for _, fetch in w.launched] == [(1, 0), (1, 1), (50, 1), (100, 0)]
-
-
 def test_a_block_that_no_origin_has_fails_with_the_answer_of_the_last_one() -> None:
     w = from_two(lambda fetch, earlier: AccessError("refused") if fetch.origin else TransientError("near"))
     answers: list[Buffer | BootseerError] = []

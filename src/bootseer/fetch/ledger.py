@@ -172,7 +172,7 @@ class Wanted(Struct):
     prefetch: Purpose | None = None
     """Why it is wanted apart from readers."""
     origin: int = 0
-    """The origin to ask: the first healthy one, and the next one after each failure."""
+    """The origin to ask: the first one, and the next one after each failure."""
     requests: list[int] = field(default_factory=list)
     """Running requests for it: more than one after a hedge."""
     claimed_elsewhere: bool = False
@@ -315,13 +315,13 @@ class Ledger:
 
     # Which blocks are wanted
 
-    def _add_reader(self, key: Key, origin: int) -> bool:
+    def _add_reader(self, key: Key) -> bool:
         """Add a reader to a block. Returns whether the block is in flight already and had no reader before."""
         file = self.files[key[0]]
         file.done[key[1]] = 0
         wanted = self.wanted.get(key)
         if wanted is None:
-            wanted = self.wanted[key] = Wanted(origin=origin)
+            wanted = self.wanted[key] = Wanted()
         wanted.readers += 1
         if wanted.readers > 1:
             return False
@@ -349,7 +349,7 @@ class Ledger:
         elif wanted.queued:
             self.origin_of(key).enqueue(key, wanted.prefetch)
 
-    def _add_prefetch(self, key: Key, purpose: Purpose, origin: int) -> None:
+    def _add_prefetch(self, key: Key, purpose: Purpose) -> None:
         """Queue a block for prefetch, behind earlier ones."""
         file, block = self.files[key[0]], key[1]
         if purpose is Purpose.HOT:
@@ -357,7 +357,7 @@ class Ledger:
             self.origin_of(key).uncovered.discard(key)
         if file.done[block]:
             return
-        wanted = self.wanted.setdefault(key, Wanted(origin=origin))
+        wanted = self.wanted.setdefault(key, Wanted())
         if wanted.prefetch is not None and wanted.prefetch >= purpose:
             return
         wanted.prefetch = purpose

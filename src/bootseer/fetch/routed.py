@@ -167,9 +167,6 @@ class RoutedScheduler(Scheduler):
                 self._reset_tried(number, request.left)
         super().request_finished(number, now, error)
 
-    def _first_healthy(self, file: int, now: float) -> int:
-        return super()._first_healthy(file, now) if file not in self._routes else 0
-
     def _watch(self, key: Key, now: float) -> None:
         if self.origin_of(key) is not self._peers:
             super()._watch(key, now)

@@ -3,8 +3,8 @@
 The fetcher reports events: a reader wants blocks, a block arrived, a request failed. `tick` returns the requests to
 start now and when to call it again. The rules:
 
-- A block is requested from the first healthy one of its file's origins, and after a failure from the next one; the last
-  one is retried with growing pauses. Pace and health of each origin are learned (`ledger.Pace`).
+- A block is requested from the first of its file's origins, and after a failure from the next one; the last one is
+  retried with growing pauses. Pace and health of each origin are learned (`ledger.Pace`).
 - A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
   the whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then
   on, without a second request. A late one is hedged.
@@ -84,11 +84,10 @@ class Scheduler(Ledger):
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
         """These blocks are wanted. If a reader leaves before a block has arrived or was given up, the caller must call
         `reader_cancelled`. A block that had arrived before is fetched again."""
-        first = self._first_healthy(file, now)
         if purpose is Purpose.DEMAND:
             self._last_need = now
             for block in blocks:
-                if self._add_reader((file, block), first):
+                if self._add_reader((file, block)):
                     self._watch((file, block), now)
                 origin = self.origin_of((file, block))
                 if (file, block) in origin.uncovered:
@@ -98,11 +97,11 @@ class Scheduler(Ledger):
             for block in blocks:
                 if purpose is Purpose.HOT:
                     self.trust.add_block((file, block), self.files[file].geometry.place(block).length)
-                self._add_prefetch((file, block), purpose, first)
+                self._add_prefetch((file, block), purpose)
 
     def want_cold(self, file: int, blocks: range, now: float) -> None:
         """Queue these blocks as cold; cached ones are skipped later."""
-        self.files[file].origins[self._first_healthy(file, now)].cold.append((file, blocks))
+        self.files[file].origins[0].cold.append((file, blocks))
         if self._last_need is None:  # a file that has not been read yet will be read soon
             self._last_need = now
 
@@ -194,14 +193,6 @@ class Scheduler(Ledger):
     def origin_error(self) -> BootseerError | None:
         """The latest error of an origin that fails."""
         return next((origin.pace.error for origin in self.origins.values() if origin.pace.error), None)
-
-    def _first_healthy(self, file: int, now: float) -> int:
-        """The first of the file's origins that is neither down nor paused; otherwise the last one."""
-        paces = [origin.pace for origin in self.files[file].origins[:-1]]
-        for number, pace in enumerate(paces):
-            if not pace.is_down(now) and now >= max(pace.paused_until, pace.prefetch_after):
-                return number
-        return len(paces)
 
     # What to start
 
