@@ -15,13 +15,16 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bootseer.image.conversion.convert import convert
+from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts import kernel
+from bootseer.mounts.state import MountState, Runtime
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.registry import BlobUpload
 from busybox import CONFIG, make_tree
@@ -167,3 +170,15 @@ def unmount_below(folder: Path) -> None:
     prefix = f"{os.path.realpath(folder)}/"
     for point in reversed([point for point in kernel.mount_points() if point.startswith(prefix)]):
         kernel.unmount(Path(point), lazy=True)
+
+
+def mounted_image(runtime: Runtime, state: MountState, cache: Path) -> MountedImage:
+    """The handle of a mount that something else than a converted image made, or nothing."""
+    made = SimpleNamespace(
+        runtime=runtime,
+        layers=SimpleNamespace(daemon=None),
+        say=lambda line: None,
+        options=SimpleNamespace(cache=cache),
+        lifeline=False,
+    )
+    return MountedImage(made, state, {}, {})  # type: ignore[arg-type] # what a handle takes of a mount

@@ -19,6 +19,7 @@ from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import PreparedEnvironment
 from bootseer.launch.image.environment import ImageEnvironment
 from bootseer.mounts.state import MountState, Runtime
+from image_node import mounted_image
 
 LAYER = Path("/layer")
 
@@ -28,9 +29,7 @@ def image(tmp_path: Path) -> MountedImage:
     """One that nobody has mounted."""
     runtime = Runtime(tmp_path / "runtime")
     state = MountState("m", str(tmp_path / "root"), "image", runtime.boot, (), None, None, 0.0, {})
-    return MountedImage(
-        tmp_path / "root", {}, {}, runtime, state, None, lambda line: None, tmp_path / "cache", lifeline=False
-    )
+    return mounted_image(runtime, state, tmp_path / "cache")
 
 
 @pytest.fixture

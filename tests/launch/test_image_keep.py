@@ -21,6 +21,7 @@ from bootseer.launch.image.setup import UPPER, ImageSetupHost, UpperLayer
 from bootseer.launch.image.setup_paths import setup_paths
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
+from image_node import mounted_image
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")]
 KEY = RequestKey("0" * 64, {}, {}, (), (), (), {})
@@ -46,9 +47,7 @@ class Mounts:
         name = self._runtime.new_folder().name
         state = MountState(name, str(self.root), "image", self._runtime.boot, details={"changes": str(writable)})
         self._runtime.write(state)
-        return MountedImage(
-            self.root, {}, {}, self._runtime, state, None, lambda line: None, writable.parent, lifeline=False
-        )
+        return mounted_image(self._runtime, state, writable.parent)
 
 
 @pytest.fixture
