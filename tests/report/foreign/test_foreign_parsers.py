@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -28,6 +29,15 @@ def test_the_clues_are_patterns_without_groups_and_each_parser_is_fresh() -> Non
     assert min(len(clue.pattern) for clue in clues) >= 8
     assert not set(map(id, first)) & set(map(id, second))
     assert len({parser.name for parser in first}) == len(first)
+
+
+def test_a_long_line_takes_no_time_that_grows_with_its_square() -> None:
+    for parser in parsers():
+        for number, clue in enumerate(parser.clues):
+            for filling in ("0", "a", " "):
+                began_s = time.process_time()
+                parser.feed(Line(clue.literal.decode() + filling * 60_000, "job.log", number, 10**18, "n"))
+                assert time.process_time() - began_s < 1, (parser.name, clue.literal, filling)
 
 
 def test_events_survive_the_event_format() -> None:

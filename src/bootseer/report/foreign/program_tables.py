@@ -34,10 +34,10 @@ _INSTALL = "environment_setup.install"
 _RUNTIME_ENV = "environment_setup.runtime_env"
 _READ = "model_initialization.checkpoint_read"
 
-_JOB = r"(?P<job>(?P<key>\d+)(?:_\d+)?)"
+_JOB = r"(?P<job>(?P<key>\d{1,12})(?:_\d{1,12})?)"
 _HOSTS = r"(?P<host>[a-zA-Z][\w.,\[\]-]{0,4095})"
-_ON = rf"{_JOB}\S* in \S+ on {_HOSTS}"
-_ALLOCATED = rf"{_JOB}\S* NodeList={_HOSTS}"
+_ON = rf"{_JOB}\S{{0,99}} in \S+ on {_HOSTS}"
+_ALLOCATED = rf"{_JOB}\S{{0,99}} NodeList={_HOSTS}"
 
 _IMAGE = r"(?P<image>[^\s\"\\]{1,512})"
 _DOTS = r"(?: ?\.\.\.|: \S)"
@@ -55,13 +55,13 @@ _BAR = r": 100%\|[^|\n]*\| \d+/\d+ \[(?P<clock>(?:\d{1,3}:)?\d\d:\d\d)<"
 PROGRAMS: dict[str, tuple[Rule, ...]] = {
     "slurm": (
         Rule(BEGIN, "queue", "_slurm_rpc_submit_batch_job: JobId=", _JOB),
-        Rule(BEGIN, "queue", "_slurm_rpc_allocate_resources", rf":? JobId={_JOB}\S* NodeList="),
+        Rule(BEGIN, "queue", "_slurm_rpc_allocate_resources", rf":? JobId={_JOB}\S{{0,99}} NodeList="),
         Rule(END, "queue", "Allocate JobId=", _ALLOCATED),
         Rule(END, "queue", "_slurm_rpc_allocate_resources", rf":? JobId={_ALLOCATED}"),
         Rule(END, "queue", "Started JobId=", _ON),
         Rule(BEGIN, "allocation", "Allocate JobId=", _ALLOCATED, seldom_ended=True),
         Rule(BEGIN, "allocation", "Started JobId=", _ON, seldom_ended=True),
-        Rule(END, "allocation", "Configuration for JobId=", rf"{_JOB}\S* is complete"),
+        Rule(END, "allocation", "Configuration for JobId=", rf"{_JOB}\S{{0,99}} is complete"),
         Rule(MARK, "bound", "Launching batch ", rf"(?:job |JobId=){_JOB} for UID \d"),
         Rule(MARK, "bound", "StepId=", rf"(?<=launch task StepId=){_JOB}\.\S+ request from UID:?\s?\d"),
     ),
