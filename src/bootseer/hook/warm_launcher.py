@@ -15,12 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.state import STAGE, raised_by_signal
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 from bootseer.trace.tracer import process_tracer
+
+if TYPE_CHECKING:
+    import socket
 
 EVENT = "warm_start"
 _READY_S = 120.0
@@ -41,6 +44,10 @@ class RefusedError(Exception):
     def __init__(self, reason: str, facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
         self.facts = facts or {}
+
+
+class LostError(RefusedError):
+    """The warm parent has ended, or does not answer."""
 
 
 class WarmLauncher:
@@ -116,7 +123,7 @@ class WarmLauncher:
             refusal: Mapping[str, Any] = {}
             try:
                 with self._lock:
-                    pid, facts = self._ask(args, argv, parsed[0])
+                    facts = self._ask(args, argv, parsed[0])
             except RefusedError as refused:
                 reason, refusal = str(refused), refused.facts
             except Exception as error:  # no failure here may prevent the start of the program
@@ -124,6 +131,7 @@ class WarmLauncher:
                     raise
                 reason = f"{type(error).__name__}: {error}"
             else:
+                pid = facts.pop("pid")
                 emit({"program": self._program, "child": pid, **facts}, began_s)
                 return pid
             emit({"program": self._program, **refusal, "why_not": reason[:300]}, began_s)
@@ -131,50 +139,21 @@ class WarmLauncher:
 
         return fork_exec
 
-    def _ask(self, args: Sequence[Any], argv: Sequence[str], flags: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """Request a process; returns its id, and the warm parent's figures. Raises `RefusedError` and `OSError`."""
-        import marshal
-        import select
-        import socket
-
+    def _ask(self, args: Sequence[Any], argv: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
+        """Request a process with arguments of `_posixsubprocess.fork_exec`; as `ask`."""
         if self.parent == 0:
             raise RefusedError("the warm parent has ended")
         if list(flags) != self._flags:
             raise RefusedError(f"other flags of Python: {' '.join(flags) or 'none'}")
-        with contextlib.ExitStack() as opened:
-            request, fds = _request(args, argv)
-            folder = os.open(args[4] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            opened.callback(os.close, folder)
-            text = os.memfd_create("bootseer-request", os.MFD_CLOEXEC)
-            opened.callback(os.close, text)
-            with open(text, "wb", closefd=False) as file:
-                marshal.dump(request, file)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            opened.callback(ours.close)
-            try:
-                socket.send_fds(self._end, [b"start"], [theirs.fileno(), text, folder, *fds])
-            except OSError as error:
-                self.retire()
-                raise RefusedError("the warm parent has ended") from error
-            finally:
-                theirs.close()
-            poll = select.poll()
-            poll.register(ours, select.POLLIN)
-            if not poll.poll(1000 * _READY_S):
-                self.retire()
-                raise RefusedError(f"the warm parent did not answer within {_READY_S:.0f} s")
-            answer = ours.recv(65536)
-            if not answer:
-                self.retire()
-                raise RefusedError("the warm parent ended before it answered")
-            facts = marshal.loads(answer)  # noqa: S302 - from our own process
-            pid = int(facts.pop("pid", 0))
-            if "why_not" in facts:
-                if pid:  # the copy failed and has ended
-                    os.waitpid(pid, 0)
-                raise RefusedError(str(facts["why_not"]), facts)
-            ours.send(b"go")
-            return pid, facts
+        request, fds = _request(args, argv)
+        folder = os.open(args[4] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return ask(self._end, request, [folder, *fds])
+        except LostError:
+            self.retire()
+            raise
+        finally:
+            os.close(folder)
 
     def retire(self, reason: str = "") -> None:
         """End the warm parent and remove the wrappers."""
@@ -190,6 +169,44 @@ class WarmLauncher:
             os.waitpid(pid, 0)
         if reason:
             emit({"program": self._program, "why_not": reason})
+
+
+def ask(end: socket.socket, request: Mapping[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+    """Request a copy of the warm parent at `end`, with these descriptors; returns the warm parent's figures, and the
+    copy's process id as `pid`. Raises `RefusedError`, `OSError`, and what `marshal` raises for a damaged answer."""
+    import marshal
+    import select
+    import socket
+
+    if len(fds) > _MAX_FDS:
+        raise RefusedError("the launcher passes too many open files on")
+    with contextlib.ExitStack() as opened:
+        text = os.memfd_create("bootseer-request", os.MFD_CLOEXEC)
+        opened.callback(os.close, text)
+        with open(text, "wb", closefd=False) as file:
+            marshal.dump(request, file)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        opened.callback(ours.close)
+        try:
+            socket.send_fds(end, [b"start"], [theirs.fileno(), text, *fds])
+        except OSError as error:
+            raise LostError("the warm parent has ended") from error
+        finally:
+            theirs.close()
+        poll = select.poll()
+        poll.register(ours, select.POLLIN)
+        if not poll.poll(1000 * _READY_S):
+            raise LostError(f"the warm parent did not answer within {_READY_S:.0f} s")
+        answer = ours.recv(65536)
+        if not answer:
+            raise LostError("the warm parent ended before it answered")
+        facts: dict[str, Any] = marshal.loads(answer)  # noqa: S302 - from our own process
+        if "why_not" in facts:
+            if pid := facts.pop("pid", 0):  # the copy failed and has ended
+                os.waitpid(pid, 0)
+            raise RefusedError(str(facts.pop("why_not")), facts)
+        ours.send(b"go")
+        return facts
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -215,8 +232,6 @@ def _request(args: Sequence[Any], argv: Sequence[str]) -> tuple[dict[str, Any], 
     others = keep if close_fds else (number for number in existing if os.get_inheritable(number))
     wanted.update({number: number for number in others if number > 2 and number != errors})
     wanted = {place: number for place, number in wanted.items() if number in existing}
-    if len(wanted) > _MAX_FDS:
-        raise RefusedError("the launcher passes too many open files on")
     env = os.environb if env_list is None else dict(item.partition(b"=")[::2] for item in env_list)
     request = {
         "argv": list(argv),

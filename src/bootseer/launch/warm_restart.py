@@ -9,9 +9,7 @@ process is `launch.inside`: `bootseer run` outside cannot adopt the container's 
 from __future__ import annotations
 
 import contextlib
-import marshal
 import os
-import select
 import signal
 import socket
 import struct
@@ -19,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
-from bootseer.hook.warm_launcher import EVENT
+from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
 from bootseer.launch.supervise import log
 from bootseer.trace.event import INSTANT
 
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from bootseer.trace.tracer import Tracer
 
 _PR_SET_CHILD_SUBREAPER = 36
-_READY_S = 60.0
-_MAX_FDS = 200
 
 
 class WarmRestart:
@@ -77,12 +73,11 @@ class WarmRestart:
             if ours and pid is None and not why_not:
                 try:
                     facts = self._ask(end, env, streams, own_group=own_group)
-                    pid, why_not = facts.pop("pid", None), str(facts.pop("why_not", ""))
-                except (OSError, ValueError, EOFError) as error:
-                    why_not = f"the warm parent did not answer: {error}"
-                if why_not and pid is not None:
-                    os.waitpid(pid, 0)
-                    pid = None
+                    pid = facts.pop("pid")
+                except RefusedError as refused:
+                    why_not, facts = str(refused), dict(refused.facts)
+                except Exception as error:  # no failure here may prevent the restart by exec
+                    why_not = f"{type(error).__name__}: {error}"
             end.close()  # ends it, unless its copy has taken its place
             with contextlib.suppress(OSError):
                 if ours:
@@ -99,8 +94,6 @@ class WarmRestart:
         open_now = set(programs.open_files())
         wanted = {number: number for number in open_now if number < 3 or os.get_inheritable(number)}
         wanted |= {place: number for place, number in streams.items() if number is not None}
-        if len(wanted) > _MAX_FDS:
-            raise ValueError("too many open files are passed on")
         request = {
             "env": {os.fsencode(name): os.fsencode(value) for name, value in env.items()},
             "places": list(wanted),
@@ -109,20 +102,7 @@ class WarmRestart:
             "umask": -1,
             "mask": [],
         }
-        with contextlib.ExitStack() as opened:
-            text = opened.enter_context(open(os.memfd_create("bootseer-request", os.MFD_CLOEXEC), "wb"))  # noqa: PTH123
-            marshal.dump(request, text)
-            text.flush()
-            ours, theirs = (opened.enter_context(one) for one in socket.socketpair(type=socket.SOCK_SEQPACKET))
-            socket.send_fds(end, [b"start"], [theirs.fileno(), text.fileno(), *wanted.values()])
-            theirs.close()
-            if not select.select([ours], [], [], _READY_S)[0]:
-                raise TimeoutError(f"nothing within {_READY_S:.0f} s")
-            answer = ours.recv(65536)
-            facts: dict[str, Any] = marshal.loads(answer)  # noqa: S302 - from a process of ours
-            if "why_not" not in facts:
-                ours.send(b"go")
-            return facts
+        return ask(end, request, list(wanted.values()))
 
     def close(self) -> None:
         """Let the waiting warm parents end."""
