@@ -66,7 +66,7 @@ def run_stage(name: str, attrs: Mapping[str, object], command: Sequence[str], en
         return supervise.replace_process(command, env)
     supervise.block_signals()
     with tracer.span(name, attrs) as span:
-        code = run_program(command, env, tracer, own_group=not supervise.in_foreground())
+        code = run_program(command, env, tracer)
         if code:
             span.fail(f"exit code {code}")
     return code
@@ -77,7 +77,6 @@ def run_program(
     env: Mapping[str, str],
     tracer: Tracer | None,
     *,
-    own_group: bool,
     stdout: int | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
@@ -87,11 +86,11 @@ def run_program(
     """
     env = {**env, **tracer.environment()} if tracer is not None else env
     try:
-        pid = supervise.spawn(argv, env, own_group=own_group, stdout=stdout, enter=enter)
+        pid = supervise.spawn(argv, env, stdout=stdout, enter=enter)
     except supervise.StartError as error:
         say(str(error))
         return error.code
-    return supervise.wait(pid, own_group=own_group, tracer=tracer)
+    return supervise.wait(pid, tracer=tracer)
 
 
 def run_command(
@@ -100,7 +99,6 @@ def run_command(
     env: dict[str, str],
     session: Session | None,
     *,
-    own_group: bool,
     program: Sequence[str] = (),
     span: str = "",
     enter: Callable[[], None] | None = None,
@@ -133,7 +131,7 @@ def run_command(
             span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
             env.update(session.tracer.environment(span))
         signals: list[int] = []
-        code = _run_once(command, options, env, session, restarts, own_group, enter, signals.append)
+        code = _run_once(command, options, env, session, restarts, enter, signals.append)
         if session is not None:
             outcome = OK if code == 0 else FAILED
             facts = {"exit_code": code}
@@ -183,7 +181,6 @@ def _run_once(
     env: Mapping[str, str],
     session: Session | None,
     restarts: Restarts | None,
-    own_group: bool,
     enter: Callable[[], None] | None,
     on_signal: Callable[[int], None],
 ) -> int:
@@ -200,9 +197,9 @@ def _run_once(
             forward_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
-        pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}, own_group=own_group) if restarts is not None else None
+        pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}) if restarts is not None else None
         if pid is None:
-            pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
+            pid = supervise.spawn(command, env, stdout=stdout, stderr=stderr, enter=enter)
     except supervise.StartError as error:
         say(str(error))
         if session is not None:
@@ -216,7 +213,6 @@ def _run_once(
     tracer = session.tracer if session is not None else None
     code = supervise.wait(
         pid,
-        own_group=own_group,
         on_signal=on_signal,
         on_restart_request=restarts.request if restarts is not None else None,
         tracer=tracer,

@@ -171,9 +171,12 @@ class Restarts:
         found = (event.restart for event in SpoolTail(session.folder).poll(last=True) if session.owns(event))
         return max([self._restart_number, *found])
 
-    def spawn_warm(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
-        """Fork the command from the warm parent that its launcher left; its pid, or None to start it by exec."""
-        return self._warm.spawn(env, streams, own_group=own_group) if self._warm is not None else None
+    def spawn_warm(
+        self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool | None = None
+    ) -> int | None:
+        """Fork the command from the warm parent that its launcher left; its pid, or None to start it by exec.
+        `own_group` as in `supervise.spawn`."""
+        return self._warm.spawn(env, streams, own_group) if self._warm is not None else None
 
     def close(self) -> None:
         if self._warm is not None:

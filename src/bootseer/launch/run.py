@@ -60,22 +60,21 @@ def _run_measured(
     extra_env: Mapping[str, str],
 ) -> int:
     """Run the command in the image, in the environment, or directly. `extra_env` names its checkpoints and peers."""
-    own_group = not supervise.in_foreground()
     if options.image is not None:
         from bootseer.launch.image.start import run_in_image
 
-        return run_in_image(options.image, command, options, env, session, extra_env, own_group=own_group)
+        return run_in_image(options.image, command, options, env, session, extra_env)
     child_env = {**(session.child_env(env, hook=options.hook) if session is not None else env), **extra_env}
     if not options.setup and not options.requirements:
-        return run_command(command, options, child_env, session, own_group=own_group)
+        return run_command(command, options, child_env, session)
     if options.environment is not None and options.environment.mode != "bypass" and session is not None:
         from bootseer.launch.environment.start import run_in_environment
 
-        return run_in_environment(command, options, child_env, session, own_env=env, own_group=own_group)
+        return run_in_environment(command, options, child_env, session, own_env=env)
     from bootseer.launch.environment.plain import run_after_setup
 
     start_attrs = {"mode": "bypassed", "code": "bypass"}
-    return run_after_setup(command, options, child_env, session, own_group=own_group, start_attrs=start_attrs)
+    return run_after_setup(command, options, child_env, session, start_attrs=start_attrs)
 
 
 def _warm_start(
@@ -119,7 +118,7 @@ def _run_unmeasured(command: Sequence[str], options: Options, env: Mapping[str, 
 
         supervise.block_signals()
         # Its exports are dropped, as by a wrapper script that calls the setup.
-        code, _ = run_setup(options, env, None, own_group=not supervise.in_foreground(), exports=False)
+        code, _ = run_setup(options, env, None, exports=False)
         if code:
             return code
         supervise.unblock_signals()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import math
 import os
 import select
@@ -131,17 +132,19 @@ def spawn(
     command: Sequence[str],
     env: Mapping[str, str],
     *,
-    own_group: bool,
+    own_group: bool | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
     """Start the command and return its pid. Raises `StartError`.
 
+    `own_group`: whether it leads a process group of its own; None: as `leads_group` says.
     `enter` runs in the child before exec, to enter namespaces; its exception becomes the error. Forks, so this process
     must have one thread: `posix_spawn` cannot set a parent death signal.
     """
     parent = os.getpid()
+    own_group = leads_group() if own_group is None else own_group
     try:
         answer, report = _pipe()
         with os.fdopen(answer, "rb") as file:
@@ -261,16 +264,18 @@ def _die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_foreground() -> bool:
-    """Whether this process is in the foreground process group of a controlling terminal."""
+@functools.cache
+def leads_group() -> bool:
+    """Whether programs that this process starts lead process groups of their own: unless it is in the foreground of a
+    controlling terminal. Decided once, as `bg` and `fg` of a shell change that while programs run."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
-        return False
+        return True
     try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
+        return os.tcgetpgrp(terminal) != os.getpgrp()
     except OSError:
-        return False
+        return True
     finally:
         os.close(terminal)
 
@@ -278,7 +283,7 @@ def in_foreground() -> bool:
 def wait(
     pid: int,
     *,
-    own_group: bool,
+    own_group: bool | None = None,
     forwards: bool = True,
     reaps_orphans: bool = False,
     on_signal: Callable[[int], None] | None = None,
@@ -287,7 +292,8 @@ def wait(
 ) -> int:
     """Forward signals until the command ends; returns its exit code.
 
-    Signals must be blocked (`block_signals`). `on_signal` is called for each received signal that is not ignored.
+    Signals must be blocked (`block_signals`). `own_group` as in `spawn`. `on_signal` is called for each received signal
+    that is not ignored.
     Not `forwards`: the command gets the same signals from their sender. `reaps_orphans`, for a subreaper: all children
     are reaped. With `on_restart_request`, a request (`RESTART_REQUEST`) is not ignored: the function is called, and the
     command ended.
@@ -295,6 +301,7 @@ def wait(
     """
     began_s = time.monotonic()
     kill_s = math.inf
+    own_group = leads_group() if own_group is None else own_group
     awaited = {*FORWARDED, signal.SIGCHLD}
     if on_restart_request is not None:
         awaited.add(RESTART_REQUEST)

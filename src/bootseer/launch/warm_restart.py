@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
-from bootseer.launch.supervise import log
+from bootseer.launch.supervise import leads_group, log
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class WarmRestart:
                 end.close()
         return set(self._waiting)
 
-    def spawn(self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool) -> int | None:
-        """Fork the launcher with this environment; its pid, or None without a warm parent that agrees."""
+    def spawn(self, env: Mapping[str, str], streams: Mapping[int, int | None], own_group: bool | None) -> int | None:
+        """Fork the launcher with this environment; its pid, or None without a warm parent that agrees.
+        `own_group` as in `supervise.spawn`."""
         self.pids()
         pid: int | None = None
         why_not, facts = "", dict[str, Any]()
@@ -72,7 +73,7 @@ class WarmRestart:
             ours = parent_pid(parent) == os.getpid()
             if ours and pid is None and not why_not:
                 try:
-                    facts = self._ask(end, env, streams, own_group=own_group)
+                    facts = self._ask(end, env, streams, leads_group() if own_group is None else own_group)
                     pid = facts.pop("pid")
                 except RefusedError as refused:
                     why_not, facts = str(refused), dict(refused.facts)
@@ -89,7 +90,7 @@ class WarmRestart:
         return pid
 
     def _ask(
-        self, end: socket.socket, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool
+        self, end: socket.socket, env: Mapping[str, str], streams: Mapping[int, int | None], own_group: bool
     ) -> dict[str, Any]:
         open_now = set(programs.open_files())
         wanted = {number: number for number in open_now if number < 3 or os.get_inheritable(number)}

@@ -119,23 +119,22 @@ def run_after_setup(
     env: Mapping[str, str],
     session: Session | None,
     *,
-    own_group: bool,
     start_attrs: Mapping[str, object],
 ) -> int:
     """Run the setup on this machine itself, then the command; returns the exit code. Signals must be blocked.
 
     `start_attrs` are the attributes of the event `environment_start`.
     """
-    code, found = run_setup(options, env, session, own_group=own_group)
+    code, found = run_setup(options, env, session)
     if code:
         return code
     if session is not None:
         session.tracer.emit("environment_start", INSTANT, attrs=start_attrs)
-    return run_command(command, options, dict(found), session, own_group=own_group)
+    return run_command(command, options, dict(found), session)
 
 
 def run_setup(
-    options: Options, env: Mapping[str, str], session: Session | None, *, own_group: bool, exports: bool = True
+    options: Options, env: Mapping[str, str], session: Session | None, *, exports: bool = True
 ) -> tuple[int, Mapping[str, str]]:
     """Run script and installation until one fails; the exit code, and the environment for the command.
 
@@ -146,7 +145,7 @@ def run_setup(
 
     def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
         tracer = session.tracer if session is not None else None
-        return run_program(argv, env, tracer, own_group=own_group, stdout=2)
+        return run_program(argv, env, tracer, stdout=2)
 
     def step(name: str, label: str, work: Callable[[], int]) -> int:
         with session_stage(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:

@@ -125,7 +125,7 @@ class SetupHost:
         """Run a program of this machine for the setup; its exit code."""
         task = self.task
         tracer = task.session.tracer if task.session is not None else None
-        return run_program(argv, env, tracer, own_group=task.own_group, stdout=2, enter=enter)
+        return run_program(argv, env, tracer, stdout=2, enter=enter)
 
     def inside(self, path: str) -> str:
         """The setup's path of a file of this machine."""

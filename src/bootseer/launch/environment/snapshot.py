@@ -165,7 +165,7 @@ class SavedSnapshot:
             except Interrupted as interrupted:
                 return interrupted.exit_code
             try:
-                return run_program(command, prepared.env, None, own_group=task.own_group, enter=prepared.enter)
+                return run_program(command, prepared.env, None, enter=prepared.enter)
             finally:
                 with reporting_errors("the environment was not removed"):
                     prepared.undo.close()

@@ -54,7 +54,6 @@ def run_in_environment(
     session: Session | None,
     *,
     own_env: Mapping[str, str],
-    own_group: bool,
 ) -> int:
     """Prepare the environment and run the command in it; returns the exit code. Signals must be blocked.
 
@@ -71,12 +70,11 @@ def run_in_environment(
             env,
             own_env=own_env,
             session=session,
-            own_group=own_group,
             show=options.show,
         )
     except BootseerError as error:
         start_attrs = _without_cache(environment.mode, str(error))
-        return run_after_setup(command, options, env, session, own_group=own_group, start_attrs=start_attrs)
+        return run_after_setup(command, options, env, session, start_attrs=start_attrs)
     start = EnvironmentStart(task, command)
     code = 1
     try:
@@ -232,9 +230,7 @@ class EnvironmentStart:
         if session is not None:
             session.add_observer(self._report.watch)
         began_s = time.monotonic()
-        code = run_command(
-            self.command, options, prepared.env, session, own_group=self.task.own_group, enter=prepared.enter
-        )
+        code = run_command(self.command, options, prepared.env, session, enter=prepared.enter)
         self.command_ended(code, time.monotonic() - began_s)
         return code
 

@@ -21,7 +21,6 @@ from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.launch.environment.plain import STAGE
 from bootseer.launch.session import Session, session_stage
-from bootseer.launch.supervise import in_foreground
 
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
@@ -97,8 +96,6 @@ class Task:
     own_env: Mapping[str, str] | None = None
     """The same without BootSeer's additions, for the request key; None: it is the same."""
     session: Session | None = None
-    own_group: bool = field(default_factory=lambda: not in_foreground())
-    """Whether started programs lead their own process group (`supervise`)."""
     show: Show = no_progress
     """Displays progress while a start waits."""
     outcome: dict[str, Any] = field(default_factory=dict)

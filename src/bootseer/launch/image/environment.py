@@ -49,8 +49,6 @@ def environment_in_image(
     env: dict[str, str],
     own_env: Mapping[str, str],
     session: Session | None,
-    *,
-    own_group: bool,
 ) -> ImageEnvironment:
     """The environment of a start in an image.
 
@@ -71,7 +69,6 @@ def environment_in_image(
         env=env,
         own_env=found,
         session=session,
-        own_group=own_group,
         show=options.show,
     )
     try:

@@ -73,8 +73,6 @@ def run_in_image(
     env: Mapping[str, str],
     session: Session | None,
     extra_env: Mapping[str, str],
-    *,
-    own_group: bool,
 ) -> int:
     """Run the command in the image; returns the exit code. Signals must be blocked.
 
@@ -83,7 +81,7 @@ def run_in_image(
     start = _ImageStart(image, command, options, session, env, extra_env)
     code = 1
     try:
-        code = start.run(own_group=own_group)
+        code = start.run()
     except (BootseerError, Interrupted) as error:
         code = error.exit_code
         raise
@@ -134,7 +132,7 @@ class _ImageStart:
         self._seconds = 0.0
         self._environment: ImageEnvironment | None = None
 
-    def run(self, *, own_group: bool) -> int:
+    def run(self) -> int:
         """Mount the image, run the setup (if any) and the command in it; the exit code."""
         session, span = self._session, new_span()
         env = {**self._env}
@@ -152,7 +150,6 @@ class _ImageStart:
                 env,
                 self._env,
                 session,
-                own_group=own_group,
             )
         code, container = self._prepare(env)
         if container is None:
@@ -165,7 +162,6 @@ class _ImageStart:
             self._options._replace(restarts=None) if container.has_parent else self._options,
             env,
             session,
-            own_group=own_group,
             program=container.process.args,
             span=span,
             renew=container.renew,
