@@ -29,6 +29,8 @@ def main():
     dist.init_process_group("gloo")
     dist.barrier()  # marked, before two steps that happen to take equally long end the marking
     rank = dist.get_rank()
+    if "DIES" in os.environ and os.environ["BOOTSEER_RESTART"] == "0":
+        os.kill(os.getppid(), 9)
     torch.manual_seed(rank)
     layers = torch.nn.Linear(16, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
@@ -62,22 +64,12 @@ def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path
     (tmp_path / "job.py").write_text(_JOB)
     env = {**os.environ, "BOOTSEER_SPOOL": str(tmp_path / "spool"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
 
-    def run(number: int) -> tuple[list[str], str]:
-        words = [
-            sys.executable,
-            "-m",
-            "bootseer",
-            "run",
-            "--job",
-            "warm",
-            "--attempt",
-            str(number),
-            "--warm",
-            "on",
-            "--",
-        ]
-        words += [str(TORCHRUN), "--standalone", "--nproc-per-node", "2", "job.py", "saved"]
-        done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    def run(number: int, *more: str, **variables: str) -> tuple[list[str], str]:
+        words = [sys.executable, "-m", "bootseer", "run", "--job", "warm", "--attempt", str(number), "--warm", "on"]
+        words += [*more, "--", str(TORCHRUN), "--standalone", "--nproc-per-node", "2", "job.py", "saved"]
+        done = subprocess.run(
+            words, env=env | variables, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+        )
         assert done.returncode == 0, done.stderr
         return sorted(done.stdout.splitlines()), done.stderr
 
@@ -90,6 +82,9 @@ def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path
     first, second = (line.split()[1:] for line in said.splitlines() if line.startswith("entropy"))
     assert all(one != other for one, other in zip(first, second, strict=True))
 
+    _, said = run(2, "--restarts", "1", DIES="1")
+    assert "restart 1 of 1" in said
+
     events = scan(sources([str(tmp_path / "spool")])).events
     marks = [{(one.rank, one.stage) for one in events if one.attempt == number and one.rank >= 0} for number in (0, 1)]
     by_exec_marks, warm_marks = (
@@ -97,6 +92,12 @@ def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path
     )
     assert warm_marks == by_exec_marks
     assert (1, "model_initialization.import_torch") in marks[0] - marks[1]
+    # The launcher's marks: without its own import of torch, by which they are installed in a launcher started by exec.
+    again = [one for one in events if one.attempt == 2 and one.restart == 1 and one.rank < 0]
+    assert any(
+        one.stage == "warm_start" and one.attrs["program"] == "the launcher" and "child" in one.attrs for one in again
+    )
+    assert {"model_initialization.launcher_rendezvous", "store_connected"} <= {one.stage for one in again}
     report = [sys.executable, "-m", "bootseer", "report", str(tmp_path / "spool" / "warm" / "attempt-1")]
     text = subprocess.run(report, env=env, capture_output=True, text=True, check=True).stdout
     assert "2 Python programs started warm" in text
