@@ -43,10 +43,11 @@ class MountedImage(MountHandle):
         where = [f"{RUNTIME}={self._runtime.root}", f"{CACHE}={self._cache}"]
         return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
-    def close(self) -> None:
+    def close(self, *, keep_changes: bool = False) -> None:
         """Unmount the image and delete its changes. Without a lifeline, raises `BootseerError` if it is in use."""
         unmount(self._runtime, self._state, force=self._lifeline)
-        _delete_changes(self._state)
+        if not keep_changes:
+            _delete_changes(self._state)
 
 
 def unmount_recorded(runtime: Runtime, state: MountState, cache: Path) -> None:

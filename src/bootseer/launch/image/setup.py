@@ -320,19 +320,12 @@ class UpperLayer:
         return layer
 
     def _remount(self, above: Sequence[Path]) -> None:
-        """Remount the image. The folder for changes is moved aside meanwhile, as closing the old mount deletes it."""
-        writable = self._writable
-        aside = writable.with_name(f"{writable.name}-aside")
-        if writable.exists():
-            writable.rename(aside)
+        """Remount the image with the same folder for changes."""
         try:
-            self._host.mounted.close()
+            self._host.mounted.close(keep_changes=True)
         except (BootseerError, OSError) as error:
             say(f"the image was not unmounted: {error}")
-        if aside.exists():
-            shutil.rmtree(writable, ignore_errors=True)
-            aside.rename(writable)
-        self._host.mounted = self._mount(writable, above, False)
+        self._host.mounted = self._mount(self._writable, above, False)
 
     def _changes(self, layer: Path) -> Sequence[Change]:
         env, options = self._host.env, self._task.options
