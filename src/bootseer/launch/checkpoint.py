@@ -78,8 +78,6 @@ class CheckpointStart:
             if self._plain_folder is None:
                 self._mounted = self._mount(on_progress)
             self._seconds = time.monotonic() - began_s
-        if self._session is not None:
-            self._session.add_observer(self._report.watch)
         return {VARIABLE: str(self._mounted.target if self._mounted is not None else self._plain_folder)}
 
     def _mount(self, on_progress: ProgressCallback) -> MountedCheckpoint:

@@ -181,25 +181,15 @@ _POLL_S = 1.0
 
 
 class StartReport:
-    """Reports a start once: when training began, or when the command ended. `watch` runs in a thread, `send` in any."""
+    """Reports one part of a start once: when training began, or when the command ended."""
 
     def __init__(self, session: Session | None, record: Callable[[str], None]) -> None:
         """`record` writes the report; its argument is `TRAINING_BEGAN` or `COMMAND_ENDED`."""
-        self._session = session
         self._record = record
         self._lock = threading.Lock()
         self._is_sent = False
-
-    def watch(self, ended: threading.Event) -> None:
-        """Wait for the hook's `training_began` event until the command has ended."""
-        session = self._session
-        if session is None:
-            return
-        tail = SpoolTail(session.folder)
-        while not ended.wait(_POLL_S):
-            if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
-                self.send(TRAINING_BEGAN)
-                return
+        if session is not None:
+            session.reports.append(self)
 
     def send(self, until: str) -> None:
         """Report the start, with what ended it. Later calls only wait until that report is written: their callers
@@ -209,6 +199,16 @@ class StartReport:
                 self._is_sent = True
                 with reporting_errors("the record of the start is not complete"):
                     self._record(until)
+
+
+def report_when_training_begins(session: Session, ended: threading.Event) -> None:
+    """Send the session's reports when the hook's `training_began` event is found, unless the command has ended."""
+    tail = SpoolTail(session.folder)
+    while not ended.wait(_POLL_S):
+        if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
+            for report in session.reports:
+                report.send(TRAINING_BEGAN)
+            return
 
 
 @contextmanager

@@ -117,7 +117,6 @@ class PeersStart:
             return {}
         self._folder = path
         os.environ[FOLDER] = str(path)  # for the daemons, which are forked
-        self._session.add_observer(self._report.watch)
         return {FOLDER: str(path)}
 
     def __exit__(self, *_: object) -> None:

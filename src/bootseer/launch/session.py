@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import threading
 
     from bootseer.launch.command import Options
-    from bootseer.launch.observers import Observers, Shipping
+    from bootseer.launch.observers import Observers, Shipping, StartReport
     from bootseer.launch.peers import PeersStart
     from bootseer.launch.warm import WarmStart
 
@@ -104,7 +104,8 @@ class Session:
         log(__name__, "%s (by %s): events in %s (%s)", label, identity.source, self.folder, self.sinks)
         self._observers: Observers | None = None
         self._shipping: Shipping | None = None
-        self._extra_observers: list[Callable[[threading.Event], None]] = []
+        self.reports: list[StartReport] = []
+        """Sent when training begins, in this order."""
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
         """The environment for the setup and the command."""
@@ -133,10 +134,6 @@ class Session:
         """Emit that the user's pattern was found in the output."""
         self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern"})
 
-    def add_observer(self, work: Callable[[threading.Event], None]) -> None:
-        """Run `work(ended)` in a thread beside the command."""
-        self._extra_observers.append(work)
-
     def start_observers(self, env: Mapping[str, str]) -> None:
         """Start the threads beside the command, once."""
         if self._observers is not None:
@@ -147,13 +144,13 @@ class Session:
             or env.get("KUBERNETES_SERVICE_HOST")
             or os.path.isdir(env.get("BOOTSEER_PODINFO") or PODINFO)
         )
-        if self.otlp is None and self.service is None and not scheduled and not self._extra_observers:
+        if self.otlp is None and self.service is None and not scheduled and not self.reports:
             return
-        from bootseer.launch.observers import Observers, Shipping, load_exporter
+        from bootseer.launch.observers import Observers, Shipping, load_exporter, report_when_training_begins
 
         self._observers = Observers()
-        for work in self._extra_observers:
-            self._observers.start(work)
+        if self.reports:
+            self._observers.start(lambda ended: report_when_training_begins(self, ended))
         if self.otlp is not None:
             self._observers.start(self._export, load=load_exporter)
         if self.service is not None:

@@ -129,7 +129,6 @@ class WarmStart:
         self._recorded = threading.Event()
 
     def __enter__(self) -> WarmStart:
-        self._session.add_observer(self._report.watch)
         return self
 
     def hand_over(self) -> None:

@@ -225,10 +225,8 @@ class EnvironmentStart:
 
     def run(self, options: Options) -> int:
         """Run the command in the environment; returns its exit code."""
-        prepared, session = self.prepared, self.task.session
+        prepared = self.prepared
         assert prepared is not None  # noqa: S101 - for the type checker: `prepare` returned 0
-        if session is not None:
-            session.add_observer(self._report.watch)
         began_s = time.monotonic()
         code = run_command(self.command, options, prepared.env, session, enter=prepared.enter)
         self.command_ended(code, time.monotonic() - began_s)

@@ -91,7 +91,7 @@ def run_in_image(
 
 
 class _ImageStart:
-    """One image start on this node. `_end.watch` runs in a thread; all else in the main one, before or after it."""
+    """One image start on this node. `_record` may run in a thread; all else in the main one."""
 
     def __init__(
         self,
@@ -154,8 +154,6 @@ class _ImageStart:
         code, container = self._prepare(env)
         if container is None:
             return code
-        if session is not None:
-            session.add_observer(self._report.watch)
         began_s = time.monotonic()
         code = run_command(
             container.command,
