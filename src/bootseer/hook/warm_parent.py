@@ -94,7 +94,7 @@ class Imports:
         """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
         self.load(self.known["modules"])
         self.reads = dict(RecordingEnviron.reads)
-        self._check(self.known)
+        self._check()
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
         self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
 
@@ -134,17 +134,18 @@ class Imports:
                 if state.get(what, value) != value:
                     raise UnfitError(f"the import of {name} changes {what}", first)
 
-    def _check(self, known: dict[str, Any]) -> None:
-        changed = set(known["changed"]) - self.changed.keys()
+    def _check(self) -> None:
+        changed = set(self.known["changed"]) - self.changed.keys()
         name = next((name for name in sorted(changed) if name in self.reads or programs.native(name)), "")
         if name:
             raise UnfitError(f"the program sets {name}, which imports read")
         if any(type(one).__module__.startswith("numpy.random") for one in _generators()):
             raise UnfitError("an import created a random generator of numpy")
 
-    def changed_file(self) -> str:
-        """Path of a module whose file has changed since its import; empty if there is none."""
-        return next((path for path, stamp in self.files if _stamp(path) != stamp), "")
+    def files_differ(self) -> str:
+        """Name a module's file that has changed since its import; empty if there is none."""
+        changed = next((path for path, stamp in self.files if _stamp(path) != stamp), "")
+        return f"{changed} has changed since it was imported" if changed else ""
 
 
 def _generators() -> list[Any]:
@@ -227,16 +228,6 @@ def _end_pools(maps: str) -> None:
         time.sleep(0.001)
 
 
-def differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], launcher: int, folder: str) -> str:
-    """The first difference between a copy of this process and a fresh process started in this folder; empty if none."""
-    return (
-        unfit()
-        or _privileges_differ(request, launcher)
-        or _program_differs(imports, known, request, folder)
-        or _files_differ(imports)
-    )
-
-
 def _privileges_differ(request: dict[str, Any], launcher: int) -> str:
     """Changes that the launcher made to its own process since its start and that copies cannot get."""
     ours, theirs = _status("self"), _status(launcher)
@@ -250,7 +241,7 @@ def _privileges_differ(request: dict[str, Any], launcher: int) -> str:
     return f"the launcher has changed since its start: {', '.join(changed)}" if changed else ""
 
 
-def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
+def _program_differs(imports: Imports, request: dict[str, Any], folder: str) -> str:
     """What could make the imports of the program, started in this folder, differ from ours."""
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
     name = programs.differing_variable(set(imports.reads), imports.variables, env)
@@ -258,26 +249,30 @@ def _program_differs(imports: Imports, known: dict[str, Any], request: dict[str,
         return _variable_differs(imports, name)
     parsed = programs.parse([os.fsdecode(word) for word in request["argv"]])
     is_module = parsed is not None and parsed[2][0] == "-m"
-    main = known["main"] if parsed is None or is_module else os.path.realpath(os.path.join(folder, parsed[2][0]))
+    if parsed is None or is_module:
+        main = imports.known["main"]
+    else:
+        main = os.path.realpath(os.path.join(folder, parsed[2][0]))
     if not main.endswith(".py") or not os.path.isfile(main):
         return "the program is not a Python file"
     own = folder if is_module else os.path.dirname(main)
     digest, sets = programs.import_lines(main, own)
-    if digest != known["telling"]:
+    if digest != imports.known["telling"]:
         return f"{os.path.basename(main)} imports other modules, or sets other variables, than when it was recorded"
     return _may_set(imports, main, sets) or programs.own_module(own)
 
 
-def _launcher_differs(imports: Imports, known: dict[str, Any], request: dict[str, Any], folder: str) -> str:
+def _launcher_differs(imports: Imports, request: dict[str, Any], folder: str) -> str:
     """The first difference between a copy that restarts the launcher in this folder and a launcher started by exec.
 
     Privileges are not compared: this process inherited the first launcher's. Variables that the launcher sets only for
     its programs may differ: libraries were loaded with them here, but a launcher does not compute.
     """
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in request["env"].items()}
-    own = {name: value for name, value in imports.variables.items() if name not in known["native"]}
-    theirs = {name: value for name, value in env.items() if name not in known["native"]}
-    name = programs.differing_variable(set(imports.reads) - set(known["native"]), own, theirs)
+    set_here = imports.known["native"].keys()
+    own = {name: value for name, value in imports.variables.items() if name not in set_here}
+    theirs = {name: value for name, value in env.items() if name not in set_here}
+    name = programs.differing_variable(set(imports.reads) - set_here, own, theirs)
     if name:
         return _variable_differs(imports, name)
     parsed = programs.parse(request["argv"])
@@ -298,11 +293,6 @@ def _variable_differs(imports: Imports, name: str) -> str:
 def _may_set(imports: Imports, main: str, words: set[str]) -> str:
     name = next((name for name in sorted(words) if name in imports.reads or programs.native(name)), "")
     return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
-
-
-def _files_differ(imports: Imports) -> str:
-    changed = imports.changed_file()
-    return f"{changed} has changed since it was imported" if changed else ""
 
 
 def _status(process: int | str) -> dict[str, str]:
@@ -373,15 +363,13 @@ class Server:
 
     def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports, began: dict[str, Any]) -> None:
         """Finish `imports`. `began` has the launcher's command line (`argv`) and process name (`comm`)."""
-        self._end, self._run, self._known = end, run, imports.known
+        self._end, self._run, self._imports = end, run, imports
         self._launcher = os.getppid()
         self._began = {name: began[name] for name in ("argv", "comm")}
         self._reason, self._module = "", ""
-        self._imports: Imports | None = None
-        self._cloner: warm_child.Cloner | None = None
         try:
             imports.finish()
-            self._imports, self._cloner = imports, warm_child.Cloner()
+            self._cloner = warm_child.Cloner()
             self._reason = unfit()
         except UnfitError as error:
             self._reason, self._module = str(error), error.module
@@ -415,7 +403,7 @@ class Server:
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
         try:
             reason = self._reason or self._differs(request, fds[2], again=again)
-            if not reason and self._imports is not None and self._cloner is not None:
+            if not reason:
                 imports = self._imports
                 facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
                 if self._cloner.clone() == 0:
@@ -444,13 +432,14 @@ class Server:
         return None
 
     def _differs(self, request: dict[str, Any], folder: int, *, again: bool) -> str:
-        assert self._imports is not None  # noqa: S101 - for the type checker: else `_reason` is set
-        place = _link(f"/proc/self/fd/{folder}")
+        """The first difference between a copy of this process and a fresh one started in this folder; empty if none."""
+        imports, place = self._imports, _link(f"/proc/self/fd/{folder}")
+        found = unfit()
         if again:
-            return (
-                unfit() or _launcher_differs(self._imports, self._known, request, place) or _files_differ(self._imports)
-            )
-        return differs(self._imports, self._known, request, self._launcher, place)
+            found = found or _launcher_differs(imports, request, place)
+        else:
+            found = found or _privileges_differ(request, self._launcher) or _program_differs(imports, request, place)
+        return found or imports.files_differ()
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
         """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""
