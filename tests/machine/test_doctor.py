@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bootseer.cli.doctor import doctor_command as command
-from bootseer.cli.doctor import show
+from bootseer.cli.doctor import table_of
 from bootseer.machine.check import Check
 
 
@@ -43,7 +43,8 @@ def test_table_fits_80_columns() -> None:
     console = Console(file=text, width=80, highlight=False)
     path = "/very/long/" + "folder/" * 20
     opens = ("lazy image mount", "checkpoint mount", "environment snapshots")
-    show([Check("user namespaces", "limited", path, path, "apt-get install [some] package", opens)], console)
+    checks = [Check("user namespaces", "limited", path, path, "apt-get install [some] package", opens)]
+    console.print(table_of(checks))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "to do: apt-get install [some] package" in text.getvalue()  # square brackets are not markup here

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootseer.cli.output import print_json, terminal
+from bootseer.cli.output import Output
+from bootseer.cli.verb_parts import json_option
 from bootseer.machine.check import Check, usable
 from bootseer.machine.probes import run_checks
 from bootseer.trace.spools import default_root
@@ -26,7 +26,7 @@ _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "r
 
 
 @click.command(name="doctor")
-@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+@json_option(SCHEMA)
 @click.option("--spool", type=click.Path(path_type=Path), help="Folder for event files to check.")
 @click.option(
     "--bundle",
@@ -34,7 +34,7 @@ _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "r
     type=click.Path(path_type=Path),
     help="Write checks, versions, settings, and states and logs of mounts to FILE (.tar.gz) for a bug report.",
 )
-def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> None:
+def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> None:
     """Check what BootSeer can use on this machine, and what each part is needed for.
 
     Mounts and namespaces are tried for real, in a separate process that leaves nothing behind. The exit code is 1 if
@@ -63,32 +63,30 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
     rows = [{**asdict(check), "required": check.required} for check in checks]
-    found: dict[str, Any] = {"schema": SCHEMA, "ok": good, "checks": rows}
+    found: dict[str, Any] = {"ok": good, "checks": rows}
     if bundle is not None:
-        found["bundle"] = doctor.write_bundle(bundle, found, os.environ)
-    if as_json:
-        print_json(found)
-    else:
-        with terminal() as console:
-            show(checks, console)
-            if bundle is not None:
-                console.print(f"{bundle}: {', '.join(found['bundle'])}", soft_wrap=True)
+        found["bundle"] = doctor.write_bundle(bundle, {"schema": SCHEMA, **found}, os.environ)
+    num_ok = sum(check.status == "ok" for check in checks)
+    output(
+        found,
+        table_of(checks),
+        "",
+        f"BootSeer {'can' if good else 'cannot'} measure here; {num_ok} of {len(checks)} checks are ok.",
+        *([f"{bundle}: {', '.join(found['bundle'])}"] if bundle is not None else []),
+    )
     if not good:
         raise SystemExit(1)
 
 
-def show(checks: Sequence[Check], console: Console) -> None:
-    """Print the checks as a table; one that is not `ok` says why, what to do and what it is needed for."""
+def table_of(checks: Sequence[Check]) -> Table:
+    """The checks as a table; one that is not `ok` says why, what to do and what it is needed for."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
         table.add_row(Text(check.status, style=_COLOUR[check.status]), Text(check.name), _explained(check))
-    console.print(table)
-    num_ok = sum(check.status == "ok" for check in checks)
-    verdict = "BootSeer can measure here" if usable(checks) else "BootSeer cannot measure here"
-    console.print(Text(f"\n{verdict}; {num_ok} of {len(checks)} checks are ok."))
+    return table
 
 
 def _explained(check: Check) -> Text:
