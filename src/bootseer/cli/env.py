@@ -15,7 +15,7 @@ import click
 
 from bootseer.cli.env_options import CAPTURE, KEY, SETUP, wanted
 from bootseer.cli.env_store import STORE, cache, catalog_of, document_of
-from bootseer.cli.image_options import TRUST
+from bootseer.cli.image_options import TRUST, request_of_verb
 from bootseer.cli.output import Output, Progress
 from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
 from bootseer.errors import UsageError
@@ -130,7 +130,6 @@ def key_command(
     bootseer env key --setup setup.sh --env-input data/vocab --diff 3fa9
     bootseer env key -r requirements.txt --json > key.json; ...; bootseer env key -r requirements.txt --diff key.json
     """
-    from bootseer.cli.image_options import request
     from bootseer.env.keys.key import difference
     from bootseer.env.keys.request_key import request_key
     from bootseer.launch.environment.lookup_process import base_of_image, key_request
@@ -139,8 +138,7 @@ def key_command(
     base = None
     asked = wanted(values, {"plain_http": plain_http}, os.environ)
     if image is not None:
-        source = {"store": None, "plain_http": plain_http, "loading": "auto", "fallback": "none"}
-        base = base_of_image(request(image, source))
+        base = base_of_image(request_of_verb(image, None, plain_http))
     key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, base=base))
     changed = None
     if old is not None:
