@@ -35,7 +35,6 @@ if os.environ["BOOTSEER_RESTART"] != "2":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 )
-TORCH = "class default_generator:\n    seed = staticmethod(lambda: 0)\ndef initial_seed():\n    return 0\n"
 CHILD = """
 import os, sys
 imported = "colorsys" in sys.modules
@@ -46,25 +45,20 @@ print(imported, os.environ["LAUNCHER_IS"] == str(os.getppid()), *others or [0])
 
 
 class Job:
-    def __init__(self, folder: Path, name: str) -> None:
-        """`name` of the launcher: `torchrun` imports itself, and leaves a copy as its warm parent."""
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = name
         (folder / "child.py").write_text(CHILD)
-        (folder / name).write_text(LAUNCH)
+        (folder / "launch.py").write_text(LAUNCH)
         main = str(folder / "child.py")
         told = programs.import_lines(os.path.realpath(main), str(folder))[0]
-        known = {"program": "child.py", "main": main, "telling": told, "flags": [], "modules": ["torch", "colorsys"]}
+        known = {"program": "child.py", "main": main, "telling": told, "flags": [], "modules": ["colorsys"]}
         known |= {"native": {"OMP_NUM_THREADS": "3"}, "changed": []}
-        self.record = json.dumps({"schema": programs.SCHEMA, "launchers": {name: known}})
+        self.record = json.dumps({"schema": programs.SCHEMA, "launchers": {"launch.py": known}})
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
         self.env = {**clean, "BOOTSEER_CACHE": str(folder / "cache"), "LAUNCHER": "0", "GROUP": "0"}
-        (folder / "library").mkdir()
-        (folder / "library" / "torch.py").write_text(TORCH)
-        self.env["PYTHONPATH"] = str(folder / "library")
 
     def start(self, mode: str, way: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(self.folder / self.name), way]
+        command = [sys.executable, str(self.folder / "launch.py"), way]
         path = self.folder / "cache" / "warm" / f"{workload_key(command, setup=chr(0))}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.parent.parent.chmod(0o700)
@@ -91,9 +85,9 @@ class Job:
         return [(event.restart, str(event.attrs.get("why_not", ""))) for event in found]
 
 
-@pytest.fixture(params=["launch.py", "torchrun"])
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
-    return Job(tmp_path, request.param)
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
 def left(folder: Path) -> list[str]:

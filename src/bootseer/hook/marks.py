@@ -85,7 +85,7 @@ def before_import(name: str) -> None:
 
 
 @guarded
-def after_import(name: str, *, failed: bool = False, now_ns: int | None = None) -> None:
+def after_import(name: str, *, failed: bool = False) -> None:
     """Called after the code of a watched module ran."""
     state = active()
     span = state.importing.pop(name, "") if state is not None else ""
@@ -93,16 +93,7 @@ def after_import(name: str, *, failed: bool = False, now_ns: int | None = None) 
         version = str(getattr(sys.modules.get(name), "__version__", ""))
         outcome = FAILED if failed else OK
         attrs = {"version": version} if version else {}
-        state.tracer.emit(f"{STAGE}import_{name}", END, span=span, outcome=outcome, attrs=attrs, mono_ns=now_ns)
-
-
-@guarded
-def imported_before(name: str, began_ns: int, ended_ns: int) -> None:
-    """Write the import of a framework at these monotonic times, before the start of marking."""
-    state = active()
-    if state is not None:
-        state.importing[name] = state.tracer.emit(f"{STAGE}import_{name}", BEGIN, mono_ns=began_ns)
-        after_import(name, now_ns=ended_ns)
+        state.tracer.emit(f"{STAGE}import_{name}", END, span=span, outcome=outcome, attrs=attrs)
 
 
 @guarded

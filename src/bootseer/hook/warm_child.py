@@ -90,9 +90,9 @@ def become(
     """
     started_ns = time.monotonic_ns()
     try:
-        output = captured_output()
+        output = _captured_output()
         answer = _kernel(request, answer, fds, launcher, successor)
-        program = interpreter(imports, request, launches=successor is not None)
+        program = _interpreter(imports, request, launches=successor is not None)
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
         if answer.recv(2) != b"go":  # the launcher has started the program by exec
             os._exit(0)
@@ -101,20 +101,15 @@ def become(
             answer.send(marshal.dumps({"pid": os.getpid(), "why_not": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     answer.close()
-    write_output(output)
-    mark(started_ns)
+    _write_output(output)
+    hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
+    if hook is not None:  # it marks this process as started then
+        with contextlib.suppress(Exception):
+            hook.begin(started_ns)
     return program
 
 
-def mark(started_ns: int) -> None:
-    """Let the hook mark this process as started at this monotonic time."""
-    hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
-    if hook is not None:
-        with contextlib.suppress(Exception):
-            hook.begin(started_ns)
-
-
-def captured_output() -> list[bytes]:
+def _captured_output() -> list[bytes]:
     """The imports' output on stdout and stderr (see `warm_parent.capture_output`)."""
     found = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -124,7 +119,7 @@ def captured_output() -> list[bytes]:
     return found
 
 
-def write_output(texts: Sequence[bytes]) -> None:
+def _write_output(texts: Sequence[bytes]) -> None:
     """Write the imports' output to the program's stdout and stderr."""
     for number, text in zip((1, 2), texts, strict=True):
         with contextlib.suppress(OSError):
@@ -195,7 +190,7 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
     return ours
 
 
-def interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
+def _interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
     """Set the state of a starting interpreter; returns what runs the program. Raises `ValueError` and `OSError`."""
     argv = [os.fsdecode(word) for word in request["argv"]]
     env: dict[bytes, bytes] = dict(request["env"])
@@ -324,7 +319,7 @@ def _run_module(name: str) -> None:
     import runpy
 
     _main()
-    _run(lambda: runpy._run_module_as_main(name), 2)  # type: ignore[attr-defined]
+    _run(lambda: runpy._run_module_as_main(name))  # type: ignore[attr-defined]
 
 
 def _run_file(path: str) -> None:
@@ -338,18 +333,18 @@ def _run_file(path: str) -> None:
             text = file.read()
         exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the program itself
 
-    _run(run, 2)
+    _run(run)
 
 
-def _run(program: Callable[[], None], frames: int) -> None:
-    """Run the program, and print an uncaught exception as the interpreter does, without our first `frames` frames."""
+def _run(program: Callable[[], None]) -> None:
+    """Run the program, and print an uncaught exception as the interpreter does, without our first two frames."""
     try:
         program()
     except SystemExit:
         raise
     except BaseException as error:
         trace = error.__traceback__
-        for _ in range(frames):
+        for _ in range(2):
             trace = trace.tb_next if trace is not None else None
         error.__traceback__ = trace
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace

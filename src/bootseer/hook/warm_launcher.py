@@ -258,17 +258,11 @@ def emit(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
             tracer.emit(f"{STAGE}warm_parent", END, span=span, outcome=OK)
 
 
-def start(folder: str, started_ns: int) -> None:
+def start(folder: str) -> None:
     """Start the warm parent of this process, if earlier starts recorded it as a launcher. Raises any error."""
     own = programs.parse(sys.orig_argv)
     if own is None:
         return
     known = programs.read_known(folder).get(own[1])
-    if known is None or known.get("never"):
-        return
-    if inherited is None:
-        from bootseer.hook import warm_lead
-
-        if warm_lead.may(own[1], known):
-            warm_lead.begin(folder, own[1], known, started_ns)
-    WarmLauncher(folder, own[1], known).watch()
+    if known is not None and not known.get("never"):
+        WarmLauncher(folder, own[1], known).watch()

@@ -63,10 +63,9 @@ class Imports:
         self.known = known
         self._cold = {str(name) for name in known.get("cold", {})}
         self._drawn: list[str] = []
-        self.took_s, self.cpu_s = 0.0, 0.0
 
-    def load(self, names: list[str]) -> None:
-        """Import these modules. Raises `UnfitError`."""
+    def load(self) -> None:
+        """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
         watch.prepare()
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
@@ -75,7 +74,7 @@ class Imports:
         stop_recording = record_draws(self._drawn)
         gc.disable()  # imports create hardly any garbage
         try:
-            self._import(names)
+            self._import(self.known["modules"])
         finally:
             gc.enable()
             stop_recording()
@@ -84,15 +83,11 @@ class Imports:
         # A garbage collection in a copy, above all the one at exit, would write to each of these objects and so copy
         # their pages: 0.5 s of processor time for each rank of the demo.
         gc.freeze()
-        self.took_s += time.monotonic() - began_s
-        self.cpu_s += time.process_time() - cpu_s
+        self.took_s = time.monotonic() - began_s
+        self.cpu_s = time.process_time() - cpu_s
         self.changed = {
             name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
         }
-
-    def finish(self) -> None:
-        """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
-        self.load(self.known["modules"])
         self.reads = dict(RecordingEnviron.reads)
         self._check()
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
@@ -330,7 +325,7 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
 
 
 def capture_output() -> None:
-    """Redirect the imports' output to memory; each copy prints it (`warm_child.write_output`)."""
+    """Redirect the imports' output to memory; each copy prints it (`warm_child`)."""
     for target in (1, 2):
         memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
         os.dup2(memory, target)
@@ -361,14 +356,18 @@ def _run(launcher: int) -> socket.socket | None:
 class Server:
     """Answers requests of one launcher and, after its end, of the `bootseer run --restarts` that restarts it."""
 
-    def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports, began: dict[str, Any]) -> None:
-        """Finish `imports`. `began` has the launcher's command line (`argv`) and process name (`comm`)."""
+    def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports) -> None:
+        """Load `imports`."""
         self._end, self._run, self._imports = end, run, imports
-        self._launcher = os.getppid()
-        self._began = {name: began[name] for name in ("argv", "comm")}
+        above = self._launcher = os.getppid()
+        self._began = {
+            "argv": _read(f"/proc/{above}/cmdline").split("\0")[:-1],
+            "comm": os.fsencode(_read(f"/proc/{above}/comm").strip()),
+        }
+        """The launcher's command line and process name, for its restart."""
         self._reason, self._module = "", ""
         try:
-            imports.finish()
+            imports.load()
             self._cloner = warm_child.Cloner()
             self._reason = unfit()
         except UnfitError as error:
@@ -466,16 +465,9 @@ def serve(number: int, folder: str, launcher: str) -> Any:
         capture_output()
     except (UnfitError, OSError):
         os._exit(1)
-    above = os.getppid()
-    began = {
-        "argv": _read(f"/proc/{above}/cmdline").split("\0")[:-1],
-        "comm": os.fsencode(_read(f"/proc/{above}/comm").strip()),
-    }
-    return Server(end, run, Imports(programs.read_known(folder).get(launcher, {})), began).serve()
+    return Server(end, run, Imports(programs.read_known(folder).get(launcher, {}))).serve()
 
 
 if __name__ == "__main__":
-    if sys.argv[4:]:
-        from bootseer.hook.warm_lead import lead as serve
     program = serve(int(sys.argv[1]), sys.argv[2], sys.argv[3])
     program()

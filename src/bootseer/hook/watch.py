@@ -121,14 +121,10 @@ def start(started_ns: int, warm: str = "", paths: Sequence[str] = (), stat: byte
 
 
 def prepare() -> None:
-    """In a process that imports for its copies, which then call `start`: install the marks. Writes no events itself.
-
-    Called again in a fork of that process which imports more: marks are only installed by the process that began.
-    """
+    """In a process that imports for its copies, which then call `start`: install the marks. Writes no events itself."""
     begin(Tracer(FanOut([]), Identity(), trace=""))
-    if _Finder not in sys.meta_path:
-        _after.update(marks.after_import_of())
-        sys.meta_path.insert(0, _Finder)
+    _after.update(marks.after_import_of())
+    sys.meta_path.insert(0, _Finder)
 
 
 @guarded

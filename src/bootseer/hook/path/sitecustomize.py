@@ -103,7 +103,7 @@ def _watch_imports() -> None:
             Package.install()
             from bootseer.hook import warm_launcher
 
-            warm_launcher.start(warm, started_ns)
+            warm_launcher.start(warm)
 
     def is_launcher() -> bool:
         """Whether this program is recorded as a launcher: a text search, because parsing would delay all programs."""
