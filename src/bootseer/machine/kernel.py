@@ -1,4 +1,4 @@
-"""Probes of kernel features: version, FUSE, EROFS, loop devices, overlayfs, user namespaces.
+"""Probes of kernel features: version, FUSE, EROFS, loop devices, user namespaces.
 
 Each feature is really used, in a child (`sandbox`), because its name in /proc/filesystems does not say whether a
 container's seccomp filter and the user's permissions allow it.
@@ -109,22 +109,6 @@ def check_fuse() -> Check:
     return Check("FUSE", "broken", "/dev/fuse exists", trial.reason, install, opens)
 
 
-def check_erofs() -> Check:
-    opens = ("lazy image mount", "environment snapshots")
-    version = kernel_version(os.uname().release) or (0, 0)
-    trial = try_erofs()
-    if trial.worked:
-        return Check("EROFS", "ok", "file-backed mount works", opens=opens)
-    if trial.errno == errno.ENODEV:
-        return Check("EROFS", "missing", "", "the kernel has no erofs", "apt-get install linux-image-amd64", opens)
-    if trial.forbidden:
-        return Check("EROFS", "limited", "not for this user", trial.reason, _AS_ROOT, opens)
-    if trial.errno == errno.ENOTBLK:
-        reason = f"kernel {version[0]}.{version[1]} mounts EROFS from block devices only; 6.12 and later mount files"
-        return Check("EROFS", "limited", "through loop devices", reason, "a kernel of 6.12 or later", opens)
-    return Check("EROFS", "broken", "", trial.reason, "", opens)
-
-
 _IMAGE = (
     "eNrt0TsKwkAQgOFJYrCxsvECSgphC29gK6RJbScJCBIfpLAVK2uvYJOj5BbGzsLS2oxgsUViYaf+HyzMzs7uwKwIgH91Ke/n6LEq"
     "PI07utyaGs/Kb9bHaW9yGOXdIthvryETBAAAAL7HbJlmcZoxCAAAAAAAfpiv6zYWGVo5p6HWffNO3zodaNx6xYG+ZoxJ5ou49t6z"
@@ -149,45 +133,14 @@ def try_erofs() -> Trial:
     return trial
 
 
-def check_loop() -> Check:
-    opens = ("image mount on kernels before 6.12",)
+def loop_problem() -> str:
+    """Why loop devices cannot be used here; empty if they can."""
     control = "/dev/loop-control"
     try:
         os.close(os.open(control, os.O_RDWR | os.O_CLOEXEC))
-    except FileNotFoundError:
-        return Check("loop device", "missing", "", f"there is no {control}", "modprobe loop", opens)
-    except PermissionError:
-        return Check("loop device", "limited", "not for this user", f"{control}: permission denied", _AS_ROOT, opens)
     except OSError as error:
-        return Check("loop device", "broken", "", f"{control}: {os.strerror(error.errno or 0)}", "modprobe loop", opens)
-    return Check("loop device", "ok", control, opens=opens)
-
-
-def check_overlayfs() -> Check:
-    opens = ("environment capture and restore", "image mount")
-    as_root, as_user = attempt("overlay"), attempt("overlay-user")
-    if as_root.worked and as_user.worked:
-        return Check("overlayfs", "ok", "as root and in user namespaces", opens=opens)
-    if as_root.worked:
-        return Check("overlayfs", "limited", "as root only", f"in a user namespace: {as_user.reason}", "", opens)
-    if as_user.worked:
-        return Check("overlayfs", "ok", "in user namespaces", opens=opens)
-    if errno.ENODEV in (as_root.errno, as_user.errno):
-        return Check("overlayfs", "missing", "", "the kernel has no overlayfs", "modprobe overlay", opens)
-    if as_root.forbidden:
-        return Check("overlayfs", "limited", "not for this user", as_root.reason, _AS_ROOT, opens)
-    return Check("overlayfs", "broken", "", as_root.reason, "", opens)
-
-
-def check_overlay_layers() -> Check:
-    name, opens = "overlay layers", ("images with very many layers",)
-    trial = attempt("layers")
-    if trial.worked:
-        return Check(name, "ok", "added one by one", opens=opens)
-    if trial.forbidden:
-        return Check(name, "limited", "not for this user", trial.reason, _AS_ROOT, opens)
-    reason = f"{trial.reason}: all layers' names must fit into one page of options, which some dozens do"
-    return Check(name, "limited", "as one option", reason, "a kernel of 6.7 or later", opens)
+        return f"{control}: {os.strerror(error.errno or 0)}"
+    return ""
 
 
 def check_user_namespaces() -> Check:

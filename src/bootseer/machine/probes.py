@@ -1,5 +1,5 @@
-"""The probes of this machine (programs, Python packages, terminal, disk, clock; `kernel` has the others), and running
-them in parallel, with a deadline, for `bootseer doctor`.
+"""The probes of this machine (programs, Python packages, disk, clock; `kernel` has the others), and running them in
+parallel, with a deadline, for `bootseer doctor`.
 
 A program counts as installed only if it prints its version in time. A probe that raises or hangs gives a `broken`
 check.
@@ -33,18 +33,6 @@ _ENOUGH_BYTES = 64 * 1024**2
 _STA_UNSYNC = 0x40
 _TIMEX_BYTES = 256
 """struct timex has 208 bytes on 64-bit Linux; the rest is reserve for later kernels."""
-
-
-def check_terminal() -> Check:
-    opens = ("progress while a job starts", "colours in reports")
-    if not sys.stderr.isatty():
-        reason = "stderr is not a terminal: output is plain text"
-        return Check("terminal", "limited", "none", reason, "", opens)
-    size = shutil.get_terminal_size()
-    found = f"{size.columns} x {size.lines}"
-    if size.columns < 80:
-        return Check("terminal", "limited", found, "narrower than 80 columns: tables wrap", "", opens)
-    return Check("terminal", "ok", found, opens=opens)
 
 
 def check_spool(folder: Path) -> Check:
@@ -124,38 +112,24 @@ print("cuda", torch.version.cuda or "none", flush=True)
 """
 
 
-def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, opens: tuple[str, ...]) -> Check:
-    """Check a program by its output for `argv`, in which `pattern` finds the version."""
-    program, option = argv
-    path = shutil.which(program)
-    if path is None:
-        return Check(name, "missing", "", f"no {Path(program).name} on PATH", install, opens)
-    answer = child.run([path, option], deadline_s=_DEADLINE_S)
-    found = re.search(pattern, answer.output)
-    if found:
-        return Check(name, "ok", found[1], opens=opens)
-    reason = answer.error or f"{Path(program).name} {option} ended with code {answer.code} and printed no version"
-    return Check(name, "broken", "", reason, install, opens)
-
-
 def check_runtimes() -> Check:
     name, opens = "runc or crun", ("run --image, image run",)
     install = "apt-get install runc crun, or put a released static binary of one into a folder of PATH"
-    checks = [
-        _version(program, (program, "--version"), pattern=rf"{program} version (\S+)", install=install, opens=opens)
-        for program in ("runc", "crun")
-    ]
-    found = ", ".join(f"{check.name} {check.found}" for check in checks if check.status == "ok")
-    if found:
-        return Check(name, "ok", found, opens=opens)
-    status: Status = "broken" if any(check.status == "broken" for check in checks) else "missing"
-    return Check(name, status, "", "; ".join(check.why for check in checks), install, opens)
-
-
-def check_java() -> Check:
-    opens = ("hdfs:// on a machine of its own (benchmarks, tests)",)
-    install = "apt-get install default-jre-headless"
-    return _version("Java", ("java", "-version"), pattern=r'version "([^"]+)"', install=install, opens=opens)
+    versions, problems = [], []
+    for program in ("runc", "crun"):
+        path = shutil.which(program)
+        if path is None:
+            continue
+        answer = child.run([path, "--version"], deadline_s=_DEADLINE_S)
+        if found := re.search(rf"{program} version (\S+)", answer.output):
+            versions.append(f"{program} {found[1]}")
+        else:
+            ended = f"{program} --version ended with code {answer.code} and printed no version"
+            problems.append(answer.error or ended)
+    if versions:
+        return Check(name, "ok", ", ".join(versions), opens=opens)
+    status: Status = "broken" if problems else "missing"
+    return Check(name, status, "", "; ".join(problems) or "neither is on PATH", install, opens)
 
 
 def check_hdfs() -> Check:
@@ -224,18 +198,12 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
             (SPOOL, partial(check_spool, spool)),
             ("PyTorch", check_torch),
             ("FUSE", kernel.check_fuse),
-            ("EROFS", kernel.check_erofs),
-            ("loop device", kernel.check_loop),
-            ("overlayfs", kernel.check_overlayfs),
-            ("overlay layers", kernel.check_overlay_layers),
             ("user namespaces", kernel.check_user_namespaces),
             ("runc or crun", check_runtimes),
             ("CDI", check_devices),
-            ("Java", check_java),
             ("HDFS", check_hdfs),
             ("buckets", check_buckets),
             ("clock", check_clock),
-            ("terminal", check_terminal),
             *more,
         ],
         DEADLINE_S,

@@ -21,8 +21,6 @@ MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
 PR_SET_DUMPABLE = 4
 NOBODY = 65_534
-FSOPEN, FSCONFIG = 430, 431  # the same on all architectures
-FSCONFIG_SET_STRING, FSCONFIG_CMD_CREATE = 1, 6
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
@@ -109,21 +107,6 @@ def try_overlay(options: str = "") -> None:
         raise StepError("delete through the overlay", 0)
 
 
-def try_overlay_layers() -> None:
-    """Add lower layers one by one (`lowerdir+`), without the limit of one page for all their names."""
-    folder = scratch()
-    for name in ("one", "two"):
-        (folder / name).mkdir()
-    syscall = _libc.syscall
-    syscall.restype = ctypes.c_long
-    context = syscall(ctypes.c_long(FSOPEN), b"overlay", 0)
-    check("fsopen overlay", context)
-    for name in ("one", "two"):
-        path = os.fsencode(folder / name)
-        check("lowerdir+", syscall(ctypes.c_long(FSCONFIG), context, FSCONFIG_SET_STRING, b"lowerdir+", path, 0))
-    check("create overlay", syscall(ctypes.c_long(FSCONFIG), context, FSCONFIG_CMD_CREATE, None, None, 0))
-
-
 def try_erofs(image: str, target: str, name: str, content: str) -> None:
     """Mount a regular file, without a loop device."""
     enter_mount_namespace()
@@ -144,8 +127,6 @@ def main(trial: str, arguments: list[str]) -> None:
         enter_mount_namespace()
         if kind == "fuse":
             try_fuse()
-        elif kind == "layers":
-            try_overlay_layers()
         else:
             try_overlay(",userxattr" if folder == "user" else "")
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bootseer.errors import UsageError
 from bootseer.machine import kernel
 from bootseer.machine.check import Check
-from bootseer.machine.kernel import FILE_BACKED_EROFS, check_loop, kernel_version
+from bootseer.machine.kernel import FILE_BACKED_EROFS, kernel_version, loop_problem
 from bootseer.mounts import user_namespace
 from bootseer.mounts.method import Choice, Facts, MountMethod, choose
 
@@ -71,7 +71,7 @@ def _try_erofs() -> tuple[str, str]:
     if trial.errno == errno.ENODEV:
         return _NO_EROFS, _NO_EROFS
     reason = _OLD_KERNEL if trial.errno == errno.ENOTBLK else "" if trial.worked else trial.reason
-    return reason, check_loop().why
+    return reason, loop_problem()
 
 
 def after_failure(facts: Facts, method: MountMethod, reason: str, *, private: bool) -> Facts:
