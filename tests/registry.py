@@ -66,14 +66,11 @@ class Registry:
         tokens: TokenServer | None = None,
         tls: bool = False,
         clients: Path | None = None,
-        tells: str = "",
     ) -> None:
-        """`tells`: the address of a webhook."""
         self.folder = folder / "registry"
         self.certificate = self.folder / "certificate.pem"
         self.host = ""
         self._basic, self._tokens, self._tls, self._clients = basic, tokens, tls, clients
-        self._tells = tells
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Registry:
@@ -111,9 +108,6 @@ class Registry:
             "  delete: {enabled: true}",
             f"http:\n  addr: {self.host}",
         ]
-        if self._tells:
-            hook = f"name: hook, url: '{self._tells}', timeout: 5s, threshold: 5, backoff: 1s"
-            config.insert(2, f"notifications: {{endpoints: [{{{hook}}}]}}")
         if self._tls:
             config += ["  tls:", f"    certificate: {self.certificate}", f"    key: {self.folder / 'key.pem'}"]
         if self._clients is not None:

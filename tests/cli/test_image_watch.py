@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import UsageError
 from bootseer.image.catalog import images_in
-from bootseer.image.conversion.new_images import listen_for_pushes
 from bootseer.store.open import open_registry, open_store
 from conftest_launch import BOOTSEER
 from fault_proxy import Fault, FaultProxy, Request
 from image_node import push
 from oci_images import file, layer, write_layout
-from registry import Registry, free_port, needs_registry
+from registry import Registry, needs_registry
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +34,7 @@ def push_image(folder: Path, host: str, tag: str, text: bytes) -> None:
 
 @needs_registry
 def test_each_image_is_converted_once_also_after_a_restart(tmp_path: Path, run: Run, env: dict[str, str]) -> None:
-    hook = f"127.0.0.1:{free_port()}"
-    with Registry(tmp_path, tells=f"http://{hook}/") as registry:
+    with Registry(tmp_path) as registry:
         push_image(tmp_path, registry.host, "1", b"one")
         push_image(tmp_path, registry.host, "again", b"one")
         push_image(tmp_path, registry.host, "other-1", b"not wanted")
@@ -47,7 +42,7 @@ def test_each_image_is_converted_once_also_after_a_restart(tmp_path: Path, run: 
         state = tmp_path / "state" / "watch.json"
         words = ["image", "convert", "--watch", "--json", "--state", str(state), "--tag", "[0-9a]*", repository]
         with subprocess.Popen(
-            [*BOOTSEER, *words, "--interval", "2h", "--listen", hook],
+            [*BOOTSEER, *words, "--interval", "1s"],
             env={**env, **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -156,34 +151,3 @@ def test_a_signal_ends_it_while_a_layer_hangs(tmp_path: Path, env: dict[str, str
                 process.kill()
             assert process.stderr is not None
             assert process.stderr.read().startswith(b"bootseer: SIGTERM: 0 images converted")
-
-
-@pytest.mark.parametrize(
-    ("body", "wakes"),
-    [
-        (b'{"events": [{"action": "pull"}]}', False),  # such as a look itself is
-        (b'{"events": [{"action": "pull"}, {"action": "push"}]}', True),
-        (b'{"type": "PUSH_ARTIFACT"}', True),
-        (b"", True),
-        (b"[" * 100_000, True),
-    ],
-)
-def test_a_webhook_wakes_for_all_but_pulls(body: bytes, wakes: bool) -> None:
-    port = free_port()
-    with (
-        listen_for_pushes(("127.0.0.1", port)) as called,
-        closing(http.client.HTTPConnection("127.0.0.1", port)) as link,
-    ):
-        link.request("POST", "/", body)
-        assert link.getresponse().status == 204
-        assert called.is_set() is wakes
-
-
-def test_an_address_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"),
-            listen_for_pushes(("127.0.0.1", port)),
-        ):
-            pass

@@ -16,7 +16,7 @@ from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import parse_layer_limits, signatures
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
-from bootseer.cli.verb_parts import json_option, listen_address
+from bootseer.cli.verb_parts import json_option
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from bootseer.image.conversion.new_images import Watch
     from bootseer.image.reference import Reference
     from bootseer.image.sources.manifest import Platform
-
-
-_SETTLE_S = 0.5
-"""One push calls a webhook several times."""
 
 
 class _Settings(NamedTuple):
@@ -60,7 +56,6 @@ class _Settings(NamedTuple):
 @click.option("--plain-http", is_flag=True, help="Use the registry without encryption.")
 @click.option("--watch", is_flag=True, help="SRC is a repository: convert its images, and new ones as they are pushed.")
 @click.option("--interval", metavar="TIME", help="With --watch: how often to poll the tags (default: 1m).")
-@click.option("--listen", metavar="HOST:PORT", help="With --watch: also poll when a registry's webhook posts here.")
 @click.option("--once", is_flag=True, help="With --watch: poll once, convert what is new, and exit.")
 @click.option("--tag", "tags", metavar="PATTERN", multiple=True, help="With --watch: only tags such as v1.*.")
 @click.option(
@@ -81,7 +76,6 @@ def convert_command(
     plain_http: bool,
     watch: bool,
     interval: str | None,
-    listen: str | None,
     once: bool,
     tags: tuple[str, ...],
     state: Path | None,
@@ -110,9 +104,9 @@ def convert_command(
     uri = store_uri(reference, target or os.environ.get(STORE))
     if uri is None:
         raise UsageError(f"{source}: no store given", hint="bootseer image convert SRC DST")
-    if not watch and (interval or listen or once or tags or state):
+    if not watch and (interval or once or tags or state):
         hint = "give --watch too"
-        raise UsageError("--interval, --listen, --once, --tag and --state need --watch", hint=hint)
+        raise UsageError("--interval, --once, --tag and --state need --watch", hint=hint)
     limits = LayerLimits(**parse_layer_limits(layer_limits))
     settings = _Settings(
         uri,
@@ -131,7 +125,6 @@ def convert_command(
             tags,
             state,
             None if once else parse_duration(interval or "1m", "--interval"),
-            listen_address(listen, 8766) if listen else None,
             output,
         )
         return
@@ -175,12 +168,11 @@ def _watch(
     tags: tuple[str, ...],
     state: Path | None,
     interval_s: float | None,
-    listen: tuple[str, int] | None,
     output: Output,
 ) -> None:
     """Convert the new images of a repository: once, or repeatedly with `interval_s` until a signal."""
     from bootseer.artifact.places import cache_root
-    from bootseer.image.conversion.new_images import Watch, listen_for_pushes, lock_state
+    from bootseer.image.conversion.new_images import Watch, lock_state
     from bootseer.image.reference import SourceKind
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
@@ -198,12 +190,10 @@ def _watch(
         with (
             interruptible(),
             lock_state(state),
-            listen_for_pushes(listen) as called,
             closing(open_registry(reference.host, reference.repository, plain_http=settings.plain_http)) as registry,
         ):
             watched = Watch(registry, state, tags)
             while True:
-                called.clear()
                 try:
                     _convert_new(watched, reference, settings, output, numbers)
                 except BootseerError as error:
@@ -212,8 +202,7 @@ def _watch(
                     say(f"{repository}: {error}; retrying in {format_seconds(interval_s)}")
                 if interval_s is None:
                     break
-                if called.wait(interval_s):
-                    time.sleep(_SETTLE_S)
+                time.sleep(interval_s)
     except Interrupted as signal:  # the normal end of a watch
         say(f"{signal}: {plural(numbers[0], 'image')} converted, {numbers[1]} failed")
         return

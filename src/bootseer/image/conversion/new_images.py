@@ -1,8 +1,8 @@
 """Watch a repository for new images by polling its tags.
 
-A webhook needs the registry's operator and an open port; listing tags needs only read access. So a webhook is optional
-(`listen_for_pushes`) and only triggers the next poll. Digests of converted images are recorded in a state file, so that
-a restart converts nothing twice and a moved tag is detected. Failures are retried with exponential backoff.
+Listing tags needs only read access, where a webhook would need the registry's operator and an open port. Digests of
+converted images are recorded in a state file, so that a restart converts nothing twice and a moved tag is detected.
+Failures are retried with exponential backoff.
 
     {"schema": "bootseer.watch/1", "converted": ["sha256:...", ...]}
 """
@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
@@ -26,17 +23,13 @@ from bootseer.io.files import replace_file
 from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
-from bootseer.logs import logger
 from bootseer.store.registry import Registry
 
-_LOG = logger(__name__)
 _SCHEMA = "bootseer.watch/1"
 _OWN_TAGS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
 """Tags of BootSeer's objects, lists of referrers and signatures: not user images."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _THREADS = 8
-_CALL_S = 5.0
-_MAX_BYTES = 1 << 20
 _PAUSE_S, _MAX_PAUSE_S = 60.0, 3600.0
 
 
@@ -125,64 +118,6 @@ def lock_state(state: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise PermanentError(f"{state}: cannot be used: {error.strerror}") from error
-
-
-class _WebhookHandler(BaseHTTPRequestHandler):
-    timeout = _CALL_S
-    """Seconds. A stalled call delays other calls this long: one is answered at a time. Polling goes on."""
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        body = self.rfile.read(min(int(length), _MAX_BYTES)) if length.isascii() and length.isdecimal() else b""
-        if not _has_only_pulls(body):
-            self.server.called.set()  # type: ignore[attr-defined]
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the base class calls it so
-        _LOG.debug("webhook: " + format, *arguments)
-
-
-def _has_only_pulls(body: bytes) -> bool:
-    """Whether all events of a call are pulls. Polling causes pulls: reacting to them would poll for ever."""
-    try:
-        return all(event["action"] == "pull" for event in json.loads(body)["events"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
-
-
-class _WebhookServer(HTTPServer):
-    called: threading.Event
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        _LOG.debug("a webhook call failed", exc_info=True)
-
-
-class _WebhookServer6(_WebhookServer):
-    address_family = socket.AF_INET6
-
-
-@contextmanager
-def listen_for_pushes(listen: tuple[str, int] | None) -> Iterator[threading.Event]:
-    """Run a webhook server on host and port `listen`. Each call that may report a push sets the event.
-
-    Without an address the event is never set. Raises `UsageError` if the address cannot be bound.
-    """
-    called = threading.Event()
-    if listen is None:
-        yield called
-        return
-    try:
-        hook = (_WebhookServer6 if ":" in listen[0] else _WebhookServer)(listen, _WebhookHandler)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {listen[0]} port {listen[1]}: {error.strerror or error}") from error
-    hook.called = called
-    threading.Thread(target=hook.serve_forever, name="bootseer-webhook", daemon=True).start()
-    try:
-        yield called
-    finally:
-        hook.shutdown()
-        hook.server_close()
 
 
 def _read(state: Path) -> set[str]:
