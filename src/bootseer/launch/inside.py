@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 
 
 def _make_importable() -> None:
@@ -32,21 +31,9 @@ if __name__ == "__main__":
 
 from bootseer.launch import supervise  # noqa: E402
 from bootseer.launch.restart import Restarts  # noqa: E402
-from bootseer.trace.event import BEGIN, END, FAILED, NO_RANK, OK, Event  # noqa: E402
-from bootseer.trace.tracer import Tracer, from_environment, new_span  # noqa: E402
-
-
-class _Recorder:
-    """The events of this process, which the spool shares with those of the run outside."""
-
-    def __init__(self, tracer: Tracer, span: str, folder: str) -> None:
-        self.tracer, self.span, self.folder = tracer, span, folder
-        self._began_ns = time.time_ns()
-
-    def owns(self, event: Event) -> bool:
-        identity = self.tracer.identity
-        mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
-        return mine and event.wall_ns >= self._began_ns
+from bootseer.launch.session import RunEvents  # noqa: E402
+from bootseer.trace.event import BEGIN, END, FAILED, OK  # noqa: E402
+from bootseer.trace.tracer import from_environment, new_span  # noqa: E402
 
 
 def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[str]) -> int:
@@ -57,8 +44,8 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
     supervise.block_signals()
     env = dict(os.environ)
     tracer = from_environment(env)
-    recorder = _Recorder(tracer, span, folder) if tracer is not None else None
-    restarts = Restarts(max_restarts, delay_s, command, recorder, None, warm=True)
+    events = RunEvents(tracer, span, folder) if tracer is not None else None
+    restarts = Restarts(max_restarts, delay_s, command, events, None, warm=True)
     restarts.tag_environment(env)
     own_span = ""
     while True:

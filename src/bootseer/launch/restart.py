@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
 from bootseer.launch.supervise import (
@@ -31,8 +31,7 @@ from bootseer.trace.identity import RESTART
 from bootseer.units import plural
 
 if TYPE_CHECKING:
-    from bootseer.trace.event import Event
-    from bootseer.trace.tracer import Tracer
+    from bootseer.launch.session import RunEvents
 
 STAGE = "restart"
 KIND = "BOOTSEER_KIND"
@@ -48,19 +47,6 @@ _END_S = 30.0
 _POLL_S = 0.02
 
 
-class Recorder(Protocol):
-    """Where the events of one run go."""
-
-    tracer: Tracer
-    span: str
-    """Of the run."""
-    folder: str
-    """The spool of the attempt."""
-
-    def owns(self, event: Event) -> bool:
-        """Whether an event of the spool belongs to this run."""
-
-
 class Restarts:
     """The restarts of one command."""
 
@@ -69,7 +55,7 @@ class Restarts:
         max_restarts: int,
         delay_s: float,
         command: Sequence[str],
-        session: Recorder | None,
+        session: RunEvents | None,
         renew: Callable[[Mapping[str, str]], None] | None,
         *,
         warm: bool,

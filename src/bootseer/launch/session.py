@@ -18,7 +18,7 @@ from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
 from bootseer.trace.sinks import safe_name
 from bootseer.trace.spools import fingerprint
-from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
+from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, new_span, open_sink, spool_word
 
 if TYPE_CHECKING:
     import threading
@@ -54,7 +54,23 @@ def session_stage(
     log(__name__, "stage %s took %.3f s: %s", name, time.monotonic() - began_s, span.attrs)
 
 
-class Session:
+class RunEvents:
+    """The events of one run on this node. Its spool is shared with other processes, and maybe with other runs."""
+
+    def __init__(self, tracer: Tracer, span: str, folder: str) -> None:
+        """`span` is the run's, `folder` the spool of the attempt."""
+        self.tracer, self.span, self.folder = tracer, span, folder
+        self.began_ns = time.time_ns()
+
+    def owns(self, event: Event) -> bool:
+        """Whether an event of the spool belongs to this run."""
+        identity = self.tracer.identity
+        mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
+        # The scheduler's stages lie before the run, and have it as their parent.
+        return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
+
+
+class Session(RunEvents):
     """One measured run; its begin event is written by the constructor, its end event by `close`."""
 
     @classmethod
@@ -76,30 +92,30 @@ class Session:
         attempt = identity.attempt
         if attempt is None and (options.peers is not None or _has_other_processes(identity, command, env)):
             attempt = 0  # a number drawn by this node would differ from the other nodes'
-        self.folder, attempt = spools.make_attempt(root, identity.job, attempt)
+        folder, attempt = spools.make_attempt(root, identity.job, attempt)
         identity = identity._replace(attempt=attempt)
         self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
         self.service = next((word for word in options.sinks if word.partition("=")[0] == "service"), None)
         # The exporter and the shipper read the spool.
-        sinks = [spool_word(self.folder)] if "spool" in options.sinks or self.otlp or self.service else []
+        sinks = [spool_word(folder)] if "spool" in options.sinks or self.otlp or self.service else []
         sinks += ["stderr"] if "stderr" in options.sinks else []
         self.sinks = ",".join(sinks)
         given = traceparent.parse(env.get(traceparent.VARIABLE, ""))
         own = fingerprint(f"{identity.job}\0{attempt}")
-        self.tracer = Tracer(
+        tracer = Tracer(
             open_sink(self.sinks, identity.node),
             identity,
             trace=given.trace if given else own,
             parent=given.span if given else "",
         )
+        super().__init__(tracer, new_span(), folder)
         self.quiet = options.quiet
         self._initial_identity = identity
         self._warm = options.warm
         self.warm: WarmStart | None = None
         self.peers: PeersStart | None = None
-        self.began_ns = time.time_ns()
-        self.span = self.tracer.emit("run", BEGIN, attrs=_run_attributes(command, identity, options, env))
-        self.tracer.parent = self.span
+        tracer.emit("run", BEGIN, span=self.span, attrs=_run_attributes(command, identity, options, env))
+        tracer.parent = self.span
         label = f"{identity.job}, attempt {attempt}, node {identity.node}"
         log(__name__, "%s (by %s): events in %s (%s)", label, identity.source, self.folder, self.sinks)
         self._observers: Observers | None = None
@@ -188,13 +204,6 @@ class Session:
 
         url = (self.otlp or "").partition("=")[2]
         export_spool(self.folder, self.owns, url or None, ended, say)
-
-    def owns(self, event: Event) -> bool:
-        """Whether an event belongs to this run: others may share the folder, the node, or the attempt number."""
-        identity = self.tracer.identity
-        mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
-        # The scheduler's stages lie before the run, and have it as their parent.
-        return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
 
     def close(self, code: int) -> None:
         """Write the end event, and wait a moment for the observers."""

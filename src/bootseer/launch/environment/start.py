@@ -228,7 +228,7 @@ class EnvironmentStart:
         prepared = self.prepared
         assert prepared is not None  # noqa: S101 - for the type checker: `prepare` returned 0
         began_s = time.monotonic()
-        code = run_command(self.command, options, prepared.env, session, enter=prepared.enter)
+        code = run_command(self.command, options, prepared.env, self.task.session, enter=prepared.enter)
         self.command_ended(code, time.monotonic() - began_s)
         return code
 
