@@ -406,6 +406,8 @@ class Server:
                 imports = self._imports
                 facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
                 if self._cloner.clone() == 0:
+                    # With `again` this copy becomes the launcher. It first forks its own warm parent, which is a child
+                    # of it as any launcher's is, and serves in that fork.
                     launcher, successor = self._launcher, None
                     # `become` closes descriptors by number. Socket objects that close theirs later could hit new files.
                     self._end.close()
@@ -418,8 +420,8 @@ class Server:
                             for other in (answer.detach(), *fds[2:]):
                                 os.close(other)
                             return self.serve()
-                    return warm_child.become(imports, request, answer, [fds[2], *fds[3:]], launcher, facts, successor)
-                if again:  # the copy has a new warm parent
+                    return warm_child.become(imports, request, answer, fds[2:], launcher, facts, successor)
+                if again:  # the copy has a warm parent of its own: one at a time holds the memory
                     os._exit(0)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -442,6 +444,8 @@ class Server:
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
         """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""
+        # As `supervise.spawn` does for a command, and before the fork, which is to be in the launcher's group. The fork
+        # does not inherit the death signal: it ends by its sockets (`serve`).
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if request["group"] >= 0:
             os.setpgid(0, request["group"])
