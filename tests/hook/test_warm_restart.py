@@ -162,3 +162,32 @@ def test_a_signal_reaches_a_launcher_that_was_started_warm(job: Job) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert err.count("starting it again") == 1
     until_none_is_left(job.folder)
+
+
+DAMAGED = """
+import marshal, os, signal, socket, time
+from bootseer.hook import programs
+from bootseer.launch.warm_restart import WarmRestart
+
+class Tracer:
+    def emit(self, *_, attrs, **more):
+        print(attrs["why_not"])
+
+restart = WarmRestart(Tracer(), "")
+if os.fork() == 0:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end.connect(f"{programs.AGAIN}{os.getppid()}")
+    _, (answer, *_), *_ = socket.recv_fds(end, 64, 253)
+    os.write(answer, marshal.dumps(3))
+    signal.pause()
+while not restart.pids():
+    time.sleep(0.01)
+print(restart.spawn(dict(os.environ), {}, True))
+"""
+
+
+def test_a_warm_parent_that_answers_with_nonsense_does_not_end_the_run() -> None:
+    words = [sys.executable, "-c", DAMAGED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.startswith("TypeError: ")
+    assert done.stdout.endswith("\nNone\n")
