@@ -171,7 +171,7 @@ class WarmLauncher:
             emit({"program": self._program, "why_not": reason})
 
 
-def ask(end: socket.socket, request: Mapping[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
     """Request a copy of the warm parent at `end`, with these descriptors; returns the warm parent's figures, and the
     copy's process id as `pid`. Raises `RefusedError`, `OSError`, and what `marshal` raises for a damaged answer."""
     import marshal
