@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice, product
 from typing import Any, Final, NamedTuple
@@ -227,21 +227,26 @@ def hosts_of(text: str) -> list[str]:
     """The nodes of a list as Slurm writes it, `gpu[01-03,07],rack[1-2]n[1-4]`, at most 16,384."""
     found: list[str] = []
     for one in re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text):
+        pieces = re.findall(r"[^\[\]]+|\[[\d,-]*\]", one)[:_MAX_PIECES]
+        # Nothing is listed for nodes that are not kept: a line of 4 KiB can name millions.
+        if len(found) == _MAX_HOSTS or not all(any(True for _ in _endings(piece)) for piece in pieces):
+            continue
         names = [""]
-        for piece in re.findall(r"[^\[\]]+|\[[\d,-]*\]", one)[:_MAX_PIECES]:
-            endings = _numbers(piece) if piece.startswith("[") else [piece]
+        for piece in pieces:
+            endings = list(islice(_endings(piece), _MAX_HOSTS))
             names = [name + ending for name, ending in islice(product(names, endings), _MAX_HOSTS)]
         found += names[: _MAX_HOSTS - len(found)]
     return found
 
 
-def _numbers(text: str) -> list[str]:
-    """`01`, `02`, `07` of `[01-02,07]`."""
-    found: list[str] = []
-    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", text):
-        until = min(int(last or first), int(first) + _MAX_HOSTS)
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), until + 1)]
-    return found[:_MAX_HOSTS]
+def _endings(piece: str) -> Iterator[str]:
+    """`01`, `02`, `07` of `[01-02,07]`; other text as it is."""
+    if not piece.startswith("["):
+        yield piece
+        return
+    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", piece):
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}d}"
 
 
 def _time(line: Line, fields: Mapping[str, str]) -> int | None:
