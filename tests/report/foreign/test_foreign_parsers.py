@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from bootseer.report.analysis import prepare
 from bootseer.report.foreign.parser import Line, image_reference
 from bootseer.report.foreign.program_tables import parsers
 from bootseer.report.foreign.rules import Site, hosts_of
 from bootseer.trace.event import decode, encode
+from startups import span
 
 AT = "2026-11-20T17:54:26.500000000Z stderr F "
 AGENT = "I1120 17:54:2{second}.000000 {pid} torch/distributed/elastic/agent/server/api.py:707] "
@@ -392,6 +394,15 @@ def test_node_lists_are_bounded_and_so_is_their_time(text: str, num: int) -> Non
     began_s = time.process_time()
     assert len(hosts_of(text)) == num
     assert time.process_time() - began_s < 1
+
+
+def test_events_that_name_many_nodes_are_repeated_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_MAX_REPEATED", 2_500)
+    begin, _ = span(0, 10, "queue", attrs={"nodes": "n[1-999]", "parsed_from": "slurm"})
+    events = [begin._replace(mono_ns=number) for number in range(9)]
+    assert len(prepare.of_one_job(events, prepare.Options())) == 2_500
+    absurd = begin._replace(attrs={"nodes": 5, "parsed_from": "slurm"})
+    assert prepare.of_one_job([absurd], prepare.Options()) == [absurd]
 
 
 def megatron(step: int, ms: float, batch: int = 256) -> str:

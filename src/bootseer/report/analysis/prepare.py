@@ -21,6 +21,8 @@ from bootseer.trace.event import FAILED, OK, Event
 from bootseer.units import S_PER_H, seconds
 
 _SHORT_S = 0.01
+_MAX_REPEATED = 1 << 19
+"""Of a scheduler's events: 32 of a job of 16,384 nodes. A short line can name that many."""
 
 
 class SeveralJobsError(UsageError):
@@ -123,10 +125,13 @@ def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
         raise SeveralJobsError(names)
     job = options.job or names[0]
     found: list[Event] = []
+    room = _MAX_REPEATED
     for event in events:
         if event.job == job:
-            listed = NODES in event.attrs and FOREIGN in event.attrs
-            found += [event._replace(node=node) for node in hosts_of(event.attrs[NODES])] if listed else (event,)
+            listed = isinstance(event.attrs.get(NODES), str) and FOREIGN in event.attrs
+            nodes = hosts_of(event.attrs[NODES])[:room] if listed and room else ()
+            room -= len(nodes)
+            found += [event._replace(node=node) for node in nodes] if listed else (event,)
     return found
 
 
