@@ -13,11 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from bootseer.checkpoint import latest
+from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import _is_old, drop_latest, move_latest, read_latest, set_latest, step_of
-from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.errors import AlreadyExistsError, CorruptError, NotFoundError, PermanentError
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
+from bootseer.places.place import Place
 from s3_server import S3Server
 
 
@@ -120,6 +122,28 @@ def test_the_lock_of_a_dead_writer_is_taken_away(files: Files, job: Path) -> Non
     os.utime(lock, ns=(1, 1))
     assert move_latest(files, "", "step-1") == "step-1"
     assert not lock.exists()
+    collect(files.place, "")
+    assert [path.name for path in (job / ".attempts").iterdir()] == []
+
+
+def test_of_two_that_find_a_lock_stale_the_slower_one_leaves_the_new_lock_alone(
+    files: Files, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job / ".attempts").mkdir()
+    lock = job / ".attempts" / "latest.lock"
+    lock.write_text("dead")
+    os.utime(lock, ns=(1, 1))
+
+    def looks_while_another_one_is_faster(place: Place, path: str) -> bool:
+        monkeypatch.undo()
+        latest._break_lock(place, path)
+        assert place.create_bytes(path, b"a live holder")
+        return True
+
+    monkeypatch.setattr(latest, "_is_old", looks_while_another_one_is_faster)
+    with pytest.raises(AlreadyExistsError):
+        latest._break_lock(files.place, ".attempts/latest.lock")
+    assert lock.read_text() == "a live holder"
 
 
 @pytest.mark.slow
@@ -138,7 +162,7 @@ def test_in_a_bucket_too_where_a_renamed_lock_looks_new(s3_server: S3Server, mon
             assert time.monotonic() < until
             time.sleep(0.1)
         assert move_latest(Files(place), "", "step-1") == "step-1"
-        assert [entry.path for entry in place.list(".attempts")] == []
+        assert not any(entry.path == ".attempts/latest.lock" for entry in place.list(".attempts"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -10,6 +10,7 @@ serializes it. The lock of a dead process is broken after a minute.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import secrets
 import time
@@ -163,13 +164,15 @@ def _break_lock(place: Place, lock: str) -> None:
     The lock that was moved aside is recognised by its content, which differs for each holder, and not by its age: in a
     bucket a rename is a copy, with a new time, and a stale lock would look new for ever. The content is read before the
     age is looked at again: afterwards it could already be that of a new lock.
+
+    In a bucket a rename also removes its source in a second step. Of two processes that copy the same stale lock, the
+    slower one would then remove the lock that the faster one has made since. So the name that a lock is moved to
+    follows from its content, and stays taken: a stale lock is moved once. `collect` removes what lies there.
     """
     seen = place.read_bytes(lock, _MAX_BYTES)
     if not _is_old(place, lock):
         return
-    aside = f"{lock}-{secrets.token_hex(8)}"
+    aside = f"{lock}-{hashlib.sha256(seen).hexdigest()[:32]}"
     place.rename(lock, aside, replace=False)
-    if place.read_bytes(aside, _MAX_BYTES) == seen:
-        place.delete(aside)
-    else:
+    if place.read_bytes(aside, _MAX_BYTES) != seen:
         place.rename(aside, lock, replace=False)
