@@ -161,6 +161,8 @@ def test_on_a_quick_link_many_pieces_are_in_flight_and_on_a_busy_one_a_single_on
     assert (window.size, window.step) == (1, 1)
     window.note_end(MIB, 0.00001)
     assert window.size == 1, "what is in the cache says nothing about the link"
+    window.note_end(0, 0.01)
+    assert window.size == 1, "what was not requested, for lack of room, says nothing either"
     window.note_end(MIB, 0.05)
     assert window.size == 2
 

@@ -145,8 +145,8 @@ class PrefetchWindow:
         return max(self.size // 4, 1)
 
     def note_end(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes that were requested together arrived, or failed, so long after that."""
-        if seconds <= _CACHED_S:
+        """So many bytes that were requested together arrived, or failed, so long after that. 0: none was requested."""
+        if not num_bytes or seconds <= _CACHED_S:
             return
         if num_bytes <= _SHORT_BYTES:
             self._latency_s = min(self._latency_s, seconds)

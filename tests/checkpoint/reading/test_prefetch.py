@@ -21,7 +21,7 @@ def prefetch(file, size=SIZE, at_once=3 * MIB):
     offset = 0
     while offset < size:
         ended = threading.Event()
-        offset += file.prefetch(offset, min(at_once, size - offset), ended.set)
+        offset += file.prefetch(offset, min(at_once, size - offset), lambda _, ended=ended: ended.set())
         assert ended.wait(120)
 
 
@@ -64,7 +64,12 @@ def test_without_a_cache_it_comes_into_memory_as_far_as_there_is_room(empty, con
     before = reading.facts()["place_bytes"]
     assert file.read(2 * MIB, 100) == content[2 * MIB : 2 * MIB + 100]
     assert reading.facts()["place_bytes"] == before == 4 * MIB
-    assert file.prefetch(4 * MIB, 4 * MIB) == 2 * MIB  # a quarter of the memory is left to readers
+    requested: list[int] = []
+    assert file.prefetch(4 * MIB, 4 * MIB, requested.append) == 2 * MIB  # a quarter of the memory is left to readers
+    until(lambda: requested == [2 * MIB])
+    assert file.prefetch(6 * MIB, 2 * MIB, requested.append) == 0
+    assert file.prefetch(0, 4 * MIB, requested.append) == 4 * MIB
+    until(lambda: requested == [2 * MIB, 0, 0])
     reading.close()
     assert reading.facts()["memory_bytes"] == 0
 
@@ -83,7 +88,7 @@ def test_closing_the_file_ends_its_prefetch(empty, reading_of, content):
     file = reading.open("file")
     empty.decide = lambda _: 0.05
     ended = threading.Event()
-    assert file.prefetch(0, 4 * MIB, ended.set) == 4 * MIB
+    assert file.prefetch(0, 4 * MIB, lambda _: ended.set()) == 4 * MIB
     file.close()
     reading.close()
     assert ended.wait(120)

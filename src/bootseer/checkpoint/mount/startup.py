@@ -88,10 +88,10 @@ class Startup:
         began_s = time.monotonic()
         num_pieces = -(-length // PIECE_BYTES)
 
-        def ended() -> None:
+        def ended(num_bytes: int) -> None:
             with self._changed:
                 self._in_flight -= num_pieces
-                self._window.note_end(length, time.monotonic() - began_s)
+                self._window.note_end(num_bytes, time.monotonic() - began_s)
                 self._changed.notify_all()
 
         with self._changed:

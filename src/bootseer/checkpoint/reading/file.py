@@ -171,16 +171,18 @@ class SharedFile:
         else:
             gather.ended()
 
-    def prefetch(self, offset: int, length: int, ended: Callable[[], None]) -> int:
+    def prefetch(self, offset: int, length: int, ended: Callable[[int], None]) -> int:
         """See `CheckpointFile.prefetch`."""
         cache_writer = self._engine.cache_writer if self._source.whole_units else None
         if self._closed or (cache_writer is not None and not cache_writer.has_room(length + _PREFETCHED_BYTES)):
-            ended()
+            ended(0)
             return 0
         requests = [request for request in self._requests(offset, length) if not self._source.is_local(request.offset)]
-        gather = Gather(lambda _: ended())
+        loaded: list[int] = []
+        gather = Gather(lambda _: ended(sum(loaded)))
 
         def arrived(piece: BufferedPiece) -> None:
+            loaded.append(piece.length)
             # What the cache has now is of no further use in memory.
             self._engine.buffer.release(piece, consumed=cache_writer is not None)
             gather.ended()
@@ -384,13 +386,13 @@ class CheckpointFile:
         else:
             done(b"")
 
-    def prefetch(self, offset: int, length: int, ended: Callable[[], None] = lambda: None) -> int:
+    def prefetch(self, offset: int, length: int, ended: Callable[[int], None] = lambda _: None) -> int:
         """Load a range of a few MiB into the node's cache in the background, or into memory without a cache.
 
         Readers come first: returns how many bytes from `offset` on are there, or are being loaded; the others found no
         room in memory or in the queue of the cache writer, and may be requested again later. Errors are not reported:
         what was not loaded is read on demand. `ended` is called once, from any thread, when no piece of the range is in
-        flight any more.
+        flight any more, with the bytes that were requested: none of what was there, or found no room.
         """
         inside = self._length(offset, length)  # a file may be shorter than its hot list says
         num_bytes = self._shared.prefetch(offset, inside, ended)
