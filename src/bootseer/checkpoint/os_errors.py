@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.writing.sending import TooLargeError
+from bootseer.checkpoint.writing.spool import TooLargeError
 from bootseer.errors import (
     AccessError,
     AlreadyExistsError,

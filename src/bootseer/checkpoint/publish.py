@@ -23,7 +23,7 @@ from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hi
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
 from bootseer.checkpoint.layout import Policy, encode_policy
 from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.pipeline import FileSource
+from bootseer.checkpoint.writing.spool import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
 from bootseer.errors import (
     AccessError,

@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.checkpoint.files import OtherFolderError
 from bootseer.checkpoint.os_errors import LoggedOsErrors
-from bootseer.checkpoint.writing.sending import TooLargeError
+from bootseer.checkpoint.writing.spool import TooLargeError
 from bootseer.errors import (
     AccessError,
     AlreadyExistsError,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.sending import TooLargeError
+from bootseer.checkpoint.writing.spool import TooLargeError
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 
 from .conftest import MIB, QUICK, SMALL, Desk

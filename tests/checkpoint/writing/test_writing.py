@@ -16,7 +16,7 @@ from bootseer.checkpoint.head import STRIPES, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, parity_chunk
 from bootseer.checkpoint.writing import lane
 from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.pipeline import FileSource
+from bootseer.checkpoint.writing.spool import FileSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import IsFolderError, NotFoundError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace

@@ -36,7 +36,7 @@ from bootseer.logs import logger
 from bootseer.places.place import PartWriter, Place
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.writing.pipeline import Pipeline
+    from bootseer.checkpoint.writing.sending import Sending
 
 _LOG = logger(__name__)
 
@@ -226,20 +226,20 @@ class Target(Struct, frozen=True):
 class SegmentWriter:
     """A segment from `start` on, of `stripes` parts.
 
-    Worker threads call the pipeline's `ended` once, when it has ended; `begin_next` when its placement is known,
-    possibly repeatedly; `on_sent` with the length of each chunk that was written for the first time.
+    Worker threads call its file's `segment_ended` once, when it has ended; `begin_next` when its placement is known,
+    possibly repeatedly; `chunk_sent` with the length of each chunk that was written for the first time.
     """
 
-    def __init__(self, pipeline: Pipeline, start: int, *, stripes: int) -> None:
+    def __init__(self, sending: Sending, start: int, *, stripes: int) -> None:
         self.start = start
         self.stripes = stripes
-        self.lane = pipeline.lane
-        self.target = pipeline.target
-        self.on_sent = pipeline.on_sent
+        self.lane = sending.lane
+        self.target = sending.target
+        self.on_sent = sending.chunk_sent
         self.error: BootseerError | None = None
         self.result: Segment | None = None
         self.num_retries = 0
-        self._pipeline = pipeline
+        self._sending = sending
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.size_bytes = 0
@@ -272,7 +272,7 @@ class SegmentWriter:
     def part_placed(self) -> None:
         """A part has a node, or has been sent."""
         if self.is_placed:
-            self._pipeline.begin_next()
+            self._sending.begin_next()
 
     def begin(self) -> None:
         """Start creating the files, in the background."""
@@ -290,7 +290,7 @@ class SegmentWriter:
         self._wake()
 
     def cancel(self) -> None:
-        """Cancels the segment; written parts are removed in the background, the pipeline's `ended` is not called."""
+        """Cancel the segment; written parts are removed in the background, and `segment_ended` is not called."""
         self._over.set()
         self._wake()
 
@@ -303,13 +303,13 @@ class SegmentWriter:
                 return
             self.error = error
             self._over.set()
-        self._pipeline.ended(self)
+        self._sending.segment_ended(self)
         self._wake()
 
     def read(self, chunk: int, size_bytes: int) -> bytes:
         """The bytes of a chunk of a segment that has `size_bytes`."""
         offset = chunk * CHUNK_BYTES
-        return self._pipeline.read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
+        return self._sending.spool.read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
 
     def set_digest(self, chunk: int, digest: bytes) -> None:
         """Record a chunk's digest. Raises `PermanentError` if it differs from an earlier one of the same chunk."""
@@ -365,7 +365,7 @@ class SegmentWriter:
         except Exception as error:
             self.fail(error)
             return
-        self._pipeline.ended(self)
+        self._sending.segment_ended(self)
 
     def _begin(self) -> None:
         numbers = range(self.stripes + self.target.policy.parity)

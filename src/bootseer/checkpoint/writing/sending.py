@@ -8,156 +8,21 @@ the spool, or in a complete segment, or in a hole that was never written.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from msgspec import Struct
 
 from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.ranges import Ranges
-from bootseer.checkpoint.writing.pipeline import Pipeline, Read
+from bootseer.checkpoint.writing.lane import Lane
 from bootseer.checkpoint.writing.publication import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
-from bootseer.errors import BootseerError, NoSpaceError, NotFoundError, PermanentError, TransientError
-from bootseer.io.files import punch, write_all
-from bootseer.places.place import Place
-
-
-class TooLargeError(PermanentError):
-    """More bytes than the spool can hold would have to wait in it (EFBIG)."""
-
-
-class Budget:
-    """Spool space. Safe to use from many threads.
-
-    Writers wait while data in flight will free space soon. If none is in flight, because files were written out of
-    order and cannot be sent before their commit, up to `random_bytes` more may be used.
-    """
-
-    def __init__(self, spool_bytes: int, random_bytes: int) -> None:
-        self._soft = spool_bytes
-        self._hard = spool_bytes + random_bytes
-        self._used = 0
-        self._freed = 0
-        self._change = threading.Condition()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used
-
-    def reserve(self, length: int, *, free_some: Callable[[], bool], stuck_s: float) -> None:
-        """Reserve space, waiting as long as `free_some` returns that some will be freed.
-
-        Raises `TooLargeError`, and `TransientError` when none was freed for `stuck_s`.
-        """
-        freed, until = self._freed, time.monotonic() + stuck_s
-        while not self._try_reserve(length):
-            if not free_some():
-                self.reserve_extra(length)
-                return
-            if freed != self._freed:
-                freed, until = self._freed, time.monotonic() + stuck_s
-            elif time.monotonic() >= until:
-                raise TransientError(f"no spool space was freed within {stuck_s:.0f} s: writes are stuck")
-            with self._change:
-                self._change.wait_for(lambda: self._used + length <= self._soft, timeout=_LOOK_S)
-
-    def reserve_extra(self, length: int) -> None:
-        """Reserve space without waiting, out of the extra space for files that are written out of order."""
-        with self._change:
-            if self._used + length > self._hard:
-                raise TooLargeError(
-                    f"{self._used + length} bytes that cannot be sent yet do not fit into the spool's {self._hard}: "
-                    "the file is too large to be written out of order"
-                )
-            self._used += length
-
-    def free(self, length: int) -> None:
-        with self._change:
-            self._used -= length
-            self._freed += length
-            self._change.notify_all()
-
-    def _try_reserve(self, length: int) -> bool:
-        with self._change:
-            if self._used + length > self._soft:
-                return False
-            self._used += length
-            return True
-
-
-class Spool:
-    """A sparse local file. Raises `NoSpaceError`, and `PermanentError` for all other errors of the local disk."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                self._descriptor = os.dup(file.fileno())
-        except OSError as error:
-            raise self._mapped(error) from error
-
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        try:
-            write_all(self._descriptor, memoryview(data).cast("B"), offset)
-        except OSError as error:
-            raise self._mapped(error) from error
-
-    def read(self, offset: int, length: int) -> bytes:
-        """A range; zeros where nothing was written."""
-        try:
-            data = os.pread(self._descriptor, length, offset)  # of a local file: short only at its end
-        except OSError as error:
-            raise self._mapped(error) from error
-        return data + bytes(length - len(data)) if len(data) < length else data
-
-    def punch(self, offset: int, length: int) -> bool:
-        """Deallocate a range, whose bytes are lost. Returns whether the file system supports it."""
-        try:
-            punch(self._descriptor, offset, length)
-        except OSError:
-            return False
-        return True
-
-    def truncate(self, size_bytes: int) -> None:
-        try:
-            os.ftruncate(self._descriptor, size_bytes)
-        except OSError as error:
-            raise self._mapped(error) from error
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def _mapped(self, error: OSError) -> PermanentError:
-        message = f"the spool folder {self._folder}: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return NoSpaceError(f"{message}; give it room, or name another folder")
-        return PermanentError(message)
-
-
-class Replayed(Spool):
-    """In place of a spool, for a file whose bytes can be read again and again: nothing is kept or changed."""
-
-    def __init__(self, read: Read) -> None:
-        self._source = read
-
-    def read(self, offset: int, length: int) -> bytes:
-        return self._source(offset, length)
-
-    def punch(self, offset: int, length: int) -> bool:
-        return False
-
-    def close(self) -> None:
-        """The source is the caller's."""
+from bootseer.checkpoint.writing.spool import Budget, Spool
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 
 
 def _gone(error: NotFoundError) -> TransientError:
@@ -193,12 +58,11 @@ class Sending:
         """Parts that were restarted."""
         self.sent_bytes = 0
         """Bytes of the file that were written to the place, whether complete yet or not."""
-        self._place: Place = target.place
-        self._folder = target.folder
+        self.target = target
+        self.spool = spool
+        self.lane = Lane(target.workers, target.policy.stripes + target.policy.parity)
         self._policy = target.policy
-        self._spool = spool
         self._budget = budget
-        self._pipeline = Pipeline(target, spool.read, self._segment_ended, self._chunk_sent)
         self._state = threading.Condition()
         self._present = Ranges()
         """Ranges in the spool."""
@@ -207,6 +71,10 @@ class Sending:
         self._tail: _Sent | None = None
         """A short last chunk that was published as a segment of its own: it stays in the spool, and will be sent again.
         """
+        self._waiting: deque[SegmentWriter] = deque()
+        """Segments that were not started yet, in their order."""
+        self._open: list[SegmentWriter] = []
+        """Those that were started and have not ended, `segments_ahead` at most."""
         self._growing: SegmentWriter | None = None
         self._grown_s = 0.0
         self._sent_up_to = 0
@@ -250,19 +118,21 @@ class Sending:
         while offset < end:
             with self._state:
                 if not self._is_open:
-                    raise PermanentError(f"{self._folder}: read after its end")
+                    raise PermanentError(f"{self.target.folder}: read after its end")
                 sent = self._complete_at(offset)
                 if sent is None:
                     starts = [one.start for one in self._sent if one.segment is not None and one.start > offset]
                     stop = min([end, *starts])
-                    pieces.append(self._spool.read(offset, stop - offset))
+                    pieces.append(self.spool.read(offset, stop - offset))
                     offset = stop
                     continue
                 segment = sent.segment
             stop = min(end, sent.end)
             assert segment is not None  # noqa: S101 - it is complete
             try:
-                read_segment(self._place, self._folder, segment, offset, stop, lambda at, data: pieces.append(data))
+                read_segment(
+                    self.target.place, self.target.folder, segment, offset, stop, lambda at, data: pieces.append(data)
+                )
             except NotFoundError as error:
                 if self._complete_at(offset) is sent:
                     raise _gone(error) from error
@@ -284,7 +154,7 @@ class Sending:
                 missing = self._present.missing(hit.start, hit.end)
             self._budget.reserve_extra(missing)
             try:
-                read_segment(self._place, self._folder, hit.segment, hit.start, hit.end, self._spool.write)
+                read_segment(self.target.place, self.target.folder, hit.segment, hit.start, hit.end, self.spool.write)
             except BaseException as error:
                 self._budget.free(missing)
                 if isinstance(error, NotFoundError):
@@ -302,7 +172,7 @@ class Sending:
         with self._state:
             for sent in [sent for sent in self._sent if sent.start >= size_bytes]:
                 self._drop(sent)
-        self._spool.truncate(size_bytes)
+        self.spool.truncate(size_bytes)
         with self._state:
             self._budget.free(self._present.remove(size_bytes, old_size_bytes))
             self._sent_up_to = min(self._sent_up_to, size_bytes // CHUNK_BYTES * CHUNK_BYTES)
@@ -322,13 +192,13 @@ class Sending:
             self._send_rest(end)
             self._tail = None
             if end < size_bytes:
-                self._tail = _Sent(self._pipeline.add(end, stripes=1))
+                self._tail = _Sent(SegmentWriter(self, end, stripes=1))
+                self._start(self._tail.writer)
                 self._tail.writer.grow(size_bytes, seal=True)
-                self._error = self._error or self._tail.writer.error  # it may have failed before it was added
             every = [*self._sent, *([self._tail] if self._tail is not None else [])]
         while not self._wait_for_all(every):
             check()  # without the lock: it may take its time, and worker threads need that
-            self._pipeline.check_progress()
+            self.lane.check_progress(f"{self.target.place.uri}/{self.target.folder}")
         self.check()
         return sorted((sent.segment for sent in every if sent.segment is not None), key=lambda one: one.start)
 
@@ -341,7 +211,7 @@ class Sending:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no cancelled segment is in flight. Returns whether that was so in time."""
-        return self._pipeline.wait_idle(timeout_s)
+        return self.lane.wait_idle(timeout_s)
 
     def seal_idle(self, idle_s: float) -> None:
         """Seal the open segment if it has not grown for `idle_s`."""
@@ -378,11 +248,11 @@ class Sending:
             for sent in list(self._sent):
                 self._drop(sent)
             if self._tail is not None and self._tail.segment is None:
-                self._pipeline.cancel(self._tail.writer)
+                self._cancel(self._tail.writer)
         # Segments in flight still read from the spool.
-        self._pipeline.wait_idle(timeout_s)
+        self.lane.wait_idle(timeout_s)
         with self._state:
-            self._spool.close()
+            self.spool.close()
             self._budget.free(self._present.total())
 
     # The methods below are called with `_state` held.
@@ -433,10 +303,16 @@ class Sending:
             start = stop
 
     def _begin(self, start: int, stripes: int) -> SegmentWriter:
-        writer = self._pipeline.add(start, stripes=stripes)
+        writer = SegmentWriter(self, start, stripes=stripes)
         self._sent.append(_Sent(writer))
-        self._error = self._error or writer.error  # it may have failed before it was added
+        self._start(writer)
         return writer
+
+    def _start(self, writer: SegmentWriter) -> None:
+        """Start a segment as soon as there is room for it. It may fail at once."""
+        self.target.before_write()
+        self._waiting.append(writer)
+        self.begin_next()
 
     def _seal_growing(self) -> bool:
         growing, self._growing = self._growing, None
@@ -455,15 +331,44 @@ class Sending:
         if self._growing is sent.writer:
             self._growing = None
         if sent.segment is None:
-            self._pipeline.cancel(sent.writer)
+            self._cancel(sent.writer)
 
-    # Called by worker threads.
+    def _cancel(self, writer: SegmentWriter) -> None:
+        """Cancel a segment. The spool may still be read for it until `wait_idle` returns."""
+        writer.cancel()
+        self._make_room(writer)
 
-    def _chunk_sent(self, length: int) -> None:
+    # Called by worker threads too.
+
+    def begin_next(self) -> None:
+        """Start waiting segments, as far as there is room. A segment is started when the placement of the one before is
+        known, so that it can go to other nodes where there are any."""
+        while True:
+            with self._state:
+                if not self._waiting or len(self._open) >= self.target.settings.segments_ahead:
+                    return
+                if self._open and not self._open[-1].is_placed:
+                    return
+                writer = self._waiting.popleft()
+                self._open.append(writer)
+            writer.begin()
+
+    def _make_room(self, ended: SegmentWriter) -> None:
+        with self._state:
+            for writers in (self._open, self._waiting):
+                if ended in writers:
+                    writers.remove(ended)
+        self.begin_next()
+
+    def chunk_sent(self, length: int) -> None:
+        """A chunk was written for the first time."""
         with self._state:
             self.sent_bytes += length
 
-    def _segment_ended(self, writer: SegmentWriter) -> None:
+    def segment_ended(self, writer: SegmentWriter) -> None:
+        """Called once for each segment, unless it was cancelled."""
+        if writer.error is None:  # otherwise the file has failed, and no further segment is started
+            self._make_room(writer)
         with self._state:
             self.num_retries += writer.num_retries
             for sent in [*self._sent, *([self._tail] if self._tail is not None else [])]:
@@ -474,7 +379,7 @@ class Sending:
                     if (
                         writer.result is not None
                         and not is_tail
-                        and self._spool.punch(sent.start, sent.end - sent.start)
+                        and self.spool.punch(sent.start, sent.end - sent.start)
                     ):
                         self._budget.free(self._present.remove(sent.start, sent.end))
             self._state.notify_all()

@@ -27,9 +27,9 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import check_size
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.pipeline import Read
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
-from bootseer.checkpoint.writing.sending import Budget, Replayed, Sending, Spool, TooLargeError
+from bootseer.checkpoint.writing.sending import Sending
+from bootseer.checkpoint.writing.spool import Budget, Read, Replayed, Spool, TooLargeError
 from bootseer.errors import PermanentError
 from bootseer.io.executor import Executor, run_reported
 from bootseer.io.retry import ExcludedNodes
