@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -223,19 +222,6 @@ def test_the_last_use_decides_the_order(cache):
         cache.open(index).close()
     order = [entry.identity for entry in cache.entries()]
     assert order == [indexes[i].identity for i in (1, 3, 2, 0)]
-
-
-def test_recent_files_come_first_with_what_is_here_of_them(cache, index, data, full):
-    other = index_of(content(3, seed=5, zeros=False))
-    with contextlib.closing(cache.open(other)) as cached:
-        put(cached, content(3, seed=5, zeros=False), [1])
-    found = list(cache.recent(10))
-    assert [one.identity for one, _ in found] == [other.identity, index.identity]
-    assert [bool(state) for state in found[0][1]] == [False, True, False, False]
-    assert all(found[1][1])
-    assert [one.identity for one, _ in cache.recent(1)] == [other.identity]
-    (cache.root / "files" / other.identity / "index").write_bytes(b"spoiled")
-    assert [one.identity for one, _ in cache.recent(10)] == [index.identity]
 
 
 def test_entries_tell_what_is_here(cache, index, data):

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from msgspec import Struct
@@ -90,18 +90,6 @@ class Cache:
         with mapped("read", self._files):
             found = [entries.examine(path, self._boot) for path in self._paths()]
         return sorted((one for one in found if one), key=lambda one: one.last_use_ns, reverse=True)
-
-    def recent(self, max_files: int) -> Iterator[tuple[Index, bytes]]:
-        """The most recently used files: each index with a byte per block, nonzero if the block is here.
-
-        Cheaper than `entries`. Skips entries that are damaged or disappear meanwhile.
-        """
-        with mapped("read", self._files):
-            paths = sorted(self._paths(), key=entries.last_use_ns, reverse=True)[:max_files]
-        for path in paths:
-            with contextlib.suppress(Damaged, OSError):
-                index = entries.read_index_of(path)
-                yield index, entries.states_of(path, index, self._boot)[0]
 
     def verify(
         self,

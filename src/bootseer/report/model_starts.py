@@ -100,7 +100,7 @@ class CheckpointStart:
     peer_bytes: int
     """Read from the job's other nodes."""
     same_bytes: int
-    """Equal to data of other checkpoints in the cache, and taken from there."""
+    """Equal to data of other checkpoints in the cache, and taken from there; only in older logs."""
     retries: int
     hedges: int
     """Reads sent to a second DataNode because the first one was slow."""

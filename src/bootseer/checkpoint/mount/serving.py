@@ -76,7 +76,6 @@ _FIGURES = {
     "place_bytes": "place_bytes",
     "cache_bytes": "cache_bytes",
     "peer_bytes": "peer_bytes",
-    "same_bytes": "donor_bytes",
     "rebuilt": "rebuilt",
     "refused": "wrong_chunks",
 }

@@ -21,7 +21,7 @@ from bootseer.cache.cached_file import CachedFile
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.node_cache import CacheWriter, DedupSources
+from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.peer_chunks import PeerChunks
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters
@@ -234,9 +234,6 @@ class Engine:
         self.segments = SegmentPool(min(settings.max_descriptors, most))
         self.buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, self.timer, facts)
         self.cache_writer = CacheWriter(facts) if cache is not None else None
-        self.dedup_sources = (
-            DedupSources(cache, settings.max_dedup_segments, settings.dedup_search_s) if cache is not None else None
-        )
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[float, int]] = {}
         self._counted_s = 0.0

@@ -100,10 +100,6 @@ class SharedFile:
         row_bytes = max(self._source.row_bytes, self._source.unit_bytes)
         return ReadAhead(self._source.size_bytes, settings, row_bytes=row_bytes)
 
-    def prepare(self) -> None:
-        """Look up what this node already has of the file: optional, and takes a moment."""
-        self._source.prepare()
-
     def read_async(
         self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None = None
     ) -> None:

@@ -1,30 +1,19 @@
-"""The node's cache: chunks that were read are written to it, and equal chunks of other files are read from it.
+"""The node's cache: chunks that were read are written to it.
 
 `CacheWriter` writes chunks in the background by one thread. Its queue is bounded, and what does not fit is not kept, so
 that a slow or full disk never delays a reader. Chunks are synced when the thread is idle, and before a file is closed.
 At exit a process waits briefly for its queue: the next process would have to read these chunks again.
-
-`DedupSources` finds chunks by digest in cached files. A job's checkpoints have much in common, and unchanged chunks
-need not be read again. The cache verifies what it returns. There is one for all files of a `Reading`, because a
-checkpoint has thousands of files and the search takes a moment; it is bounded in number and time, most recently used
-files first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from bootseer.blocks.index import Index
-from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
-from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import Executor
@@ -143,83 +132,3 @@ def _release(cached: CachedFile, block: int) -> None:
         cached.release(block)
     except BootseerError:
         return  # the kernel releases it at the end of the process
-
-
-_MAX_OPEN = 16
-_FRESH_S = 60.0
-"""Chunks that were cached less than this ago may not be found."""
-
-
-class DedupSources:
-    """The chunks in the cache, by digest. Safe to use from many threads."""
-
-    def __init__(self, cache: Cache, max_files: int, timeout_s: float) -> None:
-        self._cache = cache
-        self._max_files = max_files
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # guards _open
-        self._searching = threading.Lock()
-        self._searched_s = -math.inf
-        self._open: OrderedDict[str, CachedFile] = OrderedDict()
-        self._places: dict[bytes, tuple[Index, int]] = {}
-
-    def search(self) -> None:
-        """Index the cache, unless that was done recently or is in progress."""
-        if time.monotonic() - self._searched_s < _FRESH_S or not self._searching.acquire(blocking=False):
-            return
-        try:
-            self._places = self._search(time.monotonic() + self._timeout_s)
-            self._searched_s = time.monotonic()
-        finally:
-            self._searching.release()
-
-    def has(self, digest: bytes) -> bool:
-        return digest in self._places
-
-    def read(self, digest: bytes, start: int, into: memoryview) -> bool:
-        """Read from byte `start` of a chunk on. Returns whether the chunk was there and right."""
-        place = self._places.get(digest)
-        if place is None:
-            return False
-        index, block = place
-        try:
-            self._opened(index).readinto(block * CHUNK_BYTES + start, into)
-        except BootseerError:
-            self._places.pop(digest, None)
-            return False
-        return True
-
-    def give_back(self) -> None:
-        """Release the leases on cached files; they are taken again when needed."""
-        with self._lock:
-            closing = list(self._open.values())
-            self._open.clear()
-        for cached in closing:
-            cached.close()  # a concurrent reader gets an error, and reads from the place
-
-    def _search(self, until: float) -> dict[bytes, tuple[Index, int]]:
-        places: dict[bytes, tuple[Index, int]] = {}
-        with contextlib.suppress(BootseerError):
-            for index, states in self._cache.recent(self._max_files):
-                if index.block_size == CHUNK_BYTES:
-                    for block in range(index.num_blocks):
-                        if states[block]:
-                            places.setdefault(index.digest(block), (index, block))
-                if time.monotonic() >= until:
-                    break
-        return places
-
-    def _opened(self, index: Index) -> CachedFile:
-        with self._lock:
-            cached = self._open.get(index.identity)
-            if cached is not None:
-                self._open.move_to_end(index.identity)
-                return cached
-        made = self._cache.open(index)  # not under the lock: it may wait for other processes
-        with self._lock:
-            cached = self._open.setdefault(index.identity, made)
-            surplus = self._open.popitem(last=False)[1] if len(self._open) > _MAX_OPEN else None
-        for closing in (surplus, None if made is cached else made):
-            if closing is not None:
-                closing.close()
-        return cached

@@ -20,7 +20,6 @@ from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
 from bootseer.checkpoint.reading.context import Engine, ReadContext, reworded
 from bootseer.checkpoint.reading.file import CheckpointFile, SharedFile
-from bootseer.checkpoint.reading.node_cache import DedupSources
 from bootseer.checkpoint.reading.peer_chunks import Unit
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -47,9 +46,6 @@ class OrdinarySource:
         self._file = file
         self._settings = settings
         self._facts = facts
-
-    def prepare(self) -> None:
-        """See `Source.prepare`."""
 
     def is_local(self, start: int) -> bool:
         """See `Source.is_local`: without digests, nothing is cached."""
@@ -126,7 +122,7 @@ class StripedSource:
     whole_units = True
     unit_bytes = CHUNK_BYTES
 
-    def __init__(self, version: str, context: ReadContext, dedup_sources: DedupSources | None) -> None:
+    def __init__(self, version: str, context: ReadContext) -> None:
         head = context.head
         self.size_bytes = head.size_bytes
         self.version = version
@@ -135,11 +131,6 @@ class StripedSource:
         self.max_ahead_bytes = context.settings.ahead.max_bytes
         self._head = head
         self._context = context
-        self._dedup_sources = dedup_sources
-
-    def prepare(self) -> None:
-        if self._dedup_sources is not None:
-            self._dedup_sources.search()
 
     def is_local(self, start: int) -> bool:
         if self._context.cache_writer is None:
@@ -147,28 +138,20 @@ class StripedSource:
         chunk = start // CHUNK_BYTES
         segment = self._context.acquire(chunk)
         try:
-            if segment.is_cached(chunk):
-                return True
-            return self._dedup_sources is not None and self._dedup_sources.has(segment.digest(chunk))
+            return segment.is_cached(chunk)
         finally:
             self._context.release(segment)
 
     def read_local(self, start: int, into: memoryview) -> bool:
-        """See `Source.read_local`. A chunk found in another file is cached for this one, too."""
         chunk = start // CHUNK_BYTES
         inside = start - chunk * CHUNK_BYTES
         context = self._context
         segment = context.acquire(chunk)
         try:
-            if segment.is_cached(chunk) and segment.read_cached(chunk, inside, into):
+            is_here = segment.is_cached(chunk) and segment.read_cached(chunk, inside, into)
+            if is_here:
                 context.facts.add("cache_bytes", len(into))
-                return True
-            if self._dedup_sources is None or not self._dedup_sources.read(segment.digest(chunk), inside, into):
-                return False
-            context.facts.add("donor_bytes", len(into))
-            if len(into) == segment.length(chunk):
-                context.keep(segment, chunk, into, None)
-            return True
+            return is_here
         finally:
             context.release(segment)
 
@@ -203,8 +186,6 @@ class StripedSource:
 
     def close(self) -> None:
         self._context.close()
-        if self._dedup_sources is not None:
-            self._dedup_sources.give_back()
 
 
 _FIRST_BYTES = 1 << 20
@@ -263,8 +244,6 @@ class Reading:
             elif head is None:
                 file.close()
             self._files[key] = (shared, users + 1)
-        if not users:
-            shared.prepare()
         return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
 
     @property
@@ -329,7 +308,7 @@ class Reading:
         return OrdinarySource(file, self._settings, engine.facts)
 
     def _striped(self, path: str, head: Head, version: str, engine: Engine) -> Source:
-        return StripedSource(version, ReadContext(engine, path, head), engine.dedup_sources)
+        return StripedSource(version, ReadContext(engine, path, head))
 
 
 def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> tuple[Head | None, str]:

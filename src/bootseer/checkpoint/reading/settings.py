@@ -63,10 +63,6 @@ class ReadingSettings(Struct, frozen=True):
     max_descriptors: int = 4096
     """Descriptors of open segments of all files, if the process may have that many; segments beyond are opened again
     when they are read."""
-    max_dedup_segments: int = 1024
-    """Cached segments that are searched for equal chunks: 256 GiB of the latest checkpoints."""
-    dedup_search_s: float = 1.0
-    """... and how long that search, at most once a minute, may delay the opening of a file."""
 
 
 _WORTH = 1.5

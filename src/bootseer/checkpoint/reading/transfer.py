@@ -78,9 +78,6 @@ class Source(Protocol):
     num_lanes: int
     """How many lanes wait for each other; 0: none."""
 
-    def prepare(self) -> None:
-        """Look up what this node already has of the file. Optional."""
-
     def is_local(self, start: int) -> bool:
         """Whether the unit is in this node's cache, as far as known."""
 
@@ -136,7 +133,6 @@ NAMES = (
     "place_bytes",  # read from the place: requested, parity, and read ahead
     "cache_bytes",  # read from this node's cache
     "peer_bytes",  # received from other nodes of the job
-    "donor_bytes",  # copied from equal chunks of other files in the cache
     "chunks",  # chunks and pieces read from the place
     "reads",  # calls of readers
     "rebuilt",  # chunks rebuilt from the others of their row
