@@ -254,6 +254,21 @@ def test_the_answer_about_a_folder_that_is_cut_is_requested_again(place: Place, 
         assert other.read_bytes("d/file", 10) == b"1234"
 
 
+def test_a_file_whose_name_could_not_be_claimed_is_refused_before_it_is_sent(
+    place: Place, server: S3Server, uri: str, tmp_path: Path
+) -> None:
+    large = tmp_path / "step-1.pt"
+    large.write_bytes(bytes(8 * _MIB + 1))
+    for dry_run in (True, False):
+        settings = PutSettings(policy=Policy(stripes=1), dry_run=dry_run)
+        with pytest.raises(UsageError, match="only in stripes"):
+            put_checkpoint(place, large, "step-1.pt", settings=settings)
+    assert keys(server, uri) == []
+    put_checkpoint(place, large, "step-1.pt", settings=PutSettings(policy=Policy(stripes=1), replace=True))
+    put_checkpoint(place, large, "step-2.pt", settings=PutSettings(policy=Policy(stripes=1, parity=True)))
+    assert {one.name for one in checkpoints(Files(place), "")} == {"step-1.pt", "step-2.pt"}
+
+
 def test_wrong_bytes_of_a_server_are_never_delivered(proxy: FaultProxy, uri: str, source: Path, tmp_path: Path) -> None:
     settings = PutSettings(policy=Policy(stripes=2, parity=False, min_bytes_per_stripe=_MIB))
     with closing(open_place(uri)) as place:

@@ -109,7 +109,7 @@ def put_checkpoint(
     found = _files_of(source, name)
     _check_names(place, name, found)
     policy = settings.policy or files.policy(folder)
-    check_size(max((file.size_bytes for file in found.files if policy.is_striped(file.size_bytes)), default=0))
+    _check_sizes(place, found, policy, settings)
     if settings.dry_run:
         return _dry_run(files, folder, name, found, policy, settings)
     place.make_folder(folder, parents=True)
@@ -245,6 +245,19 @@ def _check_names(place: Place, name: str, source: _LocalSource) -> None:
     for one in sorted({one for path in paths for one in path.split("/")}):
         if reason := place.name_problem(one):
             raise UsageError(f"{one!r} cannot be a name in {place.uri}: {reason}", hint="rename it")
+
+
+def _check_sizes(place: Place, source: _LocalSource, policy: Policy, settings: PutSettings) -> None:
+    """Refuse sizes that could not be published after hours of writing."""
+    check_size(max((file.size_bytes for file in source.files if policy.is_striped(file.size_bytes)), default=0))
+    most = place.max_claim_bytes
+    # A striped file is published by its head, which is small, and a folder by a link.
+    is_claimed_whole = source.is_file and not policy.is_striped(source.size_bytes)
+    if is_claimed_whole and not settings.replace and most is not None and source.size_bytes > most:
+        raise UsageError(
+            f"{place.uri} takes a new file of more than {format_bytes(most)} only in stripes",
+            hint="--stripes 2, or --replace if no other process writes it",
+        )
 
 
 def _listed(folder: Path) -> list[Path]:

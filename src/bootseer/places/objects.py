@@ -84,6 +84,7 @@ class ObjectPlace(SmallReads):
     """A `Place` in a bucket."""
 
     is_local = False
+    max_claim_bytes = _SMALL_BYTES  # a name is claimed by a conditional write, which has all of the object in it
 
     def __init__(self, uri: str) -> None:
         scheme, _, rest = uri.partition("://")

@@ -156,6 +156,8 @@ class Place(Protocol):
     """Address of the root, without credentials; `open_place` accepts it."""
     is_local: bool
     """Whether reads are calls to the local kernel: then many concurrent requests gain nothing."""
+    max_claim_bytes: int | None
+    """The largest file that `rename` gives an unused name (without `replace`); None: any."""
 
     def name_problem(self, name: str) -> str:
         """Why this name is invalid here, "" if it is valid. Needs no request: known before hours of writing."""
@@ -239,6 +241,7 @@ class SmallReads:
     """Mixin of a place: reading small files, without estimates of delays."""
 
     uri: str
+    max_claim_bytes: int | None = None
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         raise NotImplementedError
