@@ -8,10 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BootseerError, TransientError
+from bootseer.checkpoint.files import Files, OtherFolderError
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.errors import TransientError, UsageError
 from bootseer.places import objects, open_place, uploads
 from bootseer.places.place import Place
 from fault_proxy import Fault, FaultProxy
@@ -33,21 +37,22 @@ def place(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plac
         yield opened_place
 
 
-def test_what_is_larger_than_one_copy_is_copied_in_parts(
-    place: Place, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_what_is_larger_than_one_copy_is_written_but_not_renamed(
+    place: Place, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(objects.MAX_COPY_BYTES, "s3", 8 * _MIB)
-    monkeypatch.setattr(uploads, "_COPY_BYTES", 5 * _MIB)
     data = os.urandom(12 * _MIB + 3)
-    place.write_bytes("one", data)
-    place.rename("one", "two")
-    with opened(place, "two") as file:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "one").write_bytes(data)
+    settings = PutSettings(policy=Policy(stripes=1), replace=True)
+    put_checkpoint(place, tmp_path / "step-1", "step-1", settings=settings)
+    with pytest.raises(OtherFolderError, match="copy it"):
+        Files(place).rename("step-1/one", "step-1/two")
+    with pytest.raises(UsageError, match="only in stripes"):
+        put_checkpoint(place, tmp_path / "step-1" / "one", "step-2.pt", settings=settings)
+    with opened(place, "step-1/one") as file:
         assert read(file, 0, len(data)) == data
-    assert names(place, "") == {"two"}
-    assert place.stat("two").version.endswith(f'-3"-{len(data):x}')
-    bucket = uploads.Uploads("s3://large")
-    with pytest.raises(BootseerError):  # which leaves no upload behind
-        bucket.copy("tests/none", "elsewhere", len(data), '"other"')
+    assert names(place, "step-1") == {"step-1/one"}
     assert s3_server.uploads("large") == []
 
 

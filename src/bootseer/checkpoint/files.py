@@ -53,7 +53,7 @@ _MAX_PEEKED = 1 << 17
 
 
 class OtherFolderError(PermanentError):
-    """A striped file cannot be renamed into another folder (EXDEV); it can be copied."""
+    """A file cannot be renamed to this name (EXDEV), but copied: it is striped, or the place copies it to rename it."""
 
 
 class FileInfo(Struct, frozen=True):
@@ -150,7 +150,8 @@ class Files:
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder. A file replaces a file, a folder one that shows nothing.
 
-        Raises `OtherFolderError` for a striped file and a target in another folder.
+        Raises `OtherFolderError` for a striped file and a target in another folder, and for a file that is too large
+        for the place to rename it.
         """
         self._check_visible(source)
         self._check_name(target)
@@ -162,6 +163,9 @@ class Files:
             raise OtherFolderError(
                 f"{self._uri_of(source)} is striped: its parts stay in its folder; copy it to {target} and remove it"
             )
+        most = self.place.max_rename_bytes(replace=True)
+        if not entry.is_folder and most is not None and entry.size_bytes > most:
+            raise OtherFolderError(f"{self._uri_of(source)} is too large to be renamed there; copy it to {target}")
         replaced: Head | None = None
         with contextlib.suppress(NotFoundError):
             existing = self.place.stat(target)

@@ -250,13 +250,14 @@ def _check_names(place: Place, name: str, source: _LocalSource) -> None:
 def _check_sizes(place: Place, source: _LocalSource, policy: Policy, settings: PutSettings) -> None:
     """Refuse sizes that could not be published after hours of writing."""
     check_size(max((file.size_bytes for file in source.files if policy.is_striped(file.size_bytes)), default=0))
-    most = place.max_claim_bytes
-    # A striped file is published by its head, which is small, and a folder by a link.
-    is_claimed_whole = source.is_file and not policy.is_striped(source.size_bytes)
-    if is_claimed_whole and not settings.replace and most is not None and source.size_bytes > most:
+    most = place.max_rename_bytes(replace=settings.replace)
+    # A striped file is published by a rename of its head, which is small, and a folder by one of the folder.
+    is_renamed_whole = source.is_file and not policy.is_striped(source.size_bytes)
+    if is_renamed_whole and most is not None and source.size_bytes > most:
+        or_replace = "" if settings.replace else ", or --replace if no other process writes it"
         raise UsageError(
             f"{place.uri} takes a new file of more than {format_bytes(most)} only in stripes",
-            hint="--stripes 2, or --replace if no other process writes it",
+            hint=f"--stripes 2{or_replace}",
         )
 
 

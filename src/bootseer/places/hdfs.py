@@ -47,8 +47,6 @@ _CHECKSUM_BYTES = 512
 class HdfsPlace(SmallReads):
     """A `Place` in the folder `root`, "/a/b" or "", of a file system."""
 
-    is_local = False
-
     def __init__(self, client: HdfsClient, root: str) -> None:
         self._client = client
         self._root = "/".join(["", *names_of(root.strip("/"))])

@@ -45,7 +45,7 @@ from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
 from bootseer.places.object_data import FILE_MODE, FOLDER_MODE, ObjectFile, ObjectReads, entry_of, folder_entry
 from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
-from bootseer.places.uploads import ObjectPart, Uploads
+from bootseer.places.uploads import ObjectPart
 
 _LINKS = f"{TEMPORARY_PREFIX}links"
 _OWNER = f"{TEMPORARY_PREFIX}owner"
@@ -83,8 +83,7 @@ class _Folder:
 class ObjectPlace(SmallReads):
     """A `Place` in a bucket."""
 
-    is_local = False
-    max_claim_bytes = _SMALL_BYTES  # a name is claimed by a conditional write, which has all of the object in it
+    shows_unfinished = False
 
     def __init__(self, uri: str) -> None:
         scheme, _, rest = uri.partition("://")
@@ -185,6 +184,10 @@ class ObjectPlace(SmallReads):
         if there is not None:
             self.delete(target)
         self._rename_folder(source, target)
+
+    def max_rename_bytes(self, *, replace: bool) -> int | None:
+        """See `Place.max_rename_bytes`. A name is claimed by a conditional write, which has all of the object in it."""
+        return MAX_COPY_BYTES.get(self._bucket.scheme) if replace else _SMALL_BYTES
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
@@ -471,14 +474,13 @@ class ObjectPlace(SmallReads):
 
     def _rename_file(self, source: str, entry: Entry, target: str, *, replace: bool) -> None:
         key, new = self._key(source), self._key(target)
-        if not replace or entry.size_bytes <= _SMALL_BYTES:
-            if entry.size_bytes > _SMALL_BYTES:
-                raise PermanentError(f"{self._what(source)}: objects of this size can only be renamed over others")
+        most = self.max_rename_bytes(replace=replace)
+        if most is not None and entry.size_bytes > most:
+            raise PermanentError(f"{self._what(source)}: an object of this size is not renamed by the server; copy it")
+        if entry.size_bytes <= _SMALL_BYTES:
             data = self.read_bytes(source, _SMALL_BYTES)
             if self._put(new, data, create=not replace) is None:
                 raise AlreadyExistsError(f"{self._what(target)} is there already")
-        elif entry.size_bytes > MAX_COPY_BYTES.get(self._bucket.scheme, entry.size_bytes):
-            Uploads(self._bucket.uri).copy(key, new, entry.size_bytes, entry.version.rpartition("-")[0])
         else:
             self._bucket.retry(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
         self._bucket.remove([key])

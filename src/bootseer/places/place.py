@@ -156,8 +156,8 @@ class Place(Protocol):
     """Address of the root, without credentials; `open_place` accepts it."""
     is_local: bool
     """Whether reads are calls to the local kernel: then many concurrent requests gain nothing."""
-    max_claim_bytes: int | None
-    """The largest file that `rename` gives an unused name (without `replace`); None: any."""
+    shows_unfinished: bool
+    """Whether a `PartWriter`'s file is visible before it is closed: then it is written under a hidden name."""
 
     def name_problem(self, name: str) -> str:
         """Why this name is invalid here, "" if it is valid. Needs no request: known before hours of writing."""
@@ -207,6 +207,9 @@ class Place(Protocol):
         Without `replace`, raises `AlreadyExistsError` if the target exists; of concurrent callers one succeeds.
         """
 
+    def max_rename_bytes(self, *, replace: bool) -> int | None:
+        """The largest file that `rename` accepts; None: any."""
+
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty. `is_file`: known to be a
         file, which saves a request."""
@@ -238,10 +241,14 @@ class Place(Protocol):
 
 
 class SmallReads:
-    """Mixin of a place: reading small files, without estimates of delays."""
+    """Mixin of a place: reading small files, and what most places have in common."""
 
     uri: str
-    max_claim_bytes: int | None = None
+    is_local = False
+    shows_unfinished = True
+
+    def max_rename_bytes(self, *, replace: bool) -> int | None:
+        return None
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         raise NotImplementedError

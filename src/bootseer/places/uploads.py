@@ -1,7 +1,7 @@
 """Uploads to buckets: new objects, in one request or in parts, and what obstore does not do in S3.
 
-That is: uploads in parts that killed writers have left, which no listing shows and which are paid for, lists with keys
-that it refuses, and copies in parts. Amazon's own botocore does these, and knows all ways to log in.
+That is: uploads in parts that killed writers have left, which no listing shows and which are paid for, and lists with
+keys that it refuses. Amazon's own botocore does these, and knows all ways to log in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import obstore
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError, UsageError
 from bootseer.io.executor import Executor
-from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import CALL_S, LOGIN, MAX_PARTS, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, allows_http
 
 _MAX_OBJECT_BYTES = 5 << 40
@@ -130,8 +129,6 @@ _uploads = Executor("bootseer-upload")
 
 _TIMEOUT_S: Final = 10
 _TRIES: Final = 8
-_COPY_BYTES = 128 << 20
-_COPIES_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,27 +203,6 @@ class Uploads:
                 for one in page.get("Contents", ())
             ]
         return found
-
-    def copy(self, key: str, new: str, size_bytes: int, e_tag: str) -> None:
-        """Copy an object that is larger than what one request copies, if it is still this one."""
-        made = self._call(new, partial(self._client.create_multipart_upload, **self._which, Key=new))
-        each: dict[str, Any] = {**self._which, "Key": new, "UploadId": made["UploadId"]}
-        source = {"CopySource": {**self._which, "Key": key}, "CopySourceIfMatch": e_tag}
-        length = max(_COPY_BYTES, -(-size_bytes // MAX_PARTS))
-
-        def one(start: int) -> dict[str, Any]:
-            number, bytes_ = start // length + 1, f"bytes={start}-{min(start + length, size_bytes) - 1}"
-            ask = partial(self._client.upload_part_copy, **each, **source, PartNumber=number, CopySourceRange=bytes_)
-            return {"ETag": self._call(key, ask)["CopyPartResult"]["ETag"], "PartNumber": number}
-
-        try:
-            with Tasks("bootseer-copies", _COPIES_AT_ONCE) as threads:
-                parts = list(threads.map(one, range(0, size_bytes, length)))
-            self._call(new, partial(self._client.complete_multipart_upload, **each, MultipartUpload={"Parts": parts}))
-        except BaseException:
-            with suppress(BootseerError):
-                self.end(Upload(new, made["UploadId"]))
-            raise
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         from botocore.exceptions import ClientError, NoCredentialsError

@@ -302,7 +302,7 @@ def write_ordinary(
     names: list[str] = []
 
     def write() -> None:
-        names.append(publication.hidden_name())
+        names.append(publication.hidden_name() if target.place.shows_unfinished else path)
         # The exact length, so that the place can choose the block size.
         part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
         (writer,) = target.place.begin_parts(
@@ -324,9 +324,12 @@ def write_ordinary(
             writer.abort()
             raise
 
-    publication.settings.retry(write, path)
+    step: Callable[[], None] = write
+    if target.place.shows_unfinished:
+        publication.settings.retry(write, path)
+        step = lambda: rename(target.place, names[-1], path, replace=True)  # noqa: E731
     try:
-        publication.publish_step(lambda: rename(target.place, names[-1], path, replace=True))
+        publication.publish_step(step)
     finally:
         publication.remove_unreferenced()
     return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
