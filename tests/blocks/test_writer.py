@@ -61,13 +61,12 @@ def write(store, data, *, head=b"", cut=1000, **options):
 @given(
     size=st.integers(0, 8 * BLOCK),
     head=st.integers(0, BLOCK),
-    num_stripes=st.integers(1, 5),
     cut=st.integers(1, 3 * BLOCK),
 )
-def test_a_file_comes_back_as_it_was(new_store, size, head, num_stripes, cut):
+def test_a_file_comes_back_as_it_was(new_store, size, head, cut):
     store, data = new_store(), content(size)
     first = os.urandom(head)
-    block_file = write(store, data, head=first, num_stripes=num_stripes, cut=cut)
+    block_file = write(store, data, head=first, cut=cut)
     assert read_back(store, block_file) == first + data
     assert block_file.size_bytes == head + size
     assert {stored.name: stored.size_bytes for stored in block_file.objects} == {
@@ -79,15 +78,10 @@ def test_a_file_comes_back_as_it_was(new_store, size, head, num_stripes, cut):
 def test_threads_and_cuts_do_not_change_a_bit(store, head):
     data = content(50 * BLOCK + 77)
     files = {
-        write(store, data, head=head, threads=threads, cut=cut, num_stripes=2)
+        write(store, data, head=head, threads=threads, cut=cut)
         for threads, cut in ((1, 100_000), (1, 333), (4, 1 << 20), (3, BLOCK))
     }
     assert len(files) == 1
-
-
-def test_block_i_lies_in_stripe_i_mod_s(store):
-    index = read_index(store, write(store, content(10 * BLOCK), num_stripes=3))
-    assert [index.place(block).stripe for block in range(10)] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 def test_the_head_is_stored_last(store):
@@ -131,7 +125,7 @@ def test_a_writer_that_is_faster_than_its_threads_waits_for_them(store):
 
 def test_the_store_failing_at_any_step_leaves_no_index(store):
     data = content(12 * BLOCK)
-    block_file = write(store, data, num_stripes=2, threads=2)
+    block_file = write(store, data, threads=2)
     num_steps = store.steps
     assert num_steps > 10
     for step in range(num_steps):
@@ -140,7 +134,7 @@ def test_the_store_failing_at_any_step_leaves_no_index(store):
         store.steps, store.fail_at, store.failure = 0, step, TransientError("gone")
         num_before = threading.active_count()
         with pytest.raises(TransientError, match="gone"):
-            write(store, data, num_stripes=2, threads=2)
+            write(store, data, threads=2)
         assert block_file.index_name not in store.objects
         assert all(upload.ended for upload in store.uploads)
         until = time.monotonic() + 300
@@ -185,7 +179,7 @@ def test_a_store_that_names_an_object_otherwise_is_not_believed(store):
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_size": 5000}, {"num_stripes": 0}, {"num_stripes": 5000}, {"head_bytes": -1}, {"head_bytes": 1 << 30}],
+    [{"block_size": 5000}, {"head_bytes": -1}, {"head_bytes": 1 << 30}],
 )
 def test_impossible_options_are_refused(store, options):
     with pytest.raises(UsageError):
@@ -238,7 +232,7 @@ class Store:
     uri = "folder"
     upload = Upload
 
-with BlockWriter(Store(), block_size=4096, num_stripes=2, threads=2) as writer:
+with BlockWriter(Store(), block_size=4096, threads=2) as writer:
     writer.write(b"abc" * 10_000)
     print(writer.finish().index_name, steps)
 """
@@ -254,7 +248,7 @@ def test_a_writer_killed_at_any_step_leaves_no_readable_index(tmp_path):
 
     name, num_steps = run(10**6, tmp_path / "whole").stdout.split()
     stripes = {path.name for path in (tmp_path / "whole").iterdir()} - {name}
-    assert len(stripes) == 2
+    assert len(stripes) == 1
     for fatal in range(int(num_steps)):
         root = tmp_path / str(fatal)
         assert run(fatal, root).returncode == -signal.SIGKILL

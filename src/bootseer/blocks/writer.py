@@ -2,8 +2,8 @@
 
 Blocks are compressed and digested in a few threads and stored in their order by the thread that writes, which owns all
 state here. The objects are the same, bit for bit, whatever the number of threads and however the bytes were cut into
-`write` calls. Stripes become visible before the index that points into them, so a writer that dies at any point leaves
-no index that can be read.
+`write` calls. The blocks become visible before the index that points to them, so a writer that dies at any point leaves
+no index that can be read. They are in one object, a single stripe; the segments of striped checkpoints have several.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, compressor_of, encode
-from bootseer.blocks.index import MAX_BLOCKS, MAX_STRIPES, Index, Stripe, encode_index, is_block_size
+from bootseer.blocks.index import MAX_BLOCKS, Index, Stripe, encode_index, is_block_size
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store, Upload, is_content_name
@@ -45,15 +45,12 @@ class BlockWriter:
         store: Store,
         *,
         block_size: int = DEFAULT_BLOCK_SIZE,
-        num_stripes: int = 1,
         level: int = DEFAULT_LEVEL,
         head_bytes: int = 0,
         threads: int | None = None,
     ) -> None:
         if not is_block_size(block_size):
             raise UsageError(f"blocks of {block_size} bytes", hint="use a power of two from 4 KiB to 16 MiB")
-        if not 1 <= num_stripes <= MAX_STRIPES:
-            raise UsageError(f"{num_stripes} stripes", hint=f"use 1 to {MAX_STRIPES}")
         if not 0 <= head_bytes <= block_size:
             raise UsageError(f"a head of {head_bytes} bytes", hint=f"it must fit into a block of {block_size}")
         threads = threads or min(len(os.sched_getaffinity(0)), 8)
@@ -61,8 +58,8 @@ class BlockWriter:
         self._block_size = block_size
         self._level = level
         self._head_bytes = head_bytes
-        self._uploads: list[Upload | None] = [None] * num_stripes
-        self._stripe_bytes = [0] * num_stripes
+        self._upload: Upload | None = None
+        self._stored_bytes = 0
         self._size_bytes = head_bytes
         self._parts: list[Buffer] = [bytes(head_bytes)]  # of the block that is being filled
         self._filled = head_bytes
@@ -131,16 +128,15 @@ class BlockWriter:
     def abort(self) -> None:
         """Stop, and drop what is not visible yet. Safe to call at any time, also after `finish`.
 
-        A stripe that became visible before a failure stays: its content name may be another file's too.
+        Blocks that became visible before a failure stay: their content name may be another file's too.
         """
         self._open = False
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._in_flight.clear()
-        for upload in self._uploads:
-            if upload is not None:
-                with contextlib.suppress(BootseerError):  # what made us give up matters more
-                    upload.abort()
-        self._uploads = [None] * len(self._uploads)
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            with contextlib.suppress(BootseerError):  # what made us give up matters more
+                upload.abort()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -176,12 +172,11 @@ class BlockWriter:
 
     def _store_oldest(self) -> None:
         for encoded in self._in_flight.popleft().result():
-            offset = self._append(len(self._codecs) % len(self._uploads), encoded[1])
-            self._record(encoded, offset)
+            self._record(encoded, self._append(encoded[1]))
 
     def _store_first(self, data: bytes) -> None:
         ((codec, stored, digest),) = self._encode([data])
-        self._offsets[0] = self._append(0, stored)
+        self._offsets[0] = self._append(stored)
         self._lengths[0] = len(stored)
         self._codecs[0] = codec
         self._digests[:32] = digest
@@ -193,23 +188,19 @@ class BlockWriter:
         self._codecs.append(codec)
         self._digests += digest
 
-    def _append(self, stripe: int, stored: bytes) -> int:
-        """Add stored bytes to a stripe; where they lie in it."""
+    def _append(self, stored: bytes) -> int:
+        """Add stored bytes; returns their offset."""
         if not stored:
             return 0
-        upload = self._uploads[stripe]
-        if upload is None:
-            upload = self._uploads[stripe] = self._store.upload()
-        upload.write(stored)
-        offset = self._stripe_bytes[stripe]
-        self._stripe_bytes[stripe] += len(stored)
+        if self._upload is None:
+            self._upload = self._store.upload()
+        self._upload.write(stored)
+        offset = self._stored_bytes
+        self._stored_bytes += len(stored)
         return offset
 
     def _store_index(self) -> BlockFile:
-        stripes = tuple(
-            _EMPTY if upload is None else self._commit(upload, size)
-            for upload, size in zip(self._uploads, self._stripe_bytes, strict=True)
-        )
+        stripes = (_EMPTY if self._upload is None else self._commit(self._upload, self._stored_bytes),)
         data = encode_index(
             block_size=self._block_size,
             size_bytes=self._size_bytes,
@@ -226,7 +217,7 @@ class BlockWriter:
             stored = self._commit(upload, len(data))
         finally:
             upload.abort()
-        return BlockFile(stored.name, len(data), index.identity, index.size_bytes, sum(self._stripe_bytes), stripes)
+        return BlockFile(stored.name, len(data), index.identity, index.size_bytes, self._stored_bytes, stripes)
 
     def _commit(self, upload: Upload, size_bytes: int) -> Stripe:
         stored = upload.commit()
