@@ -22,11 +22,11 @@ from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes, rename
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
-from bootseer.checkpoint.writing.lane import Lane, NodeLoad, WritingSettings
-from bootseer.checkpoint.writing.segment import Target
+from bootseer.checkpoint.writing.lane import NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.retry import ExcludedNodes
+from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, Place, read_blocking
 
@@ -34,33 +34,13 @@ _LOG = logger(__name__)
 
 _READ_BYTES = 4 << 20
 _PARTS_AT_ONCE = 8
-_LOOK_S = 0.5
 
 
-def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Executor) -> None:
+def verify_parts(place: Place, folder: str, parts: Sequence[Part]) -> None:
     """Read all parts and compare their SHA-256. Raises `CorruptError`, and errors of the place."""
-    errors: list[Exception] = []
-    lane = Lane(workers, _PARTS_AT_ONCE)
-    left = iter(parts)
-    lock = threading.Lock()
-
-    def verify_some() -> None:
-        while not errors:
-            with lock:
-                part = next(left, None)
-            if part is None:
-                return
-            try:
-                _verify(place, f"{folder}/{part.name}", part)
-            except Exception as error:  # raised below, in the calling thread
-                errors.append(error)
-
-    for _ in range(min(_PARTS_AT_ONCE, len(parts))):
-        lane.run_blocking(verify_some)
-    while not lane.wait_idle(_LOOK_S):
-        lane.check_progress(f"{place.uri}/{folder}")
-    if errors:
-        raise errors[0]
+    with Tasks("bootseer-verify", _PARTS_AT_ONCE) as threads:
+        for _ in threads.map(lambda part: _verify(place, f"{folder}/{part.name}", part), parts):
+            pass
 
 
 def _verify(place: Place, path: str, part: Part) -> None:
@@ -74,33 +54,6 @@ def _verify(place: Place, path: str, part: Part) -> None:
             )
     if sha256.hexdigest() != part.sha256:
         raise CorruptError(f"{place.uri}/{path} does not hold what was written")
-
-
-def read_segment(
-    place: Place, folder: str, segment: Segment, offset: int, end: int, take: Callable[[int, bytearray], None]
-) -> None:
-    """Pass the bytes of a file from `offset` to `end`, which lie in one segment, to `take`, one verified chunk at a
-    time.
-
-    `take` gets their offset in the file and the bytes.
-    """
-    first = (offset - segment.start) // CHUNK_BYTES
-    last = -(-(end - segment.start) // CHUNK_BYTES)
-    with contextlib.ExitStack() as stack:
-        files: dict[int, OpenFile] = {}
-        for chunk in range(first, last):
-            stripe, at = chunk_place(chunk, segment.stripes)
-            if stripe not in files:
-                files[stripe] = stack.enter_context(
-                    contextlib.closing(place.open(f"{folder}/{segment.parts[stripe].name}"))
-                )
-            path = f"{place.uri}/{folder}/{segment.parts[stripe].name}"
-            data = read_blocking(files[stripe], at, segment.index.length(chunk), path)
-            if blake3(data).digest() != segment.index.digest(chunk):
-                raise CorruptError(f"{path} does not hold what was written")
-            start = segment.start + chunk * CHUNK_BYTES
-            cut = data[max(offset - start, 0) : end - start]
-            take(max(start, offset), cut)
 
 
 T = TypeVar("T")
@@ -121,7 +74,7 @@ class Written(Struct, frozen=True):
 
 
 class Publication:
-    """The unpublished parts of the file at `path`, and the steps that publish it."""
+    """A file that is written to `path`: where its parts go and how, and the steps that publish it."""
 
     def __init__(
         self,
@@ -136,12 +89,14 @@ class Publication:
     ) -> None:
         self.path = path
         self.id = secrets.token_hex(16)
-        folder = parts_folder(path, self.id)
-        self.target = Target(
-            files.place, folder, policy, mode, excluded, NodeLoad(), settings, workers, self.note_folder
-        )
-        self.folder = folder
+        self.place = files.place
+        self.folder = parts_folder(path, self.id)
+        self.policy = policy
+        self.mode = mode
         self.settings = settings
+        self.workers = workers
+        self.excluded = excluded
+        self.load = NodeLoad()
         self._files = files
         self._referenced: frozenset[str] = frozenset()
         """Parts that a head refers to which is, or may be, visible."""
@@ -172,7 +127,7 @@ class Publication:
         parts = [part for segment in segments for part in segment.all_parts]
         self._check_lengths(parts)
         if verify == "read":
-            verify_parts(self._files.place, self.folder, parts, self.target.workers)
+            verify_parts(self.place, self.folder, parts)
         names = frozenset(part.name for part in parts)
         self.publish_step(lambda: self._show(data, names), keep=self.id)
         self._referenced = names
@@ -183,6 +138,29 @@ class Publication:
     def note_folder(self) -> None:
         """Files may exist in the folder of parts from now on, for `remove_unreferenced`."""
         self._has_folder = True
+
+    def read(self, segment: Segment, offset: int, end: int, take: Callable[[int, bytearray], None]) -> None:
+        """Pass the bytes of the file from `offset` to `end`, which lie in one complete segment, to `take`, one verified
+        chunk at a time.
+
+        `take` gets their offset in the file and the bytes.
+        """
+        first = (offset - segment.start) // CHUNK_BYTES
+        last = -(-(end - segment.start) // CHUNK_BYTES)
+        with contextlib.ExitStack() as stack:
+            files: dict[int, OpenFile] = {}
+            for chunk in range(first, last):
+                stripe, at = chunk_place(chunk, segment.stripes)
+                path = f"{self.folder}/{segment.parts[stripe].name}"
+                if stripe not in files:
+                    files[stripe] = stack.enter_context(contextlib.closing(self.place.open(path)))
+                uri = f"{self.place.uri}/{path}"
+                data = read_blocking(files[stripe], at, segment.index.length(chunk), uri)
+                if blake3(data).digest() != segment.index.digest(chunk):
+                    raise CorruptError(f"{uri} does not hold what was written")
+                start = segment.start + chunk * CHUNK_BYTES
+                cut = data[max(offset - start, 0) : end - start]
+                take(max(start, offset), cut)
 
     def publish_step(self, step: Callable[[], T], *, keep: str = "") -> T:
         """Run the step that publishes the file, and remove the parts of the version it replaces, unless that has the id
@@ -203,12 +181,12 @@ class Publication:
             return
         with contextlib.suppress(BootseerError):
             if not self._referenced:
-                self._files.place.delete(self.folder, recursive=True)
+                self.place.delete(self.folder, recursive=True)
                 return
             referenced = self._referenced | {LEASE_NAME}
-            for entry in list(self._files.place.list(self.folder)):
+            for entry in list(self.place.list(self.folder)):
                 if entry.path.rpartition("/")[2] not in referenced:
-                    self._files.place.delete(entry.path)
+                    self.place.delete(entry.path)
 
     def renew(self) -> None:
         """Renew the lease when it is due. Files of an attempt are covered by the attempt's lease."""
@@ -220,7 +198,7 @@ class Publication:
             self.note_folder()
             # Without a folder there is nothing to collect. After an error the next renewal may succeed.
             with contextlib.suppress(BootseerError):
-                self._files.place.write_bytes(f"{self.folder}/{LEASE_NAME}", lease_bytes(self.path))
+                self.place.write_bytes(f"{self.folder}/{LEASE_NAME}", lease_bytes(self.path))
                 self._has_lease = True
 
     def end(self) -> None:
@@ -229,7 +207,7 @@ class Publication:
             renewed = self._has_lease
         if renewed:
             with contextlib.suppress(BootseerError):
-                self._files.place.delete(f"{self.folder}/{LEASE_NAME}")
+                self.place.delete(f"{self.folder}/{LEASE_NAME}")
 
     def _show(self, head: bytes, names: frozenset[str]) -> None:
         """Write the head. Only an explicit refusal proves that no reader sees it. After any other error, and after an
@@ -237,7 +215,7 @@ class Publication:
         `collect` decides later."""
         before, self._referenced = self._referenced, self._referenced | names
         try:
-            self._files.place.write_bytes(self.path, head, mode=self.target.mode)
+            self.place.write_bytes(self.path, head, mode=self.mode)
         except TransientError:
             raise
         except BootseerError:
@@ -246,12 +224,12 @@ class Publication:
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
         """Compare the lengths of the parts with what was written. Raises `TransientError`."""
-        entries = self.settings.retry(lambda: list(self._files.place.list(self.folder)), self.path)
+        entries = self.settings.retry(lambda: list(self.place.list(self.folder)), self.path)
         sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
         for part in parts:
             if sizes.get(part.name) != part.size_bytes:
                 raise TransientError(
-                    f"{self._files.place.uri}/{self.folder}/{part.name} has {sizes.get(part.name, 'no')} bytes "
+                    f"{self.place.uri}/{self.folder}/{part.name} has {sizes.get(part.name, 'no')} bytes "
                     f"after {part.size_bytes} were written; write it again"
                 )
 
@@ -290,11 +268,11 @@ def write_ordinary(
     progress: Progress | None = None,
 ) -> Written:
     """Write an ordinary file and publish it. `read` returns its bytes."""
-    path, target = publication.path, publication.target
+    path, place = publication.path, publication.place
     # With less redundancy than its striped siblings, a small file would make the whole checkpoint depend on one node.
-    if size_bytes <= _WHOLE_BYTES and (target.policy.replication or 0) <= SMALL_FILE_REPLICAS:
+    if size_bytes <= _WHOLE_BYTES and (publication.policy.replication or 0) <= SMALL_FILE_REPLICAS:
         data = read(0, size_bytes) if size_bytes else b""
-        entry = publication.publish_step(lambda: target.place.write_bytes(path, data, mode=target.mode))
+        entry = publication.publish_step(lambda: place.write_bytes(path, data, mode=publication.mode))
         if progress is not None:
             progress(size_bytes, size_bytes)
         return Written(path, size_bytes, is_striped=False, entry=entry)
@@ -302,14 +280,14 @@ def write_ordinary(
     names: list[str] = []
 
     def write() -> None:
-        names.append(publication.hidden_name() if target.place.shows_unfinished else path)
+        names.append(publication.hidden_name() if place.shows_unfinished else path)
         # The exact length, so that the place can choose the block size.
         part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
-        (writer,) = target.place.begin_parts(
+        (writer,) = place.begin_parts(
             names[-1:],
             part_bytes=part_bytes,
-            mode=target.mode,
-            replication=target.policy.replication,
+            mode=publication.mode,
+            replication=publication.policy.replication,
             avoid=frozenset(failed_on),
         )
         try:
@@ -325,9 +303,9 @@ def write_ordinary(
             raise
 
     step: Callable[[], None] = write
-    if target.place.shows_unfinished:
+    if place.shows_unfinished:
         publication.settings.retry(write, path)
-        step = lambda: rename(target.place, names[-1], path, replace=True)  # noqa: E731
+        step = lambda: rename(place, names[-1], path, replace=True)  # noqa: E731
     try:
         publication.publish_step(step)
     finally:

@@ -19,21 +19,17 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
-from msgspec import Struct
 
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
-from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, num_chunks, parity_chunk, part_size, row_of
-from bootseer.checkpoint.writing.lane import NodeLoad, WritingSettings
+from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.io.executor import Executor
-from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
-from bootseer.places.place import PartWriter, Place
+from bootseer.places.place import PartWriter
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.writing.sending import Sending
@@ -135,7 +131,7 @@ class PartTask:
         self._write_s += time.monotonic() - began_s
         self.nodes = writer.nodes  # known from the first bytes on
         if self.row == 0 and len(self.nodes) == 1:  # with replicas, readers can choose another node
-            segment.target.load.add(self.nodes)
+            segment.publication.load.add(self.nodes)
         self.row += 1
         if self.row == 1:
             segment.part_placed()
@@ -168,25 +164,26 @@ class PartTask:
         writer, self._writer = self._writer, None
         if writer is not None:
             if isinstance(error, TransientError):  # other errors are not the node's fault
-                segment.target.excluded.exclude(writer.nodes)
+                segment.publication.excluded.exclude(writer.nodes)
             if self.row and len(self.nodes) == 1:
-                segment.target.load.remove(self.nodes)
+                segment.publication.load.remove(self.nodes)
             # On a dead node this may block for seconds.
             segment.lane.run_blocking(lambda: _abort(writer))
+        settings = segment.publication.settings
         self._failures += 1
         now_s = time.monotonic()
         if self.row or self._failing_since_s is None:  # an attempt that reached a node ends the time without one
             self._failing_since_s = now_s
         if (
             isinstance(error, TransientError)
-            and self._failures < segment.target.settings.part_tries
-            and now_s < self._failing_since_s + segment.target.settings.retry_for_s
+            and self._failures < settings.part_tries
+            and now_s < self._failing_since_s + settings.retry_for_s
         ):
             _LOG.info(
                 "%s: part %d starts over, attempt %d of %d: %s",
-                segment.target.folder, self.number, self._failures + 1, segment.target.settings.part_tries, error,
+                segment.publication.folder, self.number, self._failures + 1, settings.part_tries, error,
             )  # fmt: skip
-            segment.pause(segment.target.settings.pause_s(self._failures, error))
+            segment.pause(settings.pause_s(self._failures, error))
             return True
         segment.fail(error)
         return False
@@ -207,22 +204,6 @@ _WORTH_S = 1.0
 """A slow part that needs less than this is not moved."""
 
 
-class Target(Struct, frozen=True):
-    """Where and how the parts of a file are written."""
-
-    place: Place
-    folder: str
-    """The folder of the file's parts."""
-    policy: Policy
-    mode: int
-    excluded: ExcludedNodes
-    load: NodeLoad
-    settings: WritingSettings
-    workers: Executor
-    before_write: Callable[[], None]
-    """Called before the first write."""
-
-
 class SegmentWriter:
     """A segment from `start` on, of `stripes` parts.
 
@@ -234,7 +215,7 @@ class SegmentWriter:
         self.start = start
         self.stripes = stripes
         self.lane = sending.lane
-        self.target = sending.target
+        self.publication = sending.publication
         self.on_sent = sending.chunk_sent
         self.error: BootseerError | None = None
         self.result: Segment | None = None
@@ -261,7 +242,7 @@ class SegmentWriter:
 
     @property
     def capacity(self) -> int:
-        return self.stripes * self.target.policy.part_bytes
+        return self.stripes * self.publication.policy.part_bytes
 
     @property
     def is_placed(self) -> bool:
@@ -297,7 +278,7 @@ class SegmentWriter:
     def fail(self, error: Exception) -> None:
         if not isinstance(error, BootseerError):
             # Not reported elsewhere, and the thread that waits for the segment would wait forever.
-            error = PermanentError(f"{self.target.folder}: {type(error).__name__}: {error}")
+            error = PermanentError(f"{self.publication.folder}: {type(error).__name__}: {error}")
         with self._lock:
             if self._over.is_set():
                 return
@@ -318,7 +299,7 @@ class SegmentWriter:
             known = bytes(self._digests[at : at + DIGEST_BYTES])
             self._digests[at : at + DIGEST_BYTES] = digest
         if any(known) and known != digest:
-            raise PermanentError(f"{self.target.folder}: the data changed while it was written; write it again")
+            raise PermanentError(f"{self.publication.folder}: the data changed while it was written; write it again")
 
     def part_size(self, part: PartTask) -> int:
         """Bytes of a part of a sealed segment."""
@@ -337,7 +318,7 @@ class SegmentWriter:
 
     def create_part_file(self, part: PartTask) -> PartWriter:
         """A new file for a part: not on a failed node, and not on a sibling's node if there is another one."""
-        excluded = self.target.excluded.names()
+        excluded = self.publication.excluded.names()
         siblings = [sibling.nodes for sibling in self._parts if sibling is not part]
         # With replicas the siblings are on nearly all nodes: only failed nodes are avoided.
         taken = [nodes[0] for nodes in siblings if nodes] if all(len(nodes) <= 1 for nodes in siblings) else []
@@ -368,15 +349,15 @@ class SegmentWriter:
         self._sending.segment_ended(self)
 
     def _begin(self) -> None:
-        numbers = range(self.stripes + self.target.policy.parity)
+        numbers = range(self.stripes + self.publication.policy.parity)
 
         def begin() -> Sequence[PartWriter]:
             if self.is_over:
-                raise PermanentError(f"{self.target.folder}: not written any more")
-            return self._begin_files(numbers, self.target.excluded.names())
+                raise PermanentError(f"{self.publication.folder}: not written any more")
+            return self._begin_files(numbers, self.publication.excluded.names())
 
         try:
-            writers = self.target.settings.retry(begin, self.target.folder, self.pause)
+            writers = self.publication.settings.retry(begin, self.publication.folder, self.pause)
         except Exception as error:
             self.fail(error)
             return
@@ -389,19 +370,19 @@ class SegmentWriter:
         self._wake()
 
     def _begin_files(self, numbers: Sequence[int], avoid: frozenset[str]) -> Sequence[PartWriter]:
-        target = self.target
+        publication, policy = self.publication, self.publication.policy
         # The random suffix: names are never reused, not even those of attempts with an unknown outcome.
         names = [
             f"{self.start // CHUNK_BYTES:06x}.{'p' if number == self.stripes else number}.{secrets.token_hex(4)}"
             for number in numbers
         ]
-        return target.place.begin_parts(
-            [f"{target.folder}/{name}" for name in names],
-            part_bytes=target.policy.part_bytes,
-            mode=target.mode,
-            replication=target.policy.replication,
+        return publication.place.begin_parts(
+            [f"{publication.folder}/{name}" for name in names],
+            part_bytes=policy.part_bytes,
+            mode=publication.mode,
+            replication=policy.replication,
             avoid=avoid,
-            last_resort=target.load.most_loaded(self.stripes + target.policy.parity, target.excluded.names()),
+            last_resort=publication.load.most_loaded(self.stripes + policy.parity, publication.excluded.names()),
         )
 
     def _wake(self) -> None:
@@ -432,5 +413,5 @@ class SegmentWriter:
         for part in self._parts[: self._used_stripes()]:
             assert part.result is not None  # noqa: S101 - all have ended
             results.append(part.result)
-        parity = self._parts[-1].result if self.target.policy.parity else None
+        parity = self._parts[-1].result if self.publication.policy.parity else None
         return make_segment(self.start, self.size_bytes, self._digests, tuple(results), parity)

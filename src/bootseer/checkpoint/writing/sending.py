@@ -19,8 +19,8 @@ from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.ranges import Ranges
 from bootseer.checkpoint.writing.lane import Lane
-from bootseer.checkpoint.writing.publication import read_segment
-from bootseer.checkpoint.writing.segment import SegmentWriter, Target
+from bootseer.checkpoint.writing.publication import Publication
+from bootseer.checkpoint.writing.segment import SegmentWriter
 from bootseer.checkpoint.writing.spool import Budget, Spool
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 
@@ -53,15 +53,15 @@ class _Sent(Struct, eq=False):
 class Sending:
     """The bytes of one file. Reading and statistics are safe from many threads."""
 
-    def __init__(self, target: Target, spool: Spool, budget: Budget) -> None:
+    def __init__(self, publication: Publication, spool: Spool, budget: Budget) -> None:
         self.num_retries = 0
         """Parts that were restarted."""
         self.sent_bytes = 0
         """Bytes of the file that were written to the place, whether complete yet or not."""
-        self.target = target
+        self.publication = publication
         self.spool = spool
-        self.lane = Lane(target.workers, target.policy.stripes + target.policy.parity)
-        self._policy = target.policy
+        self.lane = Lane(publication.workers, publication.policy.stripes + publication.policy.parity)
+        self._policy = publication.policy
         self._budget = budget
         self._state = threading.Condition()
         self._present = Ranges()
@@ -118,7 +118,7 @@ class Sending:
         while offset < end:
             with self._state:
                 if not self._is_open:
-                    raise PermanentError(f"{self.target.folder}: read after its end")
+                    raise PermanentError(f"{self.publication.folder}: read after its end")
                 sent = self._complete_at(offset)
                 if sent is None:
                     starts = [one.start for one in self._sent if one.segment is not None and one.start > offset]
@@ -130,9 +130,7 @@ class Sending:
             stop = min(end, sent.end)
             assert segment is not None  # noqa: S101 - it is complete
             try:
-                read_segment(
-                    self.target.place, self.target.folder, segment, offset, stop, lambda at, data: pieces.append(data)
-                )
+                self.publication.read(segment, offset, stop, lambda at, data: pieces.append(data))
             except NotFoundError as error:
                 if self._complete_at(offset) is sent:
                     raise _gone(error) from error
@@ -154,7 +152,7 @@ class Sending:
                 missing = self._present.missing(hit.start, hit.end)
             self._budget.reserve_extra(missing)
             try:
-                read_segment(self.target.place, self.target.folder, hit.segment, hit.start, hit.end, self.spool.write)
+                self.publication.read(hit.segment, hit.start, hit.end, self.spool.write)
             except BaseException as error:
                 self._budget.free(missing)
                 if isinstance(error, NotFoundError):
@@ -198,7 +196,7 @@ class Sending:
             every = [*self._sent, *([self._tail] if self._tail is not None else [])]
         while not self._wait_for_all(every):
             check()  # without the lock: it may take its time, and worker threads need that
-            self.lane.check_progress(f"{self.target.place.uri}/{self.target.folder}")
+            self.lane.check_progress(f"{self.publication.place.uri}/{self.publication.folder}")
         self.check()
         return sorted((sent.segment for sent in every if sent.segment is not None), key=lambda one: one.start)
 
@@ -310,7 +308,7 @@ class Sending:
 
     def _start(self, writer: SegmentWriter) -> None:
         """Start a segment as soon as there is room for it. It may fail at once."""
-        self.target.before_write()
+        self.publication.note_folder()
         self._waiting.append(writer)
         self.begin_next()
 
@@ -345,7 +343,7 @@ class Sending:
         known, so that it can go to other nodes where there are any."""
         while True:
             with self._state:
-                if not self._waiting or len(self._open) >= self.target.settings.segments_ahead:
+                if not self._waiting or len(self._open) >= self.publication.settings.segments_ahead:
                     return
                 if self._open and not self._open[-1].is_placed:
                     return

@@ -59,7 +59,7 @@ class FileWriter:
         ended: Callable[[FileWriter], None],
     ) -> None:
         """`free_some` returns whether spool space will be freed; `ended` is called at the end."""
-        self.sending = Sending(publication.target, spool, budget)
+        self.sending = Sending(publication, spool, budget)
         """For the `Writing`, which balances spool space among its files."""
         self._publication = publication
         self._settings = publication.settings
@@ -192,7 +192,7 @@ class FileWriter:
         if self._written is not None and not self._is_dirty:
             return self._written
         size_bytes = self._size_bytes
-        if self._publication.target.policy.is_striped(size_bytes):
+        if self._publication.policy.is_striped(size_bytes):
             segments = self.sending.send_all(size_bytes, separate_tail=self._is_continued, check=check)
             # Parts of recalled segments are removed once no request in flight creates them any more.
             self.sending.wait_idle(self._settings.end_s)
@@ -265,7 +265,7 @@ class Writing:
         check_target(self._files, path)
         publication = self._begin(path, policy, mode)
         try:
-            if publication.target.policy.is_striped(size_bytes):
+            if publication.policy.is_striped(size_bytes):
                 return self._send_whole(publication, size_bytes, read, verify, progress)
             return write_ordinary(publication, size_bytes, read, progress)
         finally:
@@ -281,7 +281,7 @@ class Writing:
     ) -> Written:
         """Send a striped file without a spool, and publish it. A failure leaves nothing behind."""
         check_size(size_bytes)
-        sending = Sending(publication.target, Replayed(read), self._budget)
+        sending = Sending(publication, Replayed(read), self._budget)
 
         def check() -> None:
             if progress is not None:
