@@ -219,6 +219,7 @@ class SegmentWriter:
         self.on_sent = sending.chunk_sent
         self.error: BootseerError | None = None
         self.result: Segment | None = None
+        """Set by `sending` when it is complete, unless it is no longer a part of the file."""
         self.num_retries = 0
         self._sending = sending
         self._lock = threading.Lock()
@@ -284,7 +285,7 @@ class SegmentWriter:
                 return
             self.error = error
             self._over.set()
-        self._sending.segment_ended(self)
+        self._sending.segment_ended(self, None)
         self._wake()
 
     def read(self, chunk: int, size_bytes: int) -> bytes:
@@ -342,11 +343,11 @@ class SegmentWriter:
             if self._over.is_set() or self._num_ended < len(self._parts):
                 return
         try:
-            self.result = self._as_segment()
+            result = self._as_segment()
         except Exception as error:
             self.fail(error)
             return
-        self._sending.segment_ended(self)
+        self._sending.segment_ended(self, result)
 
     def _begin(self) -> None:
         numbers = range(self.stripes + self.publication.policy.parity)

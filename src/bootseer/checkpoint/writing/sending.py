@@ -13,8 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from msgspec import Struct
-
 from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.ranges import Ranges
@@ -35,21 +33,6 @@ _MAX_RECALLS = 4
 """A file whose segments were recalled so often is sent at publication and not before."""
 
 
-class _Sent(Struct, eq=False):
-    """A segment that was sent, or is in flight while `segment` is None."""
-
-    writer: SegmentWriter
-    segment: Segment | None = None
-
-    @property
-    def start(self) -> int:
-        return self.writer.start
-
-    @property
-    def end(self) -> int:
-        return self.writer.end
-
-
 class Sending:
     """The bytes of one file. Reading and statistics are safe from many threads."""
 
@@ -66,9 +49,10 @@ class Sending:
         self._state = threading.Condition()
         self._present = Ranges()
         """Ranges in the spool."""
-        self._sent: list[_Sent] = []
-        """In no order; they do not overlap, and start at whole chunks."""
-        self._tail: _Sent | None = None
+        self._sent: list[SegmentWriter] = []
+        """Segments that were sent, or are in flight while they have no `result`: in no order; they do not overlap, and
+        start at whole chunks."""
+        self._tail: SegmentWriter | None = None
         """A short last chunk that was published as a segment of its own: it stays in the spool, and will be sent again.
         """
         self._waiting: deque[SegmentWriter] = deque()
@@ -121,12 +105,12 @@ class Sending:
                     raise PermanentError(f"{self.publication.folder}: read after its end")
                 sent = self._complete_at(offset)
                 if sent is None:
-                    starts = [one.start for one in self._sent if one.segment is not None and one.start > offset]
+                    starts = [one.start for one in self._sent if one.result is not None and one.start > offset]
                     stop = min([end, *starts])
                     pieces.append(self.spool.read(offset, stop - offset))
                     offset = stop
                     continue
-                segment = sent.segment
+                segment = sent.result
             stop = min(end, sent.end)
             assert segment is not None  # noqa: S101 - it is complete
             try:
@@ -146,13 +130,14 @@ class Sending:
                 if hit is None:
                     return
                 self._num_recalls += 1
-                if hit.segment is None:
+                segment = hit.result
+                if segment is None:
                     self._drop(hit)
                     continue
                 missing = self._present.missing(hit.start, hit.end)
             self._budget.reserve_extra(missing)
             try:
-                self.publication.read(hit.segment, hit.start, hit.end, self.spool.write)
+                self.publication.read(segment, hit.start, hit.end, self.spool.write)
             except BaseException as error:
                 self._budget.free(missing)
                 if isinstance(error, NotFoundError):
@@ -190,21 +175,21 @@ class Sending:
             self._send_rest(end)
             self._tail = None
             if end < size_bytes:
-                self._tail = _Sent(SegmentWriter(self, end, stripes=1))
-                self._start(self._tail.writer)
-                self._tail.writer.grow(size_bytes, seal=True)
+                self._tail = SegmentWriter(self, end, stripes=1)
+                self._start(self._tail)
+                self._tail.grow(size_bytes, seal=True)
             every = [*self._sent, *([self._tail] if self._tail is not None else [])]
         while not self._wait_for_all(every):
             check()  # without the lock: it may take its time, and worker threads need that
             self.lane.check_progress(f"{self.publication.place.uri}/{self.publication.folder}")
         self.check()
-        return sorted((sent.segment for sent in every if sent.segment is not None), key=lambda one: one.start)
+        return sorted((sent.result for sent in every if sent.result is not None), key=lambda one: one.start)
 
-    def _wait_for_all(self, every: Sequence[_Sent]) -> bool:
+    def _wait_for_all(self, every: Sequence[SegmentWriter]) -> bool:
         """Wait a moment until these are complete, or one has failed; returns whether that is so."""
         with self._state:
             return self._state.wait_for(
-                lambda: self._error is not None or all(sent.segment is not None for sent in every), _LOOK_S
+                lambda: self._error is not None or all(sent.result is not None for sent in every), _LOOK_S
             )
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -235,7 +220,7 @@ class Sending:
         with self._state:
             if self._error is not None:
                 return 0, 0
-            on_the_way = sum(one.end - one.start for one in self._sent if one.segment is None and one.writer.is_sealed)
+            on_the_way = sum(one.end - one.start for one in self._sent if one.result is None and one.is_sealed)
             growing = self._growing.size_bytes if self._growing is not None else 0
             return on_the_way, growing + self._ready_end() - self._sent_up_to
 
@@ -245,8 +230,8 @@ class Sending:
             self._is_open = False
             for sent in list(self._sent):
                 self._drop(sent)
-            if self._tail is not None and self._tail.segment is None:
-                self._cancel(self._tail.writer)
+            if self._tail is not None and self._tail.result is None:
+                self._cancel(self._tail)
         # Segments in flight still read from the spool.
         self.lane.wait_idle(timeout_s)
         with self._state:
@@ -302,7 +287,7 @@ class Sending:
 
     def _begin(self, start: int, stripes: int) -> SegmentWriter:
         writer = SegmentWriter(self, start, stripes=stripes)
-        self._sent.append(_Sent(writer))
+        self._sent.append(writer)
         self._start(writer)
         return writer
 
@@ -318,18 +303,18 @@ class Sending:
             growing.grow(growing.end, seal=True)
         return growing is not None
 
-    def _complete_at(self, offset: int) -> _Sent | None:
+    def _complete_at(self, offset: int) -> SegmentWriter | None:
         for sent in self._sent:
-            if sent.segment is not None and sent.start <= offset < sent.end:
+            if sent.result is not None and sent.start <= offset < sent.end:
                 return sent
         return None
 
-    def _drop(self, sent: _Sent) -> None:
+    def _drop(self, sent: SegmentWriter) -> None:
         self._sent.remove(sent)
-        if self._growing is sent.writer:
+        if self._growing is sent:
             self._growing = None
-        if sent.segment is None:
-            self._cancel(sent.writer)
+        if sent.result is None:
+            self._cancel(sent)
 
     def _cancel(self, writer: SegmentWriter) -> None:
         """Cancel a segment. The spool may still be read for it until `wait_idle` returns."""
@@ -363,21 +348,15 @@ class Sending:
         with self._state:
             self.sent_bytes += length
 
-    def segment_ended(self, writer: SegmentWriter) -> None:
-        """Called once for each segment, unless it was cancelled."""
-        if writer.error is None:  # otherwise the file has failed, and no further segment is started
+    def segment_ended(self, writer: SegmentWriter, result: Segment | None) -> None:
+        """Called once for each segment, unless it was cancelled. Without a `result` it has failed."""
+        if result is not None:  # otherwise the file has failed, and no further segment is started
             self._make_room(writer)
         with self._state:
             self.num_retries += writer.num_retries
-            for sent in [*self._sent, *([self._tail] if self._tail is not None else [])]:
-                if sent.writer is writer:
-                    sent.segment = writer.result
-                    self._error = self._error or writer.error
-                    is_tail = sent is self._tail
-                    if (
-                        writer.result is not None
-                        and not is_tail
-                        and self.spool.punch(sent.start, sent.end - sent.start)
-                    ):
-                        self._budget.free(self._present.remove(sent.start, sent.end))
+            if writer in self._sent or writer is self._tail:
+                writer.result = result
+                self._error = self._error or writer.error
+            if result is not None and writer in self._sent and self.spool.punch(writer.start, writer.size_bytes):
+                self._budget.free(self._present.remove(writer.start, writer.end))
             self._state.notify_all()
