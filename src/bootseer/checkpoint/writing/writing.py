@@ -56,7 +56,7 @@ class FileWriter:
         *,
         verify: str,
         free_some: Callable[[], bool],
-        ended: Callable[[FileWriter], None],
+        ended: Callable[[], None],
     ) -> None:
         """`free_some` returns whether spool space will be freed; `ended` is called at the end."""
         self.sending = Sending(publication, spool, budget)
@@ -169,7 +169,7 @@ class FileWriter:
             # First, because requests in flight create files in the folder that is about to be removed.
             self.sending.close(self._settings.end_s)
             self._publication.remove_unreferenced()
-        self._ended(self)
+        self._ended()
 
     def _check(self) -> None:
         self.sending.check()
@@ -238,8 +238,8 @@ class Writing:
         self._excluded = ExcludedNodes(self._settings.excluded_s)
         self._budget = Budget(self._settings.spool_bytes, self._settings.random_bytes)
         self._lock = threading.Lock()
-        self._writers: set[FileWriter] = set()
-        self._publications: set[Publication] = set()
+        self._in_flight: dict[Publication, FileWriter | None] = {}
+        """The files that are being written, with the writer of one that is written piece by piece."""
         self._timer = Timer("bootseer-writing", 1)
         self._is_maintained = False
         """Whether the timer maintains the files in flight."""
@@ -315,27 +315,26 @@ class Writing:
         try:
             writer = FileWriter(
                 publication, Spool(self._spool), self._budget,
-                verify=verify, free_some=self._free_some, ended=lambda writer: self._ended(writer, publication),
+                verify=verify, free_some=self._free_some, ended=partial(self._end, publication),
             )  # fmt: skip
         except BaseException:
             self._end(publication)
             raise
         with self._lock:
-            self._writers.add(writer)
+            self._in_flight[publication] = writer
         return writer
 
     def facts(self) -> dict[str, object]:
         """Files in flight, spool space in use, and excluded nodes."""
         with self._lock:
-            num_files = len(self._publications)
+            num_files = len(self._in_flight)
         return {"files": num_files, "spool_bytes": self._budget.used_bytes, "sick": sorted(self._excluded.names())}
 
     def close(self) -> None:
         """Abort files that were not committed."""
         with self._lock:
             self._is_open = False
-            writers = list(self._writers)
-        for writer in writers:
+        for writer in self._writers():
             writer.abort()
         self._workers.close()
         self._timer.close()
@@ -351,23 +350,21 @@ class Writing:
             if not self._is_maintained:
                 self._schedule_maintenance()
                 self._is_maintained = True
-            self._publications.add(publication)
+            self._in_flight[publication] = None
         return publication
 
     def _end(self, publication: Publication) -> None:
         publication.end()
         with self._lock:
-            self._publications.discard(publication)
+            self._in_flight.pop(publication, None)
 
-    def _ended(self, writer: FileWriter, publication: Publication) -> None:
-        self._end(publication)
+    def _writers(self) -> list[FileWriter]:
         with self._lock:
-            self._writers.discard(writer)
+            return [writer for writer in self._in_flight.values() if writer is not None]
 
     def _free_some(self) -> bool:
         """Whether spool space will be freed. With no data in flight, the file with most sendable data sends it."""
-        with self._lock:
-            rooms = [(*writer.sending.expected_free_bytes(), writer) for writer in self._writers]
+        rooms = [(*writer.sending.expected_free_bytes(), writer) for writer in self._writers()]
         if any(on_the_way for on_the_way, _, _ in rooms):
             return True
         waiting = max(rooms, key=lambda room: room[1], default=None)
@@ -379,11 +376,11 @@ class Writing:
     def _maintain(self) -> None:
         """Renew leases and seal idle segments, as long as files are in flight."""
         with self._lock:
-            writers, publications = list(self._writers), list(self._publications)
+            publications = list(self._in_flight)
             self._is_maintained = bool(publications)
         if not publications:
             return
-        for writer in writers:
+        for writer in self._writers():
             run_reported(partial(writer.sending.seal_idle, self._settings.idle_s))
         for publication in publications:
             run_reported(publication.renew)
