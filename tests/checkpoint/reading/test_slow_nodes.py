@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import ReadContext, SegmentPool
+from bootseer.checkpoint.reading.context import SegmentPool
 from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.transfer import Counters, Transfer
@@ -75,10 +75,10 @@ class Striping:
             settings=settings, facts=facts, timer=clock,
             buffer=ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts),
         )  # fmt: skip
-        context = ReadContext(engine, "file", self._head)
-        for part in context.acquire(0).parts:
+        source = StripedSource("file", self._head, "", engine)
+        for part in source.acquire(0).parts:
             part.when_open(lambda file, error: None)
-        return Reader(self.content, links, StripedSource("", context, None), settings)
+        return Reader(self.content, links, source, settings)
 
 
 class Reader:
@@ -171,7 +171,12 @@ def ordinary(rates, nodes_of_blocks):
     block = content_of(4 * MIB)
     file = links.store("/f", [(block, nodes) for nodes in nodes_of_blocks])
     settings = ReadingSettings()
-    return Reader(block * len(nodes_of_blocks), links, OrdinarySource(file, settings, Counters()), settings)
+    return Reader(
+        block * len(nodes_of_blocks),
+        links,
+        OrdinarySource(file, SimpleNamespace(settings=settings, facts=Counters())),
+        settings,
+    )
 
 
 @pytest.mark.parametrize(("part", "least"), [(1.0, 0.9), (0.1, 0.88), (0.0, 0.88)])

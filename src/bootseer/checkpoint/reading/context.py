@@ -269,7 +269,7 @@ class Engine:
 class ReadContext:
     """One striped file that is being read, with its open segments."""
 
-    def __init__(self, engine: Engine, path: str, head: Head) -> None:
+    def __init__(self, path: str, head: Head, engine: Engine) -> None:
         self.path = path
         self.head = head
         self.settings = engine.settings

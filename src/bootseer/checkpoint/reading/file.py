@@ -75,6 +75,8 @@ class SharedFile:
         """`number` identifies it within the engine. `make_source` is called again after a fork."""
         self.number = number
         self.path = path
+        self.users = 0
+        """Open handles; the `Reading` counts them."""
         self._make_source = make_source
         self.renew(engine)
         self.size_bytes = self._source.size_bytes

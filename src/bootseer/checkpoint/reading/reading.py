@@ -38,14 +38,13 @@ class OrdinarySource:
     whole_units = False
     num_lanes = 0
 
-    def __init__(self, file: OpenFile, settings: ReadingSettings, facts: Counters) -> None:
+    def __init__(self, file: OpenFile, engine: Engine) -> None:
         self.size_bytes = file.size_bytes
         self.version = file.version
-        self.unit_bytes = self.row_bytes = settings.unit_bytes
-        self.max_ahead_bytes = settings.ahead_ordinary_bytes
+        self.unit_bytes = self.row_bytes = engine.settings.unit_bytes
+        self.max_ahead_bytes = engine.settings.ahead_ordinary_bytes
         self._file = file
-        self._settings = settings
-        self._facts = facts
+        self._engine = engine
 
     def is_local(self, start: int) -> bool:
         """See `Source.is_local`: without digests, nothing is cached."""
@@ -55,7 +54,7 @@ class OrdinarySource:
         return False
 
     def jobs(self, requests: Sequence[RangeRequest]) -> list[Job]:
-        return [_Piece(self._file, request, self._settings.deadline_s, self._facts) for request in requests]
+        return [_Piece(self._file, request, self._engine) for request in requests]
 
     def close(self) -> None:
         self._file.close()
@@ -67,16 +66,15 @@ _LANE_BYTES, _NUM_LANES = 8 << 20, 4
 class _Piece:
     """A `Job`: one range of the file."""
 
-    __slots__ = ("_cancelled", "_deadline_s", "_facts", "_file", "_request", "_ticket", "lane", "num_bytes")
+    __slots__ = ("_cancelled", "_engine", "_file", "_request", "_ticket", "lane", "num_bytes")
 
-    def __init__(self, file: OpenFile, request: RangeRequest, deadline_s: float, facts: Counters) -> None:
+    def __init__(self, file: OpenFile, request: RangeRequest, engine: Engine) -> None:
         # Where the nodes are unknown, as in buckets, several requests are kept in flight.
         self.lane: Hashable = frozenset(file.nodes(request.start)) or request.start // _LANE_BYTES % _NUM_LANES
         self.num_bytes = len(request.into)
         self._file = file
         self._request = request
-        self._deadline_s = deadline_s
-        self._facts = facts
+        self._engine = engine
         self._cancelled = False
         self._ticket: Ticket | None = None
 
@@ -88,7 +86,7 @@ class _Piece:
                 request.into,
                 self._arrived,
                 urgent=urgent,
-                deadline_s=self._deadline_s,
+                deadline_s=self._engine.settings.deadline_s,
                 inline=request.inline,
             )
         except BaseException as error:
@@ -111,49 +109,46 @@ class _Piece:
 
     def _arrived(self, outcome: ReadOutcome) -> None:
         if outcome.error is None:
-            self._facts.add("chunks")
-            self._facts.add("place_bytes", self.num_bytes)
+            self._engine.facts.add("chunks")
+            self._engine.facts.add("place_bytes", self.num_bytes)
         self._request.done(outcome.error)
 
 
-class StripedSource:
+class StripedSource(ReadContext):
     """A `Source` over the parts of one striped file."""
 
     whole_units = True
     unit_bytes = CHUNK_BYTES
 
-    def __init__(self, version: str, context: ReadContext) -> None:
-        head = context.head
+    def __init__(self, path: str, head: Head, version: str, engine: Engine) -> None:
+        super().__init__(path, head, engine)
         self.size_bytes = head.size_bytes
         self.version = version
         self.num_lanes = max(segment.stripes for segment in head.segments)
         self.row_bytes = self.num_lanes * CHUNK_BYTES
-        self.max_ahead_bytes = context.settings.ahead.max_bytes
-        self._head = head
-        self._context = context
+        self.max_ahead_bytes = self.settings.ahead.max_bytes
 
     def is_local(self, start: int) -> bool:
-        if self._context.cache_writer is None:
+        if self.cache_writer is None:
             return False
         chunk = start // CHUNK_BYTES
-        segment = self._context.acquire(chunk)
+        segment = self.acquire(chunk)
         try:
             return segment.is_cached(chunk)
         finally:
-            self._context.release(segment)
+            self.release(segment)
 
     def read_local(self, start: int, into: memoryview) -> bool:
         chunk = start // CHUNK_BYTES
         inside = start - chunk * CHUNK_BYTES
-        context = self._context
-        segment = context.acquire(chunk)
+        segment = self.acquire(chunk)
         try:
             is_here = segment.is_cached(chunk) and segment.read_cached(chunk, inside, into)
             if is_here:
-                context.facts.add("cache_bytes", len(into))
+                self.facts.add("cache_bytes", len(into))
             return is_here
         finally:
-            context.release(segment)
+            self.release(segment)
 
     def jobs(self, requests: Sequence[RangeRequest]) -> list[Job]:
         """See `Source.jobs`. Chunks of a row with parity share a `Row`."""
@@ -165,27 +160,24 @@ class StripedSource:
         for request in requests:
             chunk = request.start // CHUNK_BYTES
             if segment is None or not segment.start <= request.start < segment.start + segment.size_bytes:
-                segment = self._head.segments[self._head.segment_at(request.start)]
+                segment = self.head.segments[self.head.segment_at(request.start)]
                 row, chunks, unit = None, range(0), None
             first = segment.start // CHUNK_BYTES
-            if self._context.peers is not None:
+            if self.peers is not None:
                 first_of_unit = (chunk - first) // UNIT_BLOCKS * UNIT_BLOCKS
                 if unit is None or unit.first != first_of_unit:
-                    unit = Unit(self._context.peers, segment.index, first_of_unit)
+                    unit = Unit(self.peers, segment.index, first_of_unit)
                 unit.add(chunk - first)
             if segment.parity is not None and chunk not in chunks:
                 of_segment = row_of(chunk - first, segment.index.num_blocks, segment.stripes)
                 chunks = range(of_segment.start + first, of_segment.stop + first)
                 make_ready()
-                row = Row(self._context, chunks)
+                row = Row(self, chunks)
             stripe = (chunk - first) % segment.stripes
-            job = ChunkRead(self._context, request, stripe) if row is None else row.read(request, stripe)
+            job = ChunkRead(self, request, stripe) if row is None else row.read(request, stripe)
             job.unit = unit
             jobs.append(job)
         return jobs
-
-    def close(self) -> None:
-        self._context.close()
 
 
 _FIRST_BYTES = 1 << 20
@@ -211,7 +203,7 @@ class Reading:
         self._settings = settings or ReadingSettings()
         self._facts = Counters()
         self._numbers = count(1)
-        self._files: dict[tuple[str, str], tuple[SharedFile, int]] = {}
+        self._files: dict[tuple[str, str], SharedFile] = {}
         self._closed = False
         self._begin()
         after_fork(self._renew)
@@ -228,22 +220,22 @@ class Reading:
             file.close()
             raise
         if head is None:
-            make: Callable[[Engine], Source] = partial(self._ordinary, file)
+            make: Callable[[Engine], Source] = partial(OrdinarySource, file)
         else:
             file.close()
-            make = partial(self._striped, path, head, version)
+            make = partial(StripedSource, path, head, version)
         key = (path, version)
         with self._lock:
             if self._closed:  # closed by another thread meanwhile
                 if head is None:
                     file.close()
                 raise self._after_close(path)
-            shared, users = self._files.get(key, (None, 0))
+            shared = self._files.get(key)
             if shared is None:
-                shared = SharedFile(next(self._numbers), path, self._engine, make)
+                shared = self._files[key] = SharedFile(next(self._numbers), path, self._engine, make)
             elif head is None:
                 file.close()
-            self._files[key] = (shared, users + 1)
+            shared.users += 1
         return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
 
     @property
@@ -268,7 +260,7 @@ class Reading:
             if self._closed:
                 return
             self._closed = True
-            files = [shared for shared, _ in self._files.values()]
+            files = list(self._files.values())
             self._files.clear()
         for shared in files:
             shared.close()
@@ -283,7 +275,7 @@ class Reading:
         """In a forked child: no threads of the parent, locks that may be held for ever, buffers that are not ours."""
         self._facts = Counters()
         self._begin()
-        for shared, _ in self._files.values():
+        for shared in self._files.values():
             shared.renew(self._engine)
 
     def _begin(self) -> None:
@@ -292,23 +284,17 @@ class Reading:
 
     def _release(self, key: tuple[str, str]) -> None:
         with self._lock:
-            shared, users = self._files.get(key, (None, 0))
+            shared = self._files.get(key)
             if shared is None:
                 return
-            if users > 1:
-                self._files[key] = (shared, users - 1)
+            shared.users -= 1
+            if shared.users:
                 return
             del self._files[key]
         shared.close()
 
     def _after_close(self, path: str) -> PermanentError:
         return PermanentError(f"{path}: read after the reading of {self._place.uri} was closed")
-
-    def _ordinary(self, file: OpenFile, engine: Engine) -> Source:
-        return OrdinarySource(file, self._settings, engine.facts)
-
-    def _striped(self, path: str, head: Head, version: str, engine: Engine) -> Source:
-        return StripedSource(version, ReadContext(engine, path, head))
 
 
 def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> tuple[Head | None, str]:
