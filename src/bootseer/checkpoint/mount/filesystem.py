@@ -22,7 +22,7 @@ from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount.content import Check, Content, MountContext
 from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
-from bootseer.checkpoint.mount.open_files import Listings, OpenFiles
+from bootseer.checkpoint.mount.open_files import Handle, Listings, OpenFiles
 from bootseer.checkpoint.os_errors import LoggedOsErrors, os_error
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
@@ -117,10 +117,9 @@ class CheckpointFiles:
 
     def _refresh(self, node: Node, path: str) -> None:
         """Refresh the attributes of a node. An open file keeps its own when another one has its name."""
-        try:
+        info = None
+        with suppress(NotFoundError):
             info = self._listings.recall(path) or self._files.stat(path)
-        except NotFoundError:
-            info = None
         if info is not None and is_same(info, node.info):
             node.info = info
         elif node.content is None:
@@ -250,30 +249,32 @@ class CheckpointFiles:
                 raise
 
     def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
-        with self._logging_errors(f"reading {self._open.node(handle).path}"):
-            self._open.read(handle, offset, length, reply, room)
+        opened = self._open.get(handle)
+        with self._logging_errors(f"reading {opened.node.path}"):
+            opened.content.read(offset, length, reply, room)
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
-        with self._logging_errors(f"writing {self._open.node(handle).path}"):
-            self._open.write(handle, offset, data, _kill_check(caller))
+        opened = self._open.get(handle)
+        with self._logging_errors(f"writing {opened.node.path}"):
+            opened.write(offset, data, _kill_check(caller))
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
-        with self._publishing(self._open.node(handle)):
-            self._open.flush(handle, caller.thread, _kill_check(caller))
+        with self._publishing(handle) as opened:
+            self._open.flush(opened, caller.thread, _kill_check(caller))
 
     def sync(self, node: int, handle: int, caller: Caller) -> None:
-        with self._publishing(self._open.node(handle)):
-            self._open.sync(handle, _kill_check(caller))
+        with self._publishing(handle) as opened:
+            opened.content.publish(_kill_check(caller))
 
     def release(self, node: int, handle: int) -> None:
-        opened = self._open.node(handle)
-        path = opened.path
+        opened = self._open.get(handle)
+        path = opened.node.path
         try:
-            if self._open.only_reads(handle):  # leaves the folder's cached listing valid
+            if opened.only_reads:  # leaves the folder's cached listing valid
                 with self._logging_errors(f"closing {path}"):
                     self._open.close(handle)
                 return
-            with self._publishing(opened):
+            with self._publishing(handle):
                 self._open.close(handle)
         except OSError as error:
             self._context.on_error(f"{path} was not published: {error}")
@@ -281,12 +282,13 @@ class CheckpointFiles:
             raise
 
     @contextmanager
-    def _publishing(self, node: Node) -> Iterator[None]:
-        """The block may change the file's entry in its folder's listing."""
-        path = node.path
+    def _publishing(self, handle: int) -> Iterator[Handle]:
+        """An open file, whose entry in its folder's listing the block may change."""
+        opened = self._open.get(handle)
+        path = opened.node.path
         try:
             with self._logging_errors(f"publishing {path}"):
-                yield
+                yield opened
         finally:
             if path is not None:
                 self._listings.forget(folder_of(path))

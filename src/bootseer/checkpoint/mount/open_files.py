@@ -22,7 +22,7 @@ from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
 from bootseer.checkpoint.os_errors import os_error
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.callers import num_writers, process_of, was_killed
-from bootseer.fuse.filesystem import Opened, Reply
+from bootseer.fuse.filesystem import Opened
 from bootseer.places.place import folder_of
 
 REMEMBERED_S = 5.0
@@ -111,7 +111,7 @@ class Listings:
         return is_fresh, info if is_fresh else None
 
 
-class _Handle(Struct, eq=False):
+class Handle(Struct, eq=False):
     """One open file description, shared by all descriptors that were duplicated from it."""
 
     node: Node
@@ -122,6 +122,15 @@ class _Handle(Struct, eq=False):
     is_done: bool = False
     """Whether its last descriptor seems to be closed."""
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether it cannot write and its file has no unpublished content."""
+        return not (self.writes or self.content.is_live or self.content.is_published)
+
+    def write(self, offset: int, data: memoryview, check: Check) -> None:
+        self.is_done = False
+        self.content.write(offset, data, check)
+
 
 class OpenFiles:
     """All open files of a mount."""
@@ -130,7 +139,7 @@ class OpenFiles:
         self._nodes = nodes
         self._context = context
         self._lock = threading.Lock()
-        self._handles: dict[int, _Handle] = {}
+        self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
 
     def open(self, node: Node, flags: int, thread: int, check: Check) -> Opened:
@@ -181,7 +190,7 @@ class OpenFiles:
                 content = node.content = Content(node, self._context, self._nodes.detach)
             content.handles.add(number)
             content.num_writers += writes
-            self._handles[number] = _Handle(node, content, writes, opener)
+            self._handles[number] = Handle(node, content, writes, opener)
         return number
 
     @contextlib.contextmanager
@@ -197,34 +206,14 @@ class OpenFiles:
         finally:
             self.close(number)
 
-    def node(self, handle: int) -> Node:
-        return self._get(handle).node
-
-    def only_reads(self, handle: int) -> bool:
-        """Whether a handle cannot write and its file has no unpublished content."""
-        opened = self._get(handle)
-        return not (opened.writes or opened.content.is_live or opened.content.is_published)
-
-    def _get(self, number: int) -> _Handle:
+    def get(self, number: int) -> Handle:
         handle = self._handles.get(number)
         if handle is None:
             raise os_error(errno.EBADF)
         return handle
 
-    def read(self, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
-        self._get(handle).content.read(offset, length, reply, room)
-
-    def write(self, handle: int, offset: int, data: memoryview, check: Check) -> None:
-        opened = self._get(handle)
-        opened.is_done = False
-        opened.content.write(offset, data, check)
-
-    def sync(self, handle: int, check: Check) -> None:
-        self._get(handle).content.publish(check)
-
-    def flush(self, handle: int, thread: int, check: Check) -> None:
+    def flush(self, opened: Handle, thread: int, check: Check) -> None:
         """A descriptor was closed by `thread`: publish, unless another one is left that can write."""
-        opened = self._get(handle)
         if not opened.writes:
             return
         if was_killed(thread):
@@ -236,7 +225,7 @@ class OpenFiles:
             opened.is_done = True
         self._publish_if_last(opened.content, check, discard=True)
 
-    def _may_be_written(self, opened: _Handle, processes: set[int]) -> bool:
+    def _may_be_written(self, opened: Handle, processes: set[int]) -> bool:
         """Whether these processes have more writable descriptors of the file than its other open handles explain."""
         name = (opened.node.path or "").rpartition("/")[2]
         others = sum(
@@ -245,7 +234,7 @@ class OpenFiles:
         )
         return sum(num_writers(process, name, opened.node.number) for process in processes) > others
 
-    def _handles_of(self, content: Content) -> list[_Handle]:
+    def _handles_of(self, content: Content) -> list[Handle]:
         with self._lock:
             return [self._handles[number] for number in content.handles]
 
@@ -276,7 +265,7 @@ class OpenFiles:
 
     def close(self, handle: int) -> None:
         """The last descriptor of a handle was closed. The last writer's close publishes."""
-        opened = self._get(handle)
+        opened = self.get(handle)
         content = opened.content
         with self._lock:
             del self._handles[handle]
