@@ -81,7 +81,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
                 head = files.head(info.path) if info.is_striped else None
                 if head is None:
                     return _ordinary(files, info.path, count, each)
-                return _Striped(files, info.path, head, count).problems(each)
+                return _striped(files, info.path, head, count, each)
             except BootseerError as error:
                 return [Problem(info.path, 0, info.size_bytes, "", "", str(error), repairable=False)]
 
@@ -112,65 +112,49 @@ def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]
         return [found for found in each(look, range(0, file.size_bytes, _PIECE_BYTES)) if found]
 
 
-class _Striped:
-    def __init__(self, files: Files, path: str, head: Head, count: Count) -> None:
-        self._place = files.place
-        self._path = path
-        self._head = head
-        self._count = count
-        self._lost = set(lost_parts(files, path, head))
+def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> list[Problem]:
+    lost = set(lost_parts(files, path, head))
 
-    def problems(self, each: Map) -> list[Problem]:
-        found: list[Problem] = []
-        for segment in self._head.segments:
-            with contextlib.ExitStack() as stack:
-                opened = [self._open(part, stack) for part in segment.parts]
-                parity = self._open(segment.parity, stack) if segment.parity else None
-                row = _Row(self._path, segment, opened, parity)
-                firsts = range(0, segment.index.num_blocks, segment.stripes)
-                for problems, length in each(row.problems, firsts):
-                    found += problems
-                    self._count.add(length)
-        return found
-
-    def _open(self, part: Part, stack: contextlib.ExitStack) -> OpenFile | BootseerError:
-        path = part_path(self._path, self._head.id, part.name)
-        if part.name in self._lost:
-            return CorruptError(f"{self._place.uri}/{path} is missing, or not of {part.size_bytes} bytes")
+    def opened(part: Part, stack: contextlib.ExitStack) -> OpenFile | BootseerError:
+        at = part_path(path, head.id, part.name)
+        if part.name in lost:
+            return CorruptError(f"{files.place.uri}/{at} is missing, or not of {part.size_bytes} bytes")
         try:
-            return stack.enter_context(contextlib.closing(self._place.open(path)))
+            return stack.enter_context(contextlib.closing(files.place.open(at)))
         except BootseerError as error:
             return error
 
+    found: list[Problem] = []
+    for segment in head.segments:
+        with contextlib.ExitStack() as stack:
+            rows = _Rows(path, segment, [opened(part, stack) for part in segment.all_parts])
+            for problems, length in each(rows.problems, range(0, segment.index.num_blocks, segment.stripes)):
+                found += problems
+                count.add(length)
+    return found
 
-class _Row:
-    """Judges the rows of one segment."""
 
-    def __init__(
-        self,
-        path: str,
-        segment: Segment,
-        parts: Sequence[OpenFile | BootseerError],
-        parity: OpenFile | BootseerError | None,
-    ) -> None:
+class _Rows:
+    """Judges the rows of one segment, whose `files` are its parts, the parity last."""
+
+    def __init__(self, path: str, segment: Segment, files: Sequence[OpenFile | BootseerError]) -> None:
         self._path = path
         self._segment = segment
-        self._parts = parts
-        self._parity = parity
+        self._files = files
         self._turns = threading.Semaphore(max(1, _CHUNKS_AT_ONCE // (segment.stripes + 2)))
 
     def problems(self, first: int) -> tuple[list[Problem], int]:
         """What is wrong in the row that begins with a chunk, and how many bytes of the file it holds."""
+        index = self._segment.index
+        row = row_of(first, index.num_blocks, self._segment.stripes)
         with self._turns:
-            return self._problems(first)
+            return self._problems(row), sum(index.length(chunk) for chunk in row)
 
-    def _problems(self, first: int) -> tuple[list[Problem], int]:
-        index, stripes = self._segment.index, self._segment.stripes
-        row = row_of(first, index.num_blocks, stripes)
-        length = sum(index.length(chunk) for chunk in row)
-        wanted = [(self._parts[chunk % stripes], chunk_place(chunk, stripes)[1], index.length(chunk)) for chunk in row]
-        if self._parity is not None:
-            wanted.append((self._parity, chunk_place(first, stripes)[1], index.length(first)))
+    def _problems(self, row: range) -> list[Problem]:
+        index, stripes, parity = self._segment.index, self._segment.stripes, self._segment.parity
+        wanted = [(self._files[chunk % stripes], chunk_place(chunk, stripes)[1], index.length(chunk)) for chunk in row]
+        if parity is not None:
+            wanted.append((self._files[-1], chunk_place(row[0], stripes)[1], index.length(row[0])))
         results = _read(wanted, check=False)
         bad: dict[int, tuple[str, str]] = {}
         for chunk, (data, outcome) in zip(row, results, strict=False):
@@ -178,39 +162,28 @@ class _Row:
                 bad[chunk] = (str(outcome.error), outcome.node)
             elif digest_of(data) != index.digest(chunk):
                 bad[chunk] = ("these are not the bytes that were written", outcome.node)
-        if self._parity is None:
-            return [self._problem(chunk, *bad[chunk], repairable=False) for chunk in bad], length
-        parity, parity_outcome = results[-1]
-        rest = bytearray(parity)
-        for chunk, (data, _) in zip(row, results, strict=False):
-            if chunk not in bad:
-                xor_into(rest, data)
-        if not bad:
-            if parity_outcome.error is not None:
-                return [self._parity_problem(first, str(parity_outcome.error), parity_outcome.node)], length
-            if any(rest):
-                return [self._parity_problem(first, "the parity does not fit the bytes", parity_outcome.node)], length
-            return [], length
-        (one, *more) = bad
-        repairable = (
-            not more and parity_outcome.error is None and digest_of(rest[: index.length(one)]) == index.digest(one)
-        )
-        return [self._problem(chunk, *bad[chunk], repairable=repairable) for chunk in bad], length
+        repairable = False
+        if parity is not None:
+            rest, outcome = results[-1]
+            for chunk, (data, _) in zip(row, results, strict=False):
+                if chunk not in bad:
+                    xor_into(rest, data)
+            if not bad:
+                if outcome.error is None and not any(rest):
+                    return []
+                reason = str(outcome.error or "the parity does not fit the bytes")
+                return [self._problem(parity, row[0], reason, outcome.node, repairable=True)]
+            one = min(bad)
+            is_right = digest_of(rest[: index.length(one)]) == index.digest(one)
+            repairable = len(bad) == 1 and outcome.error is None and is_right
+        parts = self._segment.parts
+        return [self._problem(parts[chunk % stripes], chunk, *bad[chunk], repairable=repairable) for chunk in bad]
 
-    def _problem(self, chunk: int, reason: str, node: str, *, repairable: bool) -> Problem:
+    def _problem(self, part: Part, chunk: int, reason: str, node: str, *, repairable: bool) -> Problem:
         index = self._segment.index
-        part = self._segment.parts[chunk % self._segment.stripes]
         offset = self._segment.start + chunk * index.block_size
-        return Problem(
-            self._path, offset, index.length(chunk), part.name, node or ",".join(part.nodes), reason, repairable
-        )
-
-    def _parity_problem(self, first: int, reason: str, node: str) -> Problem:
-        parity = self._segment.parity
-        assert parity is not None  # noqa: S101 - it was read
-        offset = self._segment.start + first * self._segment.index.block_size
-        length = self._segment.index.length(first)
-        return Problem(self._path, offset, length, parity.name, node or ",".join(parity.nodes), reason, repairable=True)
+        node = node or ",".join(part.nodes)
+        return Problem(self._path, offset, index.length(chunk), part.name, node, reason, repairable)
 
 
 def _read(
