@@ -232,23 +232,18 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-def _tensor_v2(
-    storage: _Storage, first: int, size: tuple[int, ...], stride: tuple[int, ...], _grad: bool, _hooks: object
-) -> _Tensor:
-    if storage.dtype is None:
-        raise pickle.UnpicklingError("elements of no type")
-    return _Tensor(storage, storage.dtype, first, size, stride)
-
-
-def _tensor_v3(
+def _tensor(
     storage: _Storage,
     first: int,
     size: tuple[int, ...],
     stride: tuple[int, ...],
     _grad: bool,
     _hooks: object,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> _Tensor:
+    dtype = dtype or storage.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise pickle.UnpicklingError("elements of no type")
     return _Tensor(storage, dtype, first, size, stride)
 
 
@@ -258,8 +253,8 @@ def _parameter(tensor: _Tensor, _grad: bool, _hooks: object) -> _Tensor:
 
 _NAMES: dict[tuple[str, str], object] = {
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch.storage", "UntypedStorage"): None,
