@@ -42,35 +42,6 @@ def no_check() -> None:
     """For callers that cannot be interrupted."""
 
 
-class SharedReader:
-    """One version of a file, reference-counted: closed by its last holder. Safe to use from many threads.
-
-    After another open or a rename the file is read by a new reader; concurrent reads continue on the old one, which
-    must not be closed under them.
-    """
-
-    def __init__(self, reader: CheckpointFile, path: str) -> None:
-        self.reader = reader
-        self.path = path
-        """The path at which it was opened; parts may be opened there later."""
-        self._lock = threading.Lock()
-        self._holders = 1
-
-    def retain(self) -> SharedReader:
-        """Add a holder. Called by a holder."""
-        with self._lock:
-            self._holders += 1
-        return self
-
-    def release(self) -> None:
-        """Drop a holder."""
-        with self._lock:
-            self._holders -= 1
-            is_over = not self._holders
-        if is_over:
-            self.reader.close()
-
-
 class MountContext(Struct, frozen=True):
     """The mount's file tree and settings."""
 
@@ -99,8 +70,9 @@ class Content:
         self._node = node
         self._context = context
         self._detach = detach
-        self._read: SharedReader | None = None
-        """The version that is read; None until the first read."""
+        self._read: CheckpointFile | None = None
+        """The version that is read; None until the first read. After another open or a rename it is replaced; reads in
+        flight hold the old one, which must not be closed under them."""
         self._writer: FileWriter | None = None
         self._is_dirty = False
         self._num_changes = 0
@@ -154,16 +126,15 @@ class Content:
                     return True
                 num_changes = self._num_changes
             fresh = self._open_version()
-            reader = fresh.reader
             with self.lock:
                 if num_changes == self._num_changes:
-                    if not self._matches_node(reader):
+                    if not self._matches_node(fresh):
                         break
-                    keep = self._read is not None or self._node.cached_version in (None, reader.version)
+                    keep = self._read is not None or self._node.cached_version in (None, fresh.version)
                     self._end_reading()  # reads in flight still end
-                    self._read, self._node.cached_version = fresh, reader.version
+                    self._read, self._node.cached_version = fresh, fresh.version
                     return keep
-            fresh.release()
+            fresh.close()
         raise self._stale_version(fresh)
 
     def begin_writing(self) -> bool:
@@ -180,8 +151,8 @@ class Content:
         if self._writer is None:
             self._check_small(self.size_bytes)
 
-    def _hold_reader(self) -> SharedReader | None:
-        """The published version, to be released by the caller; None while there is new content."""
+    def _hold_reader(self) -> CheckpointFile | None:
+        """The published version, to be closed by the caller; None while there is new content."""
         with self.lock:
             held = self._held_reader()
             is_moved = held is not None and self._node.path not in (None, held.path)
@@ -194,27 +165,27 @@ class Content:
                 raise
             return held  # the old reader may have all it needs open
         if held is not None:
-            held.release()
+            held.close()
         with self.lock:
             if not is_moved:
                 # The new content was published while the file stayed open; cached pages are those of the new content.
                 self._node.cached_version = ""
             return self._held_reader()
 
-    def _held_reader(self) -> SharedReader | None:
+    def _held_reader(self) -> CheckpointFile | None:
         return None if self._read is None or self._writer is not None else self._read.retain()
 
     def _end_reading(self) -> None:
         held, self._read = self._read, None
         if held is not None:
-            held.release()
+            held.close()
 
-    def _open_version(self) -> SharedReader:
+    def _open_version(self) -> CheckpointFile:
         path = self._node.path
         if path is None:
             raise os_error(errno.ESTALE)
         try:
-            return SharedReader(self._context.open(path), path)
+            return self._context.open(path)
         except NotFoundError:
             # It may be being renamed just now.
             with self.changing():
@@ -222,17 +193,17 @@ class Content:
                 if moved is None or moved == path:
                     # Removed elsewhere. The kernel looks the name up again, and creates the file if that was asked for.
                     raise self._stale_version() from None
-                return SharedReader(self._context.open(moved), moved)
+                return self._context.open(moved)
 
     def _matches_node(self, reader: CheckpointFile) -> bool:
         """Whether the reader is of the node's version. The kernel would cut off content beyond the size it knows."""
-        known = self._read is None or reader.version == self._read.reader.version
+        known = self._read is None or reader.version == self._read.version
         return known and reader.size_bytes == self._node.info.size_bytes
 
-    def _stale_version(self, fresh: SharedReader | None = None) -> OSError:
+    def _stale_version(self, fresh: CheckpointFile | None = None) -> OSError:
         """The name leads to another version than the node's, or is gone."""
         if fresh is not None:
-            fresh.release()
+            fresh.close()
         self._detach(self._node)
         return os_error(errno.ESTALE)
 
@@ -255,9 +226,9 @@ class Content:
             self.read(offset, length, reply, room)
             return
         try:
-            self._read_version(held.reader, offset, length, reply, room)
+            self._read_version(held, offset, length, reply, room)
         finally:
-            held.release()
+            held.close()
 
     def _read_version(self, reader: CheckpointFile, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         wanted = min(length, reader.size_bytes - offset)
@@ -316,10 +287,10 @@ class Content:
         with contextlib.suppress(BootseerError):  # the old reader may have all it needs open
             fresh = self._open_version()
             with self.lock:
-                if self._read is not None and self._read.reader.size_bytes == fresh.reader.size_bytes:
+                if self._read is not None and self._read.size_bytes == fresh.size_bytes:
                     self._read, fresh = fresh, self._read
-                    self._node.cached_version = self._read.reader.version
-            fresh.release()
+                    self._node.cached_version = self._read.version
+            fresh.close()
 
     def publish(self, check: Check = no_check) -> None:
         """Make what was written durable, checked, and visible everywhere. May be repeated after an error."""
@@ -438,20 +409,19 @@ class Content:
             held = self._held_reader()
         if held is None:
             held = self._open_version()
-            if not self._matches_node(held.reader):
+            if not self._matches_node(held):
                 raise self._stale_version(held)
-        base = held.reader
         try:
             writer = self._begin()
             try:
                 for offset in range(0, keep_bytes, _COPY_BYTES):
                     check()
-                    writer.write_at(offset, base.read(offset, min(_COPY_BYTES, keep_bytes - offset)), check)
+                    writer.write_at(offset, held.read(offset, min(_COPY_BYTES, keep_bytes - offset)), check)
             except BaseException:
                 writer.abort()
                 raise
         finally:
-            held.release()
+            held.close()
         return self._start(writer)
 
     def _check_small(self, keep_bytes: int) -> None:

@@ -324,7 +324,8 @@ class CheckpointFile:
         self.is_striped = is_striped
         self._shared = shared
         self._release = release
-        self._closed = False
+        self._lock = threading.Lock()
+        self._holders = 1
 
     def read(self, offset: int, length: int) -> bytes:
         """A range of the file, cut at its end."""
@@ -396,10 +397,18 @@ class CheckpointFile:
         num_bytes = self._shared.prefetch(offset, inside, ended)
         return num_bytes if num_bytes < inside else length
 
+    def retain(self) -> CheckpointFile:
+        """Add a holder of the handle. Called by a holder; each calls `close`, and the last one closes it."""
+        with self._lock:
+            self._holders += 1
+        return self
+
     def close(self) -> None:
-        """Close the handle; reads in flight still end. May be called twice."""
-        if not self._closed:
-            self._closed = True
+        """Close the handle; reads in flight still end. With a single holder, it may be called twice."""
+        with self._lock:
+            self._holders -= 1
+            is_over = self._holders == 0
+        if is_over:
             self._release()
 
     def __enter__(self) -> CheckpointFile:
@@ -443,7 +452,7 @@ class CheckpointFile:
         return max(min(length, self.size_bytes - offset), 0)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._holders <= 0:
             raise PermanentError(f"{self.path}: this file was closed")
 
 
