@@ -214,20 +214,13 @@ _RECOUNT_S = 0.25
 class Engine:
     """The shared resources of one process: a forked child makes its own. Threads are started on demand."""
 
-    def __init__(
-        self,
-        place: Place,
-        cache: Cache | None,
-        settings: ReadingSettings,
-        facts: Counters,
-        job: JobPeers | None = None,
-    ) -> None:
+    def __init__(self, place: Place, cache: Cache | None, settings: ReadingSettings, job: JobPeers | None) -> None:
         self.place = place
+        facts = self.facts = Counters()
         # A node can serve its peers only what it keeps in its cache.
         self.peers = PeerChunks(job, cache.root, facts) if job is not None and cache is not None else None
         self.cache = cache
         self.settings = settings
-        self.facts = facts
         self.timer = Timer()
         self.workers = Executor("bootseer-open", _OPENING)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS

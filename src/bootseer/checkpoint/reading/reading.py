@@ -23,7 +23,7 @@ from bootseer.checkpoint.reading.file import CheckpointFile, SharedFile
 from bootseer.checkpoint.reading.peer_chunks import Unit
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.transfer import Counters, Job, RangeRequest, Source, failure
+from bootseer.checkpoint.reading.transfer import Job, RangeRequest, Source, failure
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.fork import after_fork
 from bootseer.io.pooled_reads import ReadOutcome
@@ -198,10 +198,7 @@ class Reading:
         """`cache`: the node's, for chunks of striped files. `job`: peers that read the same place and share chunks;
         needs the cache. The caller closes `place`."""
         self._place = place
-        self._job = job
-        self._cache = cache
-        self._settings = settings or ReadingSettings()
-        self._facts = Counters()
+        self._make_engine = partial(Engine, place, cache, settings or ReadingSettings(), job)
         self._numbers = count(1)
         self._files: dict[tuple[str, str], SharedFile] = {}
         self._closed = False
@@ -215,7 +212,7 @@ class Reading:
             raise self._after_close(path)
         file = self._place.open(path)
         try:
-            head, version = _read_head(file, path, self._settings)
+            head, version = _read_head(file, path, self._engine.settings.deadline_s)
         except BaseException:
             file.close()
             raise
@@ -247,7 +244,7 @@ class Reading:
         """Statistics of all reads: the counters `transfer.NAMES`, bytes in memory, the place's own under `place`."""
         peers = self._engine.peers
         return {
-            **self._facts.all(),
+            **self._engine.facts.all(),
             "peers": {} if peers is None else peers.facts(),
             "memory_bytes": self._engine.buffer.used_bytes,
             "most_memory_bytes": self._engine.buffer.peak_bytes,
@@ -273,14 +270,13 @@ class Reading:
 
     def _renew(self) -> None:
         """In a forked child: no threads of the parent, locks that may be held for ever, buffers that are not ours."""
-        self._facts = Counters()
         self._begin()
         for shared in self._files.values():
             shared.renew(self._engine)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._engine = Engine(self._place, self._cache, self._settings, self._facts, self._job)
+        self._engine = self._make_engine()
 
     def _release(self, key: tuple[str, str]) -> None:
         with self._lock:
@@ -297,19 +293,19 @@ class Reading:
         return PermanentError(f"{path}: read after the reading of {self._place.uri} was closed")
 
 
-def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> tuple[Head | None, str]:
+def _read_head(file: OpenFile, path: str, deadline_s: float) -> tuple[Head | None, str]:
     """The head in this file, None if it is an ordinary file; and the version of the content.
 
     Of a striped file that is the head's digest: a file that is written on after an fsync keeps its id.
     """
     if not is_head_size(file.size_bytes):
         return None, file.version
-    data = read_blocking(file, 0, min(file.size_bytes, _FIRST_BYTES), path, settings.deadline_s)
+    data = read_blocking(file, 0, min(file.size_bytes, _FIRST_BYTES), path, deadline_s)
     try:
         if peek(bytes(data[:PEEK_BYTES])) is None:
             return None, file.version
         if len(data) < file.size_bytes:
-            data += read_blocking(file, len(data), file.size_bytes - len(data), path, settings.deadline_s)
+            data += read_blocking(file, len(data), file.size_bytes - len(data), path, deadline_s)
         return parse_head(bytes(data)), digest_of(data).hex()
     except BootseerError as error:
         raise reworded(error, f"{path}: {error}") from error
