@@ -1,7 +1,7 @@
 """Writing one block to its DataNodes: HDFS's data transfer protocol, straight from the caller's memory.
 
 The first DataNode forwards the packets to the second, and so on; all of them acknowledge each packet. There is no
-pipeline recovery: when a node fails, the block fails, and the caller starts it on other nodes (`begin_block`). The
+pipeline recovery: when a node fails, the block fails, and the caller starts it on other nodes (`placement`). The
 NameNode takes minutes to notice a hung or dead node; `ExcludedNodes` keeps writers off it meanwhile.
 
 A node that neither accepts nor acknowledges anything for `stall_s` has failed. Used by one thread at a time.
@@ -14,17 +14,15 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import google_crc32c
 
-from bootseer.errors import TransientError
 from bootseer.hdfs.block_locations import Node
 from bootseer.hdfs.checksums import CRC32
 from bootseer.hdfs.errors import DataNodeError, SilentError
-from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, identity
-from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.lease import NewBlock, WriteDefaults, identity
 from bootseer.hdfs.protection import Channel, Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
 from bootseer.io.retry import ExcludedNodes
@@ -327,13 +325,6 @@ def _request(new: NewBlock, defaults: WriteDefaults, holder: str) -> bytes:
     return request
 
 
-Nodes = frozenset[str]
-
-SETUP_S: Final = 3.0
-STALL_S: Final = 8.0
-"""Longer than busy disks block their readers during write-back."""
-MAX_FAILURES: Final = 4
-"""Failed attempts in a row before the cluster counts as unable to write."""
 _BAD_S = 60.0
 _MAX_KNOWN = 10_000
 
@@ -366,37 +357,3 @@ class ExcludedDataNodes(ExcludedNodes):
         """The NameNode's ids of these nodes. Nodes that it has never named cannot be excluded."""
         with self._lock:
             return [self._ids[name] for name in names if name in self._ids]
-
-
-def begin_block(
-    namenode: NameNode,
-    lease: Lease,
-    defaults: WriteDefaults,
-    excluded: ExcludedDataNodes,
-    allocate: Callable[[Nodes], NewBlock],
-) -> tuple[NewBlock, BlockWriter]:
-    """Start a block on nodes that accept it. `allocate` gets one from the NameNode, avoiding the failed nodes."""
-    failed: set[str] = set()
-    failures = 0
-    while True:
-        new = allocate(frozenset(failed))
-        try:
-            by_hostname = namenode.cluster.by_hostname
-            return new, BlockWriter(
-                new, defaults, lease.holder, by_hostname=by_hostname, setup_s=SETUP_S, stall_s=STALL_S,
-                protection=namenode.protection,
-            )  # fmt: skip
-        except PipelineError as error:
-            _LOG.info(
-                "%s: DataNode %s does not accept a block and is excluded: %s",
-                lease.path,
-                error.node or "unknown",
-                error,
-            )
-            excluded.exclude([error.node])
-            failed.add(error.node)
-            failures += 1
-            lease.abandon(new.block)
-            if failures == MAX_FAILURES:
-                message = f"hdfs://{namenode.cluster.authority}{lease.path}: no DataNode accepts it: {error}"
-                raise TransientError(message) from error

@@ -33,13 +33,19 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
 from bootseer.hdfs.block_locations import Block, FileStatus
-from bootseer.hdfs.block_writer import MAX_FAILURES, BlockWriter, ExcludedDataNodes, Nodes, PipelineError, begin_block
+from bootseer.hdfs.block_writer import BlockWriter, ExcludedDataNodes, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
+Nodes = frozenset[str]
 
+SETUP_S: Final = 3.0
+STALL_S: Final = 8.0
+"""Longer than busy disks block their readers during write-back."""
+MAX_FAILURES: Final = 4
+"""Failed attempts in a row before the cluster counts as unable to write."""
 BUSY_S = 7.0
 """How long to wait for nodes that are not chosen before two files share one: two of the heartbeats that report a
 DataNode's load (`dfs.namenode.redundancy.considerLoad`), and some."""
@@ -108,10 +114,28 @@ class BlockFileWriter:
         """Release other resources of the file."""
 
     def _begin_block(self, allocate: Callable[[Nodes], NewBlock]) -> BlockWriter:
-        self._new, self._block = begin_block(
-            self._namenode, self._lease, self._settings.defaults, self._excluded, allocate
-        )
-        return self._block
+        """Start a block on nodes that accept it. `allocate` gets one from the NameNode, avoiding the failed nodes."""
+        failed: set[str] = set()
+        failures = 0
+        while True:
+            new = allocate(frozenset(failed))
+            try:
+                self._block = BlockWriter(
+                    new, self._settings.defaults, self._lease.holder, by_hostname=self._namenode.cluster.by_hostname,
+                    setup_s=SETUP_S, stall_s=STALL_S, protection=self._namenode.protection,
+                )  # fmt: skip
+            except PipelineError as error:
+                node = error.node or "unknown"
+                _LOG.info("%s: DataNode %s does not accept a block and is excluded: %s", self.path, node, error)
+                self._excluded.exclude([error.node])
+                failed.add(error.node)
+                failures += 1
+                self._lease.abandon(new.block)
+                if failures == MAX_FAILURES:
+                    raise TransientError(f"{self._uri}: no DataNode accepts it: {error}") from error
+            else:
+                self._new = new
+                return self._block
 
     def _complete(self, last: Block | None) -> None:
         """Complete the file: acknowledged by all DataNodes, and of the length that was written."""
