@@ -23,7 +23,6 @@ from typing import Unpack
 from bootseer.errors import (
     AccessError,
     AlreadyExistsError,
-    BootseerError,
     IsFolderError,
     NotFoundError,
     PermanentError,
@@ -107,8 +106,7 @@ class FolderPlace(SmallReads):
     def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
         with self._parent(path) as (folder, name):
             descriptor = os.open(name, _READ, dir_fd=folder)
-        uri = self._uri_of(path)
-        return FolderFile(descriptor, uri, self._reads, lambda error: mapped(error, uri))
+        return FolderFile(descriptor, self._uri_of(path), self._reads)
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         with self._parent(path) as (folder, name):
@@ -340,9 +338,7 @@ def _entry(path: str, status: os.stat_result) -> Entry | None:
 class FolderFile:
     """An `OpenFile` in a folder. Takes over the descriptor, which is closed when the last read has ended."""
 
-    def __init__(
-        self, descriptor: int, uri: str, reads: PooledReads, mapped: Callable[[OSError], BootseerError]
-    ) -> None:
+    def __init__(self, descriptor: int, uri: str, reads: PooledReads) -> None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
@@ -354,7 +350,6 @@ class FolderFile:
         self.version = version_of(status)
         self._descriptor = descriptor
         self._reads = reads
-        self._mapped = mapped
         self._closed = False
         in_each_process(self._begin)
 
@@ -407,7 +402,7 @@ class FolderFile:
             if version_of(os.fstat(self._descriptor)) != self.version:
                 raise TransientError(f"{self.uri} was changed while it was read")
         except OSError as error:
-            raise self._mapped(error) from error
+            raise mapped(error, self.uri) from error
 
     def release(self) -> None:
         """A read has ended, or the opener has closed the file."""

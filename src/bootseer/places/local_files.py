@@ -31,9 +31,20 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_temporary(folder: int, data: bytes, mode: int) -> str:
-    """Write a small file durably under a temporary name, and return the name."""
+    """Write a small file under a temporary name, and return the name; durable, except for its directory entry."""
     name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-    create(folder, name, data, mode)
+    descriptor = os.open(name, NEW, mode, dir_fd=folder)
+    try:
+        os.fchmod(descriptor, mode)
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+        os.fsync(descriptor)
+    except OSError:
+        drop(name, folder)
+        raise
+    finally:
+        os.close(descriptor)
     return name
 
 
@@ -66,22 +77,6 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
         if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # another process was faster
             raise FileExistsError(errno.EEXIST, new_name) from None
         raise
-
-
-def create(folder: int, name: str, data: bytes, mode: int) -> None:
-    """Write a small file; durable, except for its directory entry. Raises `FileExistsError`."""
-    descriptor = os.open(name, NEW, mode, dir_fd=folder)
-    try:
-        os.fchmod(descriptor, mode)
-        remaining = memoryview(data)
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
-        os.fsync(descriptor)
-    except OSError:
-        drop(name, folder)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def drop(name: str, folder: int) -> None:
