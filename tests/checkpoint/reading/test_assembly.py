@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from bootseer.checkpoint.reading.buffer import ChunkBuffer, Key, PieceRequest
-from bootseer.checkpoint.reading.file import Assembly
+from bootseer.checkpoint.reading.file import assembly
 from bootseer.checkpoint.reading.transfer import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
@@ -23,8 +23,8 @@ def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
         begun.extend(pieces)
 
     def read(first):
-        assembly = Assembly(buffer, first * MIB + MIB // 2, MIB, 2, answers.append)
-        buffer.acquire([request(first), request(first + 1)], load, assembly.arrived)
+        arrived = assembly(buffer, first * MIB + MIB // 2, MIB, 2, answers.append)
+        buffer.acquire([request(first), request(first + 1)], load, arrived)
 
     # The first readers take all memory; what they want, others want too, and each of those one more piece.
     for first in (10, 20, 30, 40):
@@ -49,7 +49,7 @@ def test_the_error_of_any_piece_is_the_answer_when_all_have_ended():
     buffer.acquire(
         requests,
         lambda pieces, urgent: begun.extend(pieces),
-        Assembly(buffer, 5, 3 * MIB - 5, 3, answers.append).arrived,
+        assembly(buffer, 5, 3 * MIB - 5, 3, answers.append),
     )
     buffer.finish(begun[1], TransientError("no"))
     buffer.finish(begun[0], None)

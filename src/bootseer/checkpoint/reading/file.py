@@ -21,43 +21,30 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 Answer = bytes | memoryview | BootseerError
 
 
-class Assembly:
-    """Collects the pieces of one read, and answers when all are there. With several pieces, each is copied and released
-    at once: readers that hold some pieces while they wait for memory could wait for each other."""
+def assembly(
+    buffer: ChunkBuffer, offset: int, length: int, num_pieces: int, done: Callable[[Answer], None]
+) -> Callable[[BufferedPiece], None]:
+    """What takes the pieces of one read, and answers when all are there. With several pieces, each is copied and
+    released at once: readers that hold some pieces while they wait for memory could wait for each other."""
+    end = offset + length
+    whole = memoryview(bytearray(length if num_pieces > 1 else 0))
+    gather = Gather(lambda error: done(error or whole))
+    gather.expect(num_pieces - 1)
 
-    def __init__(
-        self, buffer: ChunkBuffer, offset: int, length: int, num_pieces: int, done: Callable[[Answer], None]
-    ) -> None:
-        self._buffer = buffer
-        self._offset = offset
-        self._end = offset + length
-        self._missing = num_pieces
-        self._done = done
-        self._lock = threading.Lock()
-        self._error: BootseerError | None = None
-        self._whole = memoryview(bytearray(length)) if num_pieces > 1 else None
-
-    def arrived(self, piece: BufferedPiece) -> None:
-        low, high = max(self._offset, piece.offset), min(self._end, piece.offset + piece.length)
+    def arrived(piece: BufferedPiece) -> None:
+        low, high = max(offset, piece.offset), min(end, piece.offset + piece.length)
         part = memoryview(piece.data)[low - piece.offset : high - piece.offset]
-        if self._whole is None:
-            try:
-                self._done(piece.error or part)
-            finally:
-                self._release_piece(piece)
-            return
-        if piece.error is None:
-            self._whole[low - self._offset : high - self._offset] = part
-        self._release_piece(piece)
-        with self._lock:
-            self._error = self._error or piece.error
-            self._missing -= 1
-            if self._missing:
-                return
-        self._done(self._error or self._whole)
+        try:
+            if num_pieces == 1:
+                done(piece.error or part)
+            elif piece.error is None:
+                whole[low - offset : high - offset] = part
+        finally:
+            buffer.release(piece, consumed=end >= piece.offset + piece.length)
+        if num_pieces > 1:
+            gather.ended(piece.error)
 
-    def _release_piece(self, piece: BufferedPiece) -> None:
-        self._buffer.release(piece, consumed=self._end >= piece.offset + piece.length)
+    return arrived
 
 
 _Slice = tuple[int, memoryview]
@@ -126,9 +113,7 @@ class SharedFile:
                 or any(engine.buffer.contains(request.key) for request in requests)
             ):
                 requests = [PieceRequest(Key(self.number, -next(self._private_numbers)), offset, length)]
-            engine.buffer.acquire(
-                requests, self._load, Assembly(engine.buffer, offset, length, len(requests), done).arrived
-            )
+            engine.buffer.acquire(requests, self._load, assembly(engine.buffer, offset, length, len(requests), done))
         self._read_ahead(advice)
 
     def read_large(self, offset: int, into: memoryview, gather: Gather) -> None:
