@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import queue
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import IO, cast
 
 import torch
@@ -30,7 +28,7 @@ from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.tensors import empty_bytes, memory_of
 from bootseer.errors import CorruptError, PermanentError, TransientError
-from bootseer.io.executor import Executor
+from bootseer.io.tasks import Tasks
 
 _EDGE_BYTES = 4096
 """Enough of an archive's beginning and end to know its layout, when only a part of the elements is read."""
@@ -270,95 +268,37 @@ def load_all(
         file: join(ranges, max_bytes=settings.span_bytes, gap_bytes=settings.gap_bytes)
         for file, ranges in by_file.items()
     }
-    load = _Load(planner, open_file, undo, settings, Counter({file: len(own) for file, own in spans.items()}))
     ordered = deque(spread(spans))
     ordered.rotate(-int(len(ordered) * position))
-    load.run(iter(ordered), min(settings.threads, sum(map(len, spans.values()))))
+    num_threads = min(settings.threads, len(ordered))
+    expected, files = Expected(), _Files(open_file, Counter(file for file, _ in ordered))
+    jobs = (prepare(file, span, planner, expected, settings) for file, span in ordered)
 
+    def read(job: Job) -> Results:
+        with files.use(job.file) as file:
+            return perform(job, file, expected, undo)
 
-class _Load:
-    """One load. Its threads return results through `_done` alone."""
-
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        open_file: Callable[[str], CheckpointFile],
-        undo: Undo,
-        settings: LoadSettings,
-        reads_of: Counter[str],
-    ) -> None:
-        self._planner = planner
-        self._undo = undo
-        self._settings = settings
-        self._files = _Files(open_file, reads_of)
-        self._expected = Expected()
-        self._ended = False
-        self._done: queue.SimpleQueue[tuple[Job, Results | BaseException]] = queue.SimpleQueue()
-        self._running = 0
-        self._buffered = 0
-
-    def run(self, spans: Iterator[tuple[str, Span[Stored]]], num_threads: int) -> None:
-        threads = Executor("bootseer-dcp", num_threads)
-        try:
-            held: Job | None = None
-            while True:
-                while self._running < 2 * num_threads:
-                    if held is None:
-                        span = next(spans, None)
-                        if span is None:
-                            break
-                        held = prepare(*span, self._planner, self._expected, self._settings)
-                    if self._running and self._buffered + held.buffer_bytes > self._settings.buffer_bytes:
-                        break
-                    self._start(held, threads)
-                    held = None
-                if not self._running:
-                    return
-                self._take(self._settings.stall_s)
-        finally:
-            self._end()
-            threads.close()
-
-    def _start(self, job: Job, threads: Executor) -> None:
-        threads.submit(partial(self._work, job))
-        self._running += 1
-        self._buffered += job.buffer_bytes
-
-    def _take(self, timeout_s: float) -> None:
-        """Pass one finished job's results to the planner. Raises its error."""
-        try:
-            job, results = self._done.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TransientError(f"the checkpoint: nothing has arrived for {timeout_s:.0f} s") from None
-        self._running -= 1
-        self._buffered -= job.buffer_bytes
-        if isinstance(results, BaseException):
-            raise results
-        for request, result in results:
-            if isinstance(result, bytes):
-                self._planner.load_bytes(request, io.BytesIO(result))
-            else:
-                self._planner.commit_tensor(request, result)
-
-    def _end(self) -> None:
-        """After an error: drop what was not started, and wait briefly for what was."""
-        self._ended = True
-        self._files.close()
-        until = time.monotonic() + _GRACE_S
-        with contextlib.suppress(queue.Empty):
-            while self._running > 0:
-                self._done.get(timeout=max(until - time.monotonic(), 0.0))
-                self._running -= 1
-
-    def _work(self, job: Job) -> None:
-        results: Results | BaseException = []
-        try:
-            if not self._ended:
-                with self._files.use(job.file) as file:
-                    results = perform(job, file, self._expected, self._undo)
-        except BaseException as error:  # raised in the thread that waits for it
-            results = error
-        self._done.put((job, results))
+    running: dict[Future[Results], Job] = {}
+    with Tasks("bootseer-dcp", num_threads, leave_s=_GRACE_S) as threads, contextlib.closing(files):
+        held = next(jobs, None)
+        while held is not None or running:
+            buffered = sum(job.buffer_bytes for job in running.values())
+            while held is not None and len(running) < 2 * num_threads:
+                if running and buffered + held.buffer_bytes > settings.buffer_bytes:
+                    break
+                buffered += held.buffer_bytes
+                running[threads.submit(read, held)] = held
+                held = next(jobs, None)
+            done = wait(running, settings.stall_s, FIRST_COMPLETED).done
+            if not done:
+                raise TransientError(f"the checkpoint: nothing has arrived for {settings.stall_s:.0f} s")
+            for future in done:
+                del running[future]
+                for request, result in future.result():
+                    if isinstance(result, bytes):
+                        planner.load_bytes(request, io.BytesIO(result))
+                    else:
+                        planner.commit_tensor(request, result)
 
 
 class _Files:
