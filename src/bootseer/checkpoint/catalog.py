@@ -14,12 +14,13 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
-from bootseer.checkpoint.head import ATTEMPTS, Head, Part, part_path, parts_folder
+from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
@@ -270,18 +271,10 @@ def anatomy(files: Files, path: str) -> Anatomy:
         return Anatomy(info, "", [], _ordinary_nodes(files, path))
     lost = set(lost_parts(files, path, head))
     with Tasks("bootseer-stat", _PARTS_AT_ONCE) as threads:
-
-        def look(part: Part, kind: str) -> PartFound:
-            return _part_found(files, path, head, part, kind, part.name in lost)
-
-        pending = [
-            (segment, [threads.submit(look, part, "data") for part in segment.parts],
-             [threads.submit(look, part, "parity") for part in segment.all_parts[segment.stripes :]])
-            for segment in head.segments
-        ]  # fmt: skip
+        look = partial(_part_found, files, path, head, lost)
+        pending = [(one, [threads.submit(look, one, part) for part in one.all_parts]) for one in head.segments]
         segments = [
-            SegmentFound(segment.start, segment.size_bytes, [found.result() for found in (*data, *parity)])
-            for segment, data, parity in pending
+            SegmentFound(one.start, one.size_bytes, [each.result() for each in parts]) for one, parts in pending
         ]
     by_node: Counter[str] = Counter()
     for found in segments:
@@ -290,8 +283,9 @@ def anatomy(files: Files, path: str) -> Anatomy:
     return Anatomy(info, head.id, segments, by_node)
 
 
-def _part_found(files: Files, path: str, head: Head, part: Part, kind: str, is_lost: bool) -> PartFound:
-    if is_lost:
+def _part_found(files: Files, path: str, head: Head, lost: set[str], segment: Segment, part: Part) -> PartFound:
+    kind = "parity" if part is segment.parity else "data"
+    if part.name in lost:
         return PartFound(part, kind, (), "missing, or of the wrong length")
     try:
         with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
