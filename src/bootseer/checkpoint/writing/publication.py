@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TypeVar
 
 from blake3 import blake3
@@ -34,13 +35,20 @@ _LOG = logger(__name__)
 
 _READ_BYTES = 4 << 20
 _PARTS_AT_ONCE = 8
+_STUCK_S = 600.0
+"""Longer than reading a part takes."""
 
 
 def verify_parts(place: Place, folder: str, parts: Sequence[Part]) -> None:
     """Read all parts and compare their SHA-256. Raises `CorruptError`, and errors of the place."""
-    with Tasks("bootseer-verify", _PARTS_AT_ONCE) as threads:
-        for _ in threads.map(lambda part: _verify(place, f"{folder}/{part.name}", part), parts):
-            pass
+    with Tasks("bootseer-verify", _PARTS_AT_ONCE, leave_s=0.0) as threads:
+        left = {threads.submit(_verify, place, f"{folder}/{part.name}", part) for part in parts}
+        while left:
+            done, left = wait(left, _STUCK_S, FIRST_COMPLETED)
+            if not done:
+                raise TransientError(f"{place.uri}/{folder}: no part was read within {_STUCK_S:.0f} s; try again")
+            for one in done:
+                one.result()
 
 
 def _verify(place: Place, path: str, part: Part) -> None:
