@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.mount.content import Content, MountContext
 from bootseer.checkpoint.mount.nodes import Nodes
+from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.filesystem import Data
 from bootseer.places.folder import FolderPlace
@@ -20,13 +22,12 @@ from bootseer.places.place import Entry
 DATA = b"0123456789"
 
 
-class Version:
+class Version(CheckpointFile):
     """A reader of `DATA`; `before` is called when somebody is about to read."""
 
-    size_bytes = len(DATA)
-    version = "1"
-
     def __init__(self, before: Callable[[], None]) -> None:
+        shared = SimpleNamespace(path="f", size_bytes=len(DATA), version="1")
+        super().__init__(shared, is_striped=False, release=self._ended)
         self._before = before
         self.is_open = True
         self.answer = DATA
@@ -44,7 +45,7 @@ class Version:
         self._before()
         done(self.read(offset, length) if self.is_open else PermanentError("f: this file was closed"))
 
-    def close(self) -> None:
+    def _ended(self) -> None:
         self.is_open = False
 
 
