@@ -364,11 +364,13 @@ class Writing:
 
     def _free_some(self) -> bool:
         """Whether spool space will be freed. With no data in flight, the file with most sendable data sends it."""
-        rooms = [(*writer.sending.expected_free_bytes(), writer) for writer in self._writers()]
-        if any(on_the_way for on_the_way, _, _ in rooms):
-            return True
-        waiting = max(rooms, key=lambda room: room[1], default=None)
-        return waiting is not None and waiting[2].sending.flush_some()
+        with self._lock:  # of two threads that look, the second one must see what the first one has let be sent
+            sendings = [writer.sending for writer in self._in_flight.values() if writer is not None]
+            rooms = [(*sending.expected_free_bytes(), sending) for sending in sendings]
+            if any(on_the_way for on_the_way, _, _ in rooms):
+                return True
+            waiting = max(rooms, key=lambda room: room[1], default=None)
+            return waiting is not None and waiting[2].flush_some()
 
     def _schedule_maintenance(self) -> None:
         self._timer.after(min(self._settings.idle_s, self._settings.lease_s) / 3, self._maintain)
