@@ -21,8 +21,6 @@ NODE: dict[str, Any] = {
     "driver": "550.54.15",
     "cuda": "12.4",
     "base": "host abc",
-    "uid_ranges": [[0, 65_536]],
-    "gid_ranges": [[0, 65_536]],
 }
 
 
@@ -37,7 +35,6 @@ def test_a_snapshot_of_the_same_platform_passes() -> None:
         ("format", {"format": None}),
         ("architecture", {"architecture": "aarch64"}),
         ("cpu", {"cpu": "x86-64-v4"}),
-        ("cpu", {"cpu": "x86-64-v10"}),
         ("libc", {"libc": "glibc 2.39"}),
         ("libc", {"libc": "musl 1.2"}),
         ("python", {"python": "cpython-3.11.8.cpython-311-x86_64-linux-gnu.so"}),
@@ -45,11 +42,10 @@ def test_a_snapshot_of_the_same_platform_passes() -> None:
         ("gpu", {"gpus": ["8.0"]}),
         ("gpu", {"gpus": []}),
         ("driver", {"driver": "560.1"}),
+        ("driver", {"driver": "550.54.16"}),
+        ("driver", {"driver": "new"}),
         ("cuda", {"cuda": "12.6"}),
         ("base", {"base": "host abd"}),
-        ("owner-ids", {"uids": [0, 70_000]}),
-        ("owner-ids", {"gids": [70_000]}),
-        ("owner-ids", {"uids": ["root"]}),
     ],
 )
 def test_a_snapshot_of_another_platform_is_refused_by_its_code(code: str, wanted: dict[str, Any]) -> None:
@@ -62,17 +58,14 @@ def test_a_snapshot_of_another_platform_is_refused_by_its_code(code: str, wanted
 @pytest.mark.parametrize(
     "wanted",
     [
-        {"cpu": "x86-64-v2"},
-        {"libc": "glibc 2.31"},
-        {"driver": "535.129.03"},
-        {"cuda": "12.1"},
-        {"gpus": ["8.0", "8.6", "9.0"]},
-        {"driver": "", "cuda": ""},
-        {"uids": [0, 1000], "gids": [0]},
+        {"driver": "550.40.07"},
+        {"driver": "550.54.15"},
+        {"driver": ""},
         {"python": None, "prefix": None, "libc": None},
+        {"uid_ranges": [[0, 1]]},
     ],
 )
-def test_a_newer_node_takes_what_an_older_one_built(wanted: dict[str, Any]) -> None:
+def test_a_newer_driver_and_missing_facts_are_accepted(wanted: dict[str, Any]) -> None:
     assert gate.check(NODE | wanted, NODE) is None
 
 
@@ -96,7 +89,7 @@ _VALUES = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys((*NODE, "uids", "gids"), _VALUES)))
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(NODE, _VALUES)))
 def test_a_forged_platform_never_raises(wanted: dict[str, Any]) -> None:
     gate.check(wanted, NODE)
     gate.check({"format": gate.FORMAT, **wanted}, NODE)

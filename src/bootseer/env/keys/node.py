@@ -363,12 +363,6 @@ def _cuda(program: str, env: Mapping[str, str]) -> str:
     return found[1] if found else ""
 
 
-def id_ranges(kind: str) -> list[list[int]]:
-    """The ids that exist in this user namespace, as first id and count. `kind` is `uid` or `gid`."""
-    rows = [line.split() for line in _head(f"/proc/self/{kind}_map", 65_536).splitlines()]
-    return [[int(row[0]), int(row[2])] for row in rows if len(row) == 3]
-
-
 def umask() -> str:
     found = re.search(r"^Umask:\s*(\d+)$", _head("/proc/self/status", 65_536), re.MULTILINE)
     return found[1] if found else ""

@@ -217,7 +217,6 @@ class _Collector:
         self._add("driver", gpus.driver.partition(".")[0] or "none")
         self._add("cuda", gpus.cuda or "none")
         self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver, "cuda": gpus.cuda}
-        self._platform |= {f"{kind}_ranges": node.id_ranges(kind) for kind in ("uid", "gid")}
 
     # -- inputs
     # ------------------------------------------------------------------------------------------------------------
