@@ -174,9 +174,6 @@ def _value(name: str, value: str, *, known: bool) -> str:
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
 
-_MAX_LINES = 500
-
-
 class Configuration(NamedTuple):
     """`lines` are part of the key, in order. `files` were read for them, including those without settings for
     installers: of a `pyproject.toml` above the working folder, uv and pip read no more than we do."""
@@ -226,7 +223,7 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
         lines.append("netrc is there")
     places = (posixpath.join(cwd, re.sub(r"^~(?=/)", lambda _: home, word)) for word in links)
     folders = tuple(dict.fromkeys(path for path in places if files.kind(path) == "folder"))
-    return Configuration(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(asked), tuple(problems))
+    return Configuration(tuple(lines), tuple(read), folders, tuple(asked), tuple(problems))
 
 
 def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -12,22 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct, field
 
-from bootseer.env.keys.requirements import installer_options
+from bootseer.env.keys.requirements import place_options
 from bootseer.env.keys.shell import Command
 
 ACTIONS = ("install", "download", "wheel", "sync", "compile")
 _EDITABLE = ("-e", "--editable")
 _FOLDERS = ("-t", "--target", "--prefix", "--root", "--src")
 _OVERRIDES = ("--override", "--overrides", "-b", "--build-constraint", "--build-constraints")
-_UV_SETTINGS = (
-    "--index",
-    "--default-index",
-    "--exclude-newer",
-    "--extra",
-    "--torch-backend",
-    "--resolution",
-    "--prerelease",
-)
 _VALUE_OPTIONS = frozenset(
     """
     -r --requirement -c --constraint -e --editable -i --index-url --extra-index-url -f --find-links -t -d -C -b -w
@@ -51,8 +42,7 @@ class Install(Struct):
     """Requirement files; True for constraint files."""
     wanted: list[tuple[str, bool]] = field(default_factory=list)
     """Requirements; True for editable ones."""
-    settings: list[tuple[str, str]] = field(default_factory=list)
-    """Options and values, in order."""
+    find_links: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """Target folders."""
 
@@ -64,12 +54,11 @@ def read_install(words: Sequence[str]) -> Install | None:
     if action not in ACTIONS:
         return None
     install = Install(action, "--no-deps" in words)
-    for option, value in installer_options(words):
-        if option in ("--requirement", "--constraint"):
-            install.files.append((value, option == "--constraint"))
+    for option, value in place_options(words):
+        if option == "--find-links":
+            install.find_links.append(value)
         else:
-            install.settings.append((option, value))
-    install.settings += [("", value) for value in option_values(words, _UV_SETTINGS)]
+            install.files.append((value, option == "--constraint"))
     install.files += [(value, True) for value in option_values(words, _OVERRIDES)]
     install.places += option_values(words, _FOLDERS)
     install.wanted += [(value, True) for value in option_values(words, _EDITABLE)]

@@ -321,9 +321,8 @@ class _Collector:
     # -----------------------------------------------------------------------------------------------
 
     def _settings(self, inputs: Inputs, found: key_settings.Configuration) -> None:
-        lines = (*found.lines, *(f"asked {line}" for line in inputs.requirements.settings))
-        if lines:
-            self._add("installer settings", f"sha256:{digest_of(lines)} {len(lines)} settings", lines)
+        if found.lines:
+            self._add("installer settings", f"sha256:{digest_of(found.lines)} {len(found.lines)} settings", found.lines)
         self._accounted.update(found.files)
         self._problems.update(dict.fromkeys(found.problems))
         for path in found.find_links:

@@ -45,7 +45,6 @@ _FILES = ("--requirement", "--constraint")
 _FORMATS = ("--no-binary", "--only-binary")
 _CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")
 _ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
-_SETTINGS = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links", "--pre", "--trusted-host")
 
 
 class Local(Struct, frozen=True):
@@ -64,8 +63,6 @@ class Requirements:
     locals: dict[str, Local] = field(default_factory=dict)
     repositories: dict[tuple[str, str], Requirement] = field(default_factory=dict)
     """By address and reference."""
-    settings: list[str] = field(default_factory=list)
-    """Index addresses and other options for where distributions come from, in order, without credentials."""
     find_links: list[str] = field(default_factory=list)
     """Local folders searched for distributions."""
     variables: set[str] = field(default_factory=set)
@@ -129,7 +126,6 @@ class Requirements:
 
     def close(self) -> None:
         """Called after the last file: resolve what depends on all files."""
-        self.settings.sort(key=_group)
         for name, wanted in self._named.items():
             if name not in self._pins:
                 self.unpinned[wanted.words] = None
@@ -172,14 +168,9 @@ class Requirements:
                 if option in _FILES:
                     remote = "://" in value
                     found.append((value if remote else posixpath.join(folder, value), option == "--constraint"))
-                elif option == "--find-links":
+                else:
                     link = re.sub(r"^~(?=/)", lambda _: self.env.get("HOME", "~"), value)
                     self.find_links += [path for path in _places(link, (folder, cwd)) if files.kind(path) == "folder"]
-            self.settings += [
-                f"{option} {without_credentials(value)}".rstrip()
-                for option, value in _options(line)
-                if option not in _FILES
-            ]
             wanted = _requirement(expanded)
             if expanded != line and (wanted is None or wanted.kind != "path"):
                 wanted = _requirement(line)
@@ -301,37 +292,27 @@ def logical_lines(text: str, *, between: str = " ") -> Iterator[str]:
 
 
 def _options(line: str) -> Iterator[tuple[str, str]]:
-    """A line's options that say where distributions come from, by their long names; not those of one requirement."""
+    """The `place_options` of a line; those of single requirements do not count."""
     if not line.startswith("-"):
         return
     try:
         words = shlex.split(line)
     except ValueError:
         words = line.split()
-    yield from installer_options(words)
+    yield from place_options(words)
 
 
-def installer_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Options and values in an installer's command or a line of a file, if they affect the result."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
+def place_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Options of an installer's command or of a line that name files and folders to read, by their long names. The
+    other options need no place of their own in a key, which has the text that they stand in."""
+    left = iter(words)
+    for word in left:
         option, equals, value = word.partition("=")
         if len(option) > 2 and option[:2] in _WITH_VALUE and not option.startswith("--"):
             option, value, equals = option[:2], word[2:].removeprefix("="), "="
         option = _WITH_VALUE.get(option, option)
-        if option in ("--no-index", "--pre"):
-            yield option, ""
-        elif option in (*_WITH_VALUE.values(), *_SETTINGS, "--no-binary", "--only-binary", "--prefer-binary"):
-            if option == "--prefer-binary":
-                yield option, ""
-                continue
-            if not equals and index < len(words):
-                value = words[index]
-                index += 1
-            if option != "--editable":
-                yield option, value
+        if option in (*_FILES, "--find-links"):
+            yield option, value if equals else next(left, "")
 
 
 def _requirement(line: str) -> Requirement | None:

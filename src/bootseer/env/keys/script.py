@@ -259,10 +259,8 @@ class _Reader:
         if install is None:
             return
         asked = self._inputs.requirements
-        for option, value in install.settings:
-            asked.settings.append(f"{option} {without_credentials(self._paths.expand(value))}".strip())
-            if option == "--find-links":
-                asked.find_links += [path for path in self._paths.existing(value) if self._look.kind(path) == "folder"]
+        for value in install.find_links:
+            asked.find_links += [path for path in self._paths.existing(value) if self._look.kind(path) == "folder"]
         for word, constraint in install.files:
             self._requirement_file(word, constraint)
         for word, editable in install.wanted:
