@@ -1,7 +1,9 @@
 """Compile installed packages to bytecode on all cores, so that no start compiles them.
 
-pip compiles on one core, which takes two thirds of its time; uv does not compile. The bytecode equals pip's: it has
-time and size of its source, so that Python notices edits. A snapshot sets the times (ADR 16).
+pip compiles on one core, which takes two thirds of its time; uv does not compile. Bytecode is made by the function of
+the standard library that pip calls, too: it has time and size of its source, so that Python notices edits. A snapshot
+sets the times (ADR 16). `python -m compileall -j` is parallel only within each folder, and its workers stay behind when
+it is killed.
 
 Files that do not compile (for another Python, templates) are skipped, as by pip.
 """
@@ -22,7 +24,7 @@ _LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:si
 _PROGRAM = (
     SAFE_PATH
     + r"""
-import csv, importlib.util, os, py_compile, struct
+import compileall, csv, os
 
 def sources(records):
     for record in records:
@@ -40,28 +42,12 @@ def sources(records):
                 except OSError:
                     pass
 
-def valid(source, target):
-    try:
-        with open(target, "rb") as file:
-            head = file.read(16)
-        if len(head) < 16 or head[:4] != importlib.util.MAGIC_NUMBER:
-            return False
-        if head[4:8] == bytes(4):
-            known = os.stat(source)
-            return struct.pack("<II", int(known.st_mtime) & 0xFFFFFFFF, known.st_size & 0xFFFFFFFF) == head[8:]
-        with open(source, "rb") as file:
-            return importlib.util.source_hash(file.read()) == head[8:]
-    except OSError:
-        return False
-
 def compile_all(paths, parent):
     for path in paths:
         if os.getppid() != parent:
             return
         try:
-            target = importlib.util.cache_from_source(path)
-            if not valid(path, target):
-                py_compile.compile(path, target, doraise=True)
+            compileall.compile_file(path, quiet=2)
         except Exception:
             pass
 
