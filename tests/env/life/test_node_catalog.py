@@ -12,7 +12,6 @@ import pytest
 
 from bootseer.artifact.places import environments_folder
 from bootseer.env.document import EnvironmentDocument, document_name
-from bootseer.env.life import catalog as module
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Lookup
 from bootseer.errors import NotFoundError, TransientError
@@ -89,21 +88,6 @@ def test_what_somebody_removed_is_not_used_when_the_store_is_away(
     assert local.look_up(away, KEY).document is None
 
 
-@pytest.mark.parametrize("content", ["", "new"])
-def test_objects_of_a_removed_or_replaced_snapshot_do_not_stay(
-    store: Store, local: NodeCatalog, tmp_path: Path, content: str
-) -> None:
-    catalog = published(store)
-    local.look_up(catalog, KEY)
-    local.object(document().manifest, store)
-    catalog.remove(KEY, 0.0)
-    if content:
-        published(store, content=content)
-    assert list(environments_folder(tmp_path).glob("sha256/*/*"))
-    local.look_up(catalog, KEY)
-    assert not list(environments_folder(tmp_path).glob("sha256/*/*"))
-
-
 def test_what_was_built_here_is_known_here(local: NodeCatalog, away: Catalog) -> None:
     keep(local, document())
     assert local.look_up(away, KEY).document == document()
@@ -136,27 +120,25 @@ def test_a_manifest_is_fetched_once_and_verified(store: Store, local: NodeCatalo
         local.object(document(content="none").manifest, store)
 
 
-def test_a_node_remembers_what_it_used_last(local: NodeCatalog, away: Catalog, monkeypatch: pytest.MonkeyPatch,
-                                             tmp_path: Path) -> None:  # fmt: skip
-    monkeypatch.setattr(module, "MAX_KNOWN", 3)
+def test_copies_that_were_not_used_for_long_are_deleted(local: NodeCatalog, away: Catalog, tmp_path: Path) -> None:
     origin = MemoryStore(uuid.uuid4().hex)
-    keys = [f"{number:064x}" for number in range(5)]
+    keys = [f"{number:064x}" for number in range(3)]
     folder = environments_folder(tmp_path)
-    for number, key in enumerate(keys):
-        content = "shared" if number in (0, 4) else f"content {number}"
-        store_objects(origin, content)
-        keep(local, document(key, content))
-        local.object(document(key, content).manifest, origin)
-        os.utime(folder / document_name(key), (number, number))
-        if number == 2:
-            keep(local, document(keys[0], "shared"))  # used again: now
-            os.utime(folder / document_name(keys[0]), (10, 10))
-    known = [number for number, key in enumerate(keys) if local.look_up(away, key).document is not None]
-    assert known == [0, 3, 4]
-    kept = {path.name for path in (folder / "sha256").rglob("*") if path.is_file()}
-    assert document(content="shared").manifest.name[7:] in kept
-    assert document(content="content 3").manifest.name[7:] in kept
-    assert document(content="content 1").manifest.name[7:] not in kept
+    names = {}
+    for key in keys[:2]:
+        store_objects(origin, key)
+        keep(local, document(key, key))
+        names[key] = document(key, key).manifest.name[7:]
+        local.object(document(key, key).manifest, origin)
+    copies = [path for path in folder.rglob("*") if path.name in ("document", *names.values())]
+    for path in copies:
+        os.utime(path, (1, 1))
+    keep(local, document(keys[1], keys[1]))  # used again: its copies are no longer old
+    local.object(document(keys[1], keys[1]).manifest, origin)
+    keep(local, document(keys[2]))
+    known = [key for key in keys if local.look_up(away, key).document is not None]
+    assert (len(copies), known) == (4, keys[1:])
+    assert [path.name for path in (folder / "sha256").rglob("*") if path.is_file()] == [names[keys[1]]]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
@@ -118,8 +119,8 @@ def prune(
     )
 
 
-MAX_KNOWN = 200
-"""Number of snapshots that a node remembers, by last use."""
+MAX_UNUSED_S = 30 * 24 * 3600.0
+"""Age since the last use after which a node's copy is deleted."""
 _OBJECT_S = 120.0
 
 
@@ -156,49 +157,26 @@ class NodeCatalog:
 
     def keep(self, document: EnvironmentDocument, data: bytes) -> None:
         """Keep a copy of a snapshot's document; `data` is the document as stored."""
-        known = self._catalog.look(document.key)
-        if known.data == data:
+        if self._catalog.look(document.key).data == data:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / document.name)
             return
         self._kept.keep(document.name, data)
-        self._delete_objects(known, needed=_names(document))
         self._prune()
 
     def forget(self, key: str) -> None:
-        known = self._catalog.look(key)
         with contextlib.suppress(BootseerError):
             self.store.delete(document_name(key))
-        self._delete_objects(known)
-
-    def _delete_objects(self, known: Lookup, needed: Collection[str] = ()) -> None:
-        """Delete the objects of a replaced or removed document, but those `needed`. If another one needs them, they are
-        fetched again."""
-        with contextlib.suppress(BootseerError):
-            for name in _names(known.document) if known.document is not None else ():
-                if name not in needed:
-                    self.store.delete(name)
 
     def object(self, stored: Stored, origin: Store) -> bytes:
         """A small content-addressed object (the manifest), as `LocalObjects.content`."""
         return self._kept.content(stored, origin, timeout_s=_OBJECT_S)
 
     def _prune(self) -> None:
-        """Delete the least recently used copies, with objects that only they need."""
-        with contextlib.suppress(OSError, BootseerError):
-            documents = sorted(self._folder.glob("environments/*/document"), key=lambda path: path.stat().st_mtime)
-            excess = documents[:-MAX_KNOWN]
-            if not excess:
-                return
-            all_of_them = Catalog(self.store)  # whether they are signed or not
-            gone = [found for path in excess if (found := all_of_them.look(path.parent.name).document) is not None]
-            for path in excess:
-                path.unlink(missing_ok=True)
-            needed = {name for document in all_of_them.all().documents for name in _names(document)}
-            for name in {name for document in gone for name in _names(document)} - needed:
-                self.store.delete(name)
-
-
-def _names(document: EnvironmentDocument) -> list[str]:
-    names = [document.file.index_name, document.manifest.name]
-    return names if document.loose is None else [*names, document.loose.name]
+        """Delete the copies that were not used for long, documents and objects alike: an object that is needed again
+        is fetched."""
+        oldest_s = time.time() - MAX_UNUSED_S
+        for path in (*self._folder.glob("environments/*/document"), *self._folder.glob("sha256/*/*")):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest_s:
+                    path.unlink()
