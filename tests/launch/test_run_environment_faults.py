@@ -213,13 +213,13 @@ def test_a_forged_document_is_no_snapshot(place: Place) -> None:
     assert place.num_setups == 2
 
 
-def test_a_snapshot_for_another_platform_is_refused(place: Place) -> None:
+def test_a_document_under_another_key_is_refused(place: Place) -> None:
     script = place.counting_script("echo words > vocab\n")
     words = ("--setup", script, "--", "cat", "vocab")
     place.run(*words)
     (path,) = place.store.glob("environments/*/document")
     document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "platform": {**document["platform"], "architecture": "sparc"}}))
+    path.write_text(json.dumps({**document, "components": {**document["components"], "architecture": "sparc"}}))
     ran = place.run(*words)
     assert ran.stdout == "words\n"
     assert (place.start()["mode"], place.start()["code"]) == ("installed", "refused:architecture")

@@ -1,4 +1,4 @@
-"""The gate: which snapshot may be used on which node, with codes that stay the same."""
+"""The gate: which snapshot may be used for which key and on which node, with codes that stay the same."""
 
 from __future__ import annotations
 
@@ -9,23 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.env.keys import gate
+from bootseer.env.keys.key import RequestKey
 
-NODE: dict[str, Any] = {
-    "format": gate.FORMAT,
+COMPONENTS = {
+    "python": "cpython-3.11.7.cpython-311-x86_64-linux-gnu.so",
+    "system": "sha256:" + "a" * 64,
     "architecture": "x86_64",
     "cpu": "x86-64-v3",
     "libc": "glibc 2.36",
-    "python": "cpython-3.11.7.cpython-311-x86_64-linux-gnu.so",
-    "prefix": "/usr",
-    "gpus": ["8.0", "9.0"],
-    "driver": "550.54.15",
-    "cuda": "12.4",
-    "base": "host abc",
+    "gpus": "8.0, 9.0",
+    "driver": "550",
+    "requirements reqs.txt": "sha256:" + "b" * 64 + " 3 lines",
 }
+PLATFORM: dict[str, Any] = {"format": gate.FORMAT, "architecture": "x86_64", "driver": "550.54.15"}
+KEY = RequestKey("0" * 64, COMPONENTS, {}, (), (), (), PLATFORM)
 
 
-def test_a_snapshot_of_the_same_platform_passes() -> None:
-    assert gate.check(NODE, NODE) is None
+def test_a_snapshot_of_the_same_key_and_platform_passes() -> None:
+    assert gate.check(COMPONENTS, PLATFORM, KEY) is None
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_snapshot_whose_components_are_not_those_of_the_key_is_refused_by_the_name(name: str) -> None:
+    for components in (COMPONENTS | {name: "x"}, {other: COMPONENTS[other] for other in COMPONENTS if other != name}):
+        refusal = gate.check(components, PLATFORM, KEY)
+        assert refusal is not None
+        assert refusal.code == name.partition(" ")[0]
+        assert name in refusal.message
+
+
+def test_a_component_that_the_key_has_not_is_refused() -> None:
+    refusal = gate.check(COMPONENTS | {"tenant": "other"}, PLATFORM, KEY)
+    assert refusal is not None
+    assert refusal.code == "tenant"
 
 
 @pytest.mark.parametrize(
@@ -33,53 +49,40 @@ def test_a_snapshot_of_the_same_platform_passes() -> None:
     [
         ("format", {"format": 2}),
         ("format", {"format": None}),
-        ("architecture", {"architecture": "aarch64"}),
-        ("cpu", {"cpu": "x86-64-v4"}),
-        ("libc", {"libc": "glibc 2.39"}),
-        ("libc", {"libc": "musl 1.2"}),
-        ("python", {"python": "cpython-3.11.8.cpython-311-x86_64-linux-gnu.so"}),
-        ("prefix", {"prefix": "/opt/conda"}),
-        ("gpu", {"gpus": ["8.0"]}),
-        ("gpu", {"gpus": []}),
-        ("driver", {"driver": "560.1"}),
+        ("driver", {"driver": "550.60.1"}),
         ("driver", {"driver": "550.54.16"}),
         ("driver", {"driver": "new"}),
-        ("cuda", {"cuda": "12.6"}),
-        ("base", {"base": "host abd"}),
     ],
 )
-def test_a_snapshot_of_another_platform_is_refused_by_its_code(code: str, wanted: dict[str, Any]) -> None:
-    refusal = gate.check(NODE | wanted, NODE)
+def test_a_snapshot_of_another_format_or_a_newer_driver_is_refused_by_its_code(
+    code: str, wanted: dict[str, Any]
+) -> None:
+    refusal = gate.check(COMPONENTS, PLATFORM | wanted, KEY)
     assert refusal is not None
     assert refusal.code == code
     assert "\n" not in refusal.message
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"driver": "550.40.07"},
-        {"driver": "550.54.15"},
-        {"driver": ""},
-        {"python": None, "prefix": None, "libc": None},
-        {"uid_ranges": [[0, 1]]},
-    ],
-)
-def test_a_newer_driver_and_missing_facts_are_accepted(wanted: dict[str, Any]) -> None:
-    assert gate.check(NODE | wanted, NODE) is None
+@pytest.mark.parametrize("driver", ["550.40.07", "550.54.15", "", None])
+def test_a_node_takes_what_was_built_with_an_older_driver_or_none(driver: str | None) -> None:
+    assert gate.check(COMPONENTS, PLATFORM | {"driver": driver}, KEY) is None
 
 
-def test_a_snapshot_for_a_gpu_is_refused_where_there_is_none() -> None:
-    refusal = gate.check(NODE, NODE | {"gpus": [], "driver": "", "cuda": ""})
+def test_a_snapshot_of_a_node_with_a_driver_is_refused_where_there_is_none() -> None:
+    refusal = gate.check(COMPONENTS, PLATFORM, RequestKey("0" * 64, COMPONENTS, {}, (), (), (), {"driver": ""}))
     assert refusal is not None
-    assert refusal.code == "gpu"
+    assert refusal.code == "driver"
 
 
 def test_the_message_cannot_forge_lines() -> None:
-    refusal = gate.check(NODE | {"prefix": "/x\nbootseer: all is well" + "y" * 500}, NODE)
-    assert refusal is not None
-    assert "\n" not in refusal.message
-    assert len(refusal.message) < 250
+    for components in (
+        COMPONENTS | {"python": "/x\nbootseer: all is well" + "y" * 500},
+        COMPONENTS | {"x\nbootseer: all is well" + "y" * 500: "1"},
+    ):
+        refusal = gate.check(components, PLATFORM, KEY)
+        assert refusal is not None
+        assert "\n" not in refusal.code + refusal.message
+        assert len(refusal.message) < 400
 
 
 _VALUES = st.recursive(
@@ -89,7 +92,10 @@ _VALUES = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(NODE, _VALUES)))
-def test_a_forged_platform_never_raises(wanted: dict[str, Any]) -> None:
-    gate.check(wanted, NODE)
-    gate.check({"format": gate.FORMAT, **wanted}, NODE)
+@given(
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5)),
+    st.dictionaries(st.sampled_from(["format", "driver"]), _VALUES),
+)
+def test_a_forged_document_never_raises(components: dict[str, str], platform: dict[str, Any]) -> None:
+    gate.check(components, platform, KEY)
+    gate.check(COMPONENTS, {"format": gate.FORMAT, **platform}, KEY)

@@ -297,7 +297,7 @@ def test_inside_an_image_files_of_the_node_do_not_count(empty: Project) -> None:
     assert empty.key(setup="setup.sh", base=base).digest == before.digest
     assert "file inside.cfg" in before.components
     assert "python" not in before.platform
-    assert gate.check(before.platform, empty.key(setup="setup.sh", base=base).platform) is None
+    assert gate.check(before.components, before.platform, empty.key(setup="setup.sh", base=base)) is None
 
 
 def test_what_an_earlier_start_wrote_is_no_input(empty: Project) -> None:

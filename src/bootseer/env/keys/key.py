@@ -36,7 +36,7 @@ class RequestKey(Struct, frozen=True):
     problems: tuple[str, ...]
     """Reasons why no snapshot may be used for this setup, each with a remedy. Mostly empty."""
     platform: Mapping[str, Any]
-    """Facts on this node for `gate.check`."""
+    """Facts about this node; `gate.check` compares format and driver."""
 
 
 class Row(NamedTuple):

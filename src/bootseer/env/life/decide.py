@@ -64,7 +64,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "bypass": "no snapshot was wanted",
         "unkeyable": "something that the setup depends on cannot be put into a key, so that no snapshot can be trusted",
         "untrusted": "when the snapshot was built, the setup read files that the key does not know; declare them",
-        "refused:<code>": "the snapshot was built for another platform; <code> is what differs",
+        "refused:<code>": "the snapshot was built for another platform or another key; <code> is what differs",
         "other-version": "the snapshot was written by another version of BootSeer",
         "store-down": "the store does not answer or refuses, and this node does not know the snapshot",
         "no-lease": "the store does not let this start announce that it builds",

@@ -138,8 +138,7 @@ class LookupProcess:
         return replace(document, max_age_s=own)
 
     def _refusal(self, document: EnvironmentDocument | None) -> tuple[str, str] | None:
-        refusal = None if document is None else gate.check(document.platform, self._key.platform)
-        return None if refusal is None else (refusal.code, refusal.message)
+        return None if document is None else gate.check(document.components, document.platform, self._key)
 
     def _ask_for_lease(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
         asked = election.elect(catalog, self._key.digest, self._task.node, replaces=decision.replaces)
