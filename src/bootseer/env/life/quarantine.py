@@ -38,8 +38,7 @@ class Quarantine:
         suspect = self.state(document.key).suspect(document.digest)
         if suspect is None:
             return ""
-        jobs = "a job" if suspect.count == 1 else f"at least {suspect.count} jobs"
-        return f"{jobs} died while importing with it, the last on {suspect.node}: {suspect.why}"
+        return f"a job died while importing with it, on {suspect.node}: {suspect.why}"
 
     def mark(self, document: EnvironmentDocument, node: str, reason: str, now_s: float) -> bool:
         """Record that a job with this snapshot failed at an import; whether the snapshot is suspect now. Raises the
@@ -47,12 +46,9 @@ class Quarantine:
         state = self._change(document.key, lambda state: state.with_failure(document.digest, node, reason, now_s))
         return state.suspect(document.digest) is not None
 
-    def rebuilt(self, document: EnvironmentDocument, replaced: EnvironmentDocument) -> bool:
-        """Record that a suspect snapshot was rebuilt; whether that has cleared it, as the new one is identical. Raises
-        the store's errors."""
-        before = self.state(document.key)
-        after = self._change(document.key, lambda state: state.rebuilt(document.digest, replaced.digest))
-        return after.suspect(document.digest) is None and before.suspect(document.digest) is not None
+    def rebuilt(self, replaced: EnvironmentDocument) -> None:
+        """Record that a snapshot was rebuilt. Raises the store's errors."""
+        self._change(replaced.key, lambda state: state.rebuilt(replaced.digest))
 
     def _read(self, key: str) -> State:
         try:

@@ -1,13 +1,8 @@
-"""Rules for when a snapshot is suspect and when it is cleared: one state for each request key. Decides and touches
-nothing.
+"""Rules for when a snapshot is suspect: one state for each request key. Decides and touches nothing.
 
-A job that fails at an import, soon after a restore, makes its snapshot suspect. The next start rebuilds it:
-
-    the digest is the same               the snapshot was not at fault: cleared permanently
-    the digest differs                   the new snapshot is used; it may become suspect, too
-    `MAX_REBUILDS` different rebuilds    the setup is not reproducible: no snapshot of this key is suspect any more
-
-So a job that always fails causes a few installations and no endless loop. `quarantine` stores the state.
+A job that fails at an import, soon after a restore, makes its snapshot suspect. The next start rebuilds it, once for
+each key: afterwards the snapshot or its rebuild is used whatever fails, as either the job is at fault or the setup
+cannot be reproduced. So a job that always fails costs one installation. `quarantine` stores the state.
 """
 
 from __future__ import annotations
@@ -23,13 +18,10 @@ from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.environment-quarantine/1"
 MAX_BYTES = 256 << 10
-MAX_REBUILDS = 2
 _MAX_DIGESTS = 32
 _MAX_COUNT = 1000
 _MAX_TEXT = 500
 _Digest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-_MAX_COUNTED = 8
-"""Further failures are not counted: they change no decision."""
 
 
 class Suspect(Struct, frozen=True, array_like=True):
@@ -37,9 +29,8 @@ class Suspect(Struct, frozen=True, array_like=True):
 
     digest: _Digest
     count: Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
-    """Lower bound of the number of failed jobs."""
+    """Always 1: further failures change no decision. Earlier versions counted some of them."""
     node: str
-    """Of the last failure."""
     why: str
     at_s: Annotated[float, Meta(ge=0, lt=1e11)]
     """Seconds since 1970."""
@@ -50,39 +41,22 @@ class State(Struct, frozen=True):
 
     key: str
     suspects: Annotated[tuple[Suspect, ...], Meta(max_length=_MAX_DIGESTS)] = ()
-    cleared: Annotated[tuple[_Digest, ...], Meta(max_length=_MAX_DIGESTS)] = ()
-    """Digests that are never suspect again."""
-    rebuilds: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
     settled: bool = False
-    """Whether no snapshot of this key is suspect any more."""
+    """Whether a suspect snapshot was rebuilt: no snapshot of this key is suspect any more."""
 
     def suspect(self, digest: str) -> Suspect | None:
-        """The failures of a snapshot; None for one that may be used."""
-        if self.settled or digest in self.cleared:
-            return None
-        return next((each for each in self.suspects if each.digest == digest), None)
+        """The failure of a snapshot; None for one that may be used."""
+        return None if self.settled else next((each for each in self.suspects if each.digest == digest), None)
 
     def with_failure(self, digest: str, node: str, reason: str, now_s: float) -> State:
         """The state after a job failed with this snapshot; unchanged if the failure does not count."""
-        if self.settled or digest in self.cleared:
+        if self.settled or self.suspect(digest) is not None:
             return self
-        known = self.suspect(digest)
-        if known is not None and known.count >= _MAX_COUNTED:
-            return self
-        new = Suspect(digest, (known.count if known else 0) + 1, _text(node), _text(reason), now_s)
-        others = [each for each in self.suspects if each.digest != digest]
-        return replace(self, suspects=(*others, new)[-_MAX_DIGESTS:])
+        return replace(self, suspects=(Suspect(digest, 1, _text(node), _text(reason), now_s),))
 
-    def rebuilt(self, digest: str, replaced: str) -> State:
-        """The state after the suspect `replaced` was rebuilt as `digest`."""
-        if self.suspect(replaced) is None:
-            return self
-        rebuilds = self.rebuilds + 1
-        state = replace(self, rebuilds=min(rebuilds, _MAX_COUNT), settled=self.settled or rebuilds >= MAX_REBUILDS)
-        if self.suspect(digest) is None:
-            return state
-        suspects = tuple(each for each in state.suspects if each.digest != digest)
-        return replace(state, suspects=suspects, cleared=(*state.cleared, digest)[-_MAX_DIGESTS:])
+    def rebuilt(self, replaced: str) -> State:
+        """The state after the snapshot `replaced` was rebuilt; unchanged if it was not suspect."""
+        return self if self.suspect(replaced) is None else replace(self, suspects=(), settled=True)
 
     def encode(self) -> bytes:
         return encode(self, SCHEMA)

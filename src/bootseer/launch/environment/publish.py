@@ -166,7 +166,7 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
             node_catalog.keep(document, catalog.encode_signed(document))
             if publication.decision.replaces is not None:
                 try:
-                    Quarantine(store, lambda line: send({"say": line})).rebuilt(document, publication.decision.replaces)
+                    Quarantine(store, lambda line: send({"say": line})).rebuilt(publication.decision.replaces)
                 except BootseerError as error:
                     send({"say": f"the quarantine of the replaced snapshot remains: {error}"})
         send(

@@ -241,7 +241,7 @@ def _mark(task: Task, document: EnvironmentDocument, reason: str) -> None:
             if Quarantine(store, say).mark(document, task.node, reason, time.time()):
                 message = "is quarantined: the next start rebuilds it"
             else:
-                message = "is not at fault: a rebuild gave the same"
+                message = "is used further: it was rebuilt for this before"
             say(f"{reason}: the environment's snapshot {document.key[:12]} {message}")
 
     _with_store(task, mark)
