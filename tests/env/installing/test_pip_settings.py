@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def _settings(files, env=None):
-    found = settings(env or {}, "/venv", "/home/me", files.get)
+    found = settings(env or {}, "/project", "/venv", "/home/me", files.get)
     return {each.name: (each.value, each.where) for each in found}
 
 
@@ -48,8 +48,10 @@ def test_a_named_file_replaces_the_user_s_and_outranks_the_environment_s():
         "/home/me/.config/pip/pip.conf": "[global]\npre = yes\n",
         "/venv/pip.conf": "[global]\ntimeout = 1\n",
         "/mine.conf": "[global]\ntimeout = 2\n",
+        "/project/own.conf": "[global]\ntimeout = 3\n",
     }
     assert _settings(files, {"PIP_CONFIG_FILE": "/mine.conf"}) == {"timeout": ("2", "/mine.conf")}
+    assert _settings(files, {"PIP_CONFIG_FILE": "own.conf"}) == {"timeout": ("3", "/project/own.conf")}
     assert set(_settings(files, {"PIP_CONFIG_FILE": "/missing.conf"})) == {"pre", "timeout"}
     assert _settings(files, {"PIP_CONFIG_FILE": "/dev/null"}) == {}
 
@@ -88,7 +90,7 @@ def test_pip_itself_finds_the_same(python, job_env, tmp_path, own):
     def read(path):
         return Path(path).read_text() if Path(path).is_file() else None
 
-    ours = {each.name: each.value for each in settings(env, python.prefix, str(home), read)}
+    ours = {each.name: each.value for each in settings(env, str(tmp_path), python.prefix, str(home), read)}
     ran = subprocess.run(
         [python.executable, "-m", "pip", "config", "list"], env=env, capture_output=True, text=True, check=True
     )

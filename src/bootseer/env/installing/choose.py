@@ -87,7 +87,7 @@ def choose(
         prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
         return _conda(requirements[0], prefix, lambda tool: run([tool, "--version"], env, deadline_s=10.0).code == 0)
     read = _reader(at)
-    found = settings(env, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
+    found = settings(env, cwd, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
 
     def translated(texts: Sequence[str]) -> Translation:
         wanted = requirement_files(texts, cwd, env, read)

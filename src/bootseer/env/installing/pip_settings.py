@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from bootseer.env.keys.key_settings import pip_files
 from bootseer.env.keys.requirements import VARIABLE, logical_lines
 
 Read = Callable[[str], str | None]
@@ -42,11 +43,11 @@ class Setting:
     """Its file or variable, for messages."""
 
 
-def settings(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[Setting]:
+def settings(env: Mapping[str, str], cwd: str, prefix: str, home: str, read: Read) -> list[Setting]:
     """The settings in force before requirement files: one value for each name."""
     found: dict[str, Setting] = {}
     for section in _SECTIONS:
-        for path in _files(env, prefix, home, read):
+        for path in pip_files(env, cwd, home, prefix, lambda path: read(path) is not None):
             parser = configparser.RawConfigParser()
             try:
                 parser.read_string(read(path) or "")
@@ -60,18 +61,6 @@ def settings(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list
         if variable.startswith("PIP_") and name not in _NOT_OPTIONS and value:
             found[name] = Setting(name, value, variable)
     return list(found.values())
-
-
-def _files(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[str]:
-    """pip's configuration files in order of increasing precedence."""
-    named = env.get("PIP_CONFIG_FILE", "")
-    if named == os.devnull:
-        return []
-    shared = [f"{folder}/pip/pip.conf" for folder in (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":") if folder]
-    files = [*shared, "/etc/pip.conf"]
-    if not named or read(named) is None:
-        files += [f"{home}/.pip/pip.conf", f"{env.get('XDG_CONFIG_HOME') or home + '/.config'}/pip/pip.conf"]
-    return [*files, f"{prefix}/pip.conf", *([named] if named else [])]
 
 
 def _option_name(name: str) -> str:

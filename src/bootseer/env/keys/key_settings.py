@@ -15,7 +15,7 @@ import hashlib
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bootseer.errors import BootseerError
@@ -195,7 +195,7 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     problems: list[str] = []
     links: list[str] = []
     asked: list[tuple[str, bool]] = []
-    for path, reader in _places(env, cwd, home, prefix):
+    for path, reader in _places(env, cwd, home, prefix, lambda path: files.kind(path) == "file"):
         if files.kind(path) != "file":
             continue
         try:
@@ -226,21 +226,34 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
     return Configuration(tuple(lines), tuple(read), folders, tuple(asked), tuple(problems))
 
 
-def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Configuration files and the program that reads them; for pip, later ones take precedence."""
-    own = env.get("PIP_CONFIG_FILE")
+def pip_files(
+    env: Mapping[str, str], cwd: str, home: str, prefix: str, is_file: Callable[[str], bool]
+) -> Iterator[str]:
+    """pip's configuration files, in order of increasing precedence: global, of the user, of the environment with this
+    `prefix` (or empty), and the one in PIP_CONFIG_FILE, which replaces the user's."""
+    own = env.get("PIP_CONFIG_FILE", "")
+    if own == "/dev/null":
+        return
+    named = posixpath.join(cwd, own) if own else ""
+    for folder in filter(None, (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")):
+        yield f"{folder}/pip/pip.conf"
+    yield "/etc/pip.conf"
+    if home and not (named and is_file(named)):
+        yield f"{home}/.pip/pip.conf"
+        yield f"{env.get('XDG_CONFIG_HOME') or f'{home}/.config'}/pip/pip.conf"
+    if prefix:
+        yield f"{prefix}/pip.conf"
+    if named:
+        yield named
+
+
+def _places(
+    env: Mapping[str, str], cwd: str, home: str, prefix: str, is_file: Callable[[str], bool]
+) -> Iterator[tuple[str, Any]]:
+    """Configuration files and the program that reads them."""
     config = env.get("XDG_CONFIG_HOME") or f"{home}/.config"
-    if own != "/dev/null":
-        for folder in (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":"):
-            yield f"{folder}/pip/pip.conf", _pip
-        yield "/etc/pip.conf", _pip
-        if home:
-            yield f"{home}/.pip/pip.conf", _pip
-            yield f"{config}/pip/pip.conf", _pip
-        if prefix:
-            yield f"{prefix}/pip.conf", _pip
-        if own:
-            yield posixpath.join(cwd, own), _pip
+    for path in pip_files(env, cwd, home, prefix, is_file):
+        yield path, _pip
     if env.get("UV_NO_CONFIG", "") in ("", "0", "false"):
         if env.get("UV_CONFIG_FILE"):
             yield posixpath.join(cwd, env["UV_CONFIG_FILE"]), _uv
