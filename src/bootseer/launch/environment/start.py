@@ -165,19 +165,27 @@ class EnvironmentStart:
         key, decision = self.look_up(base)
         if decision.action is Action.RESTORE:
             decision = self._restore(decision, on_host=base is None)
-            if decision.code == "damaged":
-                decision = self._rebuild_damaged(base, decision)
+            if decision.code == "damaged":  # in the store: another look-up, to rebuild it
+                if self._lookup is not None:
+                    self._lookup.close()
+                _, again = self.look_up(base, damaged=decision.reason)
+                if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
+                    decision = self._restore(again, on_host=base is None)
+                else:
+                    decision = replace(again, code=decision.code, reason=decision.reason)
         return key, decision
 
-    def look_up(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
-        """Key and decision. Errors lead to running the setup. `base` returns the image to run in."""
+    def look_up(
+        self, base: Callable[[], Base] | None = None, *, damaged: str = ""
+    ) -> tuple[RequestKey | None, Decision]:
+        """Key and decision. Errors lead to running the setup. `base` and `damaged` are those of `lookup.look_up`."""
         from bootseer.env.life.decide import Action, Decision
         from bootseer.launch.environment.lookup import look_up
 
         mode = self.task.options.mode
         try:
             with interruptible():
-                self._lookup = look_up(self.task, base)
+                self._lookup = look_up(self.task, base, damaged=damaged)
                 return self._lookup.key, self._lookup.decision
         except Exception as error:  # an error of BootSeer must not fail the job
             _log.warning("the lookup failed", exc_info=True)
@@ -194,24 +202,6 @@ class EnvironmentStart:
             _log.warning("the snapshot cannot be restored", exc_info=True)
             return fallback_for(decision, error)
         return decision
-
-    def _rebuild_damaged(self, base: Callable[[], Base] | None, decision: Decision) -> Decision:
-        """Look up again, to rebuild a snapshot that is damaged in the store."""
-        from bootseer.env.life.decide import Action
-        from bootseer.launch.environment.lookup import look_up
-
-        try:
-            with interruptible():
-                if self._lookup is not None:
-                    self._lookup.close()
-                self._lookup = look_up(self.task, base, damaged=decision.reason)
-        except Exception as error:  # an error of BootSeer must not fail the job
-            say(f"the environment is not rebuilt: {error}")
-            return decision
-        again = self._lookup.decision
-        if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
-            return self._restore(again, on_host=base is None)
-        return replace(again, code=decision.code, reason=decision.reason)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
         from bootseer.launch.environment.capture import capture
