@@ -184,9 +184,15 @@ def _terminate_with(parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
+    end_with_parent(parent)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM when `parent` dies. To be called again after entering a namespace, which clears it.
+    Raises `Interrupted` if the parent has died already."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
     if os.getppid() != parent:
         raise Interrupted(signal.SIGTERM, "SIGTERM")

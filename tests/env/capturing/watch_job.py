@@ -13,8 +13,8 @@ from typing import Any
 from bootseer.env.capturing.capture import WAYS, open_capture
 from bootseer.env.capturing.effects import Baseline
 from bootseer.env.capturing.leftovers import unaccounted
-from bootseer.env.capturing.reads import Watch
 from bootseer.fuse.syscalls import check, libc
+from bootseer.launch.environment.watch import Watch
 from bootseer.mounts import kernel
 from bootseer.mounts.user_namespace import may_mount
 from in_capture import run_in
@@ -43,11 +43,12 @@ def main() -> None:
         Path(spec["captures"]), ways=WAYS if spec["way"] == "auto" else (spec["way"],), env=spec["env"], own=spec["own"]
     ) as capture:
         baseline = Baseline.take(capture.enter)
-        watch = Watch.begin(capture.points, passthrough=capture.passthrough, enter=capture.enter)
+        log = Path(os.devnull)
+        watch = Watch.begin(capture.points, passthrough=capture.passthrough, enter=capture.enter, log=log)
         env = {**spec["env"], **baseline.environment}
         beside(spec.get("beside", ""))
         code = run_in(capture, ["/bin/sh", "-ec", spec["script"]], env, stdout=2)
-        watching = watch.pid
+        watching = watch.background.pid
         if spec.get("kill_the_watch"):
             os.kill(watching, 9)
         reads = watch.end()

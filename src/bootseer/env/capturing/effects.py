@@ -251,7 +251,7 @@ class Baseline:
         grace_s: float = 1.0,
         relaunch: SetupContext | None = None,
     ) -> SideEffects:
-        """Compare with the state after the setup. `reads` is the result of `Watch.end`; `mentions` are texts that name
+        """Compare with the state after the setup. `reads` is what it opened; `mentions` are texts that name
         what the job will use (see `leftovers`). Forks as `take` does.
 
         Waits at most `grace_s` for processes that are about to end. Those still running are unsafe, or `daemons` if

@@ -24,7 +24,7 @@ from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.daemons import SetupContext
 from bootseer.env.capturing.effects import Baseline, mentions
 from bootseer.env.capturing.leftovers import unaccounted
-from bootseer.env.capturing.reads import Reads, Watch, not_watched
+from bootseer.env.capturing.reads import Reads, not_watched
 from bootseer.env.changes import Change
 from bootseer.env.document import Daemon, Trust, apply_exports
 from bootseer.env.installing.interpreter import runner
@@ -54,6 +54,7 @@ from bootseer.launch.environment.view import (
     open_view,
     show_changes,
 )
+from bootseer.launch.environment.watch import Watch
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import reporting_errors
 from bootseer.launch.supervise import say
@@ -112,13 +113,14 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
     with contextlib.ExitStack() as opened:
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=True)
-            # Forked before the watch: otherwise it would inherit the pipe by whose end the watch is stopped.
             ports = SocketWatch() if task.options.daemons == "relaunch" else None
             if ports is not None:
                 opened.callback(ports.end)
             enter = enter_function(view)
-            watch = Watch.begin(view.points, passthrough=view.passthrough, enter=enter) if enter is not None else None
-            if watch is not None:
+            watch = None
+            if enter is not None:
+                log = task.folder.path / "reads.log"
+                watch = Watch.begin(view.points, passthrough=view.passthrough, enter=enter, log=log)
                 opened.callback(watch.end)
             baseline = Baseline.take(enter_function(view))
             facts["way"] = view.way

@@ -25,9 +25,9 @@ from typing import NoReturn
 from bootseer.env.capturing.leftovers import TRANSIENT
 from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
-from bootseer.errors import BootseerError, Interrupted, PermanentError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import libc
-from bootseer.launch.background import Background, Send, start_background
+from bootseer.launch.background import Background, Send, end_with_parent, start_background
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from bootseer.trace.event import BEGIN, END, OK
@@ -165,10 +165,7 @@ def _run_daemons(
         raise PermanentError("their children cannot be adopted")
     if enter is not None:
         enter()
-        # Again: the kernel clears the death signal when a process enters a namespace.
-        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != parent:
-            raise Interrupted(signal.SIGTERM, "SIGTERM")
+        end_with_parent(parent)
     for one in starts:
         _check_user(one.daemon, uid)
         _check_addresses(one.daemon)

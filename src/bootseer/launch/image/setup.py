@@ -26,7 +26,7 @@ from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.exports import ExportDiff
 from bootseer.env.capturing.fanotify import Group
 from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccounted
-from bootseer.env.capturing.reads import Reads, Watch, not_watched
+from bootseer.env.capturing.reads import Reads, not_watched
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
@@ -45,6 +45,7 @@ from bootseer.launch.environment.publish import Publication, report_outcome, sta
 from bootseer.launch.environment.setup import EXPORTS, SetupHost, SetupResult, setup_problems
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import Task
+from bootseer.launch.environment.watch import Watch
 from bootseer.launch.image.setup_paths import SetupPaths, is_below, passed_settings
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
@@ -191,7 +192,8 @@ class ImageSetupHost(SetupHost):
         os.mkfifo(state)
         os.mkfifo(go)
         root = os.path.realpath(self.mounted.root)
-        watch = Watch.begin((), enter=enter, below=root, ready=lambda: go.write_text("\n"))
+        log = folder / "reads.log"
+        watch = Watch.begin((), enter=enter, below=root, ready=lambda: go.write_text("\n"), log=log)
         path = folder / "config.json"
         config = json.loads(path.read_text())
         hook = {"path": "/bin/sh", "args": ["sh", "-c", _HOOK], "env": [f"PATH={_SHELL_PATH}", f"A={state}", f"B={go}"]}
