@@ -148,7 +148,7 @@ class EnvironmentDocument(Struct, frozen=True):
     """Packages installed by the setup, as `name==version`, sorted."""
     exports: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)]
     platform: Mapping[str, Any]
-    """Facts about the builder; `keys.gate` compares format and driver."""
+    """Facts about the builder; `keys.key.gate` compares format and driver."""
     trust: Trust
     unaccounted: Annotated[tuple[_Text, ...], Meta(max_length=MAX_UNACCOUNTED)]
     """The first paths that made it untrusted."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.env.keys import gate
-from bootseer.env.keys.key import difference, digest_of, explain
+from bootseer.env.keys.key import difference, digest_of, explain, gate
 from bootseer.env.keys.request_key import Base, facts_folder_of, request_key
 from setup_projects import Project, git, write_wheel
 
@@ -297,7 +296,7 @@ def test_inside_an_image_files_of_the_node_do_not_count(empty: Project) -> None:
     assert empty.key(setup="setup.sh", base=base).digest == before.digest
     assert "file inside.cfg" in before.components
     assert "python" not in before.platform
-    assert gate.check(before.components, before.platform, empty.key(setup="setup.sh", base=base)) is None
+    assert gate(before.components, before.platform, empty.key(setup="setup.sh", base=base)) is None
 
 
 def test_what_an_earlier_start_wrote_is_no_input(empty: Project) -> None:

@@ -1,4 +1,4 @@
-"""The request key: its components, its digest, and its explanation.
+"""The request key: its components, its digest, its explanation, and the gate for snapshots that lie under it.
 
 A key is the digest of named components, each a fact that the result of a setup may depend on. The components are stored
 with the snapshot, so that a later miss can name the changed ones.
@@ -9,6 +9,7 @@ Does no I/O.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from msgspec import Struct
 
 SCHEMA = "bootseer.request-key/2"
 """First part of every digest, so that new rules give new keys. Version 1 hashed requirement files as bytes."""
+FORMAT = 1
+"""Version of the platform facts and of the snapshot format; a later one may use the same names with other meanings."""
 _SHOWN = 72
 _MAX_NAMED = 5
 
@@ -36,7 +39,7 @@ class RequestKey(Struct, frozen=True):
     problems: tuple[str, ...]
     """Reasons why no snapshot may be used for this setup, each with a remedy. Mostly empty."""
     platform: Mapping[str, Any]
-    """Facts about this node; `gate.check` compares format and driver."""
+    """Facts about this node; `gate` compares format and driver."""
 
 
 class Row(NamedTuple):
@@ -130,3 +133,41 @@ def _short(value: str) -> str:
         digest, _, rest = value.partition(" ")
         return f"{digest[:19]} {rest}".rstrip()
     return value if len(value) <= _SHOWN else f"{value[: _SHOWN - 3]}..."
+
+
+class Refusal(NamedTuple):
+    """A refusal by the gate: its code, which is stable for reports, tests and alerts, and a message."""
+
+    code: str
+    """`format`, `driver`, or the first word of the component that differs: `architecture`, `libc`, `file`, ..."""
+    message: str
+
+
+def gate(components: Mapping[str, str], platform: Mapping[str, Any], key: RequestKey) -> Refusal | None:
+    """The first reason why a snapshot with these components, built on `platform`, cannot be used for `key` here.
+
+    Both come from a store: values of the platform may have any type. The components of an honest document are those of
+    its key, as the key is their digest: they are compared in case the document was edited, or lies under another key.
+    Of NVIDIA's driver only the branch is a component, as the last numbers differ between equal nodes; here the whole
+    version counts.
+    """
+    found, own = platform.get("format"), key.platform.get("format", FORMAT)
+    if found != own:
+        return Refusal("format", f"the snapshot has format {_text_of(found)}, this BootSeer reads {own}")
+    for changed in difference(components, key):
+        name = _text_of(changed.name)
+        return Refusal(name.partition(" ")[0], f"the snapshot has another key, {name}: {_text_of(changed.words)}")
+    driver, own_driver = platform.get("driver"), key.platform.get("driver")
+    if driver and not _numbers(own_driver) >= (_numbers(driver) or (9999,)):
+        return Refusal("driver", f"built with NVIDIA's driver {_text_of(driver)}, here is {_text_of(own_driver)}")
+    return None
+
+
+def _numbers(version: Any) -> tuple[int, ...]:
+    return tuple(int(word) for word in re.findall(r"\d{1,9}", str(version))[:4])
+
+
+def _text_of(value: Any) -> str:
+    """A document's value for a message: short, on one line."""
+    text = "none" if value in (None, "") else str(value)
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:160])

@@ -18,9 +18,9 @@ from msgspec import Struct, field
 
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
-from bootseer.env.keys import gate, key_settings, node
+from bootseer.env.keys import key_settings, node
 from bootseer.env.keys.files import FactCache, NodeFiles
-from bootseer.env.keys.key import RequestKey, digest_of, key_digest
+from bootseer.env.keys.key import FORMAT, RequestKey, digest_of, key_digest
 from bootseer.env.keys.script import Inputs, gather
 from bootseer.env.keys.sources import commits_of, read_tree
 from bootseer.errors import BootseerError
@@ -109,7 +109,7 @@ class _Collector:
         self._accounted: set[str] = set()
         self._problems: dict[str, None] = {}
         self._unpinned: dict[str, None] = {}
-        self._platform: dict[str, Any] = {"format": gate.FORMAT}
+        self._platform: dict[str, Any] = {"format": FORMAT}
         self._secrets = Exclusions(homes=["/root", ask.env.get("HOME", "")], credentials=credentials_of(ask.env))
 
     def key(self) -> RequestKey:

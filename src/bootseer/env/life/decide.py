@@ -79,7 +79,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "failed": "an error of BootSeer",
     }
 )
-"""Meaning of each code. `refused:<code>` stands for all codes of the gate (`keys.gate`)."""
+"""Meaning of each code. `refused:<code>` stands for all codes of the gate (`keys.key.gate`)."""
 FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "daemons", "not-root", "failed")
 """Codes for `fall_back`, besides those of `refused`."""
 

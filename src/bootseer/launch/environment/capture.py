@@ -38,7 +38,6 @@ from bootseer.errors import BootseerError
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
 from bootseer.launch.environment.relaunch import (
-    SocketWatch,
     emit_daemon_stage,
     end_processes,
     read_pid_files,
@@ -54,7 +53,7 @@ from bootseer.launch.environment.view import (
     open_view,
     show_changes,
 )
-from bootseer.launch.environment.watch import Watch
+from bootseer.launch.environment.watch import SocketWatch, Watch
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import reporting_errors
 from bootseer.launch.supervise import say

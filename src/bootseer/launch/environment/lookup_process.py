@@ -16,8 +16,7 @@ from msgspec.structs import asdict, replace
 
 from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.keys import gate
-from bootseer.env.keys.key import RequestKey
+from bootseer.env.keys.key import RequestKey, gate
 from bootseer.env.keys.request_key import Base, KeyRequest, facts_folder_of, request_key
 from bootseer.env.life import election
 from bootseer.env.life.catalog import Catalog, NodeCatalog
@@ -138,7 +137,7 @@ class LookupProcess:
         return replace(document, max_age_s=own)
 
     def _refusal(self, document: EnvironmentDocument | None) -> tuple[str, str] | None:
-        return None if document is None else gate.check(document.components, document.platform, self._key)
+        return None if document is None else gate(document.components, document.platform, self._key)
 
     def _ask_for_lease(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
         asked = election.elect(catalog, self._key.digest, self._task.node, replaces=decision.replaces)

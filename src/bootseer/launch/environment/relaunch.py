@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from bootseer.env.capturing.leftovers import TRANSIENT
@@ -47,33 +46,6 @@ _NOT_STARTED = 127
 _NOT_ALL = "not all that the setup left running could be started"
 # Ignored by Python or by `background`; daemons get the default action.
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXFSZ)
-
-
-class SocketWatch:
-    """Records, while a setup runs, when sockets begin to listen."""
-
-    def __init__(self) -> None:
-        self._background = start_background(
-            partial(_watch_sockets, {*listening()}), name="bootseer-ports", log=Path(os.devnull)
-        )
-
-    def end(self) -> dict[str, float]:
-        """By inode: when a socket was first seen listening, on the monotonic clock. May be called again."""
-        self._background.stop()
-        return {str(one["socket"]): one["seen_s"] for one in self._background.messages() if "socket" in one}
-
-
-def _watch_sockets(known: set[int], send: Send) -> None:
-    # The kernel walks through its whole table of connections for a list, 4 to 20 ms: at most a fiftieth of a core.
-    took_s = 0.0
-    while True:
-        time.sleep(max(5 * _POLL_S, 50 * took_s))
-        began_s = time.process_time()
-        now = {*listening()}
-        took_s = time.process_time() - began_s
-        for number in now - known:
-            known.add(number)
-            send({"socket": number, "seen_s": time.monotonic()})
 
 
 class RelaunchedDaemons:
