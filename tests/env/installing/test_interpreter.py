@@ -17,7 +17,20 @@ from wheels import make_wheel
 
 pytestmark = pytest.mark.slow
 
-PLANTED = ("pip", "uv", "json", "csv", "runpy", "sysconfig", "importlib", "py_compile", "re", "site", "torch")
+PLANTED = [
+    "pip",
+    "uv",
+    "json",
+    "csv",
+    "runpy",
+    "sysconfig",
+    "importlib",
+    "py_compile",
+    "compileall",
+    "re",
+    "site",
+    "torch",
+]
 
 
 @pytest.fixture

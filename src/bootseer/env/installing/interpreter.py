@@ -1,18 +1,18 @@
 """The Python that packages are installed for, and short commands (a version, a check, an import) in the setup's view.
 
 The interpreter answers as it would in the setup, with the user's own folder and PYTHONPATH, and is asked every time;
-`keys.node` has the isolated, cached answer for request keys. Installers do not run here: they are commands of the
-launcher, which handles their signals.
+`keys.node` has the question, and the isolated, cached answer for request keys. Installers do not run here: they are
+commands of the launcher, which handles their signals.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bootseer.env.keys.node import QUESTION, Interpreter, answered
 from bootseer.errors import PermanentError
 from bootseer.machine import child
 
@@ -62,43 +62,6 @@ Python's `-P` does the same since 3.11; the job's may be older, and PYTHONSAFEPA
 pip.
 """
 _RUN_MODULE = f"{SAFE_PATH}; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-# For any Python 3: it may be older than BootSeer's.
-_QUESTION = f"""{SAFE_PATH}
-import json, os, sysconfig
-from importlib.util import find_spec
-paths = sysconfig.get_paths()
-libraries = [paths["purelib"], paths["platlib"]]
-known = [entry for entry in sys.path if os.path.isdir(entry)]
-print(json.dumps({{
-    "executable": sys.executable,
-    "prefix": sys.prefix,
-    "base_prefix": sys.base_prefix,
-    "scripts": paths["scripts"],
-    "folders": sorted(set(os.path.abspath(entry) for entry in libraries + known)),
-    "writable": all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry)),
-    "pip": find_spec("pip") is not None,
-    "uv": find_spec("uv") is not None,
-}}))
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """One Python installation or virtual environment."""
-
-    executable: str
-    prefix: str
-    base_prefix: str
-    scripts: str
-    """Folder of its console scripts."""
-    folders: tuple[str, ...]
-    """Folders of its distributions, absolute."""
-    writable: bool
-    """Whether packages can be installed into it; otherwise pip uses the user's own folder."""
-    pip: bool
-    """Whether `-m pip` works."""
-    uv: bool
-    """Whether `-m uv` works."""
 
 
 def module_command(python: str, module: str, *words: str) -> tuple[str, ...]:
@@ -108,20 +71,9 @@ def module_command(python: str, module: str, *words: str) -> tuple[str, ...]:
 
 def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
     """Ask this Python about itself. Raises `PermanentError` if that fails."""
-    ran = run([python, "-c", _QUESTION], env, deadline_s=_DEADLINE_S)
-    try:
-        # Its start-up files may print something before.
-        facts = json.loads(ran.output.strip().rpartition("\n")[2])
-        return Interpreter(
-            executable=str(facts["executable"]),
-            prefix=str(facts["prefix"]),
-            base_prefix=str(facts["base_prefix"]),
-            scripts=str(facts["scripts"]),
-            folders=tuple(str(folder) for folder in facts["folders"]),
-            writable=bool(facts["writable"]),
-            pip=bool(facts["pip"]),
-            uv=bool(facts["uv"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+    ran = run([python, "-c", f"{SAFE_PATH}\n{QUESTION}"], env, deadline_s=_DEADLINE_S)
+    found = answered(ran.output)
+    if found is None:
         last = ran.errors.strip().rpartition("\n")[2]
-        raise PermanentError(f"{python} is not a working Python (exit code {ran.code}): {last}") from error
+        raise PermanentError(f"{python} is not a working Python (exit code {ran.code}): {last}")
+    return found

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
@@ -192,32 +193,55 @@ def tool(path: str | None, files: NodeFiles) -> str:
 
 
 _PYTHON_DEADLINE_S = 10.0
-_ASK = """
-import json, sys, site, _imp
-print("bootseer:" + json.dumps({
+_ANSWER = "bootseer:"
+# For any Python 3: it may be older than BootSeer's.
+QUESTION = f"""
+import json, os, site, sys, sysconfig, _imp
+from importlib.util import find_spec
+paths = sysconfig.get_paths()
+libraries = [paths["purelib"], paths["platlib"]]
+known = [entry for entry in sys.path if os.path.isdir(entry)]
+own = getattr(site, "getsitepackages", list)() + [entry for entry in sys.path if entry.endswith("-packages")]
+print("{_ANSWER}" + json.dumps({{
+    "executable": sys.executable,
     "implementation": sys.implementation.name,
     "version": ".".join(map(str, sys.version_info[:3])) + sys.version_info[3].replace("final", ""),
     "abi": (_imp.extension_suffixes() or [""])[0],
     "prefix": sys.prefix,
     "base_prefix": sys.base_prefix,
-    "folders": list(dict.fromkeys(site.getsitepackages() + [path for path in sys.path if path.endswith("-packages")])),
-}))
+    "scripts": paths["scripts"],
+    "own_folders": list(dict.fromkeys(own)),
+    "folders": sorted(set(os.path.abspath(entry) for entry in libraries + known)),
+    "writable": all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry)),
+    "pip": find_spec("pip") is not None,
+    "uv": find_spec("uv") is not None,
+}}))
 """
+"""Prints an answer for `answered`."""
 
 
 class Interpreter(Struct, frozen=True):
-    """A Python interpreter."""
+    """A Python installation or virtual environment."""
 
-    path: str
-    """As found on PATH, links not followed: a virtual environment is identified by its link."""
+    executable: str
     implementation: str
     version: str
     abi: str
     """The suffix of extension modules: version, flags and C library."""
     prefix: str
     base_prefix: str
-    folders: Sequence[str]
-    """`site-packages` and `dist-packages` of the installation, without the user's own."""
+    scripts: str
+    """Folder of its console scripts."""
+    own_folders: tuple[str, ...]
+    """`site-packages` and `dist-packages` of the installation; without the user's own, if it was asked in isolation."""
+    folders: tuple[str, ...]
+    """All folders that may have its distributions, absolute; those that an installer writes to, even if missing."""
+    writable: bool
+    """Whether packages can be installed into it; otherwise pip uses the user's own folder."""
+    pip: bool
+    """Whether `-m pip` works."""
+    uv: bool
+    """Whether `-m uv` works."""
 
     @property
     def name(self) -> str:
@@ -232,35 +256,33 @@ def find_python(env: Mapping[str, str], python: str | None) -> str | None:
     return shutil.which("python3", path=env.get("PATH")) or shutil.which("python", path=env.get("PATH"))
 
 
+def answered(output: str) -> Interpreter | None:
+    """The interpreter that printed this when asked `QUESTION`, maybe after lines of its start-up files; None if it gave
+    no answer."""
+    line = next((line for line in output.splitlines() if line.startswith(_ANSWER)), _ANSWER)
+    try:
+        return msgspec.convert(json.loads(line.removeprefix(_ANSWER)), Interpreter)
+    except (ValueError, msgspec.ValidationError):
+        return None
+
+
 def ask_python(path: str, env: Mapping[str, str], facts: FactCache) -> Interpreter:
     """Ask an interpreter about itself. Raises `PermanentError` if it does not answer in time."""
     stamp = _stamp(path)
     known = facts.get("python", path, stamp) if stamp else None
-    if known is None:
-        known = _ask(path, env)
-        if stamp:
-            facts.put("python", path, stamp, known)
-    try:
-        return Interpreter(path=path, **known)
-    except TypeError as error:
-        raise PermanentError(f"{path}: does not describe itself in a usable way") from error
-
-
-def _ask(path: str, env: Mapping[str, str]) -> dict[str, object]:
+    with contextlib.suppress(msgspec.ValidationError):  # of an earlier version
+        if known is not None:
+            return msgspec.convert(known, Interpreter)
     # -I: the cached answer must not depend on the user or the working folder.
     clean = {**env, "PYTHONPATH": search_path(env.get("PYTHONPATH", ""))}
-    answer = child.run([path, "-I", "-c", _ASK], deadline_s=_PYTHON_DEADLINE_S, env=clean)
-    for line in answer.output.splitlines():
-        if line.startswith("bootseer:"):
-            try:
-                found = json.loads(line.removeprefix("bootseer:"))
-            except ValueError:
-                break
-            names = {name for name in Interpreter.__struct_fields__ if name != "path"}
-            if isinstance(found, dict) and set(found) == names:
-                return found
-    reason = answer.error or f"ended with code {answer.code}"
-    raise PermanentError(f"{path}: its version cannot be determined: {reason}")
+    answer = child.run([path, "-I", "-c", QUESTION], deadline_s=_PYTHON_DEADLINE_S, env=clean)
+    found = answered(answer.output)
+    if found is None:
+        reason = answer.error or f"ended with code {answer.code}"
+        raise PermanentError(f"{path}: its version cannot be determined: {reason}")
+    if stamp:
+        facts.put("python", path, stamp, msgspec.to_builtins(found))
+    return found
 
 
 def _stamp(path: str) -> list[object]:

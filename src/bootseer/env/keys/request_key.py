@@ -180,7 +180,7 @@ class _Collector:
                 self._add("python", python.name, [path])
                 self._add("prefix", prefix)
                 self._platform |= {"python": python.name, "prefix": prefix}
-                folders = [*python.folders, *self._more_folders(python)]
+                folders = [*python.own_folders, *self._more_folders(python)]
         self._collect(partial(self._fingerprint, folders))
         self._add("user", f"{os.geteuid()}:{os.getegid()} umask {node.umask()}")
         return prefix
