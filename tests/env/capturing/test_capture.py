@@ -227,7 +227,7 @@ def test_temporary_folders_and_package_caches_are_the_real_ones(machine: Machine
     assert marker.read_text() == "real\n"
     assert (own / "event").read_text() == "e\n"
     assert (machine.home / "user/.cache/pip/wheel").read_text() == "w\n"
-    assert not (machine.home / "user/.cache/uv").exists(), "made for the capture, and not used"
+    assert list((machine.home / "user/.cache/uv").iterdir()) == [], "made for the capture, and not used"
     assert not (machine.home / "user/built").exists()
     assert set(ended.below("/home/user/")) == {"built"}
     assert not list(machine.captures.iterdir())

@@ -54,7 +54,6 @@ class OverlayCapture(Capture):
         folder: OwnedFolder,
         plan: overlay.Plan,
         exclusions: Exclusions,
-        made: Sequence[Path],
     ) -> None:
         super().__init__(exclusions)
         self.way = way
@@ -64,7 +63,6 @@ class OverlayCapture(Capture):
         self._namespace = namespace
         self._folder = folder
         self._in_memory = plan.memory_bytes > 0
-        self._made = made
         place = namespace.folder("memory") if self._in_memory else folder.path
         self.uppers = tuple(
             Layer(point, str(place / overlay.UPPERS / str(number)), point, str(place / overlay.WORKS / str(number)))
@@ -103,9 +101,6 @@ class OverlayCapture(Capture):
     def close(self) -> None:
         self._namespace.close()
         self._folder.remove()
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # no longer empty
-                folder.rmdir()
 
 
 def open_overlay(
@@ -120,8 +115,7 @@ def open_overlay(
     user = way == "user"
     if not user and not user_namespace.may_mount():
         raise PermanentError("mounting needs root (CAP_SYS_ADMIN)")
-    # First: only folders that exist can be mounted, and a cache that the setup makes would go into the upper layer.
-    made = _make_caches(homes, env)
+    _make_caches(homes, env)
     passthrough = (*exclusions.passthrough_folders, *PASSTHROUGH_FILES)
     problems: list[str] = []
     for place, memory_bytes in _places(folder):
@@ -141,13 +135,10 @@ def open_overlay(
         try:
             build = functools.partial(overlay.build_user if user else overlay.build_root, plan)
             namespace = Namespace.create(build, user=user)
-            return OverlayCapture(way, namespace, own, plan, exclusions, made)
+            return OverlayCapture(way, namespace, own, plan, exclusions)
         except BootseerError as error:
             own.remove()
             problems.append(f"{'in memory' if memory_bytes else place}: {error}")
-    for path in reversed(made):
-        with contextlib.suppress(OSError):
-            path.rmdir()
     raise PermanentError("; ".join(dict.fromkeys(problems)))
 
 
@@ -177,18 +168,16 @@ def _places(folder: Path) -> list[tuple[Path, int]]:
     return [*places, *((place, memory) for place, _ in places)]
 
 
-def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> list[Path]:
-    """Create the installers' caches, to be mounted as passthrough folders; the new folders, outermost first."""
-    made: list[Path] = []
-    for path in [*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env)]:
+def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> None:
+    """Create the installers' caches, to be mounted as passthrough folders: only folders that exist can be, and one that
+    the setup makes would go into the upper layer and be lost."""
+    for path in map(
+        Path, (*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env))
+    ):
         with contextlib.suppress(OSError):  # of `exists` too, for a folder that may not be searched
-            missing = [above for above in (Path(path), *Path(path).parents) if not above.exists()]
-            if not missing or missing[-1].parent.stat().st_uid != os.geteuid():
-                continue
-            for folder in reversed(missing):
-                folder.mkdir(mode=0o700)
-                made.append(folder)
-    return made
+            above = next(folder for folder in (path, *path.parents) if folder.exists())
+            if above.stat().st_uid == os.geteuid():
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _candidates(env: Mapping[str, str], homes: Sequence[str], folders: Iterable[Path | str]) -> list[str]:
