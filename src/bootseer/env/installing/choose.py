@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from bootseer.env.installing.interpreter import Interpreter, Run, ask, module_command, runner
+from bootseer.env.installing.interpreter import Interpreter, Run, module_command
 from bootseer.env.installing.packages import installed, path_in_root
 from bootseer.env.installing.pip_settings import Read, Translation, requirement_files, settings, translate
-from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
-from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
 """The oldest uv with all options that `pip_settings` uses; older ones would ignore an index."""
@@ -130,16 +128,6 @@ def choose(
     words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
     command = Command("uv", words, translation.environment)
     return Installation((command, pip) if python.pip else (command,))
-
-
-def plain_command(kind: FileKind, files: Sequence[str], python: str, env: Mapping[str, str]) -> Command:
-    """How to install the files on this machine, without a snapshot. Raises `PermanentError`."""
-    run = runner()
-    asked = ask(python, env, run)
-    way = choose(files, env, asked, run, cwd=str(Path.cwd()), kind=kind, own_uv=own_uv() or "")
-    if not way.commands:
-        raise PermanentError(way.why_not_uv)
-    return way.commands[0]
 
 
 def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installation:

@@ -68,14 +68,18 @@ def install_command(
     """The command that installs files of one kind on this machine, and variables for it. Raises `PermanentError`."""
     # The job's Python is the one on PATH, not BootSeer's.
     python = shutil.which("python3") or shutil.which("python") or sys.executable
-    if kind != "requirements":
-        from bootseer.env.installing.choose import plain_command
+    from bootseer.env.installing.interpreter import ask, module_command, runner
 
-        way = plain_command(kind, files, python, env)
-        return way.argv, way.env
-    from bootseer.env.installing.interpreter import module_command
+    if kind == "requirements":
+        return module_command(python, "pip", "install", *(word for path in files for word in ("-r", path))), {}
+    from bootseer.env.installing.choose import choose
+    from bootseer.env.keys.lock import own_uv
 
-    return module_command(python, "pip", "install", *(word for path in files for word in ("-r", path))), {}
+    run = runner()
+    way = choose(files, env, ask(python, env, run), run, cwd=str(Path.cwd()), kind=kind, own_uv=own_uv() or "")
+    if not way.commands:
+        raise PermanentError(way.why_not_uv)
+    return way.commands[0].argv, way.commands[0].env
 
 
 class ScriptRun(Struct, frozen=True):
