@@ -171,9 +171,8 @@ def _places(folder: Path) -> list[tuple[Path, int]]:
 def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> None:
     """Create the installers' caches, to be mounted as passthrough folders: only folders that exist can be, and one that
     the setup makes would go into the upper layer and be lost."""
-    for path in map(
-        Path, (*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env))
-    ):
+    caches = [*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env)]
+    for path in map(Path, caches):
         with contextlib.suppress(OSError):  # of `exists` too, for a folder that may not be searched
             above = next(folder for folder in (path, *path.parents) if folder.exists())
             if above.stat().st_uid == os.geteuid():
