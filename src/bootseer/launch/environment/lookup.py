@@ -44,11 +44,10 @@ class LookupResult(Struct):
     """The decision, and the process that holds the lease."""
 
     decision: Decision
-    key: RequestKey | None = None
-    """None if it could not be computed."""
-    helper: Background | None = None
+    key: RequestKey
+    helper: Background
     """Holds the lease until the last process that has `lease_pipe` closes it."""
-    lease_pipe: int = -1
+    lease_pipe: int
 
     def release(self) -> None:
         """Release the lease in this process; other processes may still hold it."""
@@ -59,12 +58,13 @@ class LookupResult(Struct):
     def close(self) -> None:
         """Wait until the lease is released, so that the next start does not have to."""
         self.release()
-        if self.helper is not None and not self.helper.wait(_RELEASE_S):
+        if not self.helper.wait(_RELEASE_S):
             self.helper.stop()
 
 
 def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -> LookupResult:
-    """Look up the environment. Problems with the key or the store are not errors: they lead to running the setup.
+    """Look up the environment. Raises `TransientError` if the child fails or does not answer in time; that the store
+    does not answer is no error, but a reason for the decision.
 
     `base` returns the image to run in, and is called in the child. `damaged` is the defect of the snapshot that was
     found before, which is to be rebuilt.
@@ -91,8 +91,6 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
         raise
     finally:
         os.close(read_end)
-    mode = task.options.mode
-    result = LookupResult(Decision(Action.INSTALL, "failed", ""), None, helper, write_end)
     try:
         with task.stage("key") as facts:
             import bootseer.launch.environment.restore  # while the child works
@@ -101,7 +99,7 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
                 with contextlib.suppress(ImportError):  # then the child has reported it
                     import bootseer.places.hdfs  # noqa: F401 - the children to come need it
 
-            key = result.key = msgspec.convert(_next_message(helper, _KEY_S), RequestKey)
+            key = msgspec.convert(_next_message(helper, _KEY_S), RequestKey)
             facts["key"] = key.digest
         with task.stage("lookup") as facts:
             message = _next_message(helper, _LOOK_S)
@@ -114,14 +112,11 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
                 facts["code"] = message["code"]
         decision = _decoded(message)
         _log.info("environment %s: %s (%s: %s)", key.digest[:12], decision.action.value, decision.code, decision.reason)
-    except TransientError as error:
-        helper.stop()
-        decision = Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
     except BaseException:
         helper.stop()
-        result.release()
+        os.close(write_end)
         raise
-    result.decision = decision
+    result = LookupResult(decision, key, helper, write_end)
     if decision.action is not Action.BUILD:
         result.release()
     return result
