@@ -108,10 +108,10 @@ class LocalObjects:
         """
         offered = _offered(stored, self._folder / content_path(stored.name))
         with contextlib.suppress(BootseerError):
-            data = read_all(self.store, stored.name, stored.size_bytes)
+            copy = read_all(self.store, stored.name, stored.size_bytes)
             with contextlib.suppress(OSError):
                 os.utime(self._folder / content_path(stored.name))  # copies are deleted when unused for long
-            return data
+            return copy
         try:
             data = offered.get(self._say) if offered is not None else None
             if data is None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.installing.interpreter import Interpreter, ask, runner
+from bootseer.env.installing.interpreter import ask, runner
+from bootseer.env.keys.node import Interpreter
 from once import lent_python_with_pip
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from bootseer.env.installing.bytecode_compile import compile_command
 from bootseer.env.installing.choose import choose
-from bootseer.env.installing.interpreter import Interpreter, ask, module_command, runner
+from bootseer.env.installing.interpreter import ask, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed
 from bootseer.env.installing.validate import conflicts, validate
+from bootseer.env.keys.node import Interpreter
 from bootseer.launch.environment.plain import install_command
 from wheels import make_wheel
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from bootseer.env.installing.interpreter import Interpreter, Run, module_command
+from bootseer.env.installing.interpreter import Run, module_command
 from bootseer.env.installing.packages import installed, path_in_root
 from bootseer.env.installing.pip_settings import Read, Translation, requirement_files, settings, translate
+from bootseer.env.keys.node import Interpreter
 from bootseer.env.keys.requirement import FileKind
 
 _OLDEST_UV = (0, 5, 0)

@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from bootseer.env.installing.interpreter import SAFE_PATH, TIMED_OUT, Interpreter, Ran, Run, module_command
+from bootseer.env.installing.interpreter import SAFE_PATH, TIMED_OUT, Ran, Run, module_command
 from bootseer.env.installing.packages import Installed
+from bootseer.env.keys.node import Interpreter
 from bootseer.env.keys.requirement import normalised
 
 _RECORDS_DEADLINE_S = 60.0

@@ -20,10 +20,11 @@ from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
-from bootseer.env.installing.interpreter import CANNOT_START, Interpreter, Ran, Run, module_command, runner
+from bootseer.env.installing.interpreter import CANNOT_START, Ran, Run, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
+from bootseer.env.keys.node import Interpreter
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import BootseerError
 from bootseer.launch.command import run_program
