@@ -186,7 +186,7 @@ def test_a_uv_beside_the_job_s_python_is_found(uv, no_uv, job_env, python, tmp_p
 
 
 def test_an_environment_that_cannot_be_written_is_left_to_pip(uv, job_env, python, tmp_path):
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     installation = _choose(_requirements(tmp_path, "app\n"), job_env, replace(python, writable=False), tmp_path)
     assert "not writable" in installation.why_not_uv
