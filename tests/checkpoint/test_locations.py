@@ -45,7 +45,7 @@ def test_an_address_behind_a_mount_table_is_the_one_that_its_link_names(
 
 @pytest.mark.parametrize("uri", ["ftp://bucket/a", "file://host/a", "http://host/a"])
 def test_other_addresses_are_refused(uri: str) -> None:
-    with pytest.raises(UsageError, match="no place for checkpoints"):
+    with pytest.raises(UsageError, match="not a location for checkpoints"):
         split(uri)
     assert not is_uri(uri)
 

@@ -376,7 +376,7 @@ def test_older_checkpoints_of_its_kind_are_removed_when_it_is_published(files: F
     assert put("step-11", 3) == ["step-1", "step-2"]
     assert there() == {*others, "step-4", "step-10", "step-11"}
     set_latest(files, "", "step-4")
-    with pytest.raises(UsageError, match="ends with no step"):
+    with pytest.raises(UsageError, match="does not end with a step number"):
         put("better", 1)
     settings = PutSettings(keep_last=1, move_latest=False)
     removed = put_checkpoint(files.place, source, "step-12", settings=settings).removed
