@@ -60,6 +60,23 @@ def test_a_tokens_team_is_that_of_the_runs_it_sends(tmp_path):
         assert start.team == "llm"
 
 
+def test_a_teams_token_reads_nothing_of_other_teams(tmp_path):
+    with running_service(tmp_path / "data") as running:
+        sent = [running.service.tokens.add("ingest", team=team)[1] for team in ("llm", "vision")]
+        for number, token in enumerate(sent):
+            data = b"".join(Fleet(2, job=f"job-{number}").lines())
+            running.post("/v1/lines", data, authorization=f"Bearer {token}", x_bootseer_sender=f"n{number}")
+        assert len(running.rows(schema.start, 2)) == 2
+        reader = running.service.tokens.add("read", team="llm")[1]
+        assert status(running, "/metrics", reader) == 403
+        sees_all = running.service.tokens.add("read")[1]
+        for token, shown in ((reader, False), (sees_all, True)):
+            for path in ("/?since=365d", "/api/v1/fleet?since=365d", "/api/v1/over-time/fleet?since=365d"):
+                text = ask("GET", running.url + path, headers={"authorization": f"Bearer {token}"}).text
+                assert ("vision" in text) == shown, path
+        assert status(running, "/metrics", sees_all) == 200
+
+
 def test_no_way_to_write_a_line_names_another_team_than_the_tokens(tmp_path):
     begin = {"wall_ns": 1_790_000_000_000_000_000, "mono_ns": 1, "job": "moe", "node": "n", "stage": "run",
              "phase": "begin", "span": "0a", "attrs": {"team": "other"}}  # fmt: skip

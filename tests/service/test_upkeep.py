@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, text
 
 from bootseer.errors import TransientError
 from bootseer.report.analysis.compose import Analysis
@@ -28,7 +28,7 @@ from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.histogram import CLASSES, bound_s, class_of, quantile_s
 from bootseer.service.raw import LOG
 from bootseer.service.rows import DAY_NS
-from bootseer.service.upkeep import forget, reconcile, reindex, roll_up
+from bootseer.service.upkeep import Upkeep, forget, reconcile, reindex, roll_up
 from fleet import EPOCH_NS, INSTALL, Fleet
 from service.test_derive import Place, contents
 
@@ -80,6 +80,19 @@ def test_two_services_may_compute_the_same_day_at_once(place: Place) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(computed, range(4)))
     assert sum(row.n for row in place.rows(schema.stage_day)) == len(place.rows(schema.stage_start))
+
+
+def test_a_day_whose_sums_fail_is_tried_again(place: Place) -> None:
+    """On PostgreSQL a missing table is an error that nothing foresees."""
+    place.put(Fleet(2).lines())
+    derive_all(place)
+    upkeep = Upkeep(place.database, place.raw, 14, lambda: None)
+    upkeep.changed([DAY])
+    for names in (("stage_day", "away"), ("away", "stage_day")):
+        with place.database.write() as connection:
+            connection.execute(text("ALTER TABLE {} RENAME TO {}".format(*names)))
+        upkeep._sum()
+    assert place.rows(schema.stage_day)
 
 
 def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None:

@@ -190,6 +190,16 @@ def test_answers_decide_when_the_next_request_comes(tmp_path, link):
         shipper.close()
 
 
+def test_a_next_request_at_no_time_is_ignored(tmp_path, link):
+    folder, _ = spool(tmp_path / "spool", num_nodes=1)
+    with collector(lambda _: (202, {"X-Bootseer-Next": "nan"}, b"{}")) as server:
+        sender = link(server.url)
+        shipper = Shipper(str(folder), sender)
+        assert shipper.step()
+        assert sender.next_s == 2.0
+        shipper.close()
+
+
 @pytest.mark.parametrize(
     ("url", "env", "said"),
     [

@@ -36,7 +36,7 @@ from bootseer.report.render import html, perfetto
 from bootseer.report.render.html_svg import NUM_COLOURS
 from bootseer.report.render.html_text import dotted, raw
 from bootseer.service import metrics, questions, schema
-from bootseer.service.access import Grant
+from bootseer.service.access import Grant, refusal
 from bootseer.service.charts import bars
 from bootseer.service.over_time import ADDRESS, QUESTIONS, exported, lemons, now
 from bootseer.service.questions import Filter
@@ -157,7 +157,7 @@ class Pages:
         return {
             **chosen,
             **more,
-            "teams": questions.teams(connection),
+            "teams": [team] if (team := _grant(request).team) else questions.teams(connection),
             "by_team": questions.cost(connection, where, "team"),
             "buckets": questions.buckets(connection, where),
             "stages": questions.stages(connection, where)[:15],
@@ -256,6 +256,8 @@ class Pages:
     # Requests for them.
 
     def _metrics(self, request: Request) -> Response:
+        if _grant(request).team:  # most of these sums are not split by team
+            return refusal(403, "/metrics is about all teams: this needs a token without a team")
         with self._service.database.read() as connection:
             text = metrics.text_of(connection, self._service.over_time, time.time_ns())
         return PlainTextResponse(text, media_type=PROMETHEUS)

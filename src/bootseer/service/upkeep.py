@@ -6,12 +6,12 @@ After a deletion, SQLite returns free pages to the disk.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import Connection, Integer, cast, delete, func, insert, select, text
@@ -29,9 +29,7 @@ from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
 Gap = tuple[int, int]
-_SUM_EVERY_S: Final = 2.0
-_RECONCILE_EVERY_S: Final = 60.0
-_FORGET_EVERY_S: Final = 3600.0
+_EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
 _PAGES: Final = 20_000
 """Maximum number of SQLite pages to return to the disk at once, because other transactions wait meanwhile."""
 RAW_DAYS: Final = 14
@@ -268,6 +266,8 @@ class Upkeep:
         self._raw_days = raw_days
         self._found = found
         self._days: set[int] = set()
+        self._since: int | None = None
+        """The first day that may have objects without rows; None before the first look."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-upkeep", daemon=True)
@@ -286,34 +286,51 @@ class Upkeep:
         self._thread.join()
 
     def _run(self) -> None:
-        due_s = {"reconcile": 0.0, "forget": time.monotonic() + _FORGET_EVERY_S / 10}
         # A killed service may have left sums that were not recomputed.
+        self._try(self._find_days)
+        due_s = dict.fromkeys(_EVERY_S, 0.0) | {"forget": time.monotonic() + _EVERY_S["forget"] / 10}
+        tasks = {"sum": self._sum, "reconcile": self._reconcile, "forget": self._forget}
+        while not self._ended.wait(_EVERY_S["sum"]):
+            for name, task in tasks.items():
+                if time.monotonic() >= due_s[name]:
+                    due_s[name] = time.monotonic() + _EVERY_S[name]
+                    self._try(task)
+
+    def _try(self, task: Callable[[], object]) -> bool:
+        """Whether the task succeeded. Its errors must neither end the thread nor keep other tasks from running."""
+        try:
+            task()
+        except BootseerError as error:
+            _LOG.warning("upkeep: %s", error)
+        except Exception:
+            _LOG.exception("upkeep")
+        else:
+            return True
+        return False
+
+    def _find_days(self) -> None:
         start = schema.start
         lately = start.c.computed_ns >= time.time_ns() - DAY_NS
-        with contextlib.suppress(BootseerError), self._database.read() as connection:
+        with self._database.read() as connection:
             self.changed(connection.execute(select(start.c.day).distinct().where(lately)).scalars())
-        since: int | None = None
-        while not self._ended.wait(_SUM_EVERY_S):
-            try:
-                with self._lock:
-                    days, self._days = self._days, set()
-                for day in sorted(days):
-                    roll_up(self._database, day)
-                now_s, today = time.monotonic(), day_of(time.time_ns())
-                if now_s >= due_s["reconcile"]:
-                    if since is None:
-                        since = self._latest_day(today)
-                    if reconcile(self._database, self._raw, range(min(since, today - 1), today + 1)):
-                        self._found()
-                    since, due_s["reconcile"] = today - 1, now_s + _RECONCILE_EVERY_S
-                if now_s >= due_s["forget"]:
-                    due_s["forget"] = now_s + _FORGET_EVERY_S
-                    forget(self._database, self._raw, self._raw_days, time.time_ns())
-            except BootseerError as error:
-                self.changed(days)
-                _LOG.warning("upkeep: %s", error)
-            except Exception:  # must not end the thread
-                _LOG.exception("upkeep")
+
+    def _sum(self) -> None:
+        with self._lock:
+            days, self._days = self._days, set()
+        for day in sorted(days):
+            if not self._try(partial(roll_up, self._database, day)):
+                self.changed([day])
+
+    def _reconcile(self) -> None:
+        today = day_of(time.time_ns())
+        if self._since is None:
+            self._since = self._latest_day(today)
+        if reconcile(self._database, self._raw, range(min(self._since, today - 1), today + 1)):
+            self._found()
+        self._since = today - 1
+
+    def _forget(self) -> None:
+        forget(self._database, self._raw, self._raw_days, time.time_ns())
 
     def _latest_day(self, today: int) -> int:
         """The day of the last batch with a row: the service may have been killed just after it, days ago."""

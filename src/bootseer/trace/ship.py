@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
 import random
 import ssl
@@ -154,7 +155,8 @@ class Link:
                 content = response.read(65_536)
                 wait = response.getheader("Retry-After", "")
                 with contextlib.suppress(ValueError):
-                    self.next_s = min(max(float(response.getheader("X-Bootseer-Next", "2")), 0.1), 60.0)
+                    next_s = float(response.getheader("X-Bootseer-Next", "2"))
+                    self.next_s = min(max(next_s, 0.1), 60.0) if math.isfinite(next_s) else self.next_s
                 if response.will_close or response.read(1):
                     self.close()
                 answer = _decode_object(content)
