@@ -112,7 +112,10 @@ def test_caches_and_what_a_miss_costs(place: Place) -> None:
     assert (row["hits"], row["misses"], row["stored_bytes"]) == (8, 4, 5 << 30)
     assert row["hit_share"] == pytest.approx(2 / 3)
     assert row["miss_costs_s"] == pytest.approx(40.0)
-    assert ask(place, questions.caches_by_day, ALL)[0]["stored_bytes"] == 5 << 30
+    days = ask(place, questions.caches_by_day, ALL)
+    assert (len(days), days[0]["stored_bytes"]) == (1, 5 << 30)
+    assert ask(place, questions.caches_by_day, Filter(job="big")) == days
+    assert ask(place, questions.caches_by_day, Filter(team="another")) == []
 
 
 def test_jobs_days_and_hours(place: Place) -> None:

@@ -42,6 +42,7 @@ from bootseer.units import NS_PER_S
 
 Rows = list[dict[str, Any]]
 _HOUR_NS: Final = 3600 * NS_PER_S
+_USES: Final = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
 _LEAST_STARTS: Final = 3
 """Of a node that is compared with others."""
 # Not open starts, which have not ended yet, nor starts without an observed first step, which may have trained.
@@ -285,28 +286,21 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
 def caches(connection: Connection, where: Filter) -> Rows:
     """Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
     of the same scale with and without misses."""
-    of = technique_start if where.needs_starts(storage_day) else storage_day
-    names = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
-    grouped = select(of.c.technique, *(func.sum(of.c[name]).label(name) for name in names))
-    if of is technique_start:
-        grouped = grouped.join_from(of, start).where(*where.of(start))
-    else:
-        grouped = grouped.where(*where.of(of))
-    stored = select(storage_day.c.technique, func.max(storage_day.c.stored_bytes).label("bytes"))
-    stored = stored.where(*where.of(storage_day)).group_by(storage_day.c.technique)
-    stored_bytes = {row.technique: int(row.bytes) for row in connection.execute(stored)}
+    days: dict[str, Rows] = defaultdict(list)
+    for row in caches_by_day(connection, where):
+        days[row["technique"]].append(row)
     costs = _miss_costs(connection, where)
     found = []
-    for row in connection.execute(grouped.group_by(of.c.technique).order_by(of.c.technique)).mappings():
-        values = {name: _plain(row[name]) for name in names}
-        uses = values["hits"] + values["misses"]
+    for technique, rows in sorted(days.items()):
+        sums = {name: sum(row[name] for row in rows) for name in _USES}
+        uses = sums["hits"] + sums["misses"]
         found.append(
             {
-                "technique": row["technique"],
-                **values,
-                "hit_share": values["hits"] / uses if uses else None,
-                "stored_bytes": stored_bytes.get(row["technique"], 0),
-                "miss_costs_s": costs.get(row["technique"]),
+                "technique": technique,
+                **sums,
+                "hit_share": sums["hits"] / uses if uses else None,
+                "stored_bytes": max(row["stored_bytes"] for row in rows),
+                "miss_costs_s": costs.get(technique),
             }
         )
     return found
@@ -330,9 +324,26 @@ def _miss_costs(connection: Connection, where: Filter) -> dict[str, float]:
 
 
 def caches_by_day(connection: Connection, where: Filter) -> Rows:
-    """Hit rates and stored bytes of each technique by day."""
+    """Hits, sources of bytes and stored bytes of each technique by day."""
+    if where.needs_starts(storage_day):
+        return technique_days(connection, where)
     query = select(storage_day).where(*where.of(storage_day)).order_by(storage_day.c.day, storage_day.c.technique)
     return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def technique_days(connection: Connection, where: Filter) -> Rows:
+    """The same from the rows of starts. Stored bytes are those of the different images, environments and checkpoints
+    that were used on the day."""
+    of = technique_start.c
+    sums = (func.max(of.stored_bytes).label("stored_bytes"), *(func.sum(of[name]).label(name) for name in _USES))
+    query = select(of.day, of.technique, *sums).join_from(technique_start, start).where(*where.of(start))
+    query = query.group_by(of.day, of.technique, of.digest).order_by(of.day, of.technique)
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in connection.execute(query).mappings():
+        day = found.setdefault((row["day"], row["technique"]), {"day": row["day"], "technique": row["technique"]})
+        for name in ("stored_bytes", *_USES):
+            day[name] = day.get(name, 0) + _plain(row[name])
+    return list(found.values())
 
 
 def by_day(connection: Connection, where: Filter) -> Rows:

@@ -23,6 +23,7 @@ from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, Patterns, derive_attempt
 from bootseer.service.histogram import CLASSES, class_of
+from bootseer.service.questions import Filter, technique_days
 from bootseer.service.raw import EVENTS, RawStore, parse_name
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
@@ -47,7 +48,7 @@ def roll_up(database: Database, day: int) -> None:
             connection.execute(delete(table).where(table.c.day == day))
         database.insert_all(connection, schema.stage_day, _stage_days(connection, day))
         database.insert_all(connection, schema.node_day, _node_days(connection, day))
-        database.insert_all(connection, schema.storage_day, _storage_days(connection, day))
+        database.insert_all(connection, schema.storage_day, technique_days(connection, Filter(day, day)))
 
 
 def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
@@ -97,20 +98,6 @@ def _node_days(connection: Connection, day: int) -> list[dict[str, Any]]:
         }
         for row in connection.execute(sums.where(where).group_by(of.c.node_id))
     ]
-
-
-def _storage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
-    of = schema.technique_start
-    names = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
-    each = select(of.c.technique, of.c.digest, func.max(of.c.stored_bytes).label("stored_bytes"))
-    each = each.add_columns(*(func.sum(of.c[name]).label(name) for name in names))
-    sums: dict[str, dict[str, Any]] = {}
-    for row in connection.execute(each.where(of.c.day == day).group_by(of.c.technique, of.c.digest)).mappings():
-        total = sums.setdefault(row["technique"], {"day": day, "technique": row["technique"]})
-        for name in ("stored_bytes", *names):  # PostgreSQL's sums of integers are decimals
-            value = float(row[name]) if name == "saved_s" else int(row[name])
-            total[name] = total.get(name, 0) + value
-    return list(sums.values())
 
 
 def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = None) -> int:
