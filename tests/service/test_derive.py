@@ -10,28 +10,26 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import psutil
 import pytest
 import zstandard
-from sqlalchemy import func, insert, select, text
+from sqlalchemy import func, insert, select
 
 from bootseer.errors import TransientError
 from bootseer.service import questions, schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
-from bootseer.service.deriver import Deriver, read_event
+from bootseer.service.deriver import Deriver
 from bootseer.service.questions import Filter
 from bootseer.service.raw import RawStore
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.store.open import open_store
-from bootseer.trace.event import Malformed, decode, encode
+from bootseer.trace.event import encode
 from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
 from startups import span
-from store_doubles import Fault, FaultyStore
 from waiting import until
 
 _PATIENCE_S = 300.0
@@ -221,8 +219,7 @@ def test_lines_that_arrive_show_where_the_nodes_are_and_end_in_a_closed_start(pl
     until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
 
 
-def test_where_the_nodes_are_is_told_of_batches_too_that_a_worker_had_first(place: Place, monkeypatch: Any) -> None:
-    """Those beyond one look, and those that a service before this one has derived."""
+def test_where_the_nodes_are_is_told_of_all_batches_beyond_one_look_too(place: Place, monkeypatch: Any) -> None:
     monkeypatch.setattr("bootseer.service.deriver._BATCHES", 1)
     by_node: dict[str, list[bytes]] = {}
     fleet = Fleet(5)
@@ -237,84 +234,6 @@ def test_where_the_nodes_are_is_told_of_batches_too_that_a_worker_had_first(plac
         until(lambda: json.loads(place.rows(schema.live)[0].moment)["nodes_heard"] == 5, "not all nodes were told")
     finally:
         deriver.close()
-
-
-def test_a_start_that_is_over_is_forgotten_and_told_anew_when_it_goes_on(place: Place) -> None:
-    """A service to which starts come faster than they are analysed would else hold all of their nodes."""
-    fleet = Fleet(4)
-    of = {node: [line for event, line in zip(fleet.events(), fleet.lines(), strict=True) if event.node == node]
-          for node in {event.node for event in fleet.events()}}  # fmt: skip
-    first, *_, last = sorted(of)
-    deriver = Deriver(place.database, place.url, str(place.folder))
-
-    def told(lines: list[bytes]) -> tuple[int, bool, int]:
-        """What is told with this batch: nodes, whether all is over, and how many nodes are held for it."""
-        place.put(lines)
-        deriver._take()
-        (row,) = place.rows(schema.live)
-        moment, (state,) = json.loads(row.moment), deriver._states.values()
-        return moment["nodes_heard"], moment["over"], len(state.live.nodes())
-
-    assert told([line for node in of if node != last for line in of[node]])[0] == 3
-    assert told(of[last]) == (4, True, 0)
-    assert told(of[first][-1:]) == (4, True, 0), "what comes twice, or late"
-    more = [line.replace(b"node-0003", b"node-0009") for line in of[last][:5]]
-    assert told(more) == (5, False, 5), "another node"
-    deriver._raw.store.close()
-
-
-def test_lines_that_cannot_be_read_for_a_moment_are_analysed_soon(place: Place) -> None:
-    """Also those of another attempt meanwhile, and those after a row that cannot be written."""
-    moments: list[Any] = []
-    deriver = Deriver(place.database, place.url, str(place.folder), on_moment=moments.append)
-    away = Event()
-    faulty = FaultyStore(
-        place.raw.store, lambda request: Fault(status=503) if away.is_set() and "-far." in request.name else None
-    )
-    deriver._raw.store.close()
-    deriver._raw.store = faulty
-    lines = Fleet(3).lines()
-    place.put(lines[: len(lines) // 2])
-    deriver.start()
-    try:
-        until(lambda: deriver.is_idle() and place.rows(schema.start), "nothing was derived")
-        away.set()
-        place.put(lines[len(lines) // 2 :], sender="far")
-        place.put(Fleet(2, attempt=1).lines(), attempt=1)
-        deriver.wake()
-        until(lambda: len(place.rows(schema.start)) == 2, "the other attempt was not derived")
-        assert not deriver.is_idle()
-        with place.database.write() as connection:
-            connection.execute(text("ALTER TABLE live RENAME TO away"))
-        away.clear()
-        until(lambda: deriver.problem, "no row was written")
-        with place.database.write() as connection:
-            connection.execute(text("ALTER TABLE away RENAME TO live"))
-        until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
-        assert any(moment.over for moment in moments if moment.attempt == 0), "its row was written at last"
-    finally:
-        deriver.close()
-
-
-def test_the_quick_reader_says_what_the_format_says() -> None:
-    lines = [line.rstrip(b"\n") for line in Fleet(3, ranks_per_node=2, killed_in={1: INSTALL}).lines()]
-    event = {"wall_ns": 1, "mono_ns": 1, "job": "j", "node": "n", "stage": "run", "phase": "begin", "span": "a"}
-    changes: list[dict[str, Any]] = [
-        *({"attrs": {"a": [1]}}, {"attrs": None}, {"phase": "B"}, {"outcome": "bad"}, {"unknown": {"a": 1}}),
-        *({"node": ""}, {"job": "j" * 300}, {"wall_ns": 1 << 70}, {"restart": -1}, {"rank": "1"}),
-    ]
-    lines += [b"@bootseer1 " + json.dumps(event | change).encode() for change in changes]
-    lines += [b"12:00 " + lines[0] + b" behind", lines[0][:40], b"@bootseer1 {", b"@bootseer1 {\xff}", b"no event"]
-    for line in lines:
-        quick = read_event(line)
-        try:
-            known = decode(line)[0]
-        except Malformed:
-            assert quick is None, line
-        else:
-            names = ("wall_ns", "job", "node", "stage", "phase", "span", "attempt", "restart", "rank", "outcome", "pid")
-            assert [getattr(quick, name) for name in names] == [getattr(known, name) for name in names], line
-            assert dict(quick.attrs) == dict(known.attrs)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

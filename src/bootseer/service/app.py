@@ -113,7 +113,6 @@ class Service:
                 workers=settings.workers,
                 name=str(settings.data),
                 patterns=settings.patterns,
-                on_moment=lambda moment: self.pages.changed(),
                 on_derived=lambda attempt, derived: self._derived(derived),
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.raw_days, self.deriver.wake)

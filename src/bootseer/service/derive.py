@@ -9,6 +9,7 @@ cost grows with the number of analyses, which `deriver` limits.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from sqlalchemy import Connection, bindparam, delete, func, insert, select, text
 from bootseer.errors import TransientError
 from bootseer.logs import logger
 from bootseer.report.analysis.compose import Analysis
+from bootseer.report.analysis.live import Live
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans, unique
 from bootseer.report.foreign.parser import UNKNOWN_JOB
@@ -70,7 +72,7 @@ def derive_attempt(
     now_ns: int,
     patterns: Patterns = (),
 ) -> Derived:
-    """Analyse all lines of an attempt and replace its rows.
+    """Analyse all lines of an attempt, and replace its rows and the live state of its nodes.
 
     batches: the name of each object and when it arrived, ns.
     patterns: patterns of stages in a site's own logs.
@@ -82,12 +84,20 @@ def derive_attempt(
     analysed more lines meanwhile; then nothing is changed.
     """
     gone: set[str] = set()
-    rows, closes = _rows(raw, attempt, sorted(batches), now_ns, patterns, gone)
+    arrived = dict(sorted(batches))
+    found = scan(_sources(raw, arrived, gone), zone=UTC, patterns=patterns)
+    events, duplicates = unique(_own(found, attempt))
+    rows, closes = _analysed(events, duplicates, attempt, found, list(arrived.values()), now_ns)
+    live = Live(attempt.job, attempt.attempt, None)
+    live.feed(events)
+    moment = json.dumps(live.moment(now_ns).to_json())
     with database.write() as connection:
         _only_one(database, connection, attempt, {name for name, _ in batches})
         days: set[int] = set()
         if _has_all(connection, attempt, batches, gone):
             days = _replace(database, connection, attempt, rows, now_ns)
+            where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
+            connection.execute(update(schema.live).where(where).values(moment=moment, updated_ns=now_ns))
         else:
             rows, closes = [], None
             start = schema.start
@@ -121,17 +131,13 @@ def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[s
     return computed_ns is None or (not gone and first_ns < computed_ns + _CLOCKS_DIFFER_NS)
 
 
-def _rows(
-    raw: RawStore, attempt: Attempt, batches: Sequence[tuple[str, int]], now_ns: int, patterns: Patterns, gone: set[str]
-) -> tuple[list[Rows], int | None]:
-    arrived = dict(batches)
-    found = scan(_sources(raw, arrived, gone), zone=UTC, patterns=patterns)
-    own = [
+def _own(found: Scanned, attempt: Attempt) -> list[Event]:
+    """The attempt's events, and those of logs that name no job."""
+    return [
         event if event.job != UNKNOWN_JOB else event._replace(job=attempt.job, attempt=attempt.attempt)
         for event in found.events
         if event.job == UNKNOWN_JOB or (event.job, event.attempt) == attempt
     ]
-    return _analysed(own, attempt, found, list(arrived.values()), now_ns)
 
 
 def _sources(raw: RawStore, arrived: Mapping[str, int], gone: set[str]) -> Iterator[Source]:
@@ -161,16 +167,20 @@ def derive_found(database: Database, found: Scanned, now_ns: int) -> frozenset[i
     days: set[int] = set()
     for attempt, events in attempts.items():
         times = [event.wall_ns for event in events]
-        rows, _ = _analysed(events, attempt, found, [min(times), max(times)], now_ns)
+        rows, _ = _analysed(*unique(events), attempt, found, [min(times), max(times)], now_ns)
         with database.write() as connection:
             days |= _replace(database, connection, attempt, rows, now_ns)
     return frozenset(days)
 
 
 def _analysed(
-    own: list[Event], attempt: Attempt, found: Scanned, arrived_ns: Sequence[int], now_ns: int
+    events: list[Event],
+    duplicates: int,
+    attempt: Attempt,
+    found: Scanned,
+    arrived_ns: Sequence[int],
+    now_ns: int,
 ) -> tuple[list[Rows], int | None]:
-    events, duplicates = unique(own)
     if not events:
         return [], None
     analysis = Analysis(events, Options(job=attempt.job), facts=found.facts, read=found.input(), duplicates=duplicates)

@@ -1,19 +1,17 @@
 """The service's thread that has attempts analysed while their lines arrive.
 
-It polls for new batches, updates the live state of the nodes at once (`live`, cheap and incremental), and starts a
-worker process for each analysis (`derive`), which reads all lines of the attempt again. With a fixed interval, a start
-of 1,440 nodes, whose analysis takes seconds, would keep a core busy. So an attempt is analysed when no batch has
-arrived for `_QUIET_S`; while batches keep arriving, `_PACE` times the duration of its last analysis must pass, so that
-analyses take at most a fifth of the time, and small starts are still updated about every second.
+It polls for new batches and starts a worker process for each analysis (`derive`), which reads all lines of the attempt
+again. With a fixed interval, a start of 1,440 nodes, whose analysis takes seconds, would keep a core busy. So an
+attempt is analysed when no batch has arrived for `_QUIET_S`; while batches keep arriving, `_PACE` times the duration of
+its last analysis must pass, so that analyses take at most a fifth of the time, and small starts are still updated about
+every second.
 
 Several services may share one PostgreSQL: each claims an attempt for `_CLAIMED_S` at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,24 +20,20 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal, cast
+from typing import Final
 
-import msgspec
-from msgspec import Meta
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
-from bootseer.report.analysis.live import Live, Moment
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, Derived, Patterns, derive_attempt
-from bootseer.service.raw import EVENTS, RawStore
+from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
-from bootseer.trace.event import MAX_LINE_BYTES, NO_RANK, Event, Malformed, decode
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
@@ -54,45 +48,9 @@ _CLAIMED_S: Final = 30
 _TRIES: Final = 3
 """Number of failures after which an attempt is given up; `bootseer serve reindex` tries again."""
 _WORKER_S: Final = 600
-_TAG: Final = b"@bootseer1 {"
-_Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Name = Annotated[str, Meta(min_length=1, max_length=256)]
 # Forks of the forkserver have all imports; forks of the service itself would inherit locks of its threads.
 _processes: Final = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])
-
-
-class _Line(msgspec.Struct, gc=False):
-    """The fields of an event that `Live` uses."""
-
-    wall_ns: _Number
-    job: _Name
-    node: _Name
-    stage: _Name
-    phase: Literal["begin", "end", "instant"]
-    span: _Name
-    attempt: _Count = 0
-    restart: _Count = 0
-    rank: _Number = NO_RANK
-    outcome: Literal["", "ok", "failed"] = ""
-    pid: _Number = 0
-    attrs: dict[str, str | int | float | None] = {}
-
-
-_line: Final = msgspec.json.Decoder(_Line)
-
-
-def read_event(line: bytes) -> Event | None:
-    """The event, or None. Lines written by BootSeer itself are decoded many times faster than by `decode`, which also
-    repairs others: a burst of batches from all nodes would otherwise delay all requests."""
-    if line.startswith(_TAG) and len(line) <= MAX_LINE_BYTES:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return cast(Event, _line.decode(memoryview(line)[len(_TAG) - 1 :]))
-    try:
-        return decode(line)[0]
-    except Malformed:
-        return None
 
 
 class _Worker:
@@ -151,13 +109,8 @@ def _work(
 class _State:
     """An attempt whose lines are arriving."""
 
-    live: Live
     names: set[str] = field(default_factory=set)
-    """Objects that `live` has processed."""
-    over: tuple[int, frozenset[str]] | None = None
-    """The restart that is over, and its nodes: `live` was then emptied to save its megabytes."""
-    is_unwritten: bool = False
-    """Whether `live` has events that its row in the database does not show."""
+    """Objects that have arrived."""
     is_changed: bool = True
     """Whether batches have arrived since the last analysis began."""
     arrived_s: float = 0.0
@@ -166,8 +119,6 @@ class _State:
     running: _Worker | None = None
     began_s: float = 0.0
     failures: int = 0
-    problem: str = ""
-    """Why its lines could not be read the last time."""
     closes_ns: int | None = None
     claimed_s: float = float("-inf")
 
@@ -184,20 +135,16 @@ class Deriver:
         workers: int = 1,
         name: str = "",
         patterns: Patterns = (),
-        on_moment: Callable[[Moment], None] = lambda moment: None,
         on_derived: Callable[[Attempt, Derived], None] = lambda attempt, derived: None,
     ) -> None:
         """patterns: as for `derive_attempt`.
         name: name of this service, the same after a restart, so that its claims remain valid.
 
-        `on_moment` and `on_derived` are called from the deriver's thread, when the live state has changed, and when
-        rows were replaced.
+        `on_derived` is called from the deriver's thread when rows were replaced.
         """
         self._database = database
         self._places = (raw_uri, database_url, patterns)
-        self._raw = RawStore(open_store(raw_uri))
         self._workers = workers
-        self._on_moment = on_moment
         self._on_derived = on_derived
         self._name = f"{socket.gethostname()}:{name or os.getpid()}"
         self._states: dict[Attempt, _State] = {}
@@ -222,7 +169,6 @@ class Deriver:
         for state in self._states.values():
             if state.running is not None:
                 state.running.kill()
-        self._raw.store.close()
 
     def is_idle(self) -> bool:
         """Whether everything that had arrived at the last poll is derived."""
@@ -268,11 +214,11 @@ class Deriver:
     def _state(self, attempt: Attempt) -> _State:
         state = self._states.get(attempt)
         if state is None:
-            state = self._states[attempt] = _State(Live(attempt.job, attempt.attempt, None))
+            state = self._states[attempt] = _State()
         return state
 
     def _take(self) -> None:
-        """Poll for new batches, and update the live state with them."""
+        """Poll for new batches."""
         batch = schema.batch
         with self._database.read() as connection:
             rows = connection.execute(
@@ -289,56 +235,8 @@ class Deriver:
                 continue
             state = self._state(attempt)
             if not state.names.issuperset(names):
+                state.names.update(names)
                 state.is_changed, state.arrived_s = True, time.monotonic()
-            self._update_live(attempt, state, names)
-
-    def _update_live(self, attempt: Attempt, state: _State, names: Sequence[str]) -> bool:
-        """Update the live state with those of the objects that are new. Returns whether all could be read. If not, or
-        if the row cannot be written, the next call tries again."""
-        new = [name for name in names if name not in state.names]
-        if new:
-            try:
-                events, over = self._events(attempt, new), state.over
-                if over and not all(event.restart <= over[0] and event.node in over[1] for event in events):
-                    events, state.over = self._events(attempt, sorted(state.names.union(new))), None
-            except TransientError as error:  # perhaps of this object only: the other attempts go on
-                if state.problem != str(error):
-                    _LOG.warning("%r, attempt %d waits: %s", *attempt, error)
-                state.problem = str(error)
-                return False
-            state.names.update(new)
-            if state.over is None:
-                state.live.feed(events)
-                state.is_unwritten = True
-        if not state.is_unwritten:
-            return True
-        moment = state.live.moment(time.time_ns())
-        with self._database.write() as connection:
-            where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
-            values = {"moment": json.dumps(moment.to_json()), "updated_ns": time.time_ns()}
-            connection.execute(update(schema.live).where(where).values(values))
-        state.is_unwritten = False
-        if moment.over:
-            state.over = moment.restart, state.live.nodes()
-            state.live = Live(attempt.job, attempt.attempt, None)
-        self._on_moment(moment)
-        return True
-
-    def _events(self, attempt: Attempt, names: Sequence[str]) -> list[Event]:
-        events = []
-        for name in names:
-            if not name.endswith(EVENTS):
-                continue
-            try:
-                lines = self._raw.read(name)
-            except PermanentError as error:
-                _LOG.warning("%s", error)
-                continue
-            for line in lines.split(b"\n"):
-                event = read_event(line) if line else None
-                if event is not None and event.job == attempt.job and event.attempt == attempt.attempt:
-                    events.append(event)
-        return events
 
     def _claim(self, attempt: Attempt) -> bool:
         """Claim the attempt for this process, or renew the claim. Returns whether it succeeded."""
@@ -391,9 +289,6 @@ class Deriver:
                 state.is_changed = False
                 continue
             work = [(name, received_ns) for name, received_ns in batches]
-            # The worker marks all these batches as done, so the live state must include them first.
-            if not self._update_live(attempt, state, [name for name, _ in work]):
-                continue
             state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
             state.is_changed = False  # only now: after an error above, the next round tries again
 

@@ -179,9 +179,6 @@ class Live:
             event.stage == FIRST_STEP and event.phase == END and event.outcome == OK
         )
 
-    def nodes(self) -> frozenset[str]:
-        return frozenset(self._nodes)
-
     def moment(self, now_ns: int) -> Moment:
         """The state at this Unix time, ns."""
         by_node: dict[str, dict[int, _Lane]] = {node: {} for node in self._nodes}
