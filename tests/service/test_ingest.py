@@ -12,8 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -22,7 +20,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from bootseer.service import ingest, schema
 from bootseer.service.database import Database
-from bootseer.service.upkeep import gaps_after
 from bootseer.trace.event import decode
 from fleet import Fleet
 from registry import free_port
@@ -125,13 +122,6 @@ def test_lines_that_cannot_be_kept_are_not_acknowledged(service):
     assert httpx.get(f"{service.url}/healthz").status_code == 200
 
 
-def test_a_gap_in_a_senders_sequence_is_noted_until_it_is_filled(service):
-    for sequence in (0, 3, 1):
-        service.post("/v1/lines", lines(attempt=sequence), x_bootseer_sender="n0", x_bootseer_sequence=str(sequence))
-        service.batches({0: 1, 3: 2, 1: 3}[sequence])
-    assert [(row.from_sequence, row.to_sequence) for row in service.rows(schema.sender_gap)] == [(2, 2)]
-
-
 def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch):
     monkeypatch.setattr(ingest, "_MAX_ROWS", 1)
     database = Database(f"postgresql://bootseer@127.0.0.1:{free_port()}/none")
@@ -139,7 +129,7 @@ def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch):
     registrar.start()
     until = time.monotonic() + 3 * ingest._GATHER_S
     while time.monotonic() < until:
-        registrar.add([{"raw_key": "x"}], None)
+        registrar.add([{"raw_key": "x"}])
     assert registrar._queue.full()
     closing = threading.Thread(target=registrar.close, daemon=True)
     closing.start()
@@ -147,17 +137,6 @@ def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch):
     assert not closing.is_alive()
     assert not registrar._thread.is_alive()
     database.close()
-
-
-@given(st.lists(st.sets(st.integers(0, 12), min_size=1), max_size=8))
-def test_gaps_are_what_has_not_come_below_the_highest(pieces):
-    gaps, last, came = [], -1, set()
-    for piece in pieces:
-        gaps, last = gaps_after(gaps, last, piece)
-        came |= piece
-        assert last == max(came)
-        missing = [number for low, high in gaps for number in range(low, high + 1)]
-        assert sorted(missing) == sorted(set(range(last)) - came)
 
 
 def test_senders_at_once_lose_nothing(service):

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -28,7 +28,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 import zstandard
-from sqlalchemy import Connection, delete, func, select
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -39,7 +38,6 @@ from bootseer.service import schema
 from bootseer.service.access import Grant, of_team, refusal
 from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
-from bootseer.service.upkeep import Gap, gaps_after
 from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable
 from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
 
@@ -65,7 +63,6 @@ _BODY_S = 30.0
 _GATHER_S = 0.2
 _MAX_ROWS = 50_000
 _SENDERS = 50_000
-_NAMES = 500
 _DAY_NS = 86_400 * 10**9
 _TAG = b"@bootseer1 {"
 _PIECE_BYTES = 1 << 10
@@ -90,8 +87,7 @@ class Batch(NamedTuple):
     """Lines of one request."""
 
     sender: str
-    sequence: int | None
-    """None: the sender does not number its batches, so gaps cannot be detected."""
+    sequence: int
     team: str
     parts: dict[Attempt, list[bytes]]
     suffix: str = EVENTS
@@ -228,7 +224,7 @@ class Ingest:
             if kind not in ("lines", "log") or (kind == "log" and not job):
                 raise Refused(400, f"{KIND} must be lines, or log with {JOB}")
             grant: Grant = request.state.grant
-            sequence = int(number) if number else None
+            sequence = int(number or 0)
 
             def work(data: bytes) -> tuple[Outcome, list[dict[str, Any]]]:
                 if kind == "log":
@@ -313,7 +309,7 @@ class Ingest:
             data = b"\n".join([*lines, b""])
             try:
                 kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,
-                                     sequence=batch.sequence or 0, suffix=batch.suffix)  # fmt: skip
+                                     sequence=batch.sequence, suffix=batch.suffix)  # fmt: skip
             except BootseerError as error:
                 self.problem = str(error)
                 _LOG.warning("a batch cannot be stored: %s", error)
@@ -322,11 +318,11 @@ class Ingest:
             accepted += len(lines)
             self.counts["stored_bytes"] += kept.stored_bytes if kept.is_new else 0
             rows.append({"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt,
-                         "sender": batch.sender, "sequence": batch.sequence or 0, "lines": len(lines),
+                         "sender": batch.sender, "sequence": batch.sequence, "lines": len(lines),
                          "bytes": len(data), "received_ns": now_ns, "done": False})  # fmt: skip
         self.problem = ""
         self.counts.update(batches=1, lines=accepted, rejected=rejected, duplicates=int(bool(rows) and not is_new))
-        self._registrar.add(rows, (batch.sender, batch.sequence) if batch.sequence is not None else None)
+        self._registrar.add(rows)
         return Outcome(accepted, rejected, is_new or not rows)
 
 
@@ -369,13 +365,12 @@ def unpacked(packed: bytes, encoding: str) -> bytes:
 
 
 class _Registrar:
-    """Writes the rows of batches, and gaps in the sequence numbers of senders, in a background thread."""
+    """Writes the rows of batches in a background thread."""
 
     def __init__(self, database: Database, arrived: Callable[[], None]) -> None:
         self._database = database
         self._arrived = arrived
-        self._queue: queue.Queue[tuple[list[dict[str, Any]], tuple[str, int] | None] | None] = queue.Queue(_MAX_ROWS)
-        self._last: OrderedDict[str, int] = OrderedDict()
+        self._queue: queue.Queue[list[dict[str, Any]] | None] = queue.Queue(_MAX_ROWS)
         self._thread = threading.Thread(target=self._run, name="bootseer-rows", daemon=True)
         self._oldest: float | None = None
         self._closing = threading.Event()
@@ -388,9 +383,9 @@ class _Registrar:
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, rows: list[dict[str, Any]], sent: tuple[str, int] | None) -> None:
+    def add(self, rows: list[dict[str, Any]]) -> None:
         with contextlib.suppress(queue.Full):  # `upkeep.reconcile` finds the objects without rows later
-            self._queue.put_nowait((rows, sent))
+            self._queue.put_nowait(rows)
 
     def close(self) -> None:
         self._closing.set()
@@ -402,68 +397,34 @@ class _Registrar:
         over = False
         while not over:
             rows: list[dict[str, Any]] = []
-            sent: dict[str, set[int]] = {}
-            over = self._gather(rows, sent)
-            while (rows or sent) and not self._written(rows, sent):
+            over = self._gather(rows)
+            while rows and not self._written(rows):
                 if self._closing.wait(1):  # `upkeep.reconcile` of the next service creates the rows
                     return
             self._oldest = None
 
-    def _gather(self, rows: list[dict[str, Any]], sent: dict[str, set[int]]) -> bool:
+    def _gather(self, rows: list[dict[str, Any]]) -> bool:
         """Wait for a batch, and collect others for a moment. Returns whether it was the last."""
         item = self._queue.get()
         self._oldest = time.monotonic()
         until = self._oldest + _GATHER_S
         while item is not None:
-            rows += item[0]
-            if item[1] is not None:
-                sent.setdefault(item[1][0], set()).add(item[1][1])
+            rows += item
             try:
                 item = self._queue.get(timeout=max(until - time.monotonic(), 0))
             except queue.Empty:
                 return False
         return True
 
-    def _written(self, rows: list[dict[str, Any]], sent: dict[str, set[int]]) -> bool:
+    def _written(self, rows: list[dict[str, Any]]) -> bool:
         try:
             with self._database.write() as connection:
-                last = self._note_gaps(connection, sent)
-                if rows:
-                    connection.execute(self._database.insert(schema.batch).on_conflict_do_nothing(), rows)
+                connection.execute(self._database.insert(schema.batch).on_conflict_do_nothing(), rows)
         except TransientError as error:
             _LOG.warning("rows of %d batches wait for the database: %s", len(rows), error)
             return False
         except Exception:  # must not end the thread; `upkeep.reconcile` creates the rows later
             _LOG.exception("rows of %d batches cannot be written", len(rows))
             return True
-        for sender, number in last.items():
-            self._last[sender] = number
-            self._last.move_to_end(sender)
-        while len(self._last) > _SENDERS:
-            self._last.popitem(last=False)
         self._arrived()
         return True
-
-    def _note_gaps(self, connection: Connection, sent: dict[str, set[int]]) -> dict[str, int]:
-        """Record the gaps in the sequences of these senders; returns the last number of each."""
-        batch, gap = schema.batch, schema.sender_gap
-        gaps: dict[str, list[Gap]] = {sender: [] for sender in sent}
-        names = list(sent)
-        last = {sender: self._last.get(sender, -1) for sender in names}
-        for first in range(0, len(names), _NAMES):
-            some = names[first : first + _NAMES]
-            for row in connection.execute(select(gap).where(gap.c.sender.in_(some))):
-                gaps[row.sender].append((row.from_sequence, row.to_sequence))
-            # Another service process may have received the earlier batches.
-            highest = select(batch.c.sender, func.max(batch.c.sequence)).group_by(batch.c.sender)
-            for sender, number in connection.execute(highest.where(batch.c.sender.in_(some))):
-                last[sender] = max(last[sender], number)
-        for sender, numbers in sent.items():
-            now, last[sender] = gaps_after(gaps[sender], last[sender], numbers)
-            if sorted(now) != sorted(gaps[sender]):
-                connection.execute(delete(gap).where(gap.c.sender == sender))
-                rows = [{"sender": sender, "from_sequence": low, "to_sequence": high, "seen_ns": time.time_ns()}
-                        for low, high in now]  # fmt: skip
-                if rows:
-                    connection.execute(self._database.insert(gap).on_conflict_do_nothing(), rows)
-        return last

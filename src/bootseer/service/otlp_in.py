@@ -57,7 +57,7 @@ async def answer(ingest: Ingest, request: Request, kind: str) -> Response:
     def work(data: bytes) -> tuple[Outcome, int]:
         found = (lines_of_spans if kind == TRACES else lines_of_logs)(_parsed(data, media, kind))
         parts, bad = sort_lines(b"\n".join(found.lines))
-        outcome = ingest.keep(Batch("otlp", None, grant.team, parts), bad) if parts else Outcome(0, bad, True)
+        outcome = ingest.keep(Batch("otlp", 0, grant.team, parts), bad) if parts else Outcome(0, bad, True)
         return outcome, found.refused
 
     try:

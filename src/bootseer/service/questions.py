@@ -29,7 +29,6 @@ from bootseer.service.schema import (
     live,
     node,
     node_day,
-    sender_gap,
     stage,
     stage_day,
     stage_start,
@@ -455,8 +454,8 @@ def failures(connection: Connection, where: Filter) -> Rows:
 
 
 def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
-    """Completeness of the data: nodes with events of those expected, lost lines, clock errors, gaps in the batches
-    of senders, and batches waiting for analysis."""
+    """Completeness of the data: nodes with events of those expected, lost lines, clock errors, and
+    batches waiting for analysis."""
     row = connection.execute(
         select(
             func.count().label("starts"),
@@ -472,7 +471,6 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
     ).one()
     newest_ns = connection.execute(select(func.max(received)).where(batch.c.done.is_(True))).scalar()
     latest_ns = max(waiting[2] or 0, newest_ns or 0)
-    gaps = connection.execute(select(sender_gap).order_by(sender_gap.c.seen_ns.desc()).limit(100)).mappings()
     found = {name: _plain(value) for name, value in row.items()}
     return {
         **{name: value or 0 for name, value in found.items() if name != "clock_error_s"},
@@ -481,7 +479,6 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
         "batches_waiting": waiting[0],
         "lag_s": (now_ns - waiting[1]) / NS_PER_S if waiting[1] is not None else 0.0,
         "silent_s": (now_ns - latest_ns) / NS_PER_S if latest_ns else None,
-        "gaps": [dict(gap) for gap in gaps],
     }
 
 

@@ -246,17 +246,7 @@ batch: Final = Table(
     _count("received_ns"),
     Column("done", Boolean, nullable=False),
     Index("batch_by_attempt", "job", "attempt", "received_ns"),
-    Index("batch_by_sender", "sender", "sequence"),
     Index("batch_to_do", "done", "received_ns"),
-)
-
-sender_gap: Final = Table(
-    "sender_gap",
-    metadata,
-    Column("sender", Text, primary_key=True),
-    Column("from_sequence", BigInteger, primary_key=True),
-    Column("to_sequence", BigInteger, nullable=False),
-    _count("seen_ns"),
 )
 
 # An attempt that is being derived: the process that has claimed it, until when, and its latest live state.

@@ -29,7 +29,6 @@ from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
-Gap = tuple[int, int]
 _EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
 _PAGES: Final = 20_000
 """Maximum number of SQLite pages to return to the disk at once, because other transactions wait meanwhile."""
@@ -122,42 +121,7 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
                 if connection.execute(known).first() is None:
                     connection.execute(insert(schema.batch).values(row))
                     found += 1
-    with database.write() as connection:
-        _close_gaps(connection)
     return found
-
-
-def _close_gaps(connection: Connection) -> None:
-    """Remove gaps that were filled by batches whose rows were written late, after a crash or by another service."""
-    batch, gap = schema.batch, schema.sender_gap
-    for row in connection.execute(select(gap)).all():
-        there = (batch.c.sender == row.sender) & batch.c.sequence.between(row.from_sequence, row.to_sequence)
-        came = set(connection.execute(select(batch.c.sequence).where(there)).scalars())
-        if came:
-            left, _ = gaps_after([(row.from_sequence, row.to_sequence)], row.to_sequence, came)
-            connection.execute(delete(gap).where(
-                gap.c.sender == row.sender, gap.c.from_sequence == row.from_sequence))  # fmt: skip
-            for low, high in left:
-                connection.execute(insert(gap).values(
-                    sender=row.sender, from_sequence=low, to_sequence=high, seen_ns=row.seen_ns))  # fmt: skip
-
-
-def gaps_after(gaps: Iterable[Gap], last: int, came: Iterable[int]) -> tuple[list[Gap], int]:
-    """The gaps of a sequence after these numbers arrived (first and last missing number), and the highest number.
-
-    `last`: the highest number so far, -1 if none.
-    """
-    missing = list(gaps)
-    for number in sorted(came):
-        if number > last + 1:
-            missing.append((last + 1, number - 1))
-        elif number <= last:
-            pieces = [(low, high) for low, high in missing if not low <= number <= high]
-            for low, high in set(missing) - set(pieces):
-                pieces += [piece for piece in ((low, number - 1), (number + 1, high)) if piece[0] <= piece[1]]
-            missing = pieces
-        last = max(last, number)
-    return missing, last
 
 
 def _batch(raw: RawStore, name: str) -> dict[str, Any]:
