@@ -157,19 +157,6 @@ def test_503_is_tried_again_and_retry_after_is_obeyed() -> None:
     assert third - second >= 1.0
 
 
-@pytest.mark.slow
-def test_retry_after_beyond_the_librarys_patience_is_obeyed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library gives up when asked to wait longer than its timeout; our next try must not come earlier either."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
-    answers = [(503, {"Retry-After": "2"}, b""), (200, {}, b"")]
-    with collector(lambda number: answers[number]) as server:
-        exporter = OtlpExporter(server.url)
-        exporter.feed([BEGIN, END])
-        assert exporter.close(LONG_S)
-        assert exporter.exported == 1
-    assert server.times[1] - server.times[0] >= 2.0
-
-
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 500])
 def test_refusals_are_not_repeated(status: int) -> None:
     with collector(lambda _: (status, {"Location": "/elsewhere"}, b"")) as server:

@@ -101,7 +101,7 @@ class OtlpExporter:
             ending = threading.Thread(target=self._processor.shutdown, name="otlp-end", daemon=True)
             ending.start()
             ending.join(deadline_s)
-            self._delivery.abort()
+            self._delivery.shutdown()
         return not self.lost
 
     def _enqueue(self, spans: list[Finished]) -> None:

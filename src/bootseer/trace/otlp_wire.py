@@ -1,18 +1,15 @@
 """Send finished spans to an OTLP/HTTP endpoint with the OpenTelemetry library.
 
 The only module that imports opentelemetry, an optional dependency; `trace.otlp` imports this module when an exporter is
-created. The library batches, encodes, compresses, finds certificates and retries within its timeout. A transport
-adapter observes what the library does not report: the last status, refused spans, a Retry-After beyond its timeout.
+created. The library batches, encodes, compresses, finds certificates, and retries within its timeout. A hook on its
+answers observes what it does not report: the last status, and refused spans.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import threading
-import time
 from collections.abc import Sequence
-from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any
 
@@ -26,14 +23,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
-from requests.adapters import HTTPAdapter
 
 from bootseer.trace.event import FAILED, INSTANT, OK, encodable
 from bootseer.trace.otlp_spans import Finished, span_id, trace_id
 
-_TRY_AGAIN = frozenset({429, 502, 503, 504})
-"""Retryable statuses in the OTLP specification."""
-_MAX_RETRY_AFTER_S = 3600.0
 _BATCH = 512
 _GATHER_S = 2.0
 _INT64 = 2**63
@@ -51,39 +44,35 @@ class Delivery(SpanExporter):
         """Headers and timeout come from `OTEL_EXPORTER_OTLP_*`. Raises the library's exceptions."""
         self.exported = 0
         self.last_error = ""
-        self._transport = _Transport()
+        self._status: int | None = None
+        """HTTP status of the last answer to this batch."""
+        self._num_rejected = 0
         session = requests.Session()
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, self._transport)
+        session.hooks["response"] = [self._note]
         self._exporter = OTLPSpanExporter(endpoint=url, session=session)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Deliver a batch, in the processor's thread.
-
-        The library retries within its timeout; a batch that it abandoned because of a long Retry-After is tried once
-        more after that.
-        """
-        for _ in range(2):
-            self._transport.reset()
-            result = self._exporter.export(spans)
-            status = self._transport.status
-            # The library treats a redirect as success, although nothing is delivered.
-            if result is SpanExportResult.SUCCESS and status is not None and status < 300:
-                rejected = min(self._transport.num_rejected, len(spans))
-                self.exported += len(spans) - rejected
-                self.last_error = f"{rejected} spans of a batch were refused" if rejected else ""
-                return result
-            self.last_error = f"HTTP {status}" if status is not None else self._transport.error or "no answer"
-            if self._transport.stopped.is_set() or not self._transport.must_wait:
-                break
+        """Deliver a batch, in the processor's thread. The library retries within its timeout."""
+        self._status, self._num_rejected = None, 0
+        result = self._exporter.export(spans)
+        # The library treats a redirect as success, although nothing is delivered.
+        if result is SpanExportResult.SUCCESS and self._status is not None and self._status < 300:
+            rejected = min(self._num_rejected, len(spans))
+            self.exported += len(spans) - rejected
+            self.last_error = f"{rejected} spans of a batch were refused" if rejected else ""
+            return result
+        self.last_error = f"HTTP {self._status}" if self._status is not None else "no answer"
         return SpanExportResult.FAILURE
 
-    def abort(self) -> None:
-        """End waits, so that the processor's thread ends."""
-        self._transport.stopped.set()
-
     def shutdown(self) -> None:
+        """End the library's waits, so that the processor's thread ends."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def _note(self, response: requests.Response, *args: Any, **kwargs: Any) -> None:
+        """Note what the library does not report: the status, and refused spans."""
+        self._status = response.status_code
+        if self._status == 200 and response.headers.get("Content-Type", "") == "application/x-protobuf":
+            self._num_rejected = _num_rejected(response.content)
 
 
 def batch_processor(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
@@ -91,50 +80,6 @@ def batch_processor(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
     delay_ms = 1000 * _GATHER_S * random.uniform(0.5, 1.5)  # noqa: S311 - jitter
     batch = min(_BATCH, max_queue)
     return BatchSpanProcessor(delivery, max_queue, delay_ms, batch)
-
-
-class _Transport(HTTPAdapter):
-    """Observes every request and answer of the library; delays requests while a Retry-After is in force."""
-
-    def __init__(self) -> None:
-        super().__init__(max_retries=0)
-        self.stopped = threading.Event()
-        self._not_before = 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        self.status: int | None = None
-        self.error = ""
-        self.num_rejected = 0
-
-    @property
-    def must_wait(self) -> bool:
-        return time.monotonic() < self._not_before
-
-    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
-        self.reset()
-        if self.stopped.wait(max(0.0, self._not_before - time.monotonic())):
-            raise requests.ConnectionError("the exporter was closed")
-        try:
-            response = super().send(request, *args, **kwargs)
-        except Exception as error:
-            self.error = type(error).__name__
-            raise
-        self.status = response.status_code
-        if self.status in _TRY_AGAIN:
-            self._not_before = time.monotonic() + _retry_after_s(response.headers.get("Retry-After", ""))
-        elif self.status == 200 and response.headers.get("Content-Type", "") == "application/x-protobuf":
-            self.num_rejected = _num_rejected(response.content)
-        return response
-
-
-def _retry_after_s(text: str) -> float:
-    """Seconds to wait, 0 without a valid header; both forms of RFC 9110, at most an hour."""
-    try:
-        wait_s = float(text) if text.strip().isdecimal() else parsedate_to_datetime(text).timestamp() - time.time()
-    except (TypeError, ValueError, OverflowError):
-        return 0.0
-    return min(max(wait_s, 0.0), _MAX_RETRY_AFTER_S)
 
 
 def _num_rejected(content: bytes) -> int:
