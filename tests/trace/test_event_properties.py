@@ -129,7 +129,8 @@ SEEDS = [
         Event(10**18, 5, "moe", "n0", "a.b", "begin", "00f067aa0ba902b7", attrs={"bytes": 1, "x": "é@bootseer1 {}"})
     ),
     encode(Event(-1, 2**63 - 1, "☃" * 40, "n0/ü", "first_step", "end", "ff", outcome="ok", extra={"new": [[[1.5e3]]]})),
-    b'[rank0]: @bootseer0 {"t":1,"m":2,"job":"j","node":"n","st":"s","ev":"E","id":"a","ok":true,"x":{"a":null}}\n',
+    b'[rank0]: @bootseer1 {"wall_ns":1,"mono_ns":2,"job":"j","node":"n","stage":"s","phase":"end","span":"a",'
+    b'"outcome":"ok","attrs":{"a":null}}\n',
 ]
 
 

@@ -139,7 +139,7 @@ def _attempt(line: bytes) -> Attempt | None:
         job, attempt = encodable(head.job[:256]), head.attempt
     elif TAG_STEM in line:
         try:
-            event = decode(line)[0]  # also handles wrappers of collectors, and names of older versions
+            event = decode(line)[0]  # also handles wrappers of collectors
         except Malformed:
             return None
         job, attempt = event.job, event.attempt

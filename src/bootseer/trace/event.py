@@ -48,25 +48,6 @@ _STAGE = r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}"
 _TAG = rb"@bootseer(\d{1,4}) (?=\{)"
 # Patterns are compiled at their first use, because a job that only writes events needs only one of them.
 
-# Readers accept the current version and the one before. Version 0 is a draft of this format with short keys. A later
-# version adds its renames here and drops the oldest row.
-_RENAMED: Final[Mapping[int, Mapping[str, str]]] = {
-    0: {
-        "t": "wall_ns",
-        "m": "mono_ns",
-        "att": "attempt",
-        "id": "span",
-        "par": "parent",
-        "st": "stage",
-        "ev": "phase",
-        "ok": "outcome",
-        "x": "attrs",
-    },
-    VERSION: {},
-}
-_PHASE_V0: Final[Mapping[object, str]] = {"B": BEGIN, "E": END, "I": INSTANT}
-_OUTCOME_V0: Final[Mapping[object, str]] = {True: OK, False: FAILED, None: ""}
-
 
 class Event(NamedTuple):
     """One event. (job, attempt, restart) identify a startup, (node, rank) a place in it."""
@@ -209,8 +190,7 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
     tag = _tag().search(text, start)
     if tag is None:
         raise Malformed("no_tag")
-    renamed = _RENAMED.get(int(tag[1]))
-    if renamed is None:
+    if int(tag[1]) != VERSION:
         raise Malformed("version")
     chunk = text[tag.end() : tag.end() + MAX_READ_BYTES]
     line = chunk.partition(b"\n")[0]
@@ -225,19 +205,12 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
         raise Malformed("not_json") from None
     end = tag.end() + (length if source.isascii() else len(source[:length].encode("utf-8", "surrogateescape")))
     try:
-        return _event(record, renamed), end
+        return _event(record), end
     except RecursionError:  # nested deeply enough to be parsed but not to be encoded again
         raise Malformed("not_json") from None
 
 
-def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
-    if renamed:
-        record = {renamed.get(key, key): value for key, value in record.items()}
-        phase = record.get("phase")
-        record["phase"] = _PHASE_V0.get(phase, phase) if isinstance(phase, str) else phase
-        outcome = record.get("outcome")
-        if outcome is None or isinstance(outcome, bool):
-            record["outcome"] = _OUTCOME_V0[outcome]
+def _event(record: dict[str, Any]) -> Event:
     attrs = record.pop("attrs", None) or {}
     if not isinstance(attrs, dict):
         raise Malformed("bad_field")
