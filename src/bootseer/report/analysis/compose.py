@@ -16,14 +16,13 @@ from typing import Any
 
 from bootseer.errors import UsageError
 from bootseer.report import model
-from bootseer.report.analysis import barriers as barrier_model
 from bootseer.report.analysis import verdict
+from bootseer.report.analysis.barriers import Replay
 from bootseer.report.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
 from bootseer.report.analysis.prepare import (
     Options,
     Prepared,
     chosen,
-    gpus_of,
     of_one_job,
     outcome_of,
     overview,
@@ -33,7 +32,7 @@ from bootseer.report.analysis.prepare import (
 )
 from bootseer.report.analysis.rank_connections import connection_lines
 from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
-from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, Piece, cut, stages
+from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, stages
 from bootseer.report.analysis.starts import (
     checkpoint_starts,
     environment_starts,
@@ -44,7 +43,7 @@ from bootseer.report.analysis.starts import (
     unused_import_lines,
     warm_lines,
 )
-from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
+from bootseer.report.analysis.stragglers import critical_chain, straggler_groups, straggler_rows
 from bootseer.report.foreign.parser import FOREIGN
 from bootseer.report.model_starts import Restarted
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
@@ -99,8 +98,8 @@ class Analysis:
         self.startups = startups(of_one_job(events, options))
         self._options = options
         self._facts = facts
-        self._prepared = {startup.key: prepare(startup) for startup in self.startups}
-        self._overviews = [overview(startup, self._prepared[startup.key], options) for startup in self.startups]
+        self._prepared = {startup.key: prepare(startup, options) for startup in self.startups}
+        self._overviews = [overview(startup, self._prepared[startup.key]) for startup in self.startups]
         if read is None:
             read = model.Input(files=0, bytes=0, lines=0, events=len(events) + duplicates, duplicates=0, skipped={})
         self._read = replace(read, duplicates=duplicates)
@@ -124,22 +123,11 @@ class _Builder:
         self.options = options
         self.ready = ready
         self.zero = ready.begin_ns
-        self.price = options.price_per_gpu_hour
-        self.pieces: dict[int, list[Piece]] = {}
-        self.arrivals = barrier_model.last_arrivals(self.ready.barriers)
-        self.gpus = {node: gpus_of(startup, node, options) for node in startup.nodes}
         self.began = any(lane.outcome == OK for lane in ready.lanes)
         self.ranks = Counter(lane.node for lane in ready.lanes if lane.rank != NO_RANK)
 
     def at(self, ns: int) -> float:
         return (ns - self.zero) / NS_PER_S
-
-    def pieces_of(self, lane: Lane) -> list[Piece]:
-        """The lane's time, cut once."""
-        known = self.pieces.get(id(lane))
-        if known is None:
-            known = self.pieces[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, self.arrivals)
-        return known
 
     def report(
         self,
@@ -153,18 +141,10 @@ class _Builder:
         ready, key = self.ready, self.startup.key
         lanes = self._lane_of_each_node()
         nodes = [self._node(lane) for lane in lanes.values()]
-        chain = ChainInput(
-            barriers=ready.barriers,
-            clocks=ready.clocks,
-            lanes=lanes,
-            pieces_of=self.pieces_of,
-            gpus=self.gpus,
-            price=self.price,
-            zero_ns=self.zero,
-        )
-        rows = stages(nodes, self.price)
-        stragglers = straggler_rows(chain)
-        num_gpus = total(self.gpus.values())
+        rows = stages(nodes, ready.price)
+        replay = Replay(ready.barriers)
+        stragglers = straggler_rows(ready, replay)
+        num_gpus = total(ready.gpus.values())
         coverage = self._coverage(nodes)
         startup = model.Startup(
             job=key.job,
@@ -192,9 +172,9 @@ class _Builder:
             stages=self._scheduler_rows() + rows,
             nodes=nodes,
             ranks=self._ranks(),
-            critical_chain=critical_chain(chain),
+            critical_chain=critical_chain(ready),
             stragglers=stragglers,
-            straggler_groups=straggler_groups(chain, stragglers, nodes),
+            straggler_groups=straggler_groups(ready, replay, stragglers, nodes),
             coverage=coverage,
             clock=self._clock(),
             unobserved=unobserved,
@@ -274,7 +254,7 @@ class _Builder:
         best: dict[str, tuple[tuple[int, int], Lane]] = {}
         for lane in self.ready.lanes:
             waited = sum(
-                max(min(self.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals
+                max(min(self.ready.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals
             )
             rank = (_INFORMATIVE.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
             if lane.node not in best or rank > best[lane.node][0]:
@@ -286,7 +266,7 @@ class _Builder:
         end_ns = max(self.ready.end_ns, lane.end_ns) if outcome in (OK, UNOBSERVED) else lane.end_ns
         segments = [
             model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
-            for p in self.pieces_of(lane)
+            for p in self.ready.pieces_of(lane)
         ]
         # A stage that was cut off right at the node's last event has no duration, but must still be counted.
         segments += [
@@ -308,7 +288,7 @@ class _Builder:
             node=lane.node,
             rank=lane.rank,
             num_ranks=ranks if ranks > 1 else int(lane.rank >= 0),
-            gpus=self.gpus[lane.node],
+            gpus=self.ready.gpus[lane.node],
             start_s=self.at(lane.begin_ns),
             end_s=self.at(end_ns),
             own_end_s=self.at(lane.end_ns),
@@ -363,9 +343,9 @@ class _Builder:
             wait_share=wait / (work + wait) if work + wait > 0 else None,
             gpu_hours=hours,
             wait_gpu_hours=wait_hours,
-            cost=_times(hours, self.price),
-            wait_cost=_times(wait_hours, self.price),
-            price_per_gpu_hour=self.price,
+            cost=_times(hours, ready.price),
+            wait_cost=_times(wait_hours, ready.price),
+            price_per_gpu_hour=ready.price,
             currency=self.options.currency,
         )
 

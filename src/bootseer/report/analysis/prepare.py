@@ -5,12 +5,11 @@ a one-line overview of each, and their share of the job's time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bootseer.errors import UsageError
 from bootseer.report import model
-from bootseer.report.analysis import barriers as barrier_model
-from bootseer.report.analysis.barriers import last_arrivals
+from bootseer.report.analysis.barriers import Barrier, barriers_of, last_arrivals
 from bootseer.report.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
 from bootseer.report.analysis.spans import TRUNCATED, Key, Offset, Span, StartupSpans, apart, offsets
 from bootseer.report.analysis.stages import Piece, cut, time_by_stage
@@ -57,17 +56,39 @@ class Prepared:
     """
 
     lanes: list[Lane]
-    barriers: list[barrier_model.Barrier]
+    barriers: list[Barrier]
     clocks: Mapping[str, Offset]
     left_out: Mapping[str, int]
     begin_ns: int
     submitted_ns: int | None
     end_ns: int
-    scheduler: Sequence[Span] = ()
+    scheduler: Sequence[Span]
     """Queue and allocation, each as reported by the node that saw it longest."""
+    gpus: Mapping[str, int | None]
+    """By node; None if unknown."""
+    price: float | None
+    """Of a GPU-hour."""
+    arrivals: dict[int, int] = field(init=False)
+    """By `id` of each span that waits at a barrier, when the last participant arrived."""
+    _pieces: dict[int, list[Piece]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arrivals = last_arrivals(self.barriers)
+
+    def pieces_of(self, lane: Lane) -> list[Piece]:
+        """The lane's time, cut once."""
+        known = self._pieces.get(id(lane))
+        if known is None:
+            known = self._pieces[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, self.arrivals)
+        return known
+
+    def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
+        """GPU-hours of `length_ns` on all nodes but some; None if a node's GPUs are unknown."""
+        count = total(count for node, count in self.gpus.items() if node not in without)
+        return None if count is None else seconds(length_ns) * count / S_PER_H
 
 
-def prepare(startup: StartupSpans) -> Prepared:
+def prepare(startup: StartupSpans, options: Options) -> Prepared:
     """Align the clocks of a startup's nodes, in place, and find which lanes waited for which."""
     clocks = offsets(startup.nodes)
     align(startup.nodes, clocks)
@@ -85,12 +106,22 @@ def prepare(startup: StartupSpans) -> Prepared:
     end = max(began or [lane.end_ns for lane in lanes])
     longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
     scheduler = [longest[stage] for stage in SCHEDULER if stage in longest]
-    barriers = barrier_model.barriers_of(lanes)
-    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin), scheduler)
+    return Prepared(
+        lanes=lanes,
+        barriers=barriers_of(lanes),
+        clocks=clocks,
+        left_out=left_out,
+        begin_ns=begin,
+        submitted_ns=min(submitted, default=None),
+        end_ns=max(end, begin),
+        scheduler=scheduler,
+        gpus={node: _gpus_of(startup, node, options) for node in startup.nodes},
+        price=options.price_per_gpu_hour,
+    )
 
 
-def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
-    """GPUs of a node that the job uses; None if unknown."""
+def _gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
+    """GPUs of a node that the job uses."""
     value = startup.run_attrs.get(node, {}).get("gpus")
     if options.gpus_per_node is not None:
         return options.gpus_per_node
@@ -156,7 +187,7 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
     return fitting[-1]
 
 
-def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.Overview:
+def overview(startup: StartupSpans, ready: Prepared) -> model.Overview:
     """One startup in the list of startups."""
     return model.Overview(
         job=startup.key.job,
@@ -166,7 +197,7 @@ def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.
         begin_ns=ready.begin_ns,
         startup_s=seconds(ready.end_ns - ready.begin_ns),
         num_nodes=len(startup.nodes),
-        num_gpus=total(gpus_of(startup, node, options) for node in startup.nodes),
+        num_gpus=total(ready.gpus.values()),
         outcome=outcome_of(ready.lanes),
         stages=_stages(ready),
     )
@@ -175,15 +206,10 @@ def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.
 def _stages(ready: Prepared) -> dict[str, float]:
     """Time of the critical chain by top-level stage: the work of each barrier's last lane since the barrier before."""
     took = {span.stage: seconds(span.end_ns - span.begin_ns) for span in ready.scheduler}
-    arrivals = last_arrivals(ready.barriers)
     cursor_ns = ready.begin_ns
-    pieces_of: dict[int, list[Piece]] = {}
     for barrier in ready.barriers:
         lane, at_ns = barrier.last.lane, barrier.last.at_ns
-        pieces = pieces_of.get(id(lane))
-        if pieces is None:
-            pieces = pieces_of[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, arrivals)
-        for stage, length_ns in time_by_stage(pieces, cursor_ns, at_ns).items():
+        for stage, length_ns in time_by_stage(ready.pieces_of(lane), cursor_ns, at_ns).items():
             name = stage.partition(".")[0]
             took[name] = took.get(name, 0.0) + seconds(length_ns)
         cursor_ns = max(cursor_ns, at_ns)

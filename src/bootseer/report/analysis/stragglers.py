@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
 from bootseer.report import model
 from bootseer.report.analysis.barriers import Barrier, Replay, Visit
-from bootseer.report.analysis.lanes import TRAINING_BEGAN, Lane
+from bootseer.report.analysis.lanes import TRAINING_BEGAN
+from bootseer.report.analysis.prepare import Prepared
 from bootseer.report.analysis.spans import Offset
-from bootseer.report.analysis.stages import Piece, time_by_stage
+from bootseer.report.analysis.stages import time_by_stage
 from bootseer.report.model import Place
 from bootseer.units import S_PER_H, seconds
 
@@ -186,53 +187,30 @@ def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
     return ways / math.comb(total, drawn)
 
 
-@dataclass(slots=True)
-class ChainInput:
-    """Input for the chain, the stragglers and their groups."""
-
-    barriers: list[Barrier]
-    clocks: Mapping[str, Offset]
-    lanes: Mapping[str, Lane]
-    pieces_of: Callable[[Lane], list[Piece]]
-    gpus: Mapping[str, int | None]
-    price: float | None
-    zero_ns: int
-    replay: Replay = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.replay = Replay(self.barriers)
-
-    def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
-        """GPU-hours of `length_ns` on all nodes but some; None if a node's GPUs are unknown."""
-        counts = [count for node, count in self.gpus.items() if node not in without]
-        if any(count is None for count in counts):
-            return None
-        return seconds(length_ns) * sum(count or 0 for count in counts) / S_PER_H
-
-    def price_of(self, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
-        """GPU-hours as above, and their price; None if unknown."""
-        hours = self.gpu_hours(length_ns, without)
-        return hours, None if hours is None or self.price is None else hours * self.price
+def _price(ready: Prepared, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
+    """GPU-hours of `length_ns` on all nodes but some, and their price; None if unknown."""
+    hours = ready.gpu_hours(length_ns, without)
+    return hours, None if hours is None or ready.price is None else hours * ready.price
 
 
-def critical_chain(chain: ChainInput) -> list[model.Link]:
+def critical_chain(ready: Prepared) -> list[model.Link]:
     """For each barrier the node that arrived last, and the stage in which it lost the most time."""
-    links = [_link(chain, barrier) for barrier in chain.barriers if barrier.passed]
+    links = [_link(ready, barrier) for barrier in ready.barriers if barrier.passed]
     return [link for link in links if link.stage or link.barrier != TRAINING_BEGAN]
 
 
-def _link(chain: ChainInput, barrier: Barrier) -> model.Link:
+def _link(ready: Prepared, barrier: Barrier) -> model.Link:
     last = barrier.last
     others = [visit.at_ns for visit in barrier.visits if visit is not last]
-    stage, stage_ns, excess_ns = lost_stage(chain, barrier, last)
+    stage, stage_ns, excess_ns = lost_stage(ready, barrier, last)
     waited = None
     nodes = slowest_visits(barrier)
-    if all(chain.gpus[node] is not None for node in nodes):
-        waited_ns = sum((last.at_ns - visit.at_ns) * (chain.gpus[node] or 0) for node, visit in nodes.items())
+    if all(ready.gpus[node] is not None for node in nodes):
+        waited_ns = sum((last.at_ns - visit.at_ns) * (ready.gpus[node] or 0) for node, visit in nodes.items())
         waited = seconds(waited_ns) / S_PER_H
 
     def at(ns: float) -> float:
-        return seconds(ns - chain.zero_ns)
+        return seconds(ns - ready.begin_ns)
 
     return model.Link(
         barrier=barrier.name,
@@ -250,16 +228,16 @@ def _link(chain: ChainInput, barrier: Barrier) -> model.Link:
     )
 
 
-def lost_stage(chain: ChainInput, barrier: Barrier, visit: Visit) -> tuple[str, int, int | None]:
+def lost_stage(ready: Prepared, barrier: Barrier, visit: Visit) -> tuple[str, int, int | None]:
     """The stage with the largest excess over the others' median: (stage, its ns, excess ns).
 
     Without others it is the longest stage, and the excess is None.
     """
-    own = time_by_stage(chain.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
+    own = time_by_stage(ready.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
     nodes = [other for node, other in slowest_visits(barrier).items() if node != visit.lane.node]
     # On a single node, compare its ranks.
     compared = nodes or [other for other in barrier.visits if other is not visit]
-    others = [time_by_stage(chain.pieces_of(other.lane), other.from_ns, other.at_ns) for other in compared]
+    others = [time_by_stage(ready.pieces_of(other.lane), other.from_ns, other.at_ns) for other in compared]
     if not own:
         return "", 0, None
     if not others:
@@ -270,13 +248,13 @@ def lost_stage(chain: ChainInput, barrier: Barrier, visit: Visit) -> tuple[str, 
     return stage, own[stage], excess[stage]
 
 
-def straggler_rows(chain: ChainInput) -> list[model.Straggler]:
+def straggler_rows(ready: Prepared, replay: Replay) -> list[model.Straggler]:
     """Each straggler with its stage and the savings without it, worst first."""
     rows: list[model.Straggler] = []
-    for delay in delays(chain.barriers, chain.clocks):
+    for delay in delays(ready.barriers, ready.clocks):
         visit, node = delay.visit, delay.visit.lane.node
-        stage = LATE_START if delay.late_start else lost_stage(chain, delay.barrier, visit)[0]
-        saved = chain.replay.savings_ns(frozenset({node}))
+        stage = LATE_START if delay.late_start else lost_stage(ready, delay.barrier, visit)[0]
+        saved = replay.savings_ns(frozenset({node}))
         rows.append(
             model.Straggler(
                 node=node,
@@ -286,14 +264,14 @@ def straggler_rows(chain: ChainInput) -> list[model.Straggler]:
                 delay_s=seconds(delay.delay_ns),
                 z=delay.z,
                 savings_s=seconds(saved),
-                savings_gpu_hours=chain.gpu_hours(saved, frozenset({node})),
+                savings_gpu_hours=ready.gpu_hours(saved, frozenset({node})),
             )
         )
     return rows
 
 
 def straggler_groups(
-    chain: ChainInput, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
+    ready: Prepared, replay: Replay, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
 ) -> list[model.StragglerGroup]:
     """The stragglers grouped by stage, ordered greedily by savings.
 
@@ -304,16 +282,16 @@ def straggler_groups(
     ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
     found: list[model.StragglerGroup] = []
     out: frozenset[str] = frozenset()
-    joint, total = 0, chain.replay.savings_ns({row.node for row in rows})
+    joint, total = 0, replay.savings_ns({row.node for row in rows})
     while staged:
         # Groups are in order of their worst delay, so of groups with equal savings the latest is next: the others save
         # nothing before it is left out. Once everything is saved the order does not matter.
         candidates = list(staged)[: _MAX_COMPARED if joint < total else 1]
-        key = max(candidates, key=lambda key: chain.replay.savings_ns(out.union(staged[key])))
+        key = max(candidates, key=lambda key: replay.savings_ns(out.union(staged[key])))
         members = staged.pop(key)
         before, out = joint, out.union(members)
-        alone, joint = chain.replay.savings_ns(frozenset(members)), chain.replay.savings_ns(out)
-        prices = chain.price_of(alone, frozenset(members)), chain.price_of(joint, out)
+        alone, joint = replay.savings_ns(frozenset(members)), replay.savings_ns(out)
+        prices = _price(ready, alone, frozenset(members)), _price(ready, joint, out)
         found.append(
             model.StragglerGroup(
                 *key,
