@@ -33,7 +33,7 @@ from bootseer.report import inputs
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser, Reader
 from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
-from bootseer.report.foreign.times import other_unit, parse_prefix
+from bootseer.report.foreign.times import line_time, other_unit
 from bootseer.report.model import Fact, Input
 from bootseer.report.search import line_starts
 from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
@@ -342,7 +342,7 @@ class _FileScan:
 
     def _line(self, raw: bytes) -> Line:
         text = raw.decode("utf-8", "replace")
-        wall_ns, _ = parse_prefix(text, reference_ns=self.near_ns, zone=self.zone)
+        wall_ns = line_time(text, reference_ns=self.near_ns, zone=self.zone)
         return Line(text, self.source.name, self.lines + 1, wall_ns, self.node, self.zone)
 
     def _training_began(self, line: Line) -> None:

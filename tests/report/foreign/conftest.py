@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.report.foreign.parser import Findings, Line, Parser, plain
 from bootseer.report.foreign.program_tables import parsers
-from bootseer.report.foreign.times import parse_prefix
+from bootseer.report.foreign.times import line_time
 
 REFERENCE_NS = 1_795_197_600 * 10**9  # 2026-11-20T18:00:00Z
 Read = Callable[..., dict[str, dict[str, Any]]]
@@ -22,7 +22,7 @@ def _feed(parser: Parser, text: str, file: str, node: str) -> Findings:
     for number, raw in enumerate(text.split("\n"), 1):
         data = plain(raw).encode("utf-8", "replace")
         if any(re.search(clue.pattern, data) for clue in parser.clues):
-            wall_ns = parse_prefix(raw, reference_ns=REFERENCE_NS).wall_ns
+            wall_ns = line_time(raw, reference_ns=REFERENCE_NS)
             parser.feed(Line(raw, file, number, wall_ns, node))
     return parser.finish()
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from bootseer.report.foreign.times import (
     EARLIEST_NS,
     LATEST_NS,
-    Prefix,
+    line_time,
     milliseconds_to_ns,
     parse_duration,
-    parse_prefix,
 )
 
 NS = 10**9
@@ -24,34 +23,31 @@ REFERENCE_NS = BASE + 3600 * NS
 
 
 @pytest.mark.parametrize(
-    ("text", "nanos", "rest"),
+    ("text", "nanos"),
     [
-        ("2026-11-20T17:54:26.123456789Z stdout F hello", 123_456_789, "hello"),
-        ("2026-11-20T18:54:26.1+01:00 stderr P part", 100_000_000, "part"),
-        ("2026-11-20T17:54:26Z stdout F ", 0, ""),
-        ("2026-11-20 17:54:26,123 - trainer - INFO - go", 123_000_000, " - trainer - INFO - go"),
-        ("2026-11-20T12:54:26-0500 node-1 slurmd[1]: x", 0, " node-1 slurmd[1]: x"),
-        ("2026/11/20 17:54:26 from Go", 0, " from Go"),
-        ("2026-11-20_17:54:26", 0, ""),
-        ("[2026-11-20T17:54:26.123] slurmctld: x", 123_000_000, " slurmctld: x"),
-        ("[2026-11-20 17:54:26] node-0:1:2 [0] NCCL WARN x", 0, " node-0:1:2 [0] NCCL WARN x"),
-        ("<34>1 2026-11-20T17:54:26.5Z host app - - - x", 500_000_000, " host app - - - x"),
-        ("W1120 17:54:26.123000 12345 torch/distributed/run.py:1] x", 123_000_000, None),
-        ("I1120 17:54:26.123456    1234 kubelet.go:123] x", 123_456_000, None),
-        ("I20261120 17:54:26.123456 1234 server.cc:1] x", 123_456_000, None),
-        ("[rank3]:[E1120 17:54:26.404409069 ProcessGroupGloo.cpp:67] x", 404_409_069, None),
-        ('time="2026-11-20T17:54:26.173864691Z" level=info', 173_864_691, " level=info"),
-        ("Nov 20 17:54:26 node-1 sshd[12]: x", 0, "x"),
-        ("<13>Nov 20 17:54:26 node-1 app: x", 0, "x"),
-        ("Nov 20 17:54:26 node-1 k3s[9]: I1120 17:54:26.25    1 event.go:1] x", 250_000_000, None),
-        ('Nov 20 17:54:26 n containerd[7]: time="2026-11-20T17:54:26.75Z" level=x', 750_000_000, " level=x"),
+        ("2026-11-20T17:54:26.123456789Z stdout F hello", 123_456_789),
+        ("2026-11-20T18:54:26.1+01:00 stderr P part", 100_000_000),
+        ("2026-11-20T17:54:26Z stdout F ", 0),
+        ("2026-11-20 17:54:26,123 - trainer - INFO - go", 123_000_000),
+        ("2026-11-20T12:54:26-0500 node-1 slurmd[1]: x", 0),
+        ("2026/11/20 17:54:26 from Go", 0),
+        ("2026-11-20_17:54:26", 0),
+        ("[2026-11-20T17:54:26.123] slurmctld: x", 123_000_000),
+        ("[2026-11-20 17:54:26] node-0:1:2 [0] NCCL WARN x", 0),
+        ("<34>1 2026-11-20T17:54:26.5Z host app - - - x", 500_000_000),
+        ("W1120 17:54:26.123000 12345 torch/distributed/run.py:1] x", 123_000_000),
+        ("I1120 17:54:26.123456    1234 kubelet.go:123] x", 123_456_000),
+        ("I20261120 17:54:26.123456 1234 server.cc:1] x", 123_456_000),
+        ("[rank3]:[E1120 17:54:26.404409069 ProcessGroupGloo.cpp:67] x", 404_409_069),
+        ('time="2026-11-20T17:54:26.173864691Z" level=info', 173_864_691),
+        ("Nov 20 17:54:26 node-1 sshd[12]: x", 0),
+        ("<13>Nov 20 17:54:26 node-1 app: x", 0),
+        ("Nov 20 17:54:26 node-1 k3s[9]: I1120 17:54:26.25    1 event.go:1] x", 250_000_000),
+        ('Nov 20 17:54:26 n containerd[7]: time="2026-11-20T17:54:26.75Z" level=x', 750_000_000),
     ],
 )
-def test_known_forms(text: str, nanos: int, rest: str | None) -> None:
-    found = parse_prefix(text, reference_ns=REFERENCE_NS)
-    assert found.wall_ns == BASE + nanos
-    if rest is not None:
-        assert text[found.rest :] == rest
+def test_known_forms(text: str, nanos: int) -> None:
+    assert line_time(text, reference_ns=REFERENCE_NS) == BASE + nanos
 
 
 @pytest.mark.parametrize(
@@ -73,7 +69,7 @@ def test_known_forms(text: str, nanos: int, rest: str | None) -> None:
     ],
 )
 def test_labels_before_the_time_are_passed_over(label: str) -> None:
-    assert parse_prefix(label + "2026-11-20T17:54:26Z x", reference_ns=REFERENCE_NS).wall_ns == BASE
+    assert line_time(label + "2026-11-20T17:54:26Z x", reference_ns=REFERENCE_NS) == BASE
 
 
 @pytest.mark.parametrize(
@@ -96,15 +92,15 @@ def test_labels_before_the_time_are_passed_over(label: str) -> None:
     ],
 )
 def test_impossible_or_absent_times_are_none(text: str) -> None:
-    assert parse_prefix(text, reference_ns=REFERENCE_NS) == Prefix(None, 0)
+    assert line_time(text, reference_ns=REFERENCE_NS) is None
 
 
 def test_naive_times_are_of_the_given_zone() -> None:
     berlin = ZoneInfo("Europe/Berlin")
     for text in ("2026-11-20 18:54:26,000 x", "W1120 18:54:26.000000 1 x", "Nov 20 18:54:26 host x: y"):
-        assert parse_prefix(text, reference_ns=REFERENCE_NS, zone=berlin).wall_ns == BASE
+        assert line_time(text, reference_ns=REFERENCE_NS, zone=berlin) == BASE
     for text in ("2026-11-20 17:54:26 +0000 x", "2026-11-20T17:54:26Z x"):
-        assert parse_prefix(text, reference_ns=0, zone=berlin).wall_ns == BASE
+        assert line_time(text, reference_ns=0, zone=berlin) == BASE
 
 
 @pytest.mark.parametrize(
@@ -117,27 +113,26 @@ def test_naive_times_are_of_the_given_zone() -> None:
     ],
 )
 def test_a_missing_year_is_the_nearest(text: str, reference: datetime, year: int) -> None:
-    found = parse_prefix(text, reference_ns=int(reference.timestamp()) * NS)
-    assert found.wall_ns is not None
-    assert datetime.fromtimestamp(found.wall_ns // NS, UTC).year == year
+    wall_ns = line_time(text, reference_ns=int(reference.timestamp()) * NS)
+    assert wall_ns is not None
+    assert datetime.fromtimestamp(wall_ns // NS, UTC).year == year
 
 
 def test_a_missing_year_needs_a_reference() -> None:
-    assert parse_prefix("W1120 17:54:26.123000 1 x", reference_ns=0).wall_ns is None
+    assert line_time("W1120 17:54:26.123000 1 x", reference_ns=0) is None
 
 
 @given(st.datetimes(datetime(2000, 1, 2), datetime(2099, 12, 30)), st.integers(0, 999_999_999))
 def test_iso_times_come_back_to_the_nanosecond(moment: datetime, nanos: int) -> None:
     text = f"{moment:%Y-%m-%dT%H:%M:%S}.{nanos:09d}Z x"
     seconds = int(moment.replace(microsecond=0, tzinfo=UTC).timestamp())
-    assert parse_prefix(text, reference_ns=0) == Prefix(seconds * NS + nanos, len(text) - 2)
+    assert line_time(text, reference_ns=0) == seconds * NS + nanos
 
 
 @given(st.text(), st.integers(-(2**70), 2**70))
 def test_any_text_gives_a_plausible_time_or_none(text: str, reference_ns: int) -> None:
-    wall_ns, rest = parse_prefix(text, reference_ns=reference_ns)
+    wall_ns = line_time(text, reference_ns=reference_ns)
     assert wall_ns is None or EARLIEST_NS <= wall_ns < LATEST_NS
-    assert 0 <= rest <= len(text)
 
 
 @pytest.mark.parametrize(

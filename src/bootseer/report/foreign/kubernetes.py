@@ -27,7 +27,7 @@ from typing import Any
 
 from bootseer.report.foreign import parser as make
 from bootseer.report.foreign.parser import Builder, Findings, Line, Parser, Place
-from bootseer.report.foreign.times import DURATION, LATEST_NS, parse_duration, parse_prefix
+from bootseer.report.foreign.times import DURATION, LATEST_NS, line_time, parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import FAILED, OK
 from bootseer.units import NS_PER_S
@@ -313,7 +313,7 @@ def _json_moment(line: Line, record: dict[str, Any]) -> _Moment:
     named = target.get("name") if isinstance(target, dict) and target.get("kind") == "Pod" else None
     host = source.get("host") if isinstance(source, dict) else None
     times = (record.get(key) for key in ("eventTime", "lastTimestamp", "firstTimestamp", "deprecatedLastTimestamp"))
-    walls = (parse_prefix(text, reference_ns=LATEST_NS - 1).wall_ns for text in times if isinstance(text, str))
+    walls = (line_time(text, reference_ns=LATEST_NS - 1) for text in times if isinstance(text, str))
     wall_ns = next((wall for wall in walls if wall is not None), line.wall_ns)
     pod = make.name(named) if isinstance(named, str) else ""
     return _Moment(line, record["message"], pod, make.name(host) if isinstance(host, str) else "", wall_ns)

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from bootseer.report.foreign import parser as make
 from bootseer.report.foreign.parser import BY_LOG, NODES, Builder, Findings, Line, Parser, Place
-from bootseer.report.foreign.times import LATEST_NS, parse_duration, parse_prefix
+from bootseer.report.foreign.times import LATEST_NS, line_time, parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import FAILED, OK
 
@@ -251,7 +251,7 @@ def _endings(piece: str) -> Iterator[str]:
 
 def _time(line: Line, fields: Mapping[str, str]) -> int | None:
     at = fields.get("at")
-    return parse_prefix(at, reference_ns=LATEST_NS - 1, zone=line.zone).wall_ns if at else line.wall_ns
+    return line_time(at, reference_ns=LATEST_NS - 1, zone=line.zone) if at else line.wall_ns
 
 
 def _length(fields: Mapping[str, str]) -> int | None:

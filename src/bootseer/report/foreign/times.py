@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
-from typing import Final, NamedTuple
+from typing import Final
 
 from bootseer.units import NS_PER_S
 
@@ -50,8 +50,7 @@ _BAR = re.compile(r"[^\r\n%|]{0,60}\d{1,3}%\|[^|\r\n]{0,200}\|[^\[\r\n]{0,40}\[[
 _ISO = (
     r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9})\d*)?(?:\s?(Z\b|UTC\b|[+-]\d\d:?\d\d(?!\d)))?"
 )
-_CRI = r"(?:[ ]std(?:out|err)[ ][FP](?:[ ]|$))?"
-_ISO_LINE = re.compile(rf"(?:<\d{{1,3}}>1[ ])?\[?{_ISO}\]?{_CRI}", re.ASCII)
+_ISO_LINE = re.compile(rf"(?:<\d{{1,3}}>1[ ])?\[?{_ISO}", re.ASCII)
 _LOGFMT = re.compile(rf'(?:time|ts|t)="?{_ISO}"?', re.ASCII)
 _GLOG = re.compile(r"\[?[IWEFDV](\d{4})?(\d\d)(\d\d)\s+(\d\d):(\d\d):(\d\d)\.(\d{1,9})\d*(?=\s)", re.ASCII)
 _SYSLOG = re.compile(
@@ -64,15 +63,6 @@ DURATION: Final = r"(?:\d{1,9}(?:\.\d{1,9})?(?:h|ms|m|s|µs|μs|us|ns) ?){1,6}(?
 """Matches what `parse_duration` may understand; to be built into the parsers' expressions."""
 _PART = re.compile(r"(\d+)(?:\.(\d+))?(h|ms|m|s|µs|μs|us|ns) ?", re.ASCII)
 _UNIT_NS = {"h": 3600 * NS_PER_S, "m": 60 * NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
-
-
-class Prefix(NamedTuple):
-    """What `parse_prefix` found."""
-
-    wall_ns: int | None
-    """ns since 1970, or None when the line starts with no plausible time."""
-    rest: int
-    """Offset of the text after the time; 0 if the line has no time."""
 
 
 def plausible(wall_ns: int) -> bool:
@@ -89,37 +79,35 @@ def other_unit(wall_ns: int, mono_ns: int) -> bool:
     )
 
 
-def parse_prefix(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> Prefix:
-    """The time at the start of `text`, when a form above matches and the date exists.
+def line_time(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> int | None:
+    """The time at the start of `text`, ns since 1970, when a form above matches and the date exists and is plausible.
 
     `reference_ns` is any moment near the log's own (its modification time): where a form has no year, the year that
     comes nearest to it is taken. `zone` is for forms that name no zone. Never raises.
     """
-    found = _prefix_at(text, 0, reference_ns, zone)
-    if found.wall_ns is None:
+    wall_ns = _time_at(text, 0, reference_ns, zone)
+    if wall_ns is None:
         place = text.rstrip().rfind("\r") + 1
         bar = _BAR.match(text, place)
         place = bar.end() if bar else place
-        found = _prefix_at(text, place, reference_ns, zone) if place else found
-    return found
+        wall_ns = _time_at(text, place, reference_ns, zone) if place else None
+    return wall_ns
 
 
-def _prefix_at(text: str, begin: int, reference_ns: int, zone: tzinfo) -> Prefix:
+def _time_at(text: str, begin: int, reference_ns: int, zone: tzinfo) -> int | None:
     labels = _LABELS.match(text, begin)
     start = labels.end() if labels else begin
     if found := _ISO_LINE.match(text, start) or _LOGFMT.match(text, start):
-        return _prefix(_from_iso(found, zone), found.end())
+        return _if_plausible(_from_iso(found, zone))
     if found := _GLOG.match(text, start):
-        return _prefix(_from_glog(found, reference_ns, zone), found.end())
+        return _if_plausible(_from_glog(found, reference_ns, zone))
     if found := _SYSLOG.match(text, start):
         return _behind_syslog(text, found, reference_ns, zone)
-    return Prefix(None, 0)
+    return None
 
 
-def _prefix(wall_ns: int | None, rest: int) -> Prefix:
-    if wall_ns is None or not plausible(wall_ns):
-        return Prefix(None, 0)
-    return Prefix(wall_ns, rest)
+def _if_plausible(wall_ns: int | None) -> int | None:
+    return wall_ns if wall_ns is not None and plausible(wall_ns) else None
 
 
 def _from_iso(found: re.Match[str], zone: tzinfo) -> int | None:
@@ -142,21 +130,17 @@ def _from_glog(found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | N
     return _nearest_year(clock, fraction, reference_ns, zone)
 
 
-def _behind_syslog(text: str, found: re.Match[str], reference_ns: int, zone: tzinfo) -> Prefix:
+def _behind_syslog(text: str, found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | None:
     """Syslog has whole seconds; the time of klog or containerd after it is more precise."""
     month, day, hour, minute, second, _ = found.groups()
     clock = (_MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second))
-    outer = _prefix(_nearest_year(clock, None, reference_ns, zone), found.end())
-    if outer.wall_ns is None:
-        return outer
-    if inner := _GLOG.match(text, found.end()):
-        wall_ns = _from_glog(inner, outer.wall_ns, zone)
-    elif inner := _LOGFMT.match(text, found.end()):
-        wall_ns = _from_iso(inner, zone)
-    else:
-        return outer
-    better = _prefix(wall_ns, inner.end())
-    return outer if better.wall_ns is None else better
+    outer_ns = _if_plausible(_nearest_year(clock, None, reference_ns, zone))
+    wall_ns = None
+    if outer_ns is not None and (inner := _GLOG.match(text, found.end())):
+        wall_ns = _if_plausible(_from_glog(inner, outer_ns, zone))
+    elif outer_ns is not None and (inner := _LOGFMT.match(text, found.end())):
+        wall_ns = _if_plausible(_from_iso(inner, zone))
+    return outer_ns if wall_ns is None else wall_ns
 
 
 def _wall_ns(year: int, clock: _Clock, fraction: str | None, zone: tzinfo) -> int | None:
