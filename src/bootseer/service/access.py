@@ -69,8 +69,6 @@ class Grant:
     scope: str
     team: str = ""
     """Empty: not limited to a team."""
-    user: str = ""
-    """The user's name from the proxy; empty for tokens."""
 
     def allows(self, scope: str) -> bool:
         return self.scope in (ADMIN, scope)
@@ -249,7 +247,7 @@ class Gate:
         if name:
             if not self._from_proxy(connection):
                 raise PermissionError(f"{rules.proxy_header} from an address that is not a trusted proxy")
-            return Grant(READ, user=name[:256]), False
+            return Grant(READ), False
         word, _, secret = headers.get("authorization", "").partition(" ")
         if word.lower() == "bearer":
             return self._tokens.grant(secret.strip()), True

@@ -39,6 +39,8 @@ from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
 _PARTS: Final = (schema.start_report, schema.stage_start, schema.node_start, schema.technique_start)
+_NODES: Final = ("node", "max_node", "last_node")
+_STAGES: Final = ("stage", "last_stage")
 Patterns = Sequence[tuple[str, re.Pattern[bytes]]]
 _MARK: Final = re.compile(r"-[0-9a-f]{8,12}$")
 """The suffix that `bootseer ship` adds to the name of a file."""
@@ -230,11 +232,11 @@ def _replace(
     if gone:
         connection.execute(delete(start).where(start.c.id.in_([known[restart].id for restart in gone])))
     for one in rows:
-        nodes = database.ids(connection, schema.node, _node_names(one))
-        stages = database.ids(connection, schema.stage, _stage_names(one))
-        values = dict(one.start)
-        values["last_node_id"] = nodes.get(values.pop("last_node"))
-        values["last_stage_id"] = stages.get(values.pop("last_stage"))
+        named = (one.start, *one.stages, *one.nodes)
+        nodes = database.ids(connection, schema.node, _names(named, _NODES))
+        stages = database.ids(connection, schema.stage, _names(named, _STAGES))
+        ids = {**dict.fromkeys(_NODES, nodes), **dict.fromkeys(_STAGES, stages)}
+        values = _with_ids(one.start, ids)
         before = known.get(values["restart"])
         values |= {"computed_ns": now_ns, "computed_n": (before.computed_n if before else 0) + 1}
         if before is None:
@@ -244,7 +246,13 @@ def _replace(
             connection.execute(update(start).where(start.c.id == identity).values(values))
         days.add(values["day"])
         connection.execute(insert(schema.start_report).values(start_id=identity, json=one.report))
-        _insert_parts(database, connection, one, identity, nodes, stages)
+        for table, parts in (
+            (schema.stage_start, one.stages),
+            (schema.node_start, one.nodes),
+            (schema.technique_start, one.techniques),
+        ):
+            made = [{"start_id": identity, **_with_ids(row, ids)} for row in parts]
+            database.insert_all(connection, table, made)
         seen = [{"id_": nodes[row["node"]], "ns": values["ended_ns"]} for row in one.nodes]
         if seen:
             table = schema.node
@@ -255,35 +263,13 @@ def _replace(
     return days
 
 
-def _insert_parts(
-    database: Database, connection: Connection, one: Rows, identity: int, nodes: dict[str, int], stages: dict[str, int]
-) -> None:
-    def put(rows: Iterable[dict[str, Any]], table: Any, numbers: dict[str, tuple[str, dict[str, int]]]) -> None:
-        made = []
-        for row in rows:
-            values = {"start_id": identity, **row}
-            for name, (column, ids) in numbers.items():
-                values[column] = ids.get(values.pop(name))
-            made.append(values)
-        database.insert_all(connection, table, made)
-
-    put(one.stages, schema.stage_start, {"stage": ("stage_id", stages), "max_node": ("max_node_id", nodes)})
-    put(
-        one.nodes,
-        schema.node_start,
-        {"node": ("node_id", nodes), "stage": ("stage_id", stages), "last_stage": ("last_stage_id", stages)},
-    )
-    put(one.techniques, schema.technique_start, {})
+def _names(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> set[str]:
+    return {row[name] for row in rows for name in columns if row.get(name)}
 
 
-def _node_names(one: Rows) -> set[str]:
-    names = {row["node"] for row in one.nodes} | {row["max_node"] for row in one.stages}
-    return {name for name in (*names, one.start["last_node"]) if name}
-
-
-def _stage_names(one: Rows) -> set[str]:
-    names = {row["stage"] for row in (*one.stages, *one.nodes)} | {row["last_stage"] for row in one.nodes}
-    return {name for name in (*names, one.start["last_stage"]) if name}
+def _with_ids(row: Mapping[str, Any], ids: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """The row with ids instead of names of nodes and stages."""
+    return {name + "_id" * (name in ids): ids[name].get(value) if name in ids else value for name, value in row.items()}
 
 
 AFTER_BEGAN_NS: Final = 30 * NS_PER_S

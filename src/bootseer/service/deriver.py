@@ -170,10 +170,6 @@ class Deriver:
             if state.running is not None:
                 state.running.kill()
 
-    def is_idle(self) -> bool:
-        """Whether everything that had arrived at the last poll is derived."""
-        return not any(state.is_changed or state.running for state in list(self._states.values()))
-
     def _run(self) -> None:
         reopened = False
         while not self._ended.is_set():

@@ -125,14 +125,6 @@ def host_list(nodes: Sequence[str]) -> str:
     return ", ".join(parts_of)
 
 
-def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:
-    """Nodes by (stage, barrier), from (stage, barrier, node) in order of delay."""
-    by_stage: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for stage, barrier, node in staged:
-        by_stage[stage, barrier].append(node)
-    return by_stage
-
-
 class Partition(NamedTuple):
     """One way to divide the nodes of a job into places."""
 
@@ -278,7 +270,9 @@ def straggler_groups(
     Greedy, because groups hide each other: the savings of a group depend on which others are already left out, and the
     best order of all groups would need every subset.
     """
-    staged = groups([(row.stage, row.barrier, row.node) for row in rows])
+    staged: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        staged[row.stage, row.barrier].append(row.node)
     ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
     found: list[model.StragglerGroup] = []
     out: frozenset[str] = frozenset()
