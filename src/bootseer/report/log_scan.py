@@ -96,7 +96,7 @@ def scan(
     result = Scanned()
     for source in sources:
         result.files += 1
-        reader = _reader(source, result, zone, began_pattern, patterns)
+        reader = _FileScan(source, result, zone, began_pattern, patterns)
         try:
             for block in inputs.blocks(source):
                 reader.feed(block)
@@ -113,19 +113,6 @@ def scan(
         _LOG.debug("%s: %d lines; %d events so far", source.name, reader.lines, len(result.events))
     _name_jobs(result)
     return result
-
-
-def _reader(
-    source: inputs.Source,
-    result: Scanned,
-    zone: tzinfo,
-    began_pattern: re.Pattern[bytes] | None,
-    patterns: Sequence[tuple[str, re.Pattern[bytes]]],
-) -> _FileScan:
-    # A spool contains only events.
-    spool = source.name.removesuffix(".zst").endswith(SUFFIX)
-    sites = [] if spool else [Site(stage, pattern) for stage, pattern in patterns]
-    return _FileScan(source, result, [] if spool else parsers(), zone, began_pattern, sites)
 
 
 class Growing:
@@ -145,9 +132,7 @@ class Growing:
         self.result = Scanned()
         self.over = False
         """Standard input has ended."""
-        self._zone = zone
-        self._began_pattern = began_pattern
-        self._patterns = patterns
+        self._how = (zone, began_pattern, patterns)
         self._files: dict[str, _FileScan] = {}
         self._read: dict[str, tuple[int, float]] = {}
         """Inode and bytes read of each file."""
@@ -166,8 +151,7 @@ class Growing:
             reader = self._files.get(source.name)
             if reader is None:
                 self.result.files += 1
-                reader = _reader(source, self.result, self._zone, self._began_pattern, self._patterns)
-                self._files[source.name] = reader
+                reader = self._files[source.name] = _FileScan(source, self.result, *self._how)
             try:
                 archive = not offset and inputs.is_archive(source)
                 for block in inputs.blocks(source) if archive else inputs.new_blocks(source, int(offset)):
@@ -245,17 +229,17 @@ class _FileScan:
         self,
         source: inputs.Source,
         result: Scanned,
-        file_parsers: Sequence[Parser],
         zone: tzinfo,
         began_pattern: re.Pattern[bytes] | None,
-        sites: Sequence[Site],
+        patterns: Sequence[tuple[str, re.Pattern[bytes]]],
     ) -> None:
         self.source = source
         self.zone = zone
         self.began_pattern = began_pattern
         self.result = result
-        self.parsers = file_parsers
-        self.sites = sites
+        is_spool = source.name.removesuffix(".zst").endswith(SUFFIX)  # it contains only events
+        self.parsers: list[Parser] = [] if is_spool else parsers()
+        self.sites = [] if is_spool else [Site(stage, pattern) for stage, pattern in patterns]
         self.rest = b""
         self.lines = 0
         # Collected logs usually have one file per node.

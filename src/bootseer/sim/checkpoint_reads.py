@@ -10,7 +10,7 @@ reality, with each packet.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 from typing import Final
@@ -151,21 +151,7 @@ class Reads:
         if in_order:
             _InOrder(len(rows), row_bytes, ask, done)
             return
-        numbers = iter(range(len(rows)))
-        left = [0]
-
-        def step() -> None:
-            number = next(numbers, None)
-            if number is not None:
-                ask(number, step)
-                return
-            left[0] -= 1
-            if not left[0]:
-                done()
-
-        left[0] = max(_SETTINGS.direct_bytes // row_bytes, 1)
-        for _ in range(left[0]):
-            step()
+        _in_parallel(range(len(rows)), max(_SETTINGS.direct_bytes // row_bytes, 1), ask, done)
 
     def ask(self, source: HdfsSource, offset: int, length: int, done: Callable[[ReadOutcome], None]) -> Ticket:
         into = self._cluster.memory[:length]
@@ -363,33 +349,23 @@ class Shared:
     ) -> None:  # fmt: skip
         """Read everything on the node `name`, starting at the fraction `turn`, with `width` units in flight.
         `read_first` reads bytes from the origin; `way`: the links from another node."""
-        first = int(turn * self._num)
-        units = iter([*range(first, self._num), *range(first)])
-        left = [width]
 
-        def step(read: int | None = None) -> None:
-            if read is not None:
-                waiting = self._waiting.get((name, read)) or []
-                self._waiting[name, read] = None
+        def ask(unit: int, here: Callable[[], None]) -> None:
+            def arrived() -> None:
+                waiting = self._waiting.get((name, unit)) or []
+                self._waiting[name, unit] = None
                 for begin in waiting:
                     begin()
-            unit = next(units, None)
-            if unit is not None:
-                self._engine.after(self._latency_s, partial(ask, unit))
-                return
-            left[0] -= 1
-            if not left[0]:
-                done()
+                here()
 
-        def ask(unit: int) -> None:
             question = Question("checkpoint", unit * UNIT_BLOCKS, 1, name, True)
             node = next(iter(self._readers.answer(question, 0, "")), None)
             if node is None:
-                read_first(self._unit_bytes, partial(step, unit))
+                read_first(self._unit_bytes, arrived)
                 return
 
             def begin() -> None:
-                self._engine.start(way(node), self._unit_bytes, partial(step, unit))
+                self._engine.start(way(node), self._unit_bytes, arrived)
 
             waiting = self._waiting.setdefault((node, unit), [])
             if waiting is None:
@@ -397,5 +373,27 @@ class Shared:
             else:
                 waiting.append(begin)
 
-        for _ in range(width):
-            step()
+        def ask_owner(unit: int, here: Callable[[], None]) -> None:
+            self._engine.after(self._latency_s, partial(ask, unit, here))
+
+        first = int(turn * self._num)
+        _in_parallel([*range(first, self._num), *range(first)], width, ask_owner, done)
+
+
+def _in_parallel(
+    numbers: Iterable[int], width: int, ask: Callable[[int, Callable[[], None]], None], done: Callable[[], None]
+) -> None:
+    """Ask for these numbers in order, `width` of them at a time; `ask` calls its argument when one has arrived."""
+    rest, left = iter(numbers), [width]
+
+    def step() -> None:
+        number = next(rest, None)
+        if number is not None:
+            ask(number, step)
+            return
+        left[0] -= 1
+        if not left[0]:
+            done()
+
+    for _ in range(width):
+        step()
