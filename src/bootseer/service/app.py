@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -145,10 +146,13 @@ class Service:
         self.database.close()
 
     def routes(self) -> list[Any]:
+        from bootseer.service.otlp_in import LOGS, TRACES, answer  # protobuf, which verbs do not need
+
         return [
             Route("/healthz", self._healthz),
             Route(LOGIN, login, methods=["GET", "POST"]),
-            *self.ingest.routes(),
+            Route("/v1/lines", self.ingest.answer, methods=["POST"]),
+            *(Route(f"/v1/{kind}", partial(answer, self.ingest, kind), methods=["POST"]) for kind in (TRACES, LOGS)),
             *self.pages.routes(),
         ]
 

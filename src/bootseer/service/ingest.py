@@ -30,7 +30,6 @@ import msgspec
 import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
@@ -197,22 +196,8 @@ class Ingest:
         """How long the oldest row has waited for the database."""
         return self._registrar.lag_s
 
-    def routes(self) -> list[Route]:
-        from bootseer.service import otlp_in
-
-        async def traces(request: Request) -> Response:
-            return await otlp_in.answer(self, request, otlp_in.TRACES)
-
-        async def logs(request: Request) -> Response:
-            return await otlp_in.answer(self, request, otlp_in.LOGS)
-
-        return [
-            Route("/v1/lines", self._lines, methods=["POST"]),
-            Route("/v1/traces", traces, methods=["POST"]),
-            Route("/v1/logs", logs, methods=["POST"]),
-        ]
-
-    async def _lines(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
+        """The response to a batch of lines."""
         try:
             headers = request.headers
             sender, number = headers.get(SENDER, ""), headers.get(SEQUENCE, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
@@ -22,10 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bootseer.service.access import Grant
+from bootseer.service.ingest import Batch, Ingest, Outcome, Refused, sort_lines
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, KINDS, NO_RANK, OK, Event, encode, stage_name
-
-if TYPE_CHECKING:
-    from bootseer.service.ingest import Ingest, Outcome
 
 TRACES: Final = "traces"
 LOGS: Final = "logs"
@@ -47,10 +45,8 @@ class Found(NamedTuple):
     """Number of spans without a job."""
 
 
-async def answer(ingest: Ingest, request: Request, kind: str) -> Response:
+async def answer(ingest: Ingest, kind: str, request: Request) -> Response:
     """The response to an export request, as specified by OTLP/HTTP."""
-    from bootseer.service.ingest import Batch, Outcome, Refused, sort_lines
-
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     grant: Grant = request.state.grant
 
@@ -83,8 +79,6 @@ def _answer(kind: str, media: str, refused: int) -> Response:
 
 
 def _parsed(data: bytes, media: str, kind: str) -> Any:
-    from bootseer.service.ingest import Refused
-
     made: Message = ExportTraceServiceRequest() if kind == TRACES else ExportLogsServiceRequest()
     try:
         if media == _PROTOBUF:
