@@ -151,8 +151,6 @@ class Deriver:
         self._woken = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-derive", daemon=True)
-        self.problem = ""
-        """Why nothing is derived at the moment; "" if there is no problem."""
 
     def start(self) -> None:
         """Start the thread; starts that were open when the last service ended are continued."""
@@ -171,7 +169,7 @@ class Deriver:
                 state.running.kill()
 
     def _run(self) -> None:
-        reopened = False
+        reopened, problem = False, ""
         while not self._ended.is_set():
             try:
                 if not reopened:
@@ -181,15 +179,14 @@ class Deriver:
                 self._collect()
                 self._submit()
                 self._close_starts()
-                self.problem = ""
+                problem = ""
             except BootseerError as error:
-                if self.problem != str(error):
+                if problem != str(error):
                     _LOG.warning("nothing is derived: %s", error)
-                self.problem = str(error)
+                problem = str(error)
                 self._ended.wait(_LEAST_S)
-            except Exception as error:  # such as a killed forkserver: the next round may succeed
+            except Exception:  # such as a killed forkserver: the next round may succeed
                 _LOG.exception("nothing is derived")
-                self.problem = f"{type(error).__name__}: {error}"
                 self._ended.wait(_LEAST_S)
             self._woken.wait(_LOOK_EVERY_S)
             self._woken.clear()
@@ -307,9 +304,7 @@ class Deriver:
                 continue
             state.is_changed = True
             _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, result)
-            if what == "transient":
-                self.problem = result
-            elif what != "killed":
+            if what not in ("transient", "killed"):
                 state.failures += 1
                 if state.failures >= _TRIES:
                     self._give_up(attempt)
