@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from bootseer.report.log_scan import scan
 from bootseer.service import schema
 from bootseer.service.access import COOKIE, READ, Tokens, needed, networks
 from bootseer.service.app import _check_access
+from bootseer.service.database import Database
 from conftest_launch import BOOTSEER
 from fleet import Fleet
 from running_service import RunningService, ask, running_service
@@ -163,6 +166,25 @@ def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):
         monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
         monkeypatch.setattr(running.service.database, "read", away)
         assert tokens.grant(secret) is not None
+
+
+def test_a_database_that_does_not_answer_holds_up_one_request_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
+    with running_service(tmp_path / "data") as running, socket.create_server(("127.0.0.1", 0)) as hung:
+        tokens = Tokens(running.service.database)
+        _, secret = tokens.add("read")
+        assert tokens.grant(secret) is not None
+        database = Database(f"postgresql://me@127.0.0.1:{hung.getsockname()[1]}/none")
+        tokens._database = database
+        first = threading.Thread(target=tokens.grant, args=(secret,), daemon=True)
+        first.start()
+        connection, _ = hung.accept()
+        assert tokens.grant(secret) is not None
+        assert first.is_alive()
+        hung.close()  # so that it does not try again
+        connection.close()
+        first.join()
+        database.close()
 
 
 def test_a_token_that_is_given_is_taken_once(run, tmp_path):

@@ -247,6 +247,25 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
         server.server_close()
 
 
+def test_a_new_alert_is_sent_however_many_are_open(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("bootseer.service.alerts._MOST", 2)
+    server: Any = HTTPServer(("127.0.0.1", 0), Hook)
+    server.got, server.status = [], 200
+    Thread(target=server.serve_forever, daemon=True).start()
+    database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
+    alerts = Alerts(database, OverTime(database), [webhook(f"slack=http://127.0.0.1:{server.server_port}/")], Limits())
+    found: list[Finding] = []
+    for number in range(4):
+        found.append(Finding("slower", f"job-{number}", f"job-{number}"))
+        with database.write() as connection:
+            settle(connection, None, found, number)
+        alerts._send_changes(number + 1)
+    assert [said["text"] for _, said in server.got] == [f"alert (slower): {one.key}" for one in found]
+    database.close()
+    server.shutdown()
+    server.server_close()
+
+
 def test_webhooks_are_checked_and_never_shown() -> None:
     refused = ["slack", "slack=ftp://x", "mail=http://x", "slack=http://", "alertmanager=http://x:99999/secret"]
     refused += ["slack=http://x..y/secret", "slack=http://x/secret\xe9", "slack=http://x/?secret secret"]

@@ -132,30 +132,36 @@ class Tokens:
 
     def grant(self, secret: str) -> Grant | None:
         """What a secret allows; None if it is unknown or revoked."""
-        self._refresh()
-        found = self._by_hash.get(_hash(secret))
+        self._refresh(wait=False)
+        if (found := self._by_hash.get(_hash(secret))) is None:
+            self._refresh()
+            found = self._by_hash.get(_hash(secret))
         if found is None or found.revoked_ns is not None:
             return None
         self._used[found.id] = time.time_ns()
         return Grant(found.scope, found.team)
 
-    def _refresh(self) -> None:
-        with self._lock:
+    def _refresh(self, *, wait: bool = True) -> None:
+        """Read the tokens again if they are old. `wait` for another thread that does: without it, a database that does
+        not answer holds up one request, and others use the known tokens."""
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
             if time.monotonic() - self._read_at < _FRESH_S:
                 return
-            try:
+            with contextlib.suppress(TransientError):  # keep using the known tokens
                 self._note_use()
                 with self._database.read() as connection:
                     columns = [token_table.c[name] for name in ("hash", *Token._fields)]
                     rows = connection.execute(select(*columns))
                     self._by_hash = {row[0]: Token(*row[1:]) for row in rows}
-            except TransientError:
-                pass  # keep using the known tokens
             self._read_at = time.monotonic()
+        finally:
+            self._lock.release()
 
     def _note_use(self) -> None:
         known = {one.id: one.last_used_ns for one in self._by_hash.values()}
-        late = {number: at for number, at in self._used.items() if at - known.get(number, 0) > _USED_EVERY_NS}
+        late = {number: at for number, at in list(self._used.items()) if at - known.get(number, 0) > _USED_EVERY_NS}
         self._used.clear()
         if late:
             with self._database.write() as connection:

@@ -275,7 +275,9 @@ class Alerts:
         new = alert.c.sent_ns.is_(None) | (alert.c.ended_ns.is_not(None) & (alert.c.sent_ns < alert.c.ended_ns))
         open_ = alert.c.ended_ns.is_(None)
         with self._database.read() as connection:
-            rows = connection.execute(select(alert).where(new | open_).order_by(alert.c.id).limit(_MOST)).all()
+            # New ones first: otherwise many open alerts would keep them from being sent.
+            found = select(alert).where(new | open_).order_by(new.desc(), alert.c.id)
+            rows = connection.execute(found.limit(_MOST)).all()
         changed = [row for row in rows if row.sent_ns is None or row.ended_ns is not None]
         self.problem = ""
         for to in self._to:
