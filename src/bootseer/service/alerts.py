@@ -25,7 +25,7 @@ from bootseer.service import over_time, questions
 from bootseer.service.database import Database
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import OPEN, alert, start, technique_start
+from bootseer.service.schema import OPEN, alert, start
 from bootseer.units import NS_PER_S, format_seconds
 
 _LOG = logger(__name__)
@@ -138,13 +138,11 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
             f"{node['node']} was last in {node['last']} of {node['starts']} starts of the last week, in {node['stage']}"
         )
         found.append(Finding("node_often_last", node["node"], text))
-    table = technique_start.c
-    uses = select(table.technique, func.sum(table.hits).label("hits"), func.sum(table.misses).label("misses"))
-    for row in connection.execute(uses.where(table.day >= today).group_by(table.technique)):
-        hits, num = int(row.hits), int(row.hits) + int(row.misses)
-        if num >= limits.least_uses and hits / num < limits.hit_share:
-            text = f"{row.technique}: ready on {hits / num:.0%} of {num:,} nodes that started today"
-            found.append(Finding("cache_misses", row.technique, text))
+    for cache in questions.uses(connection, Filter(today)):
+        num = cache["hits"] + cache["misses"]
+        if num >= limits.least_uses and cache["hit_share"] < limits.hit_share:
+            text = f"{cache['technique']}: ready on {cache['hit_share']:.0%} of {num:,} nodes that started today"
+            found.append(Finding("cache_misses", cache["technique"], text))
     return found
 
 

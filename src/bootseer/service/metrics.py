@@ -20,7 +20,7 @@ from bootseer.service.histogram import CLASSES, bound_s
 from bootseer.service.over_time import OverTime, now
 from bootseer.service.questions import Filter, bucket_name
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import alert, stage, stage_day, start, technique_start
+from bootseer.service.schema import alert, stage, stage_day, start
 from bootseer.units import Figures
 
 _PERIOD_DAYS: Final = 28
@@ -109,21 +109,16 @@ def _teams(made: Figures, connection: Connection, where: Filter) -> None:
 
 
 def _caches(made: Figures, connection: Connection, where: Filter) -> None:
-    table = technique_start
-    columns = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes")
-    sums = [func.sum(table.c[name]).label(name) for name in columns]
-    technique = table.c.technique
-    rows = connection.execute(select(technique, *sums).where(*where.of(table)).group_by(technique)).all()
+    rows = questions.uses(connection, where)
     made.family("bootseer_technique_uses_total", "counter", "Nodes by hit or miss of image, environment, checkpoint.")
     for row in rows:
         for result in ("hits", "misses"):
-            value = float(getattr(row, result))
-            made.value("bootseer_technique_uses_total", value, technique=row.technique, result=result)
+            made.value("bootseer_technique_uses_total", row[result], technique=row["technique"], result=result)
     made.family("bootseer_technique_bytes_total", "counter", "Bytes fetched by starts, by source.")
     for row in rows:
         for source in ("cache", "peer", "origin"):
-            value = float(getattr(row, f"{source}_bytes"))
-            made.value("bootseer_technique_bytes_total", value, technique=row.technique, source=source)
+            value = row[f"{source}_bytes"]
+            made.value("bootseer_technique_bytes_total", value, technique=row["technique"], source=source)
 
 
 def _now(made: Figures, connection: Connection, over_time: OverTime, now_ns: int) -> None:

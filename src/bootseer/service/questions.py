@@ -285,23 +285,21 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
 def caches(connection: Connection, where: Filter) -> Rows:
     """Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
     of the same scale with and without misses."""
+    costs = _miss_costs(connection, where)
+    return [{**row, "miss_costs_s": costs.get(row["technique"])} for row in uses(connection, where)]
+
+
+def uses(connection: Connection, where: Filter) -> Rows:
+    """Hits, misses and sources of bytes of each technique."""
     days: dict[str, Rows] = defaultdict(list)
     for row in caches_by_day(connection, where):
         days[row["technique"]].append(row)
-    costs = _miss_costs(connection, where)
     found = []
     for technique, rows in sorted(days.items()):
         sums = {name: sum(row[name] for row in rows) for name in _USES}
-        uses = sums["hits"] + sums["misses"]
-        found.append(
-            {
-                "technique": technique,
-                **sums,
-                "hit_share": sums["hits"] / uses if uses else None,
-                "stored_bytes": max(row["stored_bytes"] for row in rows),
-                "miss_costs_s": costs.get(technique),
-            }
-        )
+        share = _share(sums["hits"], sums["hits"] + sums["misses"])
+        stored = max(row["stored_bytes"] for row in rows)
+        found.append({"technique": technique, **sums, "hit_share": share, "stored_bytes": stored})
     return found
 
 
