@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from bootseer.report.analysis.starts import RESTORED, SUMMARIES
 from bootseer.report.model import Report
-from bootseer.report.model_starts import EnvironmentStart
+from bootseer.report.model_starts import CheckpointStart, EnvironmentStart
 from bootseer.report.render.html_text import cell, count, percent, seconds, size, table, word_cell
 
 _MAX_ROWS = 200
@@ -86,23 +86,30 @@ def starts_parts(report: Report) -> list[Part]:
     found = []
     for ident, title, lines_of in SUMMARIES:
         if lines := lines_of(report):
-            tables = _TABLES[ident](report) if ident in _TABLES else ""
-            left = len(getattr(report, ident)) - _MAX_ROWS if tables else 0
-            more = f" {_MAX_ROWS} nodes are shown; {left:,} more are in the JSON report." if left > 0 else ""
+            tables, more = "", ""
+            if ident in _TABLES:
+                label, order, columns = _TABLES[ident]
+                rows = sorted(getattr(report, ident), key=order)
+                tables = _table(label, rows, columns) + (_datanodes(rows) if ident == "checkpoints" else "")
+                left = len(rows) - _MAX_ROWS
+                more = f" {_MAX_ROWS} nodes are shown; {left:,} more are in the JSON report." if left > 0 else ""
             found.append(Part(ident, title, _NOTES[ident] + more, lines, Markup(tables)))  # noqa: S704 - by `_table`
     return found
 
 
-def _images(report: Report) -> str:
+_TABLES: dict[str, tuple[str, Callable[[Any], Any], tuple[Column, ...]]] = {
     # Worst first: fallbacks, then those that waited for most bytes.
-    ordered = sorted(report.images, key=lambda image: (image.mode != "fallback", -image.demand_bytes, image.node))
-    return _table("Images by node", ordered, _IMAGE)
-
-
-def _environments(report: Report) -> str:
-    # Worst first: setups that ran, then those that took longest.
-    ordered = sorted(report.environments, key=lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node))
-    return _table("Environments by node", ordered, _ENVIRONMENT)
+    "images": ("Images by node", lambda one: (one.mode != "fallback", -one.demand_bytes, one.node), _IMAGE),
+    # Setups that ran, then those that took longest.
+    "environments": (
+        "Environments by node",
+        lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node),
+        _ENVIRONMENT,
+    ),
+    # Those that fetched most.
+    "checkpoints": ("Checkpoints by node", lambda one: (-one.place_bytes, one.node), _CHECKPOINT),
+    "peers": ("Peers by node", lambda one: (-one.origin_bytes, one.node), _PEERS),
+}
 
 
 class _Served(NamedTuple):
@@ -114,27 +121,14 @@ class _Served(NamedTuple):
     failures: int
 
 
-def _checkpoints(report: Report) -> str:
-    """The nodes, and the DataNodes that served them."""
-    # Those that had to fetch most come first.
-    ordered = sorted(report.checkpoints, key=lambda one: (-one.place_bytes, one.node))
+def _datanodes(checkpoints: Sequence[CheckpointStart]) -> str:
     totals: dict[str, _Served] = defaultdict(lambda: _Served("", 0, 0.0, 0))
-    for one in (datanode for node in ordered for datanode in node.datanodes):
+    for one in (datanode for node in checkpoints for datanode in node.datanodes):
         _, num_bytes, took_s, failures = totals[one.name]
         served = num_bytes + one.bytes, took_s + (one.seconds or 0.0), failures + one.failures
         totals[one.name] = _Served(one.name, *served)
     datanodes = sorted(totals.values(), key=lambda one: -one.bytes)
-    more = _table("DataNodes", datanodes, _DATANODE) if datanodes else ""
-    return _table("Checkpoints by node", ordered, _CHECKPOINT) + more
-
-
-def _peers(report: Report) -> str:
-    # Those that fetched most from the origin come first.
-    ordered = sorted(report.peers, key=lambda one: (-one.origin_bytes, one.node))
-    return _table("Peers by node", ordered, _PEERS)
-
-
-_TABLES = {"images": _images, "environments": _environments, "checkpoints": _checkpoints, "peers": _peers}
+    return _table("DataNodes", datanodes, _DATANODE) if datanodes else ""
 
 
 def _table(label: str, rows: Sequence[object], columns: Sequence[Column]) -> str:
