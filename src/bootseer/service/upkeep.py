@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
-from sqlalchemy import Connection, Integer, cast, delete, func, insert, select, text
+from sqlalchemy import Connection, Integer, cast, delete, func, select, text
 from sqlalchemy.sql.elements import ColumnElement
 
 from bootseer.errors import BootseerError, CorruptError, TransientError
@@ -116,11 +116,9 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
             except BootseerError as error:
                 _LOG.warning("%s", error)
                 continue
+            made = database.insert(schema.batch).values(row).on_conflict_do_nothing().returning(schema.batch.c.raw_key)
             with database.write() as connection:
-                known = select(schema.batch.c.raw_key).where(schema.batch.c.raw_key == name)
-                if connection.execute(known).first() is None:
-                    connection.execute(insert(schema.batch).values(row))
-                    found += 1
+                found += connection.execute(made).first() is not None
     return found
 
 
