@@ -219,31 +219,24 @@ def _replace(
     """Replace all rows of the attempt; returns the days concerned."""
     start = schema.start
     old = connection.execute(
-        select(start.c.id, start.c.restart, start.c.day, start.c.computed_n).where(
+        select(start.c.id, start.c.restart, start.c.day).where(
             start.c.job == attempt.job, start.c.attempt == attempt.attempt
         )
     ).all()
-    known = {row.restart: row for row in old}
     days = {row.day for row in old}
-    for row in old:
-        for table in _PARTS:
-            connection.execute(delete(table).where(table.c.start_id == row.id))
-    gone = known.keys() - {one.start["restart"] for one in rows}
-    if gone:
-        connection.execute(delete(start).where(start.c.id.in_([known[restart].id for restart in gone])))
+    for table in _PARTS:
+        connection.execute(delete(table).where(table.c.start_id.in_([row.id for row in old])))
+    kept = {one.start["restart"] for one in rows}
+    connection.execute(delete(start).where(start.c.id.in_([row.id for row in old if row.restart not in kept])))
     for one in rows:
         named = (one.start, *one.stages, *one.nodes)
         nodes = database.ids(connection, schema.node, _names(named, _NODES))
         stages = database.ids(connection, schema.stage, _names(named, _STAGES))
         ids = {**dict.fromkeys(_NODES, nodes), **dict.fromkeys(_STAGES, stages)}
-        values = _with_ids(one.start, ids)
-        before = known.get(values["restart"])
-        values |= {"computed_ns": now_ns, "computed_n": (before.computed_n if before else 0) + 1}
-        if before is None:
-            identity = connection.execute(insert(start).values(values).returning(start.c.id)).scalar_one()
-        else:
-            identity = before.id
-            connection.execute(update(start).where(start.c.id == identity).values(values))
+        values = {**_with_ids(one.start, ids), "computed_ns": now_ns, "computed_n": start.c.computed_n + 1}
+        put = database.insert(start).values(values | {"computed_n": 1})
+        put = put.on_conflict_do_update(index_elements=[start.c.job, start.c.attempt, start.c.restart], set_=values)
+        identity = connection.execute(put.returning(start.c.id)).scalar_one()
         days.add(values["day"])
         connection.execute(insert(schema.start_report).values(start_id=identity, json=one.report))
         for table, parts in (
