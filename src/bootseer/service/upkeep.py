@@ -6,12 +6,12 @@ After a deletion, SQLite returns free pages to the disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from sqlalchemy import Connection, Integer, cast, delete, func, select, text
@@ -205,6 +205,17 @@ def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int
     return len(names)
 
 
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Log errors: one task's must neither end the thread nor keep the others from running."""
+    try:
+        yield
+    except BootseerError as error:
+        _LOG.warning("upkeep: %s", error)
+    except Exception:
+        _LOG.exception("upkeep")
+
+
 class Upkeep:
     """The thread that does this while a service runs."""
 
@@ -235,29 +246,19 @@ class Upkeep:
         self._thread.join()
 
     def _run(self) -> None:
-        # A killed service may have left sums that were not recomputed.
-        self._try(self._find_days)
+        with _logged():
+            self._find_days()
         due_s = dict.fromkeys(_EVERY_S, 0.0) | {"forget": time.monotonic() + _EVERY_S["forget"] / 10}
         tasks = {"sum": self._sum, "reconcile": self._reconcile, "forget": self._forget}
         while not self._ended.wait(_EVERY_S["sum"]):
             for name, task in tasks.items():
                 if time.monotonic() >= due_s[name]:
                     due_s[name] = time.monotonic() + _EVERY_S[name]
-                    self._try(task)
-
-    def _try(self, task: Callable[[], object]) -> bool:
-        """Whether the task succeeded. Its errors must neither end the thread nor keep other tasks from running."""
-        try:
-            task()
-        except BootseerError as error:
-            _LOG.warning("upkeep: %s", error)
-        except Exception:
-            _LOG.exception("upkeep")
-        else:
-            return True
-        return False
+                    with _logged():
+                        task()
 
     def _find_days(self) -> None:
+        """A killed service may have left sums that were not recomputed."""
         start = schema.start
         lately = start.c.computed_ns >= time.time_ns() - DAY_NS
         with self._database.read() as connection:
@@ -267,8 +268,10 @@ class Upkeep:
         with self._lock:
             days, self._days = self._days, set()
         for day in sorted(days):
-            if not self._try(partial(roll_up, self._database, day)):
-                self.changed([day])
+            with _logged():
+                roll_up(self._database, day)
+                days.remove(day)
+        self.changed(days)
 
     def _reconcile(self) -> None:
         today = day_of(time.time_ns())
