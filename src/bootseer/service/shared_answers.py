@@ -69,6 +69,7 @@ class Answers:
         asked.users += 1
         try:
             async with asked.lock:
+                # While this request waited for the lock, another one may have computed an answer that is new enough.
                 if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
                     asked.began_s = time.monotonic()
                     asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
