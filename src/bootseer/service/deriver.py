@@ -253,7 +253,7 @@ class Deriver:
         for attempt, state in self._states.items():
             if state.running or not state.is_changed or self._num_running() >= self._workers:
                 continue
-            # Once lines pause and a second has passed since the last analysis; at the latest when that one's pace allows.
+            # Once lines pause and a second has passed since the last analysis; at the latest when its pace allows.
             paced_s = state.ended_s + max(_LEAST_S, _PACE * state.took_s)
             if now_s < min(max(state.arrived_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
                 continue
