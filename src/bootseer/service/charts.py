@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from bootseer.report.render.html_svg import swatch
+
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 52, 24
 _MOST_PX = 34
 """Maximum width of a bar."""
@@ -45,11 +47,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
         anchor = "middle" if number else "start"
         anchor = "end" if number and x > _WIDTH - 40 else anchor
         drawn.append(f'<text x="{x:.0f}" y="{_HEIGHT + 17}" text-anchor="{anchor}">{escape(rows[number][0])}</text>')
-    legend = "".join(
-        f'<li><svg class="sw" width="14" height="14" aria-hidden="true"><rect class="{css[name]}" width="14" '
-        f'height="14" rx="2"/></svg>{escape(name)}</li>'
-        for name in names
-    )
+    legend = "".join(f"<li>{swatch(css[name])}{escape(name)}</li>" for name in names)
     return "".join(drawn) + "</svg>" + (f'<ul class="legend">{legend}</ul>' if len(names) > 1 else "")
 
 

@@ -37,6 +37,7 @@ from bootseer.service import schema
 from bootseer.service.access import Grant, of_team, refusal
 from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
+from bootseer.service.rows import day_of
 from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable
 from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
 
@@ -62,7 +63,6 @@ _BODY_S = 30.0
 _GATHER_S = 0.2
 _MAX_ROWS = 50_000
 _SENDERS = 50_000
-_DAY_NS = 86_400 * 10**9
 _TAG = b"@bootseer1 {"
 _PIECE_BYTES = 1 << 10
 """Of zstd at a time: at most 32 MiB uncompressed."""
@@ -285,7 +285,7 @@ class Ingest:
         if len(batch.parts) > MAX_ATTEMPTS:
             raise Refused(413, f"a batch may contain {MAX_ATTEMPTS} attempts of jobs; send less at once")
         now_ns, is_new, accepted, rows = time.time_ns(), False, 0, []
-        day = now_ns // _DAY_NS
+        day = day_of(now_ns)
         for (job, attempt), came in batch.parts.items():
             lines = came
             if batch.team:  # lines of a log stay if no event is in them

@@ -126,9 +126,7 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "began_ns": start.zero_ns,
         "ended_ns": start.zero_ns + round(took_s * NS_PER_S),
         "day": day_of(start.zero_ns),
-        "bucket": next((number for number, (limit, *_) in enumerate(BUCKETS) if (start.num_gpus or 0) <= limit), -1)
-        if start.num_gpus
-        else -1,
+        "bucket": [name for _, name, _ in BUCKETS].index(start.scale) if start.scale else -1,
         "nodes_expected": report.coverage.nodes_expected,
         "nodes_heard": report.coverage.nodes_heard,
         "ranks": start.num_ranks,
