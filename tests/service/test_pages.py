@@ -209,6 +209,7 @@ def test_a_start_is_its_report(service: RunningService, tmp_path: Path, monkeypa
     assert "sha256-" in page.headers["content-security-policy"]
     assert json.loads(get(service, "/perfetto/2/0/moe").content)["traceEvents"]
     get(service, "/start/9/0/moe", 404)
+    get(service, f"/start/{1 << 70}/0/moe", 404)
     get(service, "/job/none", 404)
     get(service, "/api/v1/job/none", 404)
 

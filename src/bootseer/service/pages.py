@@ -312,13 +312,8 @@ class Pages:
 
     def _found(self, connection: Connection, request: Request, job: str, attempt: int, restart: int) -> Answer:
         """A start. Raises `NotFoundError` if there is none, or if it belongs to another team."""
-        team = _grant(request).team or None
-        where = Filter(job=job, team=team)
-        found = [
-            row
-            for row in questions.starts(connection, where, attempt=attempt)
-            if (row["attempt"], row["restart"]) == (attempt, restart)
-        ]
+        where, one = Filter(job=job, team=_grant(request).team or None), (attempt, restart)
+        found = questions.starts(connection, where, one=one) if max(one) < 1 << 31 else []
         if not found:
             raise NotFoundError(f"no start of job {job!r}, attempt {attempt}, restart {restart} is known")
         return found[0]

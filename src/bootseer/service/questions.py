@@ -225,9 +225,9 @@ def _worst_stages(connection: Connection, where: Filter, ids: Sequence[int]) -> 
 
 
 def starts(
-    connection: Connection, where: Filter, *, attempt: int | None = None, limit: int = 200, offset: int = 0
+    connection: Connection, where: Filter, *, one: tuple[int, int] | None = None, limit: int = 200, offset: int = 0
 ) -> Rows:
-    """The starts, or those of one attempt, newest first, each with its fingerprint."""
+    """The starts, newest first, each with its fingerprint. `one`: only that of this attempt and restart."""
     columns = [column for column in start.c if column.name not in ("last_node_id", "last_stage_id", "bucket")]
     query = (
         select(
@@ -235,7 +235,7 @@ def starts(
         )
         .outerjoin_from(start, node, node.c.id == start.c.last_node_id)
         .outerjoin(stage, stage.c.id == start.c.last_stage_id)
-        .where(*where.of(start), *([start.c.attempt == attempt] if attempt is not None else []))
+        .where(*where.of(start), *([start.c.attempt == one[0], start.c.restart == one[1]] if one is not None else []))
         .order_by(start.c.began_ns.desc(), start.c.id.desc())
     )
     rows = connection.execute(query.limit(limit).offset(offset)).mappings()
