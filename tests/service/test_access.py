@@ -65,7 +65,7 @@ def test_a_tokens_team_is_that_of_the_runs_it_sends(tmp_path):
 
 def test_a_teams_token_reads_nothing_of_other_teams(tmp_path):
     with running_service(tmp_path / "data") as running:
-        sent = [running.service.tokens.add("ingest", team=team)[1] for team in ("llm", "vision")]
+        sent = [running.service.tokens.add("ingest", team=team)[1] for team in ("llm", "zebra")]
         for number, token in enumerate(sent):
             data = b"".join(Fleet(2, job=f"job-{number}").lines())
             running.post("/v1/lines", data, authorization=f"Bearer {token}", x_bootseer_sender=f"n{number}")
@@ -76,7 +76,7 @@ def test_a_teams_token_reads_nothing_of_other_teams(tmp_path):
         for token, shown in ((reader, False), (sees_all, True)):
             for path in ("/?since=365d", "/api/v1/fleet?since=365d", "/api/v1/over-time/fleet?since=365d"):
                 text = ask("GET", running.url + path, headers={"authorization": f"Bearer {token}"}).text
-                assert ("vision" in text) == shown, path
+                assert ("zebra" in text) == shown, path
         assert status(running, "/metrics", sees_all) == 200
 
 
