@@ -106,8 +106,9 @@ def derive_attempt(
             where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
             connection.execute(update(start).where(where).values(state=schema.CLOSED))
             _LOG.warning("%r, attempt %d: late lines were ignored, because earlier ones were removed", *attempt)
-        for name, _ in batches:
-            connection.execute(update(schema.batch).where(schema.batch.c.raw_key == name).values(done=True))
+        if batches:
+            done = update(schema.batch).where(schema.batch.c.raw_key == bindparam("name")).values(done=True)
+            connection.execute(done, [{"name": name} for name, _ in batches])
     return Derived(len(rows), frozenset(days), closes)
 
 
@@ -246,13 +247,16 @@ def _replace(
         ):
             made = [{"start_id": identity, **_with_ids(row, ids)} for row in parts]
             database.insert_all(connection, table, made)
+        table = schema.node
         seen = [{"id_": nodes[row["node"]], "ns": values["ended_ns"]} for row in one.nodes]
         if seen:
-            table = schema.node
             later = (table.c.id == bindparam("id_")) & (table.c.last_seen_ns < bindparam("ns"))
             connection.execute(update(table).where(later).values(last_seen_ns=bindparam("ns")), seen)
-        for name, rack in one.racks.items():
-            connection.execute(update(schema.node).where(schema.node.c.id == nodes[name]).values(rack=rack))
+        racks = [{"id_": nodes[name], "place": rack} for name, rack in one.racks.items()]
+        if racks:
+            connection.execute(
+                update(table).where(table.c.id == bindparam("id_")).values(rack=bindparam("place")), racks
+            )
     return days
 
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from sqlalchemy import Connection, Integer, cast, delete, func, select, text
+from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, select, text
 from sqlalchemy.sql.elements import ColumnElement
 
 from bootseer.errors import BootseerError, CorruptError, TransientError
@@ -197,9 +197,10 @@ def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int
     with database.read() as connection:
         names = list(connection.execute(select(batch.c.raw_key).join_from(batch, old, same)).scalars())
     raw.delete(names)
-    with database.write() as connection:
-        for name in names:
-            connection.execute(delete(batch).where(batch.c.raw_key == name))
+    if names:
+        with database.write() as connection:
+            gone = delete(batch).where(batch.c.raw_key == bindparam("name"))
+            connection.execute(gone, [{"name": name} for name in names])
     if not database.is_postgres:
         database.return_pages(_PAGES)
     return len(names)
