@@ -236,6 +236,21 @@ def test_where_the_nodes_are_is_told_of_all_batches_beyond_one_look_too(place: P
         deriver.close()
 
 
+def test_an_analysis_that_fails_is_repeated(place: Place) -> None:
+    place.put(Fleet(2).lines())
+    path = place.folder / place.batches[0][0]
+    whole = path.read_bytes()
+    path.write_bytes(b"damaged")
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    try:
+        until(lambda: any(state.failures for state in list(deriver._states.values())), "nothing failed")
+        path.write_bytes(whole)
+        until(lambda: place.rows(schema.start), "it was not repeated")
+    finally:
+        deriver.close()
+
+
 @pytest.mark.slow
 def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) -> None:
     for attempt in range(6):
