@@ -63,7 +63,8 @@ def test_a_tokens_team_is_that_of_the_runs_it_sends(tmp_path):
         assert start.team == "llm"
 
 
-def test_a_teams_token_reads_nothing_of_other_teams(tmp_path):
+def test_a_teams_token_reads_nothing_of_other_teams(tmp_path, monkeypatch):
+    monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
     with running_service(tmp_path / "data") as running:
         sent = [running.service.tokens.add("ingest", team=team)[1] for team in ("llm", "zebra")]
         for number, token in enumerate(sent):
