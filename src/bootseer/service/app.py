@@ -114,7 +114,7 @@ class Service:
                 workers=settings.workers,
                 name=str(settings.data),
                 patterns=settings.patterns,
-                on_derived=lambda attempt, derived: self._derived(derived),
+                on_derived=self._derived,
             )
             self.upkeep = Upkeep(self.database, self.raw, settings.raw_days, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)

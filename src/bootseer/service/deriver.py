@@ -134,7 +134,7 @@ class Deriver:
         workers: int = 1,
         name: str = "",
         patterns: Patterns = (),
-        on_derived: Callable[[Attempt, Derived], None] = lambda attempt, derived: None,
+        on_derived: Callable[[Derived], None] = lambda derived: None,
     ) -> None:
         """patterns: as for `derive_attempt`.
         name: name of this service, the same after a restart, so that its claims remain valid.
@@ -288,7 +288,7 @@ class Deriver:
             state.took_s = state.ended_s - state.began_s
             if isinstance(result, Derived):
                 state.failures, state.closes_ns = 0, result.closes_ns
-                self._on_derived(attempt, result)
+                self._on_derived(result)
                 continue
             state.is_changed = True
             _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, result)
@@ -320,6 +320,6 @@ class Deriver:
                     live = schema.live
                     connection.execute(delete(live).where(live.c.job == attempt.job, live.c.attempt == attempt.attempt))
                 state.closes_ns = None
-                self._on_derived(attempt, Derived(0, frozenset(), None))
+                self._on_derived(Derived(0, frozenset(), None))
             if time.monotonic() - state.arrived_s > _CLAIMED_S:
                 del self._states[attempt]
