@@ -24,7 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
@@ -237,13 +238,26 @@ class Deriver:
             return True
         live, now_ns = schema.live, time.time_ns()
         until_ns = now_ns + _CLAIMED_S * NS_PER_S
-        claim = {"owner": self._name, "owned_until_ns": until_ns}
+        here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
         # A claim further in the future than possible was made before a clock was set back: it counts as expired.
         free = (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
-        made = self._database.insert(live).values(**attempt._asdict(), **claim)
-        made = made.on_conflict_do_update(index_elements=[live.c.job, live.c.attempt], set_=claim, where=free)
+        # No upsert: in PostgreSQL it locks the row also where it changes nothing, and so waits for its owner.
         with self._database.write() as connection:
-            is_ours = connection.execute(made.returning(live.c.owner)).first() is not None
+            taken = connection.execute(
+                update(live).where(here & free).values(owner=self._name, owned_until_ns=until_ns)
+            ).rowcount
+            is_ours = bool(taken)
+            if not taken and connection.execute(select(live.c.owner).where(here)).first() is None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(
+                            insert(live).values(
+                                job=attempt.job, attempt=attempt.attempt, owner=self._name, owned_until_ns=until_ns
+                            )
+                        )
+                    is_ours = True
+                except IntegrityError:  # another process was faster
+                    is_ours = False
         if is_ours:
             self._state(attempt).claimed_s = time.monotonic()
         return is_ours
