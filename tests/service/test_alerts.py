@@ -297,7 +297,7 @@ def test_the_thread_of_alerts_goes_on_after_any_error(tmp_path: Path, monkeypatc
 
 def test_a_service_serves_its_figures(tmp_path: Path) -> None:
     with running_service(tmp_path / "data") as service:
-        assert samples(httpx.get(service.url + "/metrics").text)["bootseer_starts_open"] == 0
+        assert samples(httpx.get(service.url + "/metrics", timeout=30).text)["bootseer_starts_open"] == 0
         data = b"".join(Fleet(2, job="moe").lines())
         service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence="0")
         service.rows(start, 1)
