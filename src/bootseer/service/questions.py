@@ -239,12 +239,10 @@ def starts(
         .order_by(start.c.began_ns.desc(), start.c.id.desc())
     )
     rows = connection.execute(query.limit(limit).offset(offset)).mappings()
-    found = []
-    for row in rows:
-        values = dict(row)
+    found = [dict(row) for row in rows]
+    for values in found:
         values["bucket"] = bucket_name(values.pop("bucket_"))
         values["fingerprint"] = json.loads(values["fingerprint"] or "{}")
-        found.append(values)
     return found
 
 
@@ -377,25 +375,22 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
         .order_by(func.sum(start.c.gpu_s).desc(), start.c.job)
         .limit(limit)
     ).mappings()
-    found = []
-    for row in rows:
-        values = {name: _plain(value) for name, value in row.items()}
+    found = [{name: _plain(value) for name, value in row.items()} for row in rows]
+    for values in found:
         values["share"] = _share(values["ended_s"], values["run_s"])
         values["wait_share"] = _share(values["wait_s"], values["wait_s"] + values["work_s"])
-        found.append(values)
     return found
 
 
 def straggling(connection: Connection, where: Filter) -> Rows:
     """Savings without stragglers, by scale."""
-    began = start.c.outcome == BEGAN
     query = _grouped(
         where,
         start.c.bucket,
         overhead_s=func.sum(start.c.overhead_s),
         straggler_s=func.sum(start.c.straggler_s),
         straggler_gpu_s=func.sum(start.c.straggler_s * func.coalesce(start.c.gpus, 0)),
-    ).where(began)
+    ).where(start.c.outcome == BEGAN)
     found = [dict(row) for row in connection.execute(query.order_by(start.c.bucket)).mappings()]
     for row in found:
         row["bucket"] = bucket_name(row["bucket"])
@@ -452,8 +447,7 @@ def failures(connection: Connection, where: Filter) -> Rows:
 
 
 def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
-    """Completeness of the data: nodes with events of those expected, lost lines, clock errors, and
-    batches waiting for analysis."""
+    """Completeness of the data: nodes with events of those expected, lost lines, clock errors, batches that wait."""
     row = connection.execute(
         select(
             func.count().label("starts"),
