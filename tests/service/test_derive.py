@@ -25,6 +25,7 @@ from bootseer.service.deriver import Deriver
 from bootseer.service.questions import Filter
 from bootseer.service.raw import RawStore
 from bootseer.service.rows import DAY_NS, day_of
+from bootseer.service.upkeep import roll_up
 from bootseer.store.open import open_store
 from bootseer.trace.event import encode
 from bootseer.units import NS_PER_S
@@ -123,6 +124,20 @@ def test_a_start_of_clocks_that_are_years_ahead_is_counted_when_its_lines_arrive
     } == {today}
     with place.database.read() as connection:
         assert questions.cost(connection, Filter(today + 2)) == []
+
+
+def test_numbers_that_no_job_has_leave_the_sums_of_the_day_there(place: Place) -> None:
+    for attempt in range(3):
+        counts = {"local_bytes": 2**62, "demand_bytes": 2**62, "stored_bytes": 2**62}
+        image = span(50, 51, "image_start", attrs={"image": "x", "mode": "local", **counts})[0]
+        parts = [*span(0, 100, "run", attrs={"gpus": 8}), image._replace(phase="instant"), *span(90, 100, "first_step")]
+        place.batches = []
+        lines = [encode(event._replace(attempt=attempt)) for event in parts]
+        place.put(lines, job="j", attempt=attempt, sender=f"node{attempt}")
+        derive_attempt(place.raw, place.database, Attempt("j", attempt), place.batches, time.time_ns() + DAY_NS)
+    (day,) = {row.day for row in place.rows(schema.start)}
+    roll_up(place.database, day)
+    assert place.rows(schema.technique_start)[0].origin_bytes == 2**53
 
 
 def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> None:

@@ -23,6 +23,9 @@ DAY_NS: Final = 86_400 * NS_PER_S
 _MAX_DAY: Final = 100_000
 """In the year 2243: limits days of wrong clocks."""
 BEGAN: Final = "training_began"
+_MAX_COUNT: Final = 1 << 53
+"""Bytes, lines: a database cannot sum the largest numbers that events may have, and then no sum of the day is there."""
+_COUNTS: Final = ("cache_bytes", "peer_bytes", "origin_bytes", "stored_bytes", "lines_lost")
 _VERSIONS: Final = ("bootseer", "python", "torch", "cuda", "driver")
 
 
@@ -47,6 +50,8 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
     day = start["day"]
     for one in techniques:
         one["day"] = day
+    for one in (start, *techniques):
+        one.update({name: min(max(one[name], 0), _MAX_COUNT) for name in _COUNTS if name in one})
     same = {name: start[name] for name in ("day", "bucket", "kind", "cache_state")}
     stages = [
         {
