@@ -196,32 +196,36 @@ _PYTHON_DEADLINE_S = 10.0
 _ANSWER = "bootseer:"
 # For any Python 3: it may be older than BootSeer's.
 QUESTION = f"""
-import json, os, site, sys, sysconfig, _imp
-from importlib.util import find_spec
-paths = sysconfig.get_paths()
-libraries = [paths["purelib"], paths["platlib"]]
-known = [entry for entry in sys.path if os.path.isdir(entry)]
+import json, os, site, sys, _imp
 own = getattr(site, "getsitepackages", list)() + [entry for entry in sys.path if entry.endswith("-packages")]
-print("{_ANSWER}" + json.dumps({{
+facts = {{
     "executable": sys.executable,
     "implementation": sys.implementation.name,
     "version": ".".join(map(str, sys.version_info[:3])) + sys.version_info[3].replace("final", ""),
     "abi": (_imp.extension_suffixes() or [""])[0],
     "prefix": sys.prefix,
     "base_prefix": sys.base_prefix,
-    "scripts": paths["scripts"],
     "own_folders": list(dict.fromkeys(own)),
-    "folders": sorted(set(os.path.abspath(entry) for entry in libraries + known)),
-    "writable": all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry)),
-    "pip": find_spec("pip") is not None,
-    "uv": find_spec("uv") is not None,
-}}))
+}}
+if not sys.flags.isolated:
+    import sysconfig
+    from importlib.util import find_spec
+    paths = sysconfig.get_paths()
+    libraries = [paths["purelib"], paths["platlib"]]
+    known = [entry for entry in sys.path if os.path.isdir(entry)]
+    facts["scripts"] = paths["scripts"]
+    facts["folders"] = sorted(set(os.path.abspath(entry) for entry in libraries + known))
+    facts["writable"] = all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry))
+    facts["pip"] = find_spec("pip") is not None
+    facts["uv"] = find_spec("uv") is not None
+print("{_ANSWER}" + json.dumps(facts))
 """
-"""Prints an answer for `answered`."""
+"""Prints an answer for `answered`; in isolation, as for a request key, without what only installations need, which
+would take as long as the rest."""
 
 
 class Interpreter(Struct, frozen=True):
-    """A Python installation or virtual environment."""
+    """A Python installation or virtual environment. Fields with defaults are not known of one asked in isolation."""
 
     executable: str
     implementation: str
@@ -230,17 +234,17 @@ class Interpreter(Struct, frozen=True):
     """The suffix of extension modules: version, flags and C library."""
     prefix: str
     base_prefix: str
-    scripts: str
-    """Folder of its console scripts."""
     own_folders: tuple[str, ...]
     """`site-packages` and `dist-packages` of the installation; without the user's own, if it was asked in isolation."""
-    folders: tuple[str, ...]
+    scripts: str = ""
+    """Folder of its console scripts."""
+    folders: tuple[str, ...] = ()
     """All folders that may have its distributions, absolute; those that an installer writes to, even if missing."""
-    writable: bool
+    writable: bool = False
     """Whether packages can be installed into it; otherwise pip uses the user's own folder."""
-    pip: bool
+    pip: bool = False
     """Whether `-m pip` works."""
-    uv: bool
+    uv: bool = False
     """Whether `-m uv` works."""
 
     @property
