@@ -115,8 +115,13 @@ class TestEnvironments:
         (forged,) = set(place.store.glob("environments/*/document")) - {document}
         attacker = Signatures((str(make_key(tmp_path / "attacker")),))
         name = str(document.relative_to(place.store))
-        value = json.loads(Signatures().open(str(forged.relative_to(place.store)), forged.read_bytes(), "store"))
-        renamed = json.dumps({**value, "key": document.parent.name}, sort_keys=True, separators=(",", ":")).encode()
+        honest, value = (
+            json.loads(Signatures().open(str(path.relative_to(place.store)), path.read_bytes(), "store"))
+            for path in (document, forged)
+        )
+        renamed = json.dumps(
+            {**value, **{part: honest[part] for part in ("key", "components")}}, sort_keys=True, separators=(",", ":")
+        ).encode()
         for data, why in (
             (forged.read_bytes(), "holds another signed object"),
             (renamed, "is not signed"),

@@ -115,6 +115,13 @@ def test_no_way_to_write_a_line_names_another_team_than_the_tokens(tmp_path):
     assert sum(event.stage == "run" for event in found.events) == 7
 
 
+def test_no_name_has_a_nul_character(tmp_path):
+    """PostgreSQL refuses it in texts: it was an error of the server."""
+    with running_service(tmp_path / "data") as running:
+        for path in ("/api/v1/starts?job=%00", "/?team=%00", "/jobs?q=%00", "/start/0/0/a%00b"):
+            assert (path, status(running, path)) == (path, 400)
+
+
 def test_a_browser_logs_in_and_other_sites_cannot_use_its_cookie(tmp_path):
     with running_service(tmp_path / "data") as running:
         _, token = running.service.tokens.add("admin")

@@ -189,7 +189,7 @@ class Pages:
         }
 
     def _jobs(self, connection: Connection, request: Request) -> Answer:
-        words = request.query_params.get("q", "")[:256].replace("\0", "")
+        words = request.query_params.get("q", "")[:256]
         where, chosen = filter_of(request, words=words)
         return {**chosen, "q": words, "jobs": questions.jobs(connection, where, limit=_ROWS)}
 
@@ -282,6 +282,9 @@ class Pages:
 
         def guarded(request: Request) -> Response:
             try:
+                asked = (*request.query_params.values(), *request.path_params.values())
+                if any("\0" in str(text) for text in asked):
+                    raise UsageError("the address has a NUL character, which no name has")  # PostgreSQL refuses it
                 return answer(request)
             except BootseerError as error:
                 status = {NotFoundError: 404, UsageError: 400, TransientError: 503}.get(type(error), 500)
