@@ -141,10 +141,10 @@ def _reads(cache: Path) -> Iterator[str]:
 def _files(cache: Cache, wanted: Container[str]) -> Iterator[tuple[str, tuple[list[tuple[int, int, str]], int]]]:
     """Of each block file in the cache its identity, what lies where in it (first byte, length, path), and the size of
     its blocks."""
-    for index, _ in cache.recent(100):
-        if index.identity not in wanted:  # such as a checkpoint's
+    for entry in cache.entries():
+        if entry.identity not in wanted:  # such as a checkpoint's
             continue
-        with contextlib.closing(cache.open(index)) as file:
+        with contextlib.closing(cache.open_existing(entry.identity)) as file:
             reader = ErofsReader(file.read)
             extents = [
                 (
@@ -155,7 +155,7 @@ def _files(cache: Cache, wanted: Container[str]) -> Iterator[tuple[str, tuple[li
                 for path, inode in ((os.fsdecode(name), inode) for name, inode in reader.walk())
                 if stat.S_ISREG(inode.mode)
             ]
-        yield index.identity, (sorted(each for each in extents if each[1]), index.block_size)
+        yield entry.identity, (sorted(each for each in extents if each[1]), file.index.block_size)
 
 
 def _parts(extents: list[tuple[int, int, str]], start: int, size: int) -> Iterator[tuple[str, int, int]]:

@@ -106,11 +106,12 @@ class LocalObjects:
 
         Raises the errors of `read_all`.
         """
-        offered = _offered(stored, self._folder / content_path(stored.name))
+        path = self._folder / content_path(stored.name)
+        offered = _offered(stored, path)
         with contextlib.suppress(BootseerError):
             copy = read_all(self.store, stored.name, stored.size_bytes)
             with contextlib.suppress(OSError):
-                os.utime(self._folder / content_path(stored.name))  # copies are deleted when unused for long
+                os.utime(path)  # copies are deleted when unused for long
             return copy
         try:
             data = offered.get(self._say) if offered is not None else None

@@ -376,14 +376,13 @@ class Scheduler(Ledger):
         return self.trust.allowance(window_bytes)
 
     def _next_hot(self, origin: OriginQueues) -> Key | None:
+        # In either case: with peers, only the first entries of the queue are looked at.
+        while origin.hot and not self._is_next(origin.hot[0], Purpose.HOT, origin):
+            origin.hot.popleft()
         if self.trust.was_wrong and not self._fetch_all_now:
             near = self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
             return next((key for key in near if self._is_next(key, Purpose.HOT, origin)), None)
-        while origin.hot:
-            if self._is_next(origin.hot[0], Purpose.HOT, origin):
-                return origin.hot[0]
-            origin.hot.popleft()
-        return None
+        return origin.hot[0] if origin.hot else None
 
     def _next_cold(self, origin: OriginQueues) -> Key | None:
         while origin.cold:

@@ -77,7 +77,10 @@ class Native:
     def client(self) -> Client:
         """This process's client. May block: call it under a deadline only."""
         # Here, because most clusters do without it: from a cold disk its 17 MB take 60 ms.
-        from hdfs_native import Client
+        try:
+            from hdfs_native import Client
+        except ImportError as error:
+            raise UsageError("hdfs-native is not installed", hint="pip install 'bootseer[hdfs]'") from error
 
         with self._lock:
             if self._client is None:
@@ -194,10 +197,16 @@ class NativeWriter:
         """Bytes written so far."""
         self._native = native
         self._uri = f"{native.uri}{path}"
-        from hdfs_native import WriteOptions
 
-        options = WriteOptions(block_size=block_size, replication=replication, permission=mode, create_parent=parents)
-        self._file = native.call(self._uri, lambda client: client.create(path, options))
+        def create(client: Client) -> FileWriter:
+            from hdfs_native import WriteOptions  # there is one, as there is a client
+
+            options = WriteOptions(
+                block_size=block_size, replication=replication, permission=mode, create_parent=parents
+            )
+            return client.create(path, options)
+
+        self._file = native.call(self._uri, create)
         # Python's finalizer of files calls close(), which may hang the thread that drops the last reference. A file
         # that Python considers closed has no finalizer; the library's own methods still work.
         io.RawIOBase.close(self._file)

@@ -171,7 +171,7 @@ class WarmLauncher:
             emit({"program": self._program, "why_not": reason})
 
 
-def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int], ready_s: float = _READY_S) -> dict[str, Any]:
     """Request a copy of the warm parent at `end`, with these descriptors; returns the warm parent's figures, and the
     copy's process id as `pid`. Raises `RefusedError`, `OSError`, and what `marshal` raises for a damaged answer."""
     import marshal
@@ -195,8 +195,8 @@ def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> dict
             theirs.close()
         poll = select.poll()
         poll.register(ours, select.POLLIN)
-        if not poll.poll(1000 * _READY_S):
-            raise LostError(f"the warm parent did not answer within {_READY_S:.0f} s")
+        if not poll.poll(1000 * ready_s):
+            raise LostError(f"the warm parent did not answer within {ready_s:.0f} s")
         answer = ours.recv(65536)
         if not answer:
             raise LostError("the warm parent ended before it answered")

@@ -190,5 +190,5 @@ def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
         data = UNSIGNED.open(name, read_all(store, name, stored_limit(layer_document.MAX_BYTES)), store.uri)
         layer = layer_document.parse(data)
     except (BootseerError, NotFoundError):
-        return False  # unreadable: a conversion replaces it
+        return False  # unreadable, or questions of an earlier version
     return any(stored.name in deleted for stored in layer.file.objects)

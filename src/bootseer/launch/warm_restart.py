@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from bootseer.trace.tracer import Tracer
 
 _PR_SET_CHILD_SUBREAPER = 36
+_READY_S = 60.0
+"""The waiting warm parent has imported everything, and signals wait for its answer."""
 
 
 class WarmRestart:
@@ -103,7 +105,7 @@ class WarmRestart:
             "umask": -1,
             "mask": [],
         }
-        return ask(end, request, list(wanted.values()))
+        return ask(end, request, list(wanted.values()), _READY_S)
 
     def close(self) -> None:
         """Let the waiting warm parents end."""

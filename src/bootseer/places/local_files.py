@@ -24,6 +24,7 @@ from bootseer.errors import (
     PermanentError,
     TransientError,
 )
+from bootseer.io.files import write_all
 from bootseer.io.trusted_folder import NEW
 from bootseer.places.place import TEMPORARY_PREFIX
 
@@ -36,9 +37,7 @@ def write_temporary(folder: int, data: bytes, mode: int) -> str:
     descriptor = os.open(name, NEW, mode, dir_fd=folder)
     try:
         os.fchmod(descriptor, mode)
-        remaining = memoryview(data)
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
+        write_all(descriptor, data, 0)
         os.fsync(descriptor)
     except OSError:
         drop(name, folder)

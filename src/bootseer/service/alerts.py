@@ -118,10 +118,11 @@ def urgent(
 def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Finding]:
     """The rules that compare with earlier days: slower jobs, nodes too often last, cache misses, lost GPU time."""
     today, found = day_of(now_ns), []
-    recent = [start.c.began_ns >= now_ns - _RECENT_NS, start.c.outcome == BEGAN, start.c.state != OPEN]
+    closed = [start.c.outcome == BEGAN, start.c.state != OPEN]
+    recent = [start.c.began_ns >= now_ns - _RECENT_NS, *closed]
     # Those that began within six hours would all be short ones. Longer than a week: too many starts to look at.
     ended_ns = start.c.began_ns + (func.coalesce(start.c.queue_s, 0.0) + start.c.run_s) * NS_PER_S
-    ended = [start.c.day >= today - _WEEK, ended_ns >= now_ns - _RECENT_NS, *recent[1:]]
+    ended = [start.c.day >= today - _WEEK, ended_ns >= now_ns - _RECENT_NS, *closed]
     whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*ended)
     lost, used = connection.execute(whole).one()
     if lost and used and lost / used > limits.share:

@@ -1,6 +1,6 @@
 """One analysed start as rows of the tables, with names instead of ids; `derive` replaces them.
 
-Decides and touches nothing.
+No I/O. `set_run_s` and `move_to_arrival` complete the rows of an attempt in place.
 """
 
 from __future__ import annotations

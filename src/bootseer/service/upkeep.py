@@ -253,7 +253,7 @@ class Upkeep:
         tasks = {"sum": self._sum, "reconcile": self._reconcile, "forget": self._forget}
         while not self._ended.wait(_EVERY_S["sum"]):
             for name, task in tasks.items():
-                if time.monotonic() >= due_s[name]:
+                if time.monotonic() >= due_s[name] and not self._ended.is_set():
                     due_s[name] = time.monotonic() + _EVERY_S[name]
                     with _logged():
                         task()
@@ -269,6 +269,8 @@ class Upkeep:
         with self._lock:
             days, self._days = self._days, set()
         for day in sorted(days):
+            if self._ended.is_set():  # each may wait for a database that hangs
+                break
             with _logged():
                 roll_up(self._database, day)
                 days.remove(day)

@@ -299,6 +299,7 @@ def load_all(
                         planner.load_bytes(request, io.BytesIO(result))
                     else:
                         planner.commit_tensor(request, result)
+            del done, future  # with their results, which `buffered` does not count any more
 
 
 class _Files:
@@ -317,6 +318,8 @@ class _Files:
         with self._opening[name]:
             file = self._open.get(name)
             if file is None:
+                if self._is_closed:  # by an error: a read that was queued must not write to the tensors any more
+                    raise PermanentError(f"{name}: the load has ended")
                 file = self._open_file(name)
                 with self._lock:
                     self._open[name] = file

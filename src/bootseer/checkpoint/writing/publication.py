@@ -311,10 +311,10 @@ def write_ordinary(
             raise
 
     step: Callable[[], None] = write
-    if place.shows_unfinished:
-        publication.settings.retry(write, path)
-        step = lambda: rename(place, names[-1], path, replace=True)  # noqa: E731
     try:
+        if place.shows_unfinished:
+            publication.settings.retry(write, path)
+            step = lambda: rename(place, names[-1], path, replace=True)  # noqa: E731
         publication.publish_step(step)
     finally:
         publication.remove_unreferenced()

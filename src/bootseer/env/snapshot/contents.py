@@ -24,6 +24,7 @@ from bootseer.env.snapshot.bytecode import Source, settle_header, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.erofs.format import NO_XATTRS, has_prefix
+from bootseer.erofs.merged import MARKS
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 
@@ -36,7 +37,6 @@ _KINDS: Mapping[int, Kind] = {
     stat.S_IFIFO: "fifo",
 }
 _NOT_KEPT = {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-_OVERLAY = (b"trusted.overlay.", b"user.overlay.")
 _INDIRECT = frozenset({b"redirect", b"metacopy"})
 # Labels and signatures that are valid only on the machine where the setup ran.
 _OF_THE_MACHINE = frozenset({b"security.selinux", b"security.ima", b"security.evm"})
@@ -149,10 +149,10 @@ def xattrs_of(path: str) -> Mapping[bytes, bytes]:
         return NO_XATTRS
     found = {}
     for name in map(os.fsencode, names):
-        for prefix in _OVERLAY:
+        for prefix in MARKS:
             if name.startswith(prefix) and name.removeprefix(prefix) in _INDIRECT:
                 raise PermanentError(f"{path}: an incomplete file, whose content lies in the layer below")
-        if has_prefix(name) and not name.startswith(_OVERLAY) and name not in _OF_THE_MACHINE:
+        if has_prefix(name) and not name.startswith(MARKS) and name not in _OF_THE_MACHINE:
             found[name] = os.getxattr(path, name, follow_symlinks=False)
     return found
 

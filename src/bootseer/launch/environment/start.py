@@ -166,12 +166,12 @@ class EnvironmentStart:
         if decision.action is Action.RESTORE:
             decision = self._restore(decision, on_host=base is None)
             if decision.code == "damaged":  # in the store: another look-up, to rebuild it
-                if self._lookup is not None:
-                    self._lookup.close()
                 _, again = self.look_up(base, damaged=decision.reason)
                 if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
                     decision = self._restore(again, on_host=base is None)
                 else:
+                    if again.code == "failed":
+                        say(f"the environment is not rebuilt: {again.reason}")
                     decision = replace(again, code=decision.code, reason=decision.reason)
         return key, decision
 
@@ -185,6 +185,8 @@ class EnvironmentStart:
         mode = self.task.options.mode
         try:
             with interruptible():
+                if self._lookup is not None:  # of a damaged snapshot
+                    self._lookup.close()
                 self._lookup = look_up(self.task, base, damaged=damaged)
                 return self._lookup.key, self._lookup.decision
         except Exception as error:  # an error of BootSeer must not fail the job

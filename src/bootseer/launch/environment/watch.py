@@ -70,7 +70,10 @@ class Watch:
         if self._reads is None:
             self.background.stop(END_S)
             parts = self.background.messages()
-            reason = next((str(part["error"]) for part in parts if "error" in part), "the watching process has died")
+            reason = next(
+                (str(part["error"]) for part in parts if "error" in part),
+                f"the watching process has died, or did not report within {END_S:.0f} s",
+            )
             self._reads = Reads.of(parts) or not_watched(reason)
         return self._reads
 
@@ -87,14 +90,14 @@ def _watch(
     parent = os.getppid()
     try:
         group, table = start_watching(captured, passthrough, enter, below)
+        end_with_parent(parent)
+        # Waited for instead of handled: an event that was read is never lost by an exception.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        accesses = AccessLog(group)
     except Exception:
         if ready is not None:
             ready()
         raise
-    end_with_parent(parent)
-    # Waited for instead of handled: an event that was read is never lost by an exception.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    accesses = AccessLog(group)
     send({"watching": True})
     if ready is not None:
         ready()
