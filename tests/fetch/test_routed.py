@@ -86,6 +86,14 @@ def test_readers_and_hot_blocks_go_the_same_ways() -> None:
     assert {fetch.purpose for _, fetch in w.launched} == {Purpose.DEMAND, Purpose.HOT}
 
 
+def test_all_hot_blocks_come_after_the_set_was_found_wrong_although_the_queue_is_longer_than_what_is_examined() -> None:
+    w = world(Ring(["a", "b"]), [BLOCK] * 600)
+    w.scheduler.trust.was_wrong = True
+    w.prefetch((0, block) for block in range(600))
+    w.run()
+    assert len(w.here) == 600
+
+
 def test_zeros_are_asked_of_no_place() -> None:
     w = world(Ring(["a", "b"]), [BLOCK, 0] * 16)
     pull(w)
