@@ -15,6 +15,8 @@ import harness
 
 sys.path.append(str(harness.ROOT / "tests"))  # the fleet whose truth is known
 
+_BY_NAME = ("convert_image", "gpu_marks", "gpu_warm", "gpu_checkpoint")
+"""They need an image or a GPU, so they run by name only."""
 NAMES = (
     "run_overhead",
     "hook_overhead",
@@ -39,11 +41,8 @@ NAMES = (
     "service_load",
     "service_month",
     "tests",
-    "gpu_marks",
-    "gpu_warm",
-    "gpu_checkpoint",
+    *_BY_NAME,
 )
-"""Those on a GPU run by name only."""
 
 
 def main() -> int:
@@ -61,7 +60,7 @@ def main() -> int:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     # An installed program has its bytecode: the round that is thrown away writes what a changed source lacks.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    names = arguments.names or [name for name in NAMES if not name.startswith("gpu_")]
+    names = arguments.names or [name for name in NAMES if name not in _BY_NAME]
     benchmarks: list[harness.Benchmark] = [importlib.import_module(name).BENCHMARK for name in names]
     if arguments.rounds and (fixed := [one.name for one in benchmarks if one.by_rounds is None]):
         parser.error(f"--rounds is not for {', '.join(fixed)}")

@@ -1,0 +1,84 @@
+"""How fast is a given image converted? `CONVERT_IMAGE=oci:FOLDER make bench ARGS=convert_image`, with any image.
+
+The other arm only decompresses the layers and verifies their digests, several at once: no converter can do less.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+
+from harness import ROOT, Benchmark, Must, Outcome
+
+_CONVERT = "convert"
+_VERIFY = "decompress and verify only"
+_METHOD = (
+    "one process; the source is read as it is (an OCI layout in a folder: from the page cache as far as it fits); the"
+    " store is a new folder on the same disk; megabytes of compressed layers for a second"
+)
+
+
+def measure(quick: bool) -> Outcome:
+    from bootseer.image.conversion.convert import convert
+    from bootseer.image.reference import parse_reference
+    from bootseer.image.sources.decompress import decompressed
+    from bootseer.image.sources.open import open_source
+    from bootseer.image.sources.source import SourceLayer, check_content, check_size, read_resumed
+    from bootseer.store.open import open_store
+
+    reference = os.environ.get("CONVERT_IMAGE")
+    if not reference:
+        raise SystemExit("convert_image: name the image, for example CONVERT_IMAGE=oci:FOLDER")
+    samples: dict[str, list[float]] = {_CONVERT: [], _VERIFY: []}
+    cpu_s: dict[str, list[float]] = {_CONVERT: [], _VERIFY: []}
+    with closing(open_source(parse_reference(reference))) as source, tempfile.TemporaryDirectory(dir=ROOT) as folder:
+        total = sum(layer.size_bytes for layer in source.layers)
+
+        def convert_all() -> None:
+            with closing(open_store(str(Path(folder) / "store"))) as store:
+                convert(source, store)
+
+        def verify(layer: SourceLayer) -> None:
+            for _ in check_content(decompressed(check_size(read_resumed(layer), layer)), layer):
+                pass
+
+        def verify_all() -> None:
+            with ThreadPoolExecutor(2 * len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(verify, source.layers))
+
+        for _ in range(1 if quick else 3):
+            for name, run in ((_CONVERT, convert_all), (_VERIFY, verify_all)):
+                took_s, busy_s = _timed(run)
+                samples[name].append(total / took_s / 1e6)
+                cpu_s[name].append(busy_s)
+                shutil.rmtree(Path(folder) / "store", ignore_errors=True)
+    return Outcome(
+        parameters={"layers": len(source.layers), "compressed_bytes": total},
+        samples=samples,
+        unit="MB/s",
+        baselines={_CONVERT: _VERIFY},
+        must_reach=[Must("compressed bytes converted", median(samples[_CONVERT]), 150.0, "MB/s", at_least=True)],
+        details={"processor seconds": cpu_s},
+        method=_METHOD,
+    )
+
+
+def _timed(run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and seconds of processors."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    began_s = time.monotonic()
+    run()
+    took_s = time.monotonic() - began_s
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return took_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+BENCHMARK = Benchmark("convert_image", "How fast is a given image converted?", measure)
