@@ -135,6 +135,10 @@ def test_times_are_read(text: str, value_s: float) -> None:
     assert parse_duration(text, "--env-wait") == value_s
 
 
+def test_a_wait_may_be_none_at_all() -> None:
+    assert parse_duration("0s", "--env-wait", zero=True) == 0
+
+
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1y", "none", "1e9", "9999999999"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a duration"):

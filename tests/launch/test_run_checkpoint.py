@@ -137,6 +137,12 @@ def test_unmeasured_it_is_mounted_all_the_same(run: Run, job: Path, tmp_path: Pa
     nothing_is_mounted(tmp_path)
 
 
+def test_unmeasured_nothing_is_restarted(run: Run, job: Path) -> None:
+    words = ["run", "--restarts", "1", "--checkpoint", str(job), "--", "sh", "-c", "echo ran; exit 1"]
+    ran = run(*words, more={"BOOTSEER_DISABLE": "1"})
+    assert (ran.returncode, ran.stdout) == (1, "ran\n")
+
+
 def test_what_is_left_running_does_not_keep_the_mount_and_is_told(run: Run, job: Path, tmp_path: Path) -> None:
     leave = 'cd "$BOOTSEER_CHECKPOINT" && { setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!; }'
     ran = run("run", "-q", "--checkpoint", str(job), "--", "sh", "-c", leave)

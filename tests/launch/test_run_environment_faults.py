@@ -61,12 +61,13 @@ def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -
     assert modes == {"cache": "captured", "other": "restored"}
 
 
-def test_who_waits_too_long_installs(place: Place) -> None:
+@pytest.mark.parametrize("wait", ["0s", "1s"])
+def test_who_waits_too_long_installs(place: Place, wait: str) -> None:
     script, gate = gated(place)
     one = place.begin("--setup", script, "--", "cat", "made")
     wait_for(lambda: place.num_setups)
     place.cache = "other"
-    two = place.begin("--env-wait", "1s", "--setup", script, "--", "cat", "made")
+    two = place.begin("--env-wait", wait, "--setup", script, "--", "cat", "made")
     wait_for(lambda: place.num_setups == 2)
     gate.touch()
     for run in (one, two):

@@ -205,6 +205,13 @@ def test_a_token_that_is_given_is_taken_once(run, tmp_path):
     assert run("serve", "token", "list", "--data", "data").stdout.count("admin") == 1
 
 
+@pytest.mark.parametrize("option", ["--data", "--database", "--raw"])
+def test_a_place_that_the_verb_would_not_use_is_refused(run, option):
+    done = run("serve", option, "elsewhere", "token", "add", "--scope", "read")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{option} must come after the verb" in done.stderr
+
+
 def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
     added = run("serve", "token", "add", "--scope", "ingest", "--data", "data", "--note", "rack 7")
     assert added.returncode == 0

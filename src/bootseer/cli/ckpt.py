@@ -50,7 +50,7 @@ def ckpt_command() -> None:
     checkpoints.
 
     \b
-    bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        for unmodified training code
+    bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        # for unmodified training code
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
     bootseer ckpt list s3://checkpoints/moe
     bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume

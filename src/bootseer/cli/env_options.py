@@ -114,7 +114,7 @@ ENVIRONMENT = (
     ),
     Option(
         "--env-wait",
-        "How long to wait for another node that makes the snapshot (default: 10m).",
+        "How long to wait for another node that makes the snapshot, such as 30m or 0 (default: 10m).",
         metavar="TIME",
         dest="wait",
     ),
@@ -128,6 +128,7 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
     from bootseer.launch.environment.task import EnvironmentOptions
 
     mode: Mode = values.get("env_mode") or _mode(env)
+    wait_s = _duration(values.get("wait"), "--env-wait", env, _WAIT, zero=True)
     return EnvironmentOptions(
         cache=cache_root(env, os.getuid()),
         runtime=runtime_root(env, os.getuid()),
@@ -145,7 +146,7 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         conflicts=values.get("conflicts") or "refuse",
         daemons=_daemons(values, env),
         max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
-        wait_s=_duration(values.get("wait"), "--env-wait", env, _WAIT) or 600.0,
+        wait_s=600.0 if wait_s is None else wait_s,
         publish_s=_duration(None, "", env, _PUBLISH) or 600.0,
         tenant=values["tenant"] or env.get(_TENANT, ""),
     )
@@ -179,23 +180,24 @@ def _patterns(option: str, given: tuple[str, ...]) -> tuple[str, ...]:
     return given
 
 
-def _duration(
-    given: str | None, option: str, env: Mapping[str, str], variable: str, *, endless: bool = False
-) -> float | None:
-    """Seconds of the option, else of the variable, else None."""
+def _duration(given: str | None, option: str, env: Mapping[str, str], variable: str, **also: bool) -> float | None:
+    """Seconds of the option, else of the variable, else None; `also` as in `parse_duration`."""
     if given:
-        return parse_duration(given, option, endless=endless)
-    return parse_duration(env[variable], variable, endless=endless) if env.get(variable) else None
+        return parse_duration(given, option, **also)
+    return parse_duration(env[variable], variable, **also) if env.get(variable) else None
 
 
-def parse_duration(text: str, option: str, *, endless: bool = False) -> float:
-    """Seconds of `90`, `90s`, `10m`, `12h`, `7d`, `2w`; with `endless` also `none`, infinity. Raises `UsageError`."""
+def parse_duration(text: str, option: str, *, endless: bool = False, zero: bool = False) -> float:
+    """Seconds of `90`, `90s`, `10m`, `12h`, `7d`, `2w`; with `endless` also `none`, infinity; with `zero` also 0.
+
+    Raises `UsageError`.
+    """
     import re
 
     if endless and text.strip() == "none":
         return math.inf
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw]?)", text.strip().lower(), re.ASCII)
-    value_s = float(match[1]) * _UNITS[match[2]] if match is not None else 0.0
-    if not 0 < value_s <= _MAX_S:
+    value_s = float(match[1]) * _UNITS[match[2]] if match is not None else -1.0
+    if not (0 < value_s <= _MAX_S or (zero and value_s == 0)):
         raise UsageError(f"{option} {text!r} is not a duration", hint="for example 90s, 10m, 12h or 7d")
     return value_s

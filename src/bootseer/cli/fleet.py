@@ -144,7 +144,7 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
 
     \b
     bootseer watch moe --service https://starts.example:8765
-    bootseer watch moe                  from this machine's spool, like `bootseer report --follow`
+    bootseer watch moe                  # from this machine's spool, like `bootseer report --follow`
     """
     _check_folders(logs)
     if service is None or logs:

@@ -37,7 +37,7 @@ def image_command() -> None:
     """Container images whose files are fetched when they are read.
 
     \b
-    bootseer image convert registry:5000/team/train:7     once, after the image is pushed
+    bootseer image convert registry:5000/team/train:7     # once, after the image is pushed
     bootseer image run registry:5000/team/train:7 -- python train.py
     bootseer image list
     """

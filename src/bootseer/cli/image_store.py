@@ -18,7 +18,8 @@ from bootseer.units import format_bytes, plural
 _STORE = (
     Option(
         "--store",
-        "Store of the converted images (default: $BOOTSEER_STORE, else an image's own repository, else this node).",
+        "Store of the converted images (default: $BOOTSEER_STORE; else remove: the image's own repository, prune: this"
+        " node).",
         metavar="URI",
     ),
     PLAIN_HTTP,

@@ -78,11 +78,11 @@ def report_command(
     the name of a job that ran on this machine. The default is the last job of this machine.
 
     \b
-    bootseer report                                    the last `bootseer run` here
+    bootseer report                                    # the last `bootseer run` here
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
-    bootseer report --follow moe                       which nodes the barrier waits for now
-    bootseer report --follow --wait moe                the same, even before the job has started
+    bootseer report --follow moe                       # which nodes the barrier waits for now
+    bootseer report --follow --wait moe                # the same, even before the job has started
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.cli.pattern import compiled, of_stages

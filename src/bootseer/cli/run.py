@@ -28,7 +28,7 @@ def run_command(ctx: click.Context, /, **values: object) -> int:
     bootseer run --requirements uv.lock -- torchrun train.py
     bootseer run --began-pattern 'step 1 .*loss' -- ./train
     bootseer run --restarts 3 --restart-delay 10 -- torchrun train.py
-    With BOOTSEER_DISABLE=1 it is a plain exec of COMMAND.
+    With BOOTSEER_DISABLE=1 nothing is measured; without setup, image and checkpoint it is a plain exec of COMMAND.
     """
     return start(values, command_of(ctx))
 

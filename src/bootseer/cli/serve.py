@@ -127,10 +127,9 @@ def serve_command(
     Jobs send with: bootseer run --trace-to service=http://HOST:8765 -- ...
     """
     if ctx.invoked_subcommand is not None:
-        if ctx.get_parameter_source("data") == click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(
-                "--data must come after the verb", hint=f"bootseer serve {ctx.invoked_subcommand} --data DIR"
-            )
+        for name in place:  # the verb would use another database
+            if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+                raise UsageError(f"--{name} must come after the verb", hint=f"bootseer serve VERB --{name} ...")
         return
     if tls_key is not None and tls_cert is None:
         raise UsageError("--tls-key needs --tls-cert")

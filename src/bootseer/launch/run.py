@@ -28,6 +28,8 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
         check_files(options.setup, options.requirements)
     if not measured and options.checkpoint is None and options.image is None:
         return _run_unmeasured(command, options, env)
+    if not measured:
+        options = options._replace(restarts=None)
     supervise.block_signals()
     session = Session.open_or_none(command, options, env) if measured else None
     code = 1

@@ -85,7 +85,7 @@ def test_without_uv_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "r.txt").write_text("first\n")
     with pytest.raises(UsageError, match="locking needs uv") as caught:
         lock.resolve([str(tmp_path / "r.txt")], None, tmp_path / "lock.txt", env={"PATH": str(tmp_path)})
-    assert "pip install uv" in caught.value.hint
+    assert "pip install 'bootseer[env]'" in caught.value.hint
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def choose(
     if kind != "requirements":
         program, reason = _find_uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
         if not program:
-            return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
+            install = "pip install 'bootseer[env]' where BootSeer is installed"
+            return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}; {install}")
         texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
         translation = translated(texts)
         variables, more = _FOR_LOCKS | translation.environment | _LOCKED, []

@@ -53,7 +53,7 @@ def resolve(
     if program is None:
         raise UsageError(
             "locking needs uv, which is neither on PATH nor beside BootSeer",
-            hint="pip install uv, or give it with --uv",
+            hint="pip install 'bootseer[env]' where BootSeer is installed, or name a uv with --uv",
         )
     for path in requirements:
         if not Path(path).is_file():
