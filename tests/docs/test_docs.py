@@ -213,6 +213,22 @@ def commands() -> list[tuple[str, str, str]]:
     return sorted(set(found))
 
 
+def test_each_image_in_the_documents_names_its_registry() -> None:
+    from bootseer.image.reference import parse_reference
+
+    for path in DOCUMENTS:
+        for name in re.findall(r"--image ([a-z][^\s`]*)", path.read_text(encoding="utf-8")):
+            parse_reference(name)
+
+
+def test_what_jobs_and_the_chart_need_in_a_cluster_is_in_the_document() -> None:
+    said = text("kubernetes.md")
+    for path in [*(ROOT / "deploy" / "examples").glob("*.yaml"), ROOT / "deploy/helm/bootseer/values.yaml"]:
+        needed = r"(?:secretName|serviceAccountName|tokensSecret): ([a-z-]+)"
+        for name in re.findall(needed, path.read_text(encoding="utf-8")):
+            assert f"{name} " in said or f"{name}," in said, f"{path.name} needs {name}"
+
+
 @pytest.mark.parametrize(("document", "verb", "option"), commands())
 def test_each_option_in_the_documents_exists(document: str, verb: str, option: str) -> None:
     first, _, rest = verb.partition(" ")
