@@ -1,4 +1,4 @@
-"""Addresses without credentials: user names, passwords, tokens in queries.
+"""Addresses without credentials: user names, passwords, tokens in queries and in conda's paths.
 
 A cache key must not contain a token or change when one is renewed; errors and containers must not contain one either.
 Applied wherever an address enters a key, a message or a container. Decides and touches nothing.
@@ -15,8 +15,9 @@ _SECRET = re.compile(
     r"token|secret|passw|passphrase|credential|signature|^sig$|^key$|api-?key|auth|expires|^x-amz-|^x-goog-|^se$|^sp$|^sv$",
     re.IGNORECASE,
 )
-
-
+CONDA_TOKEN = re.compile(r"(?<=/t/)(?=[^/\s]*[A-Z]|(?:[^/\s\d]*\d){6})[\w.~-]{16,}+(?!/\d+\b)")
+"""The token in an address of conda's channels, `https://host/t/TOKEN/channel`. Forums have a number behind a title:
+`/t/some-title/1234`."""
 _LOGIN = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)?\S*@(?!sha256:)")
 
 
@@ -26,8 +27,10 @@ def shown(address: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """The text with users removed from all addresses, and the values of secret-like parameters."""
-    return _PARAMETER.sub(_parameter, _USER.sub(_user, text)) if "://" in text else text
+    """The text with users and tokens removed from all addresses, and the values of secret-like parameters."""
+    if "://" not in text:
+        return text
+    return CONDA_TOKEN.sub("<TOKEN>", _PARAMETER.sub(_parameter, _USER.sub(_user, text)))
 
 
 def _user(found: re.Match[str]) -> str:

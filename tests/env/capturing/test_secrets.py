@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ OTHERS = {
 }
 DRAWN = base64.b64encode(hashlib.sha512(b"a key").digest()).decode()
 KEY = "-----BEGIN " + f"OPENSSH PRIVATE KEY-----\n{DRAWN}\n{DRAWN}\n-----END " + "OPENSSH PRIVATE KEY-----\n"
+DRAWN_ID = str(uuid.uuid5(uuid.NAMESPACE_DNS, "a key"))
 THEIRS = "it matches the rule betterleaks."
 
 PACKAGES = "/opt/env/lib/python3.12/site-packages"
@@ -49,6 +51,7 @@ SECRETS = [
     ("/srv/x/.netrc", "machine a.corp\nlogin me\npassword hunter22\n", "a password"),
     ("/srv/x/.npmrc", "//registry.example/:_authToken=0a1b2c3d-4e5f\n", "a token of npm"),
     ("/srv/x/.npmrc", f"//registry.example/:_authToken={NPM}\n", "an npm token"),
+    ("/srv/.condarc", f"channels: [https://h.corp/t/ab-{DRAWN_ID}/me]\n", "a token of conda"),
     ("/srv/.docker/config.json", '{"auths": {"a.corp": {"auth": "bWU6aHVudGVyMjI="}}}', "a login of a registry"),
     ("/srv/.aws/credentials", f"[default]\naws_access_key_id = {AWS}\n", "an AWS access key"),
     ("/opt/app/.env", f"HF_TOKEN={HUGGING_FACE}\n", "a Hugging Face token"),
@@ -84,6 +87,7 @@ def test_secrets_are_found(path: str, text: str, kind: str) -> None:
         ("/opt/app/pip.conf", "[global]\nindex-url = https://index.example/simple\n"),
         ("/opt/app/.git/config", "url = https://git.example/a/b\nurl = git@git.example:a/b\nurl = ssh://git@git.example/a/b\n"),
         ("/opt/app/README.txt", "https://user:password@example.com and https://user:pass@host\n"),
+        ("/opt/app/links.yaml", "x: https://forum.example/t/cuda-12-4-and-driver-550-54/1234\n"),
         ("/opt/app/run.sh", 'curl "https://$USER:$TOKEN@host/x"; export API_TOKEN=${API_TOKEN:-none}\n'),
         ("/opt/app/.env", "API_KEY=your-api-key-goes-here-1\nTOKEN=\nSECRET_FILE=/run/secrets/key1234567\n"),
         ("/opt/app/.env", "TOKENIZERS_PARALLELISM=false\nKEYBOARD=us-international-105keys\n"),

@@ -51,8 +51,11 @@ def test_passwords_are_in_no_argument():
         ("index-url", "https://me:secret@h/simple"),
         ("find-links", "https://me:secret@h/w"),
         ("proxy", "h:secret"),
+        ("constraint", "https://me:secret@h/c.txt"),
     ]
-    assert "secret" not in " ".join(_translated(pairs).arguments)
+    done = _translated(pairs)
+    assert "secret" not in " ".join(done.arguments)
+    assert done.refusals == ["pip's setting constraint (here) has no counterpart in uv"]
 
 
 def test_places_that_are_not_there_are_left_out():

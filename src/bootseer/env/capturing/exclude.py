@@ -145,7 +145,8 @@ RULES: tuple[Rule, ...] = (
             ~/.runpod/config.toml ~/.lambda_cloud ~/.cdsapirc ~/.ecmwfapirc ~/.pypirc ~/.gem/credentials
             ~/.cargo/credentials ~/.cargo/credentials.toml ~/.conda/token ~/.config/pypoetry/auth.toml
             ~/.local/share/uv/credentials ~/.m2/settings-security.xml ~/.gnupg ~/.password-store
-            ~/.local/share/keyrings ~/.config/chromium ~/.mozilla /etc/shadow /etc/gshadow /etc/krb5.keytab
+            ~/.local/share/keyrings ~/.local/share/python_keyring ~/.config/chromium ~/.mozilla
+            /etc/shadow /etc/gshadow /etc/krb5.keytab
             """.split()  # noqa: SIM905 - a list of this length reads better as text
         ),
         pattern=r"~/\.ssh/(id_[^/]*|[^/]*\.(pem|key))(?<!\.pub)",

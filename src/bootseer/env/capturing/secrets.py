@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from bootseer.env.keys.key_settings import looks_secret
+from bootseer.store.addresses import CONDA_TOKEN
 
 # Published content, and the few files in it that an installer writes for this installation. A file in `site-packages`
 # is published if the record of its package lists it.
@@ -117,15 +118,13 @@ def secret_kind(value: str) -> str | None:
         return _token_kind(token)
     if _PRIVATE_KEY.search(value):
         return "a private key"
-    if any(_is_login(address) for address in _ADDRESS.finditer(value)):
-        return "an address with a password"
-    return None
+    return _login_kind(value)
 
 
 def passwords_in(value: str) -> list[str]:
     """The passwords and tokens in addresses within a value."""
     logins = (address for address in _ADDRESS.finditer(value) if _is_login(address))
-    return [address["password"] or address["user"] for address in logins]
+    return [address["password"] or address["user"] for address in logins] + CONDA_TOKEN.findall(value)
 
 
 def is_secret_variable(name: str, value: str) -> bool:
@@ -146,8 +145,8 @@ def is_random(word: str) -> bool:
 def _secrets_in(path: str, text: str) -> Iterator[str]:
     if (token := _TOKEN.search(text)) is not None:
         yield _token_kind(token)
-    if any(_is_login(address) for address in _ADDRESS.finditer(text)):
-        yield "an address with a password"
+    if (login := _login_kind(text)) is not None:
+        yield login
     name = posixpath.basename(path)
     if "netrc" in name and any(_is_literal(match["value"]) for match in _LOGIN.finditer(text)):
         yield "a password"
@@ -175,6 +174,12 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
 
 def _token_kind(match: re.Match[str]) -> str:
     return next(kind for n, (kind, _) in enumerate(_TOKENS) if match[f"t{n}"])
+
+
+def _login_kind(text: str) -> str | None:
+    if any(_is_login(address) for address in _ADDRESS.finditer(text)):
+        return "an address with a password"
+    return "a token of conda" if "://" in text and any(map(is_random, CONDA_TOKEN.findall(text))) else None
 
 
 def _is_login(address: re.Match[str]) -> bool:

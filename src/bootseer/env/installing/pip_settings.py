@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from bootseer.env.keys.key_settings import pip_files
 from bootseer.env.keys.requirements import VARIABLE, logical_lines
+from bootseer.store.addresses import without_credentials
 
 Read = Callable[[str], str | None]
 """The text of a file in the job's view; None if it does not exist or is not readable."""
@@ -266,6 +267,8 @@ def _take_source(name: str, value: str, sources: _Sources) -> bool:
 
 def _take_choice(name: str, value: str, done: Translation) -> bool:
     """Selection of versions, and how packages are built."""
+    if without_credentials(value) != value:
+        return False  # uv would get the password as an argument
     if name in _FLAGS and value.lower() in _TRUE:
         _add_flag(done, _FLAGS[name])
     elif name in ("no-binary", "only-binary"):
