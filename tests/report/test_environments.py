@@ -72,6 +72,12 @@ def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
     assert environment_summary([row]) == ["n0 in an unknown way: no reason given"]
 
 
+def test_a_restore_that_took_longer_than_the_setup_has_saved_less_than_nothing() -> None:
+    (row,) = rows(event("n0", **RESTORED | {"saved_s": -1.5}))
+    assert row.saved_s == -1.5
+    assert "(saved -1.50 s)" in environment_summary([row])[0]
+
+
 def test_nodes_are_summed_up_by_the_way_in_which_their_environments_came() -> None:
     restored, installed = environment_summary(
         rows(*(event(f"n{i}", **RESTORED) for i in range(3)), event("n9", **REFUSED))
