@@ -199,6 +199,38 @@ def test_no_secret_is_in_a_key_even_when_the_script_puts_it_into_an_address(proj
     assert key.components["variable DB_PASSWORD"].startswith("set, a")
 
 
+def test_a_variable_that_the_script_sets_counts_only_if_it_is_read_before(empty: Project) -> None:
+    for text, is_read in (("SIZE=1; echo $SIZE\n", False), ("SIZE=${SIZE:-1}; echo $SIZE\n", True)):
+        empty.write("setup.sh", text)
+        keys = []
+        for size in ("2", "3"):
+            empty.env["SIZE"] = size
+            keys.append(empty.key(setup="setup.sh").digest)
+        assert (keys[0] != keys[1]) == is_read, text
+
+
+def test_files_for_pip_in_an_environment_file_of_conda_count_also_in_a_script(empty: Project) -> None:
+    empty.write("setup.sh", "conda env update -f gpu.yml\n")
+    empty.write("gpu.yml", "dependencies:\n  - numpy=1\n  - pip:\n    - -r more.txt\n")
+    keys = []
+    for text in ("six==1\n", "six==2\n"):
+        empty.write("more.txt", text)
+        keys.append(empty.key(setup="setup.sh"))
+    assert keys[0].digest != keys[1].digest
+    assert "dependencies of gpu.yml" in keys[0].unpinned
+
+
+def test_the_configuration_of_conda_counts_wherever_it_lies(empty: Project) -> None:
+    empty.env |= {"CONDA_EXE": str(empty.root / "conda/bin/conda"), "CONDA_PREFIX": str(empty.root / "conda/envs/x")}
+    digests = {empty.key().digest}
+    for place in ("conda/.condarc", "conda/envs/x/.condarc", "home/.conda/.condarc", "home/.config/conda/.condarc"):
+        path = empty.root / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"channels: [{place}]\n")
+        digests.add(empty.key().digest)
+    assert len(digests) == 5
+
+
 def test_a_job_that_lies_elsewhere_has_the_same_key_when_nothing_remembers_the_place(empty: Project) -> None:
     empty.write("requirements.txt", "-r base.txt\n")
     empty.write("base.txt", "click==8.1.7\n")

@@ -64,6 +64,16 @@ def folder(tmp_path: Path) -> Path:
         "cat >a <<!\nx\n!\npip install -r reqs.txt",
         'echo "run: cat <<EOF"\npip install -r reqs.txt\ncat <<EOF\nx\nEOF',
         "true # see <<EOF\npip install -r reqs.txt\ncat <<EOF\nx\nEOF",
+        "cat <<'EOF' | sudo bash\npip install -r reqs.txt\nEOF",
+        "cat > /opt/install <<EOF\npip install -r reqs.txt\nEOF",
+        'eval "pip install -r reqs.txt"',
+        "REQ=${REQ:-reqs.txt}\npip install -r $REQ",
+        "if [ $GPU ]; then R=reqs.txt; else R=other.txt; fi\npip install -r $R",
+        'case $GPU in 1) R=reqs;; *) R=other;; esac\npip install -r "$R.txt"',
+        "for r in reqs other; do pip install -r $r.txt; done",
+        "[ $GPU ] && MORE=-gpu\npip install -r reqs$MORE.txt",
+        "pip install -r reqs$NOT_SET.txt",
+        "F=reqs.txt; pip install -r $F; F=/opt/out; pip freeze > $F",
     ],
 )
 def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text: str) -> None:
@@ -167,6 +177,7 @@ def test_variables_that_are_read_before_they_are_set_are_told(text: str, names: 
         "curl -fsSL -o /opt/x https://h.test/x",
         "git clone https://h.test/r.git /opt/r",
         "cp project/setup.py /opt/",
+        "command -v uv && for x in a b; do echo $x; done",
     ],
 )
 def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(folder: Path, text: str) -> None:
@@ -221,6 +232,7 @@ def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Pat
         ("uv sync --project locked --extra gpu; cd locked; uv run tool.py", ""),
         ("uv tool install ruff; pipx install black; pipx install black==24.1.0", "uv ruff, pipx black"),
         ("wget -O /opt/x https://me:pw@h.test/x?token=1", "download of https://h.test/x?token="),
+        ("git -C /opt/r pull; aws s3 sync s3://b/w /opt/w", "git pull, download of s3://b/w"),
         ("pip freeze > /opt/r.txt; pip install -r /opt/r.txt", ""),
         ("pip download -d /opt click; pip list; pip --version", "click"),
     ],
@@ -236,6 +248,11 @@ def test_files_named_before_a_wrapped_program_are_inputs(folder: Path) -> None:
     found = _read(folder, "conda run -p ./env pip list\nxargs -a tool.py echo\nT=$PWD/lib.sh; $T")
     assert list(found.environments) == [str(folder / "env")]
     assert set(found.files) == {str(folder / "tool.py"), str(folder / "lib.sh")}
+
+
+def test_files_for_options_of_installers_are_inputs(folder: Path) -> None:
+    found = _read(folder, "uv pip install --excludes tool.py --later-option=lib.sh --another reqs.txt click")
+    assert set(found.files) == {str(folder / name) for name in ("tool.py", "lib.sh", "reqs.txt")}
 
 
 def test_a_local_repository_that_is_cloned_is_asked_for_its_commit(folder: Path) -> None:

@@ -124,21 +124,14 @@ def is_allowed(name: str) -> bool:
 
 
 def choose_variables(
-    env: Mapping[str, str],
-    *,
-    referenced: Iterable[str] = (),
-    declared: Iterable[str] = (),
-    assigned: Iterable[str] = (),
+    env: Mapping[str, str], *, referenced: Iterable[str] = (), declared: Iterable[str] = ()
 ) -> Variables:
-    """The variables of `env` that are part of the key.
-
-    `referenced` are named by the script, `declared` by the user (these always count); `assigned` are set by the script
-    before it could read them.
-    """
-    declared, referenced, assigned = set(declared), set(referenced), set(assigned)
+    """The variables of `env` that are part of the key: allowed ones, those `referenced` by the script, and those
+    `declared` by the user, which always count."""
+    declared = set(declared)
     # A list with only our hook is not set in a start without the hook.
     env = {name: value for name, value in env.items() if name not in _LISTS or search_path(value)}
-    wanted = {name for name in env if is_allowed(name)} | declared | (referenced - assigned)
+    wanted = {name for name in env if is_allowed(name)} | declared | {*referenced}
     values: dict[str, str] = {}
     left_out = []
     for name in sorted(wanted):
@@ -267,7 +260,10 @@ def _places(
                 if folder == "/":
                     break
                 folder = posixpath.dirname(folder)
-    for path in ("/etc/conda/.condarc", f"{home}/.condarc", env.get("CONDARC", "")):
+    root = posixpath.dirname(posixpath.dirname(env.get("CONDA_EXE", "")))
+    folders = ("/etc/conda", root, f"{config}/conda", f"{home}/.conda", home, env.get("CONDA_PREFIX"))
+    places = [f"{folder}/{name}" for folder in folders if folder for name in ("condarc", ".condarc")]
+    for path in dict.fromkeys((*places, env.get("CONDARC", ""))):
         if path:
             yield path, _conda
     yield f"{home}/.pydistutils.cfg", _pip

@@ -15,6 +15,41 @@ from msgspec import Struct, field
 from bootseer.env.keys.requirements import place_options
 from bootseer.env.keys.shell import Command
 
+CONDA = ("conda", "mamba", "micromamba")
+_WRAPPERS = frozenset("sudo exec env nice ionice time nohup timeout retry stdbuf setsid builtin xargs flock".split())  # noqa: SIM905
+_TAKE_VALUE = {
+    "sudo": "ugpChTUDR", "env": "uC", "exec": "a", "nice": "n", "ionice": "cnp", "timeout": "ks", "xargs": "nIPdLsEa",
+    "flock": "wE", "stdbuf": "ioe", "time": "fo", **dict.fromkeys(CONDA, "np"),
+}  # fmt: skip
+_LONG_TAKE_VALUE = frozenset(
+    "--user --group --chdir --unset --adjustment --kill-after --signal --timeout --name --prefix --cwd".split()  # noqa: SIM905
+)
+"""Options of wrappers whose value is the next word."""
+_BEFORE_PROGRAM = re.compile(r"-.*|[A-Za-z_][A-Za-z0-9_]*\+?=.*|[\d.]+[smh]?", re.DOTALL)
+
+
+def is_wrapper(words: Sequence[str]) -> bool:
+    """Whether the command runs the program that its words name."""
+    program = posixpath.basename(words[0]) if words else ""
+    return program in _WRAPPERS or (program in CONDA and words[1:2] == ["run"])
+
+
+def unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
+    """`sudo -E -u me env A=1 pip ...` without the words before the program, and the values of options among these."""
+    program = posixpath.basename(words[0])
+    taking = _TAKE_VALUE.get(program)
+    rest, values = words[2 if program in CONDA else 1 :], []
+    while rest and _BEFORE_PROGRAM.fullmatch(rest[0]):
+        option, *rest = rest
+        if option in _LONG_TAKE_VALUE or (taking and re.fullmatch(rf"-[^-{taking}]*[{taking}]", option)):
+            values += rest[:1]
+            rest = rest[1:]
+    if program == "flock":  # a file, then a program or -c with a script
+        values += rest[:1]
+        rest = ["sh", *rest[1:]] if rest[1:2] == ["-c"] else rest[1:]
+    return rest, values
+
+
 ACTIONS = ("install", "download", "wheel", "sync", "compile")
 _EDITABLE = ("-e", "--editable")
 _FOLDERS = ("-t", "--target", "--prefix", "--root", "--src")
@@ -28,7 +63,7 @@ _VALUE_OPTIONS = frozenset(
     --prerelease --exclude-newer --index --default-index --extra --group --index-strategy --keyring-provider
     --link-mode --python-platform --root-user-action --use-feature --no-binary --only-binary --trusted-host --hash
     --reinstall-package --refresh-package --upgrade-package --override --overrides --build-constraint
-    --build-constraints
+    --build-constraints --exclude --excludes --config-file --env-file --directory --project
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 
@@ -99,12 +134,12 @@ _COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync"))
 _ENVIRONMENTS = frozenset(("venv", "virtualenv"))
 _NEUTRAL = frozenset(
     """
-    set export unset echo printf true false : test [ [[ ]] return exit trap shift local declare readonly typeset ulimit
-    umask sleep wait date which command type hash alias cat ls grep egrep awk head tail cut sort tr wc env pwd dirname
-    basename readlink realpath nproc getent uname id whoami apt-get apt apt-cache apt-key add-apt-repository dpkg-query
-    dpkg ldconfig locale-gen update-alternatives update-ca-certificates yum dnf microdnf apk conda mamba micromamba
-    nvidia-smi shopt df du free ps kill pkill hostname sha256sum md5sum sysctl modprobe mount useradd usermod groupadd
-    source . setup.py
+    for select case set export unset echo printf true false : test [ [[ ]] return exit trap shift local declare
+    readonly typeset ulimit umask sleep wait date which command type hash alias cat ls grep egrep awk head tail cut
+    sort tr wc env pwd dirname basename readlink realpath nproc getent uname id whoami apt-get apt apt-cache apt-key
+    add-apt-repository dpkg-query dpkg ldconfig locale-gen update-alternatives update-ca-certificates yum dnf
+    microdnf apk conda mamba micromamba nvidia-smi shopt df du free ps kill pkill hostname sha256sum md5sum sysctl
+    modprobe mount useradd usermod groupadd source . setup.py
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 NAMES_FOLDERS = (
@@ -131,6 +166,8 @@ LOCKS = {"uv": "uv.lock", "poetry": "poetry.lock", "pdm": "pdm.lock", "pixi": "p
 """Programs that install a project as its lock file says."""
 _BRINGS = frozenset(("install", "add", "create", "upgrade", "dist-upgrade", "full-upgrade", "ci", "i"))
 _DOWNLOADERS = frozenset(("curl", "wget"))
+DOWNLOADERS = _DOWNLOADERS | {"aria2c", "aws", "azcopy", "gcloud", "gsutil", "hadoop", "hdfs", "rclone", "s5cmd"}
+GIT_FETCHES = frozenset(("fetch", "pull", "submodule"))
 _MODE_OR_OWNER = re.compile(r"[0-7]{3,4}|[\w.-]*:[\w.-]*|[ugoa]*[+=-]\w+")
 
 

@@ -334,9 +334,7 @@ class _Collector:
         if self._ask.setup is None:  # installers behave the same in all languages
             language = key_settings.LANGUAGE.difference(inputs.variables, self._ask.variables)
             env = {name: value for name, value in env.items() if name not in language}
-        chosen = key_settings.choose_variables(
-            env, referenced=inputs.variables, declared=self._ask.variables, assigned=inputs.assigned
-        )
+        chosen = key_settings.choose_variables(env, referenced=inputs.variables, declared=self._ask.variables)
         for name, value in chosen.values.items():
             self._add(f"variable {name}", value)
         if chosen.notes:

@@ -14,6 +14,7 @@ import fnmatch
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -41,6 +42,7 @@ _PACKAGED = (
 )  # fmt: skip
 """Folders whose files a package most likely owns."""
 _OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
+_REFERENCE = re.compile(r"\$(\{[^}]*\}|\w*)")
 _MAX_WORD = 4096
 
 
@@ -51,35 +53,52 @@ class Paths:
         """`cwd` is where the script runs, `folder` contains it."""
         self.bases = list(dict.fromkeys((cwd, folder)))
         """Folders that relative words may start from, the likeliest first."""
-        self.values: Mapping[str, str] = {}
-        """Known variables."""
+        self._values = {"PWD": [cwd]}
+        """Known values of variables, the likeliest last: branches of a script may give different ones."""
+        self._maybe_unset: set[str] = set()
+        """Variables that only the script sets, perhaps in a branch."""
         self._folder = folder
         self._look = look
 
+    def learn(self, env: Mapping[str, str], assignments: Mapping[str, Iterable[str]]) -> None:
+        """Learn values of variables. Those of secrets must not get into addresses, file names or messages."""
+        for name, value in env.items():
+            if not looks_secret(name):
+                self._values.setdefault(name, [value])
+        for name, assigned in assignments.items():
+            if not looks_secret(name):
+                before = self._values.get(name, [])
+                self._maybe_unset |= set() if before else {name}
+                # `A=${A:-1}` and `A=$A/x` read the value before.
+                values = (each for value in assigned for each in shell.expansions(value, {name: before}))
+                self._values[name] = list(dict.fromkeys((*before, *values)))
+
+    def meanings(self, word: str, values: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+        """What a word may mean, the likeliest first."""
+        return [self._plain(each) for each in shell.expansions(word, values or self._values)]
+
     def expand(self, word: str) -> str:
-        word = _OWN_FOLDER.sub(lambda _: self._folder, shell.expand(word, self.values))
-        if word == "~" or word.startswith("~/"):
-            word = self.values.get("HOME", "~") + word[1:]
-        return word.removeprefix("file://")
+        """The likeliest meaning of a word."""
+        return self.meanings(word)[0]
 
     def is_absolute(self, word: str) -> bool:
         """Whether the word does not depend on the working folder."""
-        return self.expand(word).startswith("/")
+        return all(each.startswith("/") for each in self.meanings(word))
+
+    def certain(self, word: str) -> list[str]:
+        """Absolute paths that the word means, if it has only one meaning."""
+        meanings = self.meanings(word)
+        return self._absolute(meanings[0]) if len(meanings) == 1 else []
 
     def candidates(self, word: str) -> list[str]:
-        """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders."""
-        word = self.expand(word)
-        while "$" in word.partition("/")[0] and "/" in word:
-            word = word.partition("/")[2]
-        if (
-            not word
-            or len(word) > _MAX_WORD
-            or "://" in word
-            or word[0] == "-"
-            or any(sign in word for sign in "$\0\n")
-        ):
-            return []
-        return list(dict.fromkeys(posixpath.normpath(posixpath.join(base, word)) for base in self.bases))
+        """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders; it
+        may also be empty, as any other that may be unset."""
+        if "$" not in word:
+            return self.certain(word)
+        values = {**self._values, **{name: ["", *self._values[name]] for name in self._maybe_unset}}
+        meanings = self.meanings(word, values)
+        meanings += [_REFERENCE.sub("", each) for each in meanings if "$" in each]
+        return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
 
     def existing(self, word: str) -> list[str]:
         """The candidates that exist; a pattern means all matches."""
@@ -92,10 +111,30 @@ class Paths:
                 found.append(path)
         return found
 
+    def _plain(self, word: str) -> str:
+        word = _OWN_FOLDER.sub(lambda _: self._folder, word)
+        if word == "~" or word.startswith("~/"):
+            word = self._values.get("HOME", ["~"])[-1] + word[1:]
+        return word.removeprefix("file://")
+
+    def _absolute(self, word: str) -> list[str]:
+        while "$" in word.partition("/")[0] and "/" in word:
+            word = word.partition("/")[2]
+        if (
+            not word
+            or len(word) > _MAX_WORD
+            or "://" in word
+            or word[0] == "-"
+            or any(sign in word for sign in "$\0\n")
+        ):
+            return []
+        return [posixpath.normpath(posixpath.join(base, word)) for base in self.bases]
+
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _PIP = re.compile(r"pip[\d.]*")
-_SHELL = re.compile(r"(ba|da|z|k)?sh|su")
+_MAX_WRAPPERS = 16
+_WORD_OF_TEXT = re.compile(r"[^\s'\"()\[\],;=]{1,500}")
 _BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
@@ -113,7 +152,7 @@ class Inputs(Struct):
     outputs: set[str] = field(default_factory=set)
     """Paths that the setup writes: what an earlier start left there is not an input."""
     variables: set[str] = field(default_factory=set)
-    assigned: set[str] = field(default_factory=set)
+    """Names of variables that it reads."""
     cwd_reason: str = ""
     """A short reason why the working folder matters; empty if it does not."""
 
@@ -156,21 +195,33 @@ class _Reader:
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
         self._inputs.variables |= parsed.variables
-        self._inputs.assigned |= parsed.assigned
         env = self._script.env
         names = ("HOME", "VIRTUAL_ENV", "CONDA_PREFIX", *parsed.variables)
-        known = {name: env[name] for name in names if name in env}
-        values = {**known, **self._paths.values, **parsed.assignments, "PWD": self._script.cwd}
-        # Values of secrets must not get into addresses, file names or messages.
-        self._paths.values = {name: value for name, value in values.items() if not looks_secret(name) or name == "PWD"}
+        self._paths.learn({name: env[name] for name in names if name in env}, parsed.assignments)
+        commands = [self._unwrapped(command) for command in parsed.commands]
         # Outputs first: a file may be named before the command that writes it.
-        for command in parsed.commands:
+        for command in commands:
             for word in programs.outputs(command):
-                self._inputs.outputs.update(self._paths.candidates(word))
+                self._inputs.outputs.update(self._paths.certain(word))
                 if not self._paths.is_absolute(word):
                     self._depends_on_cwd(f"`{command.program or 'a redirection'}` writes to it")
-        for command in parsed.commands:
+        for command in commands:
             self._command(command)
+        for word in dict.fromkeys(word for text in parsed.texts for word in _WORD_OF_TEXT.findall(text)):
+            self.add_candidate(word, folders=False)
+
+    def _unwrapped(self, command: Command) -> Command:
+        """The command that wrappers such as `sudo` run, also if variables hold them."""
+        words, inputs = list(command.words), [*command.inputs]
+        for _ in range(_MAX_WRAPPERS):
+            if words and _REFERENCE.fullmatch(words[0]):
+                inputs.append(words[0])  # its value may be a path with blanks
+                words = [*self._paths.expand(words[0]).split(), *words[1:]]
+            if not programs.is_wrapper(words):
+                break
+            words, values = programs.unwrapped(words)
+            inputs += values
+        return Command(tuple(words), command.outputs, tuple(inputs))
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -193,7 +244,7 @@ class _Reader:
         """Whether a named folder is an input: not one of the system, and not the whole home."""
         return (inside or not lies_in(folder, _SYSTEM)) and folder not in (
             "/",
-            self._paths.values.get("HOME"),
+            self._paths.expand("~"),
             *self._paths.bases,
         )
 
@@ -234,7 +285,7 @@ class _Reader:
             self._change_folder(words)
         elif program in ("source", "."):
             self.add_candidate(words[1] if len(words) > 1 else "", folders=False, script=True)
-        elif _SHELL.fullmatch(program):
+        elif shell.SHELL.fullmatch(program):
             self._shell(words)
         elif words:
             self._other(program, words)
@@ -245,12 +296,12 @@ class _Reader:
                 self._paths.bases.insert(0, path)
 
     def _shell(self, words: Sequence[str]) -> None:
-        for index, word in enumerate(words[1:], 1):
-            if re.fullmatch(r"-\w*c", word):
-                for inner in words[index + 1 : index + 2]:
-                    if len(inner) < len(self._script.text):
-                        self.read(inner)
-                return
+        inner = "" if words[0] != "eval" else " ".join(words[1:])
+        inner = inner or next((after for word, after in pairwise(words) if re.fullmatch(r"-\w*c", word)), "")
+        if inner:
+            if len(inner) < len(self._script.text):
+                self.read(inner)
+            return
         for word in words[1:]:
             self.add_candidate(word, folders=False, script=True)
 
@@ -259,12 +310,18 @@ class _Reader:
         if install is None:
             return
         asked = self._inputs.requirements
+        known = {word for word, _ in (*install.files, *install.wanted)}.union(install.find_links)
+        for word in words[1:]:
+            value = word.partition("=")[2] or word
+            if value not in known:
+                self.add_candidate(value, folders=False)
         for value in install.find_links:
             asked.find_links += [path for path in self._paths.existing(value) if self._look.kind(path) == "folder"]
         for word, constraint in install.files:
             self._requirement_file(word, constraint)
         for word, editable in install.wanted:
-            self._wanted(word, editable=editable, no_deps=install.no_deps)
+            for text in self._paths.meanings(word):
+                self._wanted(text, editable=editable, no_deps=install.no_deps)
         for place in install.places:
             if not self._paths.is_absolute(place):
                 self._depends_on_cwd(f"`pip {install.action}` writes to {place} in it")
@@ -291,6 +348,7 @@ class _Reader:
         elif wanted is None or "$" in text:
             asked.unpinned[f"{word} (known when the setup runs)"] = None
         else:
+            self.add_candidate(word, folders=False)  # the value of an option that is not known here
             asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
             if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._script.env:
                 self._depends_on_cwd("a checkout that is installed in place lies in it")
@@ -310,6 +368,9 @@ class _Reader:
         called = next((word for word in words[:2] if posixpath.basename(word) == "setup.py"), "")
         for path in self._paths.existing(called) if called else ():
             self._wanted(posixpath.dirname(path), editable="develop" in words, no_deps=False)
+        if program in programs.CONDA:
+            for word in (word.rpartition("=")[2] for word in words if word.endswith((".yml", ".yaml"))):
+                self._inputs.requirement_files.update(dict.fromkeys(self._paths.existing(word), False))
         marker = programs.PROJECTS.get(program)
         if marker is not None:
             self._inputs.folders.update(dict.fromkeys(self._project_folders(words, marker)))
@@ -336,10 +397,12 @@ class _Reader:
             asked.unpinned[packages[:80]] = None
         if program == "git" and "clone" in words:
             self._clone(words[words.index("clone") + 1 :])
-        elif program in ("curl", "wget", "aria2c"):
+        elif program == "git" and (verb := next((word for word in words if word in programs.GIT_FETCHES), "")):
+            asked.unpinned[f"git {verb}"] = None
+        elif program in programs.DOWNLOADERS:
             for word in words[1:]:
                 text = self._paths.expand(word)
-                if text.startswith(("http://", "https://", "ftp://")):
+                if "://" in text:
                     asked.unpinned[f"download of {without_credentials(text)[:80]}"] = None
 
     def _clone(self, words: Sequence[str]) -> None:
@@ -363,6 +426,7 @@ _FILE_VARIABLES = {
     "PIP_CONSTRAINT": True,
     "UV_CONSTRAINT": True,
     "UV_OVERRIDE": True,
+    "UV_EXCLUDE": True,
     "UV_BUILD_CONSTRAINT": True,
     "PIP_BUILD_CONSTRAINT": True,
 }
