@@ -268,6 +268,14 @@ def test_a_program_in_python_tells_files_and_variables(folder: Path) -> None:
     found = _read(folder, text, program=True)
     assert found.variables == {"FLAVOUR", "SIZE", "COLOUR"}
     assert str(folder / "reqs.txt") in found.files
+    assert not found.requirements.unpinned
+
+
+@pytest.mark.parametrize("call", ["os.system('pip install -r reqs.txt')", "run(['uv', 'pip', 'sync', 'reqs.txt'])"])
+def test_what_a_program_in_python_installs_has_no_version(folder: Path, call: str) -> None:
+    found = _read(folder, call, program=True)
+    assert str(folder / "reqs.txt") in found.requirement_files
+    assert list(found.requirements.unpinned) == ["what setup.sh installs"]
 
 
 @given(st.text(alphabet="abc $(){}'\"`\\;|&<>\n=/.-#~*[", max_size=60))

@@ -135,6 +135,7 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _PIP = re.compile(r"pip[\d.]*")
 _MAX_WRAPPERS = 16
 _WORD_OF_TEXT = re.compile(r"[^\s'\"()\[\],;=]{1,500}")
+_INSTALLS = re.compile(r"\b(pip|uv|conda|mamba|apt|apt-get|npm)\b.{0,40}\b(install|sync)\b")
 _BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
@@ -173,12 +174,15 @@ def read_script(script: Script, look: NodeFiles, inputs: Inputs) -> None:
 
 def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
     """Add inputs of a program in another language: quoted words that are files, variables read by common idioms."""
-    reader = _Reader(script, look, inputs)
+    reader, name = _Reader(script, look, inputs), posixpath.basename(script.path)
     for found in re.finditer(r"(?:environ(?:\.get)?\s*[\[(]|getenv\s*\()\s*['\"](\w+)['\"]", script.text):
         inputs.variables.add(found[1])
     for found in re.finditer(r"['\"]([^'\"\n]{1,500})['\"]", script.text):
-        reader.add_candidate(found[1], folders=False)
-    inputs.cwd_reason = inputs.cwd_reason or f"{posixpath.basename(script.path)} may write to it"
+        for word in dict.fromkeys((found[1], *found[1].split())):
+            reader.add_candidate(word, folders=False)
+    if _INSTALLS.search(script.text):
+        inputs.requirements.unpinned[f"what {name} installs"] = None
+    inputs.cwd_reason = inputs.cwd_reason or f"{name} may write to it"
 
 
 class _Reader:
