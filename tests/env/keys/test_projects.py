@@ -20,6 +20,7 @@ CONDA = "name: job\ndependencies:\n  - numpy\n  - pip:\n    - -r more.txt\n    -
         ("requirements.lock", "click==8 --hash=sha256:aa", "requirements"),
         ("pyproject.toml", PROJECT, "pyproject"),
         ("job.toml", PROJECT, "pyproject"),
+        ("pyproject.toml", f"{PROJECT}dynamic = true\n", "pyproject"),
         ("pylock.toml", PYLOCK, "pylock"),
         ("pylock.gpu.toml", PYLOCK, "pylock"),
         ("a/uv.lock", "version = 1\n[[package]]\n", "uv.lock"),

@@ -287,7 +287,7 @@ def _pip(data: bytes, name: str) -> Iterator[tuple[str, str, str]]:
 def _uv(data: bytes, name: str) -> Iterator[tuple[str, str, str]]:
     try:
         found: Any = tomllib.loads(data.decode())
-    except ValueError:
+    except (ValueError, RecursionError):
         yield "uv", "unreadable", "yes"
         return
     if name == "pyproject.toml":

@@ -168,6 +168,7 @@ _BRINGS = frozenset(("install", "add", "create", "upgrade", "dist-upgrade", "ful
 _DOWNLOADERS = frozenset(("curl", "wget"))
 DOWNLOADERS = _DOWNLOADERS | {"aria2c", "aws", "azcopy", "gcloud", "gsutil", "hadoop", "hdfs", "rclone", "s5cmd"}
 GIT_FETCHES = frozenset(("fetch", "pull", "submodule"))
+_WRITE_ONLY_OUTPUTS = _NEUTRAL | _DOWNLOADERS | _WRITERS | _COPIERS | _ENVIRONMENTS
 _MODE_OR_OWNER = re.compile(r"[0-7]{3,4}|[\w.-]*:[\w.-]*|[ugoa]*[+=-]\w+")
 
 
@@ -180,8 +181,8 @@ def outputs(command: Command) -> list[str]:
         made += rest
     elif program in _COPIERS and len(rest) > 1:
         made.append(rest[-1])
-    elif program in _ENVIRONMENTS or (program != "cd" and "venv" in words[1:3]):
-        made += [word for word in rest if word not in ("venv", "virtualenv")][-1:]
+    elif program in _ENVIRONMENTS:
+        made += rest
     elif program == "git" and "clone" in words:
         made += _checkout(_plain(words[words.index("clone") + 1 :]))
     elif (program == "wget" and not any(word.startswith(("-O", "--output-document")) for word in words)) or (
@@ -218,19 +219,13 @@ def unpinned_packages(program: str, words: Sequence[str]) -> str:
 
 
 def cwd_dependence(program: str, words: Sequence[str], is_absolute: Callable[[str], bool]) -> str:
-    """A short reason why the working folder of the command may matter; empty if it does not."""
+    """A short reason why the working folder of the command may matter besides its `outputs`; empty if it does not."""
     rest = _plain(words[1:])
-    if program in _NEUTRAL or program in _DOWNLOADERS:  # `outputs` has what they write
-        return ""
-    if program in _WRITERS or program in _CHANGERS or program in _ENVIRONMENTS:
-        written = [word for word in rest if not is_absolute(word) and not _MODE_OR_OWNER.fullmatch(word)]
-    elif program in _COPIERS:
-        written = [word for word in rest[-1:] if not is_absolute(word)]
-    elif (program == "git" and rest[:1] in (["config"], ["clone"], ["lfs"])) or "--version" in words:
-        written = []
-    else:
-        return f"`{program}` may write to it"
-    return f"`{program} {written[0]}` writes to it" if written else ""
+    if program in _CHANGERS:
+        changed = [word for word in rest if not is_absolute(word) and not _MODE_OR_OWNER.fullmatch(word)]
+        return f"`{program} {changed[0]}` writes to it" if changed else ""
+    by_git = program == "git" and rest[:1] in (["config"], ["clone"], ["lfs"])
+    return "" if program in _WRITE_ONLY_OUTPUTS or by_git or "--version" in words else f"`{program}` may write to it"
 
 
 def _plain(words: Sequence[str]) -> list[str]:

@@ -195,7 +195,8 @@ def _check_project(path: str, table: dict[str, Any]) -> None:
     project = _table_at(table, "project")
     if not project:
         raise UsageError(f"{path}: has no table [project]", hint="export a lock or requirements with its own tool")
-    if "dependencies" in project.get("dynamic", ()):
+    dynamic = project.get("dynamic")
+    if isinstance(dynamic, list) and "dependencies" in dynamic:
         reason = f"{path}: its dependencies are dynamic: only its build backend can compute them"
         raise UsageError(reason, hint="uv lock, and give uv.lock; or write `.` into a requirements file")
     if any(source.get("workspace") for source in _sources(table)):

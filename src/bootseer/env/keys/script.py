@@ -68,7 +68,8 @@ class Paths:
         for name, assigned in assignments.items():
             if not looks_secret(name):
                 before = self._values.get(name, [])
-                self._maybe_unset |= set() if before else {name}
+                if not before:
+                    self._maybe_unset.add(name)
                 # `A=${A:-1}` and `A=$A/x` read the value before.
                 values = (each for value in assigned for each in shell.expansions(value, {name: before}))
                 self._values[name] = list(dict.fromkeys((*before, *values)))
@@ -215,7 +216,7 @@ class _Reader:
             self.add_candidate(word, folders=False)
 
     def _unwrapped(self, command: Command) -> Command:
-        """The command that wrappers such as `sudo` run, also if variables hold them."""
+        """What wrappers such as `sudo`, and `python -m` and `uv`, run, also if variables hold them."""
         words, inputs = list(command.words), [*command.inputs]
         for _ in range(_MAX_WRAPPERS):
             if words and _REFERENCE.fullmatch(words[0]):
@@ -225,6 +226,12 @@ class _Reader:
                 break
             words, values = programs.unwrapped(words)
             inputs += values
+        program = posixpath.basename(words[0]) if words else ""
+        if (_PYTHON.fullmatch(program) or "$" in program) and "-m" in words[1:4]:
+            inputs.append(words[0])
+            words = words[words.index("-m") + 1 :]
+        elif program == "uv" and words[1:2] in (["pip"], ["venv"]):
+            words = words[1:]
         return Command(tuple(words), command.outputs, tuple(inputs))
 
     # -- words ---------------------------------------------------------------------------------------------------------
@@ -272,18 +279,9 @@ class _Reader:
     def _command(self, command: Command) -> None:
         for word in command.inputs:
             self.add_candidate(word, folders=False)
-        words, program = list(command.words), command.program
-        if "$" in program and words[1:2] == ["install"]:  # `$(which pip) install`: most likely
-            program = "pip"
-        if (_PYTHON.fullmatch(program) or "$" in program) and len(words) > 2 and "-m" in words[1:4]:
+        words, program = command.words, command.program
+        if _PIP.fullmatch(program) or ("$" in program and words[1:2] == ("install",)):  # `$(which pip) install`
             self.add_candidate(words[0], folders=False)
-            words = words[words.index("-m") + 1 :]
-            program = words[0] if words else ""
-        elif program == "uv" and len(words) > 2 and words[1] in ("pip", "venv"):
-            words = words[1:]
-            program = words[0]
-        if _PIP.fullmatch(program):
-            self.add_candidate(command.words[0], folders=False)
             self._pip(words)
         elif program in ("cd", "pushd"):
             self._change_folder(words)
