@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from msgspec import Struct, field
 
@@ -52,18 +53,18 @@ def unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
 
 ACTIONS = ("install", "download", "wheel", "sync", "compile")
 _EDITABLE = ("-e", "--editable")
-_FOLDERS = ("-t", "--target", "--prefix", "--root", "--src")
+_PLACES = tuple("-t --target --prefix --root --src -d --dest -w --wheel-dir -o --output-file".split())  # noqa: SIM905
 _OVERRIDES = ("--override", "--overrides", "-b", "--build-constraint", "--build-constraints")
 _VALUE_OPTIONS = frozenset(
     """
     -r --requirement -c --constraint -e --editable -i --index-url --extra-index-url -f --find-links -t -d -C -b -w
-    -p -P --target --prefix --root --src --dest --wheel-dir --python --cache-dir --upgrade-strategy --platform
-    --python-version --implementation --abi --progress-bar --log --proxy --retries --timeout --cert --client-cert
-    --exists-action --global-option --config-settings --config-setting --report --torch-backend --resolution
-    --prerelease --exclude-newer --index --default-index --extra --group --index-strategy --keyring-provider
-    --link-mode --python-platform --root-user-action --use-feature --no-binary --only-binary --trusted-host --hash
-    --reinstall-package --refresh-package --upgrade-package --override --overrides --build-constraint
-    --build-constraints --exclude --excludes --config-file --env-file --directory --project
+    -o --output-file -p -P --target --prefix --root --src --dest --wheel-dir --python --cache-dir --upgrade-strategy
+    --platform --python-version --implementation --abi --progress-bar --log --proxy --retries --timeout --cert
+    --client-cert --exists-action --global-option --config-settings --config-setting --report --torch-backend
+    --resolution --prerelease --exclude-newer --index --default-index --extra --group --index-strategy
+    --keyring-provider --link-mode --python-platform --root-user-action --use-feature --no-binary --only-binary
+    --trusted-host --hash --reinstall-package --refresh-package --upgrade-package --override --overrides
+    --build-constraint --build-constraints --exclude --excludes --config-file --env-file --directory --project
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 
@@ -79,7 +80,7 @@ class Install(Struct):
     """Requirements; True for editable ones."""
     find_links: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    """Target folders."""
+    """Folders and files that it writes."""
 
 
 def read_install(words: Sequence[str]) -> Install | None:
@@ -95,7 +96,9 @@ def read_install(words: Sequence[str]) -> Install | None:
         else:
             install.files.append((value, option == "--constraint"))
     install.files += [(value, True) for value in option_values(words, _OVERRIDES)]
-    install.places += option_values(words, _FOLDERS)
+    install.places += option_values(words, _PLACES)
+    if action in ("download", "wheel") and not install.places:
+        install.places.append(".")
     install.wanted += [(value, True) for value in option_values(words, _EDITABLE)]
     install.wanted += [(word[2:], True) for word in words if re.fullmatch(r"-e[^=-].*", word)]
     if action in ("sync", "compile"):
@@ -179,10 +182,12 @@ def outputs(command: Command) -> list[str]:
     made = list(command.outputs)
     if program in _WRITERS:
         made += rest
-    elif program in _COPIERS and len(rest) > 1:
-        made.append(rest[-1])
+    elif program in _COPIERS and rest:
+        made.append(rest[-1] if len(rest) > 1 else ".")
     elif program in _ENVIRONMENTS:
-        made += rest
+        made += rest or [".venv"]
+    elif program in CONDA:
+        made += option_values(words, ("-p", "--prefix"))
     elif program == "git" and "clone" in words:
         made += _checkout(_plain(words[words.index("clone") + 1 :]))
     elif (program == "wget" and not any(word.startswith(("-O", "--output-document")) for word in words)) or (
@@ -190,8 +195,9 @@ def outputs(command: Command) -> list[str]:
     ):
         made += [posixpath.basename(word.partition("?")[0]) for word in rest if "://" in word]
     if program in _DOWNLOADERS:
-        made += option_values(words, ("-o", "--output", "--output-document"))
-        made += option_values(words, ("-O",)) if program == "wget" else ()
+        short = r"-\w*o" if program == "curl" else r"-\w*[oO]"
+        made += [following for word, following in pairwise(words) if re.fullmatch(short, word)]
+        made += option_values(words, ("--output", "--output-document"))
     elif program in ("tar", "unzip", "gcc", "g++", "cc", "nvcc"):
         made += option_values(words, ("-C", "--directory", "-d", "-o"))
     return [word for word in made if word and not word.startswith(("/dev/", "-"))]
@@ -224,7 +230,7 @@ def cwd_dependence(program: str, words: Sequence[str], is_absolute: Callable[[st
     if program in _CHANGERS:
         changed = [word for word in rest if not is_absolute(word) and not _MODE_OR_OWNER.fullmatch(word)]
         return f"`{program} {changed[0]}` writes to it" if changed else ""
-    by_git = program == "git" and rest[:1] in (["config"], ["clone"], ["lfs"])
+    by_git = program == "git" and (rest[:1] in (["config"], ["clone"]) or rest[:2] == ["lfs", "install"])
     return "" if program in _WRITE_ONLY_OUTPUTS or by_git or "--version" in words else f"`{program}` may write to it"
 
 

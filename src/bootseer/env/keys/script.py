@@ -312,7 +312,7 @@ class _Reader:
         if install is None:
             return
         asked = self._inputs.requirements
-        known = {word for word, _ in (*install.files, *install.wanted)}.union(install.find_links)
+        known = {word for word, _ in (*install.files, *install.wanted)}.union(install.find_links, install.places)
         for word in words[1:]:
             value = word.partition("=")[2] or word
             if value not in known:
