@@ -259,6 +259,13 @@ def test_files_named_before_a_wrapped_program_are_inputs(folder: Path) -> None:
     assert set(found.files) == {str(folder / "tool.py"), str(folder / "lib.sh")}
 
 
+def test_the_environment_that_uv_finds_in_the_working_folder_is_an_input(folder: Path) -> None:
+    (folder / ".venv").mkdir()
+    (folder / ".venv/pyvenv.cfg").write_text("")
+    assert list(_read(folder, "uv pip install click").environments) == [str(folder / ".venv")]
+    assert not _read(folder, "uv venv; uv pip install click").environments
+
+
 def test_files_for_options_of_installers_are_inputs(folder: Path) -> None:
     found = _read(folder, "uv pip install --excludes tool.py --later-option=lib.sh --another reqs.txt click")
     assert set(found.files) == {str(folder / name) for name in ("tool.py", "lib.sh", "reqs.txt")}

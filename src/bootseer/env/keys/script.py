@@ -231,6 +231,7 @@ class _Reader:
             inputs.append(words[0])
             words = words[words.index("-m") + 1 :]
         elif program == "uv" and words[1:2] in (["pip"], ["venv"]):
+            inputs.append(".venv")  # uv installs into it if there is one
             words = words[1:]
         return Command(tuple(words), command.outputs, tuple(inputs))
 
