@@ -88,6 +88,7 @@ def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text:
         'pip install -r "${BASH_SOURCE%/*}/reqs/a.txt"',
         'cd "$(dirname "$(readlink -f "$0")")"\npip install -r reqs/a.txt',
         "cd scripts\npip install -r reqs/a.txt",
+        'cp "$(dirname "$0")/reqs/a.txt" reqs/a.txt\npip install -r reqs/a.txt',
         'pip install -r "$UNKNOWN/reqs/a.txt"',
         'pip install -r "$(git rev-parse --show-toplevel)/scripts/reqs/a.txt"',
     ],

@@ -87,15 +87,19 @@ class Paths:
         return all(each.startswith("/") for each in self.meanings(word))
 
     def certain(self, word: str) -> list[str]:
-        """Absolute paths that the word means, if it has only one meaning."""
+        """The absolute path that the word means; empty if it may mean another one."""
         meanings = self.meanings(word)
-        return self._absolute(meanings[0]) if len(meanings) == 1 else []
+        return self._absolute(meanings[0])[:1] if len(meanings) == 1 else []
+
+    def change_folder(self, word: str) -> None:
+        """Let relative words start from a folder; they may still start from the others."""
+        for path in self.existing(word):
+            if self._look.kind(path) == "folder":
+                self.bases = [path, *(base for base in self.bases if base != path)]
 
     def candidates(self, word: str) -> list[str]:
         """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders; it
         may also be empty, as any other that may be unset."""
-        if "$" not in word:
-            return self.certain(word)
         values = {**self._values, **{name: ["", *self._values[name]] for name in self._maybe_unset}}
         meanings = self.meanings(word, values)
         meanings += [_REFERENCE.sub("", each) for each in meanings if "$" in each]
@@ -133,6 +137,7 @@ class Paths:
 
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
+_CHANGE_FOLDER = ("cd", "pushd")
 _PIP = re.compile(r"pip[\d.]*")
 _MAX_WRAPPERS = 16
 _WORD_OF_TEXT = re.compile(r"[^\s'\"()\[\],;=]{1,500}")
@@ -206,6 +211,8 @@ class _Reader:
         commands = [self._unwrapped(command) for command in parsed.commands]
         # Outputs first: a file may be named before the command that writes it.
         for command in commands:
+            if command.program in _CHANGE_FOLDER:
+                self._paths.change_folder(" ".join(command.words[1:2]))
             for word in programs.outputs(command):
                 self._inputs.outputs.update(self._paths.certain(word))
                 if not self._paths.is_absolute(word):
@@ -284,19 +291,14 @@ class _Reader:
         if _PIP.fullmatch(program) or ("$" in program and words[1:2] == ("install",)):  # `$(which pip) install`
             self.add_candidate(words[0], folders=False)
             self._pip(words)
-        elif program in ("cd", "pushd"):
-            self._change_folder(words)
+        elif program in _CHANGE_FOLDER:
+            self._paths.change_folder(" ".join(words[1:2]))
         elif program in ("source", "."):
             self.add_candidate(words[1] if len(words) > 1 else "", folders=False, script=True)
         elif shell.SHELL.fullmatch(program):
             self._shell(words)
         elif words:
             self._other(program, words)
-
-    def _change_folder(self, words: Sequence[str]) -> None:
-        for path in self._paths.existing(words[1]) if len(words) > 1 else ():
-            if self._look.kind(path) == "folder" and path not in self._paths.bases:
-                self._paths.bases.insert(0, path)
 
     def _shell(self, words: Sequence[str]) -> None:
         inner = "" if words[0] != "eval" else " ".join(words[1:])
