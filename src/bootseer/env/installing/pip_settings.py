@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.env.keys.key_settings import pip_files
-from bootseer.env.keys.requirements import VARIABLE, logical_lines
+from bootseer.env.keys.requirements import EDITABLE, FILES, VARIABLE, logical_lines, pip_options
 from bootseer.store.addresses import without_credentials
 
 Read = Callable[[str], str | None]
@@ -30,7 +30,6 @@ _MAX_FILES = 1000
 _SECTIONS = ("global", "install")
 _NOT_OPTIONS = {"config-file", "version", "help"}
 _ALIASES = {"default-timeout": "timeout", "pypi-url": "index-url", "i": "index-url", "f": "find-links", "U": "upgrade"}
-_TAKES_FILE = {"-r": "requirement", "--requirement": "requirement", "-c": "constraint", "--constraint": "constraint"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +119,16 @@ def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -
         found.options.append(Setting("unreadable", line, path))
         return []
     included = []
-    while words:
-        word, equals, value = words.pop(0).partition("=")
-        if not word.startswith("--") and len(word) > 2:
-            word, value, equals = word[:2], word[2:] + equals + value, "="
-        if word in ("--no-index", "--pre", "--prefer-binary", "--require-hashes"):
-            found.options.append(Setting(word[2:], "true", path))
-            continue
-        if not equals:
-            value = words.pop(0) if words else ""
-        if word in _TAKES_FILE:
+    for option, value in pip_options(words):
+        if option in FILES:
             place = value if "://" in value else os.path.normpath(os.path.join(folder, value))  # noqa: PTH118
-            included.append((place, _TAKES_FILE[word]))
-        elif word in ("-e", "--editable"):
+            included.append((place, "constraint" if FILES[option] else "requirement"))
+        elif option in EDITABLE:
             found.editable_remote |= "://" in value and not value.startswith("file:")
             found.local.append(value)
         else:
-            found.options.append(Setting(_option_name(word.lstrip("-")), value, path))
+            name = _option_name(option.lstrip("-")) or "unreadable"
+            found.options.append(Setting(name, value or "true", path))
     return included
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from msgspec import Struct, field
 
-from bootseer.env.keys.requirements import place_options
+from bootseer.env.keys.requirements import EDITABLE, FILES, FIND_LINKS, pip_options
 from bootseer.env.keys.shell import Command
 
 CONDA = ("conda", "mamba", "micromamba")
@@ -51,22 +51,8 @@ def unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
     return rest, values
 
 
-ACTIONS = ("install", "download", "wheel", "sync", "compile")
-_EDITABLE = ("-e", "--editable")
-_PLACES = tuple("-t --target --prefix --root --src -d --dest -w --wheel-dir -o --output-file".split())  # noqa: SIM905
-_OVERRIDES = ("--override", "--overrides", "-b", "--build-constraint", "--build-constraints")
-_VALUE_OPTIONS = frozenset(
-    """
-    -r --requirement -c --constraint -e --editable -i --index-url --extra-index-url -f --find-links -t -d -C -b -w
-    -o --output-file -p -P --target --prefix --root --src --dest --wheel-dir --python --cache-dir --upgrade-strategy
-    --platform --python-version --implementation --abi --progress-bar --log --proxy --retries --timeout --cert
-    --client-cert --exists-action --global-option --config-settings --config-setting --report --torch-backend
-    --resolution --prerelease --exclude-newer --index --default-index --extra --group --index-strategy
-    --keyring-provider --link-mode --python-platform --root-user-action --use-feature --no-binary --only-binary
-    --trusted-host --hash --reinstall-package --refresh-package --upgrade-package --override --overrides
-    --build-constraint --build-constraints --exclude --excludes --config-file --env-file --directory --project
-    """.split()  # noqa: SIM905 - a list of this length reads better as text
-)
+_ACTIONS = ("install", "download", "wheel", "sync", "compile")
+_PLACES = ("-t", "--target", "--prefix", "--root", "--src", "-d", "--dest", "-w", "--wheel-dir", "-o", "--output-file")
 
 
 class Install(Struct):
@@ -81,30 +67,31 @@ class Install(Struct):
     find_links: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """Folders and files that it writes."""
+    others: list[str] = field(default_factory=list)
+    """Values of other options, which may name files."""
 
 
 def read_install(words: Sequence[str]) -> Install | None:
     """Parse the words after `pip`; None if the command installs nothing."""
-    found = _positional(words)
-    action = next(found, "")
-    if action not in ACTIONS:
+    options = [*pip_options(words)]
+    action, *rest = [value for option, value in options if not option] or [""]
+    if action not in _ACTIONS:
         return None
-    install = Install(action, "--no-deps" in words)
-    for option, value in place_options(words):
-        if option == "--find-links":
+    install = Install(action, no_deps=("--no-deps", "") in options)
+    for option, value in options:
+        if option in FILES:
+            install.files.append((value, FILES[option]))
+        elif option in EDITABLE:
+            install.wanted.append((value, True))
+        elif option in FIND_LINKS:
             install.find_links.append(value)
-        else:
-            install.files.append((value, option == "--constraint"))
-    install.files += [(value, True) for value in option_values(words, _OVERRIDES)]
-    install.places += option_values(words, _PLACES)
+        elif option in _PLACES:
+            install.places.append(value)
+        elif option:
+            install.others.append(value)
+    (install.files if action in ("sync", "compile") else install.wanted).extend((word, False) for word in rest)
     if action in ("download", "wheel") and not install.places:
         install.places.append(".")
-    install.wanted += [(value, True) for value in option_values(words, _EDITABLE)]
-    install.wanted += [(word[2:], True) for word in words if re.fullmatch(r"-e[^=-].*", word)]
-    if action in ("sync", "compile"):
-        install.files += [(word, False) for word in found]
-    else:
-        install.wanted += [(word, False) for word in found]
     return install
 
 
@@ -117,18 +104,6 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             option, equals, value = word.partition("=")
             if equals and option in names:
                 yield value
-
-
-def _positional(words: Sequence[str]) -> Iterator[str]:
-    """The words that are neither options nor values of options."""
-    skip = False
-    for word in words:
-        if skip:
-            skip = False
-        elif word in _VALUE_OPTIONS:
-            skip = True
-        elif not word.startswith("-"):
-            yield word
 
 
 _WRITERS = frozenset(("mkdir", "touch", "tee", "mktemp", "truncate"))

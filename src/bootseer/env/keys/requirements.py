@@ -42,8 +42,24 @@ _WITH_VALUE = {
     "-f": "--find-links",
 }
 _SOURCES = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links")
-_FILES = ("--requirement", "--constraint")
 _FORMATS = ("--no-binary", "--only-binary")
+EDITABLE = ("-e", "--editable")
+FIND_LINKS = ("-f", "--find-links")
+FILES = {"-r": False, "--requirement": False} | dict.fromkeys(
+    ("-c", "--constraint", "--override", "--overrides", "-b", "--build-constraint", "--build-constraints"), True
+)
+"""Options of pip and uv for requirement files; True for constraint files."""
+_TAKE_VALUE = frozenset(
+    """
+    -i --index-url --extra-index-url -C -p -P --python --cache-dir --upgrade-strategy --platform --python-version
+    --implementation --abi --progress-bar --log --proxy --retries --timeout --cert --client-cert --exists-action
+    --global-option --config-settings --config-setting --report --torch-backend --resolution --prerelease
+    --exclude-newer --index --default-index --extra --group --index-strategy --keyring-provider --link-mode
+    --python-platform --root-user-action --use-feature --no-binary --only-binary --trusted-host --pypi-url --hash
+    --reinstall-package --refresh-package --upgrade-package --exclude --excludes --config-file --env-file --directory
+    --project -t --target --prefix --root --src -d --dest -w --wheel-dir -o --output-file
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+) | {*EDITABLE, *FIND_LINKS, *FILES}
 _CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")
 _ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
@@ -164,11 +180,11 @@ class Requirements:
             self.variables.update(VARIABLE.findall(line))
             # Expanded for local files alone: other values could be secrets, and the key has the variables.
             expanded = VARIABLE.sub(self._value, line)
-            for option, value in _options(expanded):
-                if option in _FILES:
+            for option, value in pip_options(split(expanded)) if expanded.startswith("-") else ():
+                if option in FILES:
                     remote = "://" in value
-                    found.append((value if remote else posixpath.join(folder, value), option == "--constraint"))
-                else:
+                    found.append((value if remote else posixpath.join(folder, value), FILES[option]))
+                elif option in FIND_LINKS:
                     link = re.sub(r"^~(?=/)", lambda _: self.env.get("HOME", "~"), value)
                     self.find_links += [path for path in _places(link, (folder, cwd)) if files.kind(path) == "folder"]
             wanted = _requirement(expanded)
@@ -292,28 +308,30 @@ def logical_lines(text: str, *, between: str = " ") -> Iterator[str]:
         yield stripped
 
 
-def _options(line: str) -> Iterator[tuple[str, str]]:
-    """The `place_options` of a line; those of single requirements do not count."""
-    if not line.startswith("-"):
-        return
+def split(line: str) -> list[str]:
+    """The words of a line of options."""
     try:
-        words = shlex.split(line)
+        return shlex.split(line)
     except ValueError:
-        words = line.split()
-    yield from place_options(words)
+        return line.split()
 
 
-def place_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Options of an installer's command or of a line that name files and folders to read, by their long names. The
-    other options need no place of their own in a key, which has the text that they stand in."""
+def pip_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Options of pip and uv with their values (`-r x`, `-rx`, `-qr x`, `--requirement=x`); other words with an empty
+    option."""
     left = iter(words)
     for word in left:
         option, equals, value = word.partition("=")
-        if len(option) > 2 and option[:2] in _WITH_VALUE and not option.startswith("--"):
-            option, value, equals = option[:2], word[2:].removeprefix("="), "="
-        option = _WITH_VALUE.get(option, option)
-        if option in (*_FILES, "--find-links"):
+        if not word.startswith("-"):
+            yield "", word
+        elif word[:2] in _TAKE_VALUE and len(word) > 2:
+            yield word[:2], word[2:].removeprefix("=")
+        elif equals or word in _TAKE_VALUE:
             yield option, value if equals else next(left, "")
+        elif re.fullmatch(r"-[a-zA-Z]+", word) and f"-{word[-1]}" in _TAKE_VALUE:
+            yield f"-{word[-1]}", next(left, "")
+        else:
+            yield word, ""
 
 
 def _requirement(line: str) -> Requirement | None:

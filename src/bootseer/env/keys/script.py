@@ -315,11 +315,8 @@ class _Reader:
         if install is None:
             return
         asked = self._inputs.requirements
-        known = {word for word, _ in (*install.files, *install.wanted)}.union(install.find_links, install.places)
-        for word in words[1:]:
-            value = word.partition("=")[2] or word
-            if value not in known:
-                self.add_candidate(value, folders=False)
+        for value in install.others:
+            self.add_candidate(value, folders=False)
         for value in install.find_links:
             asked.find_links += [path for path in self._paths.existing(value) if self._look.kind(path) == "folder"]
         for word, constraint in install.files:
