@@ -118,12 +118,9 @@ class _DaemonStart:
     daemon: Daemon
     env: Mapping[str, str]
     pid: int = 0
-    start_pipe: int = -1
-    """Pipe for an error of the start; closed by exec."""
     began_s: float = 0.0
-    running_since_s: float | None = None
-    """When exec was seen to have succeeded."""
-    start_error: bytes = b""
+    running_since_s: float = 0.0
+    """When exec had succeeded."""
     ready: bool = False
     is_second_try: bool = False
     exit_reason: str = ""
@@ -215,12 +212,17 @@ def _check_addresses(daemon: Daemon) -> None:
 
 
 def _fork_daemon(one: _DaemonStart, uid: int) -> None:
-    one.start_pipe, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    one.began_s, one.running_since_s, one.start_error, one.exit_reason = time.monotonic(), None, b"", ""
+    """Start it; returns when it runs its program, or has `exit_reason`."""
+    pipe, report = os.pipe2(os.O_CLOEXEC)
+    one.began_s = time.monotonic()
     one.pid = os.fork()
     if one.pid == 0:
         _exec_daemon(one, uid, report)
     os.close(report)
+    with os.fdopen(pipe, "rb") as file:
+        error = file.read().decode("utf-8", "replace")  # ends at exec
+    one.running_since_s = time.monotonic()
+    one.exit_reason = f"{one.daemon.name} cannot be started: {error}" if error else ""
 
 
 def _exec_daemon(one: _DaemonStart, uid: int, report: int) -> NoReturn:
@@ -305,9 +307,8 @@ def _reap_children() -> Iterator[tuple[int, int]]:
 def _exit_reason(one: _DaemonStart, status: int) -> str:
     """Why the start failed; empty for a process that has daemonized itself by a fork."""
     code, name = os.waitstatus_to_exitcode(status), one.daemon.name
-    _read_start_pipe(one)
-    if one.start_error:
-        return f"{name} cannot be started: {one.start_error.decode('utf-8', 'replace')}"
+    if one.exit_reason:
+        return one.exit_reason
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name} at its start"
     return f"{name} ended with exit code {code} at its start" if code else ""
@@ -316,15 +317,7 @@ def _exit_reason(one: _DaemonStart, status: int) -> str:
 def _is_ready(one: _DaemonStart, family: set[int], own: set[str]) -> bool:
     if one.daemon.sockets or one.daemon.pid_files:
         return not _missing(one, family, own)
-    _read_start_pipe(one)
-    return bool(family) and one.running_since_s is not None and time.monotonic() - one.running_since_s >= _SETTLED_S
-
-
-def _read_start_pipe(one: _DaemonStart) -> None:
-    if one.running_since_s is None and not one.start_error:
-        with contextlib.suppress(BlockingIOError):
-            one.start_error = os.read(one.start_pipe, _MAX_ERROR_BYTES)
-            one.running_since_s = None if one.start_error else time.monotonic()
+    return bool(family) and time.monotonic() - one.running_since_s >= _SETTLED_S
 
 
 def _missing(one: _DaemonStart, family: set[int], own: set[str]) -> str:
