@@ -117,7 +117,7 @@ def test_scripts_that_a_shell_reads_are_known_as_such(folder: Path, text: str) -
 def test_a_source_tree_that_is_installed_is_an_input(folder: Path, text: str) -> None:
     found = _read(folder, text)
     assert list(found.requirements.locals) == [str(folder / "project")]
-    assert found.requirements.locals[str(folder / "project")].editable == ("-e" in text)
+    assert found.requirements.locals[str(folder / "project")] == ("-e" in text)
 
 
 @pytest.mark.parametrize(

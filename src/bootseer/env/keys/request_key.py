@@ -240,8 +240,8 @@ class _Collector:
         for path in inputs.files:
             if path != setup and path not in asked.files and not self._is_secret(path):
                 self._collect(partial(self._file, "file", path))
-        for local in asked.locals.values():
-            self._place("package", local.path, [f"{'editable, ' if local.editable else ''}installed from here"])
+        for path, editable in asked.locals.items():
+            self._place("package", path, [f"{'editable, ' if editable else ''}installed from here"])
         for path in dict.fromkeys(inputs.folders):
             if not self._is_secret(path):
                 self._place("folder", path)

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from bootseer.env.keys import requirement
 from bootseer.env.keys.key_settings import looks_secret
 from bootseer.env.keys.requirement import Requirement
@@ -64,20 +62,14 @@ _CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")
 _ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
 
-class Local(Struct, frozen=True):
-    """A local distribution: a wheel, an archive, or a source tree."""
-
-    path: str
-    editable: bool
-
-
 @dataclass(slots=True)
 class Requirements:
     """The requirements of the files, in the order found; filled by `add_files`."""
 
     files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """With their relevant lines (`relevant_lines`); all bytes count if empty."""
-    locals: dict[str, Local] = field(default_factory=dict)
+    locals: dict[str, bool] = field(default_factory=dict)
+    """Local wheels, archives and source trees; True for editable ones."""
     repositories: dict[tuple[str, str], Requirement] = field(default_factory=dict)
     """By address and reference."""
     find_links: list[str] = field(default_factory=list)
@@ -225,8 +217,7 @@ class Requirements:
             self.unpinned[f"{wanted.target} (not there before the setup)"] = None
             return
         for path in places:
-            before = self.locals.get(path)
-            self.locals[path] = Local(path, wanted.editable or (before is not None and before.editable))
+            self.locals[path] = wanted.editable or self.locals.get(path, False)
         if not no_deps and not wanted.hashed:
             self._dependencies(wanted.name or posixpath.basename(places[0]))
 

@@ -488,8 +488,9 @@ def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, input
     if b"\0" in head[:8192]:
         return
     script = Script(head.decode("utf-8", "replace"), path, cwd, env)
-    if inputs.files[path] or _SHELL_LINE.match(head) or path.endswith((".sh", ".bash")):
-        if not (_PROGRAM_LINE.match(head) and not inputs.files[path]):
-            read_script(script, files, inputs)
+    if inputs.files[path]:
+        read_script(script, files, inputs)
     elif _PROGRAM_LINE.match(head) or path.endswith(".py"):
         read_program(script, files, inputs)
+    elif _SHELL_LINE.match(head) or path.endswith((".sh", ".bash")):
+        read_script(script, files, inputs)

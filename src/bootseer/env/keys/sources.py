@@ -50,7 +50,6 @@ class Tree(NamedTuple):
 
     digest: str
     num_files: int
-    size_bytes: int
     lines: tuple[str, ...]
     """The first files, each with the beginning of its digest."""
 
@@ -59,23 +58,22 @@ def read_tree(path: str, files: NodeFiles) -> Tree:
     """The digest of a folder. Raises `PermanentError` if it is too large or unreadable."""
     parts: list[str] = []
     lines: list[str] = []
-    num_files = size_bytes = 0
+    num_files = 0
     for num_entries, (name, kind, whole) in enumerate(_walk(path, ())):
         if num_entries > 2 * MAX_FILES:
             raise PermanentError(f"{path}: more than {MAX_FILES:,} files; name the ones that count with --env-input")
         parts += (name, kind)
         if kind.startswith("file"):
-            digest, size = files.digest(whole)
+            digest, _ = files.digest(whole)
             parts.append(digest)
             num_files += 1
-            size_bytes += size
             if len(lines) < _MAX_LINES:
                 lines.append(f"{name} {digest[:8]}")
     state = _version_control(path, files)
     if state:
         parts += ("version control", state)
         lines.append(f"version-control {state[:8]}")
-    return Tree(digest_of(parts), num_files, size_bytes, tuple(lines))
+    return Tree(digest_of(parts), num_files, tuple(lines))
 
 
 def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> Iterator[tuple[str, str, str]]:
