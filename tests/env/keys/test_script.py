@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bootseer.env.keys import shell
 from bootseer.env.keys.files import FactCache, NodeFiles
-from bootseer.env.keys.script import Inputs, Script, read_program, read_script
+from bootseer.env.keys.script import Inputs, Script, gather, read_program, read_script
 
 
 def _read(folder: Path, text: str, env: dict[str, str] | None = None, *, program: bool = False) -> Inputs:
@@ -102,6 +102,15 @@ def test_files_are_found_beside_the_script(folder: Path, text: str) -> None:
 )
 def test_scripts_that_a_shell_reads_are_known_as_such(folder: Path, text: str) -> None:
     assert _read(folder, text).files[str(folder / "lib.sh")] is True
+
+
+def test_programs_without_an_interpreter_line_and_scripts_named_like_requirements_are_followed(folder: Path) -> None:
+    for name, text in (("setup.run", "./helper; bash requirements.sh"), ("helper", "pip install -r reqs.txt")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "requirements.sh").write_text("pip install -r scripts/reqs/a.txt")
+    found = gather("setup.run", (), str(folder), {}, NodeFiles(FactCache(None)))
+    assert list(found.requirement_files) == [str(folder / "reqs.txt"), str(folder / "scripts/reqs/a.txt")]
 
 
 @pytest.mark.parametrize(

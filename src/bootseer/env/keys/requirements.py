@@ -249,7 +249,7 @@ def is_requirements_name(path: str) -> bool:
         or name in _PROJECTS
         or bool(_LOCK_NAME.fullmatch(name))
         or bool(re.fullmatch(r".*(requirements|constraints|reqs)[^/]*\.(txt|in)|(requirements|constraints).*", name))
-    )
+    ) and not name.endswith((".sh", ".bash", ".py"))
 
 
 def relevant_lines(data: bytes) -> tuple[str, ...]:

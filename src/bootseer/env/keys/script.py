@@ -10,7 +10,6 @@ Does no I/O itself: `NodeFiles` does.
 
 from __future__ import annotations
 
-import fnmatch
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +20,9 @@ from msgspec import Struct, field
 
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import programs, requirement, shell
-from bootseer.env.keys.key_settings import looks_secret
 from bootseer.env.keys.programs import option_values, read_install
 from bootseer.env.keys.requirements import Requirements, is_requirements_name
-from bootseer.env.keys.shell import Command
+from bootseer.env.keys.shell import Command, Paths
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
 
@@ -41,104 +39,12 @@ _PACKAGED = (
     "/dev", "/proc", "/sys", "/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin",
 )  # fmt: skip
 """Folders whose files a package most likely owns."""
-_OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
-_REFERENCE = re.compile(r"\$(\{[^}]*\}|\w*)")
-_MAX_WORD = 4096
-
-
-class Paths:
-    """The paths of one script."""
-
-    def __init__(self, cwd: str, folder: str, look: NodeFiles) -> None:
-        """`cwd` is where the script runs, `folder` contains it."""
-        self.bases = list(dict.fromkeys((cwd, folder)))
-        """Folders that relative words may start from, the likeliest first."""
-        self._values = {"PWD": [cwd]}
-        """Known values of variables, the likeliest last: branches of a script may give different ones."""
-        self._maybe_unset: set[str] = set()
-        """Variables that only the script sets, perhaps in a branch."""
-        self._folder = folder
-        self._look = look
-
-    def learn(self, env: Mapping[str, str], assignments: Mapping[str, Iterable[str]]) -> None:
-        """Learn values of variables. Those of secrets must not get into addresses, file names or messages."""
-        for name, value in env.items():
-            if not looks_secret(name):
-                self._values.setdefault(name, [value])
-        for name, assigned in assignments.items():
-            if not looks_secret(name):
-                before = self._values.get(name, [])
-                if not before:
-                    self._maybe_unset.add(name)
-                # `A=${A:-1}` and `A=$A/x` read the value before.
-                values = (each for value in assigned for each in shell.expansions(value, {name: before}))
-                self._values[name] = list(dict.fromkeys((*before, *values)))
-
-    def meanings(self, word: str, values: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-        """What a word may mean, the likeliest first."""
-        return [self._plain(each) for each in shell.expansions(word, values or self._values)]
-
-    def expand(self, word: str) -> str:
-        """The likeliest meaning of a word."""
-        return self.meanings(word)[0]
-
-    def is_absolute(self, word: str) -> bool:
-        """Whether the word does not depend on the working folder."""
-        return all(each.startswith("/") for each in self.meanings(word))
-
-    def certain(self, word: str) -> list[str]:
-        """The absolute path that the word means; empty if it may mean another one."""
-        meanings = self.meanings(word)
-        return self._absolute(meanings[0])[:1] if len(meanings) == 1 else []
-
-    def change_folder(self, word: str) -> None:
-        """Let relative words start from a folder; they may still start from the others."""
-        for path in self.existing(word):
-            if self._look.kind(path) == "folder":
-                self.bases = [path, *(base for base in self.bases if base != path)]
-
-    def candidates(self, word: str) -> list[str]:
-        """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders; it
-        may also be empty, as any other that may be unset."""
-        values = {**self._values, **{name: ["", *self._values[name]] for name in self._maybe_unset}}
-        meanings = self.meanings(word, values)
-        meanings += [_REFERENCE.sub("", each) for each in meanings if "$" in each]
-        return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
-
-    def existing(self, word: str) -> list[str]:
-        """The candidates that exist; a pattern means all matches."""
-        found = []
-        for path in self.candidates(word):
-            folder, _, last = path.rpartition("/")
-            if any(letter in last for letter in "*?["):
-                found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
-            elif self._look.kind(path):
-                found.append(path)
-        return found
-
-    def _plain(self, word: str) -> str:
-        word = _OWN_FOLDER.sub(lambda _: self._folder, word)
-        if word == "~" or word.startswith("~/"):
-            word = self._values.get("HOME", ["~"])[-1] + word[1:]
-        return word.removeprefix("file://")
-
-    def _absolute(self, word: str) -> list[str]:
-        while "$" in word.partition("/")[0] and "/" in word:
-            word = word.partition("/")[2]
-        if (
-            not word
-            or len(word) > _MAX_WORD
-            or "://" in word
-            or word[0] == "-"
-            or any(sign in word for sign in "$\0\n")
-        ):
-            return []
-        return [posixpath.normpath(posixpath.join(base, word)) for base in self.bases]
 
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _CHANGE_FOLDER = ("cd", "pushd")
 _PIP = re.compile(r"pip[\d.]*")
+_VARIABLE = re.compile(r"\$(\{[^}]*\}|\w+)")
 _MAX_WRAPPERS = 16
 _WORD_OF_TEXT = re.compile(r"[^\s'\"()\[\],;=]{1,500}")
 _INSTALLS = re.compile(r"\b(pip|uv|conda|mamba|apt|apt-get|npm)\b.{0,40}\b(install|sync)\b")
@@ -226,7 +132,7 @@ class _Reader:
         """What wrappers such as `sudo`, and `python -m` and `uv`, run, also if variables hold them."""
         words, inputs = list(command.words), [*command.inputs]
         for _ in range(_MAX_WRAPPERS):
-            if words and _REFERENCE.fullmatch(words[0]):
+            if words and _VARIABLE.fullmatch(words[0]):
                 inputs.append(words[0])  # its value may be a path with blanks
                 words = [*self._paths.expand(words[0]).split(), *words[1:]]
             if not programs.is_wrapper(words):
@@ -457,8 +363,7 @@ def gather(
             inputs.cwd_reason = f"{name} is relative to it"
     if setup is not None:
         path = posixpath.normpath(posixpath.join(cwd, setup))
-        # A file without execute permission is run by a shell, whatever its first line says.
-        inputs.files[path] = not files.may_execute(path)
+        inputs.files[path] = _is_run_by_shell(path, files)
     read: set[str] = set()
     while waiting := [path for path in inputs.files if path not in read]:
         for path in waiting:
@@ -477,6 +382,14 @@ def gather(
     return inputs
 
 
+def _is_run_by_shell(path: str, files: NodeFiles) -> bool:
+    """Whether a shell runs it: without execute permission whatever its first line says, with it if there is no `#!`."""
+    try:
+        return not files.may_execute(path) or not files.read(path).startswith((b"#!", b"\x7fELF"))
+    except BootseerError:
+        return False
+
+
 def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, inputs: Inputs) -> None:
     """Read a named file that may name others."""
     if path in inputs.requirement_files:
@@ -488,7 +401,8 @@ def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, input
     if b"\0" in head[:8192]:
         return
     script = Script(head.decode("utf-8", "replace"), path, cwd, env)
-    if inputs.files[path]:
+    is_bare = "." not in posixpath.basename(path) and files.may_execute(path) and not head.startswith(b"#!")
+    if inputs.files[path] or is_bare:  # a shell runs what does not say what runs it
         read_script(script, files, inputs)
     elif _PROGRAM_LINE.match(head) or path.endswith(".py"):
         read_program(script, files, inputs)

@@ -1,4 +1,4 @@
-"""A shell script as commands and words, as far as they are known without running it.
+"""A shell script as commands and words, as far as they are known without running it, and the paths that words may mean.
 
 This is no shell: control flow is dropped, substitutions become separate commands, and unknown parts of a word are
 written as `$`. Parsing never fails: a quote that is not closed is left out. Does no I/O.
@@ -6,10 +6,18 @@ written as `$`. Parsing never fails: a quote that is not closed is left out. Doe
 
 from __future__ import annotations
 
+import fnmatch
+import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
+
+from bootseer.env.keys.key_settings import looks_secret
+
+if TYPE_CHECKING:
+    from bootseer.env.keys.files import NodeFiles
 
 SHELL = re.compile(r"(ba|da|z|k)?sh|su|eval")
 """Programs that run a script given as an argument or as their input."""
@@ -21,9 +29,6 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
 _EXPANDED = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^${}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 _MAX_DEPTH = 20
-_MAX_STEPS = 16
-_MAX_EXPANSIONS = 1000
-_MAX_WORD = 8192
 _BLANKS = re.compile(r"[ \t]+|#[^\n]*")
 _REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
 _OPERATORS = ";&|()\n"
@@ -79,29 +84,6 @@ def parse(text: str) -> Shell:
     shell = Shell()
     _Scanner(text.replace("\r\n", "\n").replace("\\\n", " "), shell).run()
     return shell
-
-
-def expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
-    """What the word may be when `$NAME`, `${NAME}` and `${NAME:-default}` are replaced by known values: one word for
-    each combination, those with the last values first."""
-    words = [word]
-    for _ in range(_MAX_STEPS):  # values may contain further variables, and themselves
-        after = list(dict.fromkeys(changed for each in words for changed in _replaced(each, values)))[:_MAX_EXPANSIONS]
-        if after == words:
-            break
-        words = after
-    return words
-
-
-def _replaced(word: str, values: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The word with each value of its first known variable."""
-    for found in _EXPANDED.finditer(word) if len(word) < _MAX_WORD else ():
-        default = () if found["default"] is None else (found["default"],)
-        if known := values.get(found["braced"] or found["bare"]) or default:
-            for value in reversed(known):
-                yield f"{word[: found.start()]}{value}{word[found.end() :]}"
-            return
-    yield word
 
 
 class _Scanner:
@@ -244,3 +226,124 @@ class _Scanner:
             if not is_quoted:
                 shell.read(body)
         self._heredocs, self._line = [], len(shell.commands)
+
+
+_OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
+_UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w*)")
+_MAX_STEPS = 16
+_MAX_EXPANSIONS = 1000
+_MAX_WORD = 8192
+_MAX_PATH = 4096
+
+
+class Paths:
+    """The paths of one script."""
+
+    def __init__(self, cwd: str, folder: str, look: NodeFiles) -> None:
+        """`cwd` is where the script runs, `folder` contains it."""
+        self.bases = list(dict.fromkeys((cwd, folder)))
+        """Folders that relative words may start from, the likeliest first."""
+        self._values = {"PWD": [cwd]}
+        """Known values of variables, the likeliest last: branches of a script may give different ones."""
+        self._maybe_unset: set[str] = set()
+        """Variables that only the script sets, perhaps in a branch."""
+        self._folder = folder
+        self._look = look
+
+    def learn(self, env: Mapping[str, str], assignments: Mapping[str, Iterable[str]]) -> None:
+        """Learn values of variables. Those of secrets must not get into addresses, file names or messages."""
+        for name, value in env.items():
+            if not looks_secret(name):
+                self._values.setdefault(name, [value])
+        for name, assigned in assignments.items():
+            if not looks_secret(name):
+                before = self._values.get(name, [])
+                if not before:
+                    self._maybe_unset.add(name)
+                # `A=${A:-1}` and `A=$A/x` read the value before.
+                values = (each for value in assigned for each in _expansions(value, {name: before}))
+                self._values[name] = list(dict.fromkeys((*before, *values)))
+
+    def meanings(self, word: str, values: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+        """What a word may mean, the likeliest first."""
+        return [self._plain(each) for each in _expansions(word, values or self._values)]
+
+    def expand(self, word: str) -> str:
+        """The likeliest meaning of a word."""
+        return self.meanings(word)[0]
+
+    def is_absolute(self, word: str) -> bool:
+        """Whether the word does not depend on the working folder."""
+        return all(each.startswith("/") for each in self.meanings(word))
+
+    def certain(self, word: str) -> list[str]:
+        """The absolute path that the word means; empty if it may mean another one."""
+        meanings = self.meanings(word)
+        return self._absolute(meanings[0])[:1] if len(meanings) == 1 else []
+
+    def change_folder(self, word: str) -> None:
+        """Let relative words start from a folder; they may still start from the others."""
+        for path in self.existing(word):
+            if self._look.kind(path) == "folder":
+                self.bases = [path, *(base for base in self.bases if base != path)]
+
+    def candidates(self, word: str) -> list[str]:
+        """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders; it
+        may also be empty, as any other that may be unset."""
+        values = {**self._values, **{name: ["", *self._values[name]] for name in self._maybe_unset}}
+        meanings = self.meanings(word, values)
+        meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each]
+        return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
+
+    def existing(self, word: str) -> list[str]:
+        """The candidates that exist; a pattern means all matches."""
+        found = []
+        for path in self.candidates(word):
+            folder, _, last = path.rpartition("/")
+            if any(letter in last for letter in "*?["):
+                found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
+            elif self._look.kind(path):
+                found.append(path)
+        return found
+
+    def _plain(self, word: str) -> str:
+        word = _OWN_FOLDER.sub(lambda _: self._folder, word)
+        if word == "~" or word.startswith("~/"):
+            word = self._values.get("HOME", ["~"])[-1] + word[1:]
+        return word.removeprefix("file://")
+
+    def _absolute(self, word: str) -> list[str]:
+        while "$" in word.partition("/")[0] and "/" in word:
+            word = word.partition("/")[2]
+        if (
+            not word
+            or len(word) > _MAX_PATH
+            or "://" in word
+            or word[0] == "-"
+            or any(sign in word for sign in "$\0\n")
+        ):
+            return []
+        return [posixpath.normpath(posixpath.join(base, word)) for base in self.bases]
+
+
+def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
+    """What the word may be when `$NAME`, `${NAME}` and `${NAME:-default}` are replaced by known values: one word for
+    each combination, those with the last values first."""
+    words = [word]
+    for _ in range(_MAX_STEPS):  # values may contain further variables, and themselves
+        after = list(dict.fromkeys(changed for each in words for changed in _replaced(each, values)))[:_MAX_EXPANSIONS]
+        if after == words:
+            break
+        words = after
+    return words
+
+
+def _replaced(word: str, values: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The word with each value of its first known variable."""
+    for found in _EXPANDED.finditer(word) if len(word) < _MAX_WORD else ():
+        default = () if found["default"] is None else (found["default"],)
+        if known := values.get(found["braced"] or found["bare"]) or default:
+            for value in reversed(known):
+                yield f"{word[: found.start()]}{value}{word[found.end() :]}"
+            return
+    yield word
