@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 SHELL = re.compile(r"(ba|da|z|k)?sh|su|eval")
 """Programs that run a script given as an argument or as their input."""
-_KEYWORDS = frozenset("if then else elif fi while until do done case esac function time coproc ! { }".split())  # noqa: SIM905
+_OPENING, _CLOSING = frozenset(("if", "while", "until", "{")), frozenset(("fi", "done", "esac", "}"))
+_KEYWORDS = _OPENING | _CLOSING | {"then", "else", "elif", "do", "function", "time", "coproc", "!"}
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
-_LOOPS = frozenset(("for", "select"))
+_LOOPS = frozenset(("for", "select", "case"))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
@@ -60,8 +61,10 @@ class Shell(Struct):
     commands: list[Command] = field(default_factory=list)
     assignments: dict[str, dict[str, None]] = field(default_factory=dict)
     """The values that each name is given, without quotes, in the order of the text; empty if they are not known."""
+    assigned: set[str] = field(default_factory=set)
+    """Names that are assigned in any case, not in a branch."""
     variables: set[str] = field(default_factory=set)
-    """Names that are read before the script assigns them: the default in `${X:-1}` reads the caller's."""
+    """Names that are read before they are: the default in `${X:-1}` reads the caller's."""
     texts: list[str] = field(default_factory=list)
     """Heredocs that no shell reads."""
     complete: bool = True
@@ -72,12 +75,15 @@ class Shell(Struct):
     def read(self, text: str) -> None:
         """Note the variables of a text."""
         found = {found[1] or found[2] for found in _REFERENCE.finditer(text)}
-        self.variables |= found - self.assignments.keys()
+        self.variables |= found - self.assigned
 
-    def assign(self, name: str, value: str) -> None:
-        values = self.assignments.setdefault(name, {})
-        values.pop(value, None)
-        values[value] = None
+    def assign(self, name: str, *values: str, certain: bool) -> None:
+        known = self.assignments.setdefault(name, {})
+        for value in values:
+            known.pop(value, None)
+            known[value] = None
+        if certain:
+            self.assigned.add(name)
 
 
 def parse(text: str) -> Shell:
@@ -98,6 +104,11 @@ class _Scanner:
         self._outputs: list[str] = []
         self._inputs: list[str] = []
         self._redirection = ""
+        self._assigned: list[re.Match[str]] = []
+        self._operator = ""
+        """The one before this command."""
+        self._blocks = self._parentheses = 0
+        """Numbers of blocks or functions, and of subshells, around it."""
         self._heredocs: list[tuple[str, bool]] = []
         """Delimiters of the heredocs that begin after this line, and whether they are quoted."""
         self._line = len(shell.commands)
@@ -114,10 +125,13 @@ class _Scanner:
             elif found := _REDIRECTION.match(text, self._at):
                 self._redirection = found[1]
                 self._at = found.end()
-            elif text[self._at] in _OPERATORS:
+            elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
-                self._end_command()
-                if text[self._at - 1] == "\n":
+                if self._end_command() or operator != "\n":  # a line may end with an operator
+                    self._operator = operator
+                if operator in "()":  # without an opening one for a pattern of `case`
+                    self._parentheses = max(self._parentheses + (1 if operator == "(" else -1), 0)
+                if operator == "\n":
                     self._skip_heredocs()
             else:
                 start = self._at
@@ -187,26 +201,34 @@ class _Scanner:
             if ">" in redirection and not (redirection == ">&" and not word.strip("0123456789-")):
                 self._outputs.append(word)
         elif not self._words and (assigned := _ASSIGNMENT.fullmatch(word)):
-            self._shell.assign(assigned[1], assigned[2])
+            self._assigned.append(assigned)
         elif self._words or word not in _KEYWORDS:
             self._words.append(word)
+        else:
+            self._blocks = max(self._blocks + (word in _OPENING) - (word in _CLOSING), 0)
 
-    def _end_command(self) -> None:
+    def _end_command(self) -> bool:
+        """Note the command that ends here; whether there is one."""
         shell, words = self._shell, self._words
         program = words[0] if words else ""
+        in_any_case = not (self._depth or self._blocks or self._parentheses or self._operator in ("&", "|"))
+        assigned = [*self._assigned]
         if program in _DECLARING:
-            for assigned in filter(None, map(_ASSIGNMENT.fullmatch, words[1:])):
-                shell.assign(assigned[1], assigned[2])
-        elif program == "read":
+            assigned += filter(None, map(_ASSIGNMENT.fullmatch, words[1:]))
+        for each in assigned:  # `A=1 make` sets it for one command
+            shell.assign(each[1], each[2], certain=in_any_case and (not words or program in _DECLARING))
+        if program == "read":
             for name in filter(_NAME.fullmatch, words[1:]):
-                shell.assignments.setdefault(name, {})
-        elif program in _LOOPS and words[2:3] == ["in"]:
-            shell.assignments.setdefault(words[1], {})
-            for value in words[3:]:
-                shell.assign(words[1], value)
+                shell.assign(name, certain=True)
+        elif program in _LOOPS or words[-1:] == ["{"]:
+            self._blocks += 1
+            if words[2:3] == ["in"] and _NAME.fullmatch(words[1]):
+                shell.assign(words[1], *words[3:], certain=True)
+        found = bool(words or self._assigned or self._outputs or self._inputs)
         if words or self._outputs or self._inputs:
             shell.commands.append(Command(tuple(words), tuple(self._outputs), tuple(self._inputs)))
-        self._words, self._outputs, self._inputs, self._redirection = [], [], [], ""
+        self._words, self._outputs, self._inputs, self._assigned, self._redirection = [], [], [], [], ""
+        return found
 
     def _skip_heredocs(self) -> None:
         """Skip the heredocs of the line that has just ended; one that a shell reads is a script."""
