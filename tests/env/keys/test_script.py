@@ -197,6 +197,9 @@ def test_variables_that_are_read_before_they_are_set_are_told(text: str, names: 
         "git clone https://h.test/r.git /opt/r",
         "cp project/setup.py /opt/",
         "command -v uv && for x in a b; do echo $x; done",
+        "J=$(( $(nproc) / 2 )); (( J > 1 )); for ((i=0; i<J; i++)); do echo $i; done",
+        '[[ -n "$A" && -f /opt/x ]] || exit 1',
+        "while read -r x; do echo $x; done < /opt/x; systemctl start x",
     ],
 )
 def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(folder: Path, text: str) -> None:

@@ -17,7 +17,9 @@ from bootseer.env.keys.requirements import EDITABLE, FILES, FIND_LINKS, pip_opti
 from bootseer.env.keys.shell import Command
 
 CONDA = ("conda", "mamba", "micromamba")
-_WRAPPERS = frozenset("sudo exec env nice ionice time nohup timeout retry stdbuf setsid builtin xargs flock".split())  # noqa: SIM905
+_WRAPPERS = frozenset(
+    "sudo exec env nice ionice time nohup timeout retry stdbuf setsid builtin command xargs flock".split()  # noqa: SIM905
+)
 _TAKE_VALUE = {
     "sudo": "ugpChTUDR", "env": "uC", "exec": "a", "nice": "n", "ionice": "cnp", "timeout": "ks", "xargs": "nIPdLsEa",
     "flock": "wE", "stdbuf": "ioe", "time": "fo", **dict.fromkeys(CONDA, "np"),
@@ -32,7 +34,9 @@ _BEFORE_PROGRAM = re.compile(r"-.*|[A-Za-z_][A-Za-z0-9_]*\+?=.*|[\d.]+[smh]?", r
 def is_wrapper(words: Sequence[str]) -> bool:
     """Whether the command runs the program that its words name."""
     program = posixpath.basename(words[0]) if words else ""
-    return program in _WRAPPERS or (program in CONDA and words[1:2] == ["run"])
+    if program in CONDA:
+        return words[1:2] == ["run"]
+    return program in _WRAPPERS and words[1:2] not in (["-v"], ["-V"])  # `command -v` tells where a program is
 
 
 def unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
@@ -117,7 +121,7 @@ _NEUTRAL = frozenset(
     sort tr wc env pwd dirname basename readlink realpath nproc getent uname id whoami apt-get apt apt-cache apt-key
     add-apt-repository dpkg-query dpkg ldconfig locale-gen update-alternatives update-ca-certificates yum dnf
     microdnf apk conda mamba micromamba nvidia-smi shopt df du free ps kill pkill hostname sha256sum md5sum sysctl
-    modprobe mount useradd usermod groupadd source . setup.py
+    modprobe mount useradd usermod groupadd source . setup.py read mapfile let systemctl service
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 NAMES_FOLDERS = (
@@ -206,7 +210,9 @@ def cwd_dependence(program: str, words: Sequence[str], is_absolute: Callable[[st
         changed = [word for word in rest if not is_absolute(word) and not _MODE_OR_OWNER.fullmatch(word)]
         return f"`{program} {changed[0]}` writes to it" if changed else ""
     by_git = program == "git" and (rest[:1] in (["config"], ["clone"]) or rest[:2] == ["lfs", "install"])
-    return "" if program in _WRITE_ONLY_OUTPUTS or by_git or "--version" in words else f"`{program}` may write to it"
+    if program in _WRITE_ONLY_OUTPUTS or by_git or "--version" in words or "]]" in words:  # `[[ a && b ]]` is two
+        return ""
+    return f"`{program}` may write to it"
 
 
 def _plain(words: Sequence[str]) -> list[str]:

@@ -33,6 +33,9 @@ _MAX_DEPTH = 20
 _BLANKS = re.compile(r"[ \t]+|#[^\n]*")
 _REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
 _OPERATORS = ";&|()\n"
+_ARITHMETIC = re.compile(r"\((\([^\n]*?\))\)")
+_TWO_WORDS = re.compile(r"[A-Za-z]\s+[A-Za-z./~]")
+"""Not in arithmetic, but in two subshells."""
 _PART = r"\\(?P<escaped>.?)|(?P<opening>\$\(|`)|(?P<reference>\$\{[^}\n]*\}?|\$[A-Za-z_]\w*)"
 _PART_OF_WORD = re.compile(
     rf"{_PART}|'(?P<single>[^']*)'|(?P<stray>')|(?P<other>[^\s{_OPERATORS}<>\\'\"`$]+|.)", re.DOTALL
@@ -125,6 +128,9 @@ class _Scanner:
             elif found := _REDIRECTION.match(text, self._at):
                 self._redirection = found[1]
                 self._at = found.end()
+            elif (found := _ARITHMETIC.match(text, self._at)) and not _TWO_WORDS.search(found[1]):
+                self._at = found.end()
+                self._scan(f': "{found[1]}"')
             elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
                 if self._end_command() or operator != "\n":  # a line may end with an operator
@@ -177,6 +183,8 @@ class _Scanner:
                 end = found.start()
                 break
         inner, self._at = text[start:end], end + 1
+        if _ARITHMETIC.fullmatch(f"({inner})") and not _TWO_WORDS.search(inner):
+            inner = f': "{inner}"'
         if re.search(r"\bdirname\b.*(\$0|BASH_SOURCE)", inner):
             return "${0%/*}" if ".." not in inner else "${0%/*}/.."
         if inner.strip() in ("pwd", "pwd -P"):
