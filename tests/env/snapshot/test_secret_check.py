@@ -153,6 +153,14 @@ def test_passwords_in_addresses_of_variables_are_known_again() -> None:
     assert check.check_content("/opt/numbers", b"17 /x") == ""
 
 
+def test_a_password_that_a_person_chose_is_known_by_the_name_of_its_variable() -> None:
+    check = check_of(
+        variables={"DB_PASSWORD": "Tr0ub4dor&3", "ROOT_PASS": "disabled", "PASSWORD_FILE": "/run/x1234567"}
+    )
+    assert check.check_content("/opt/db.yaml", b"password: Tr0ub4dor&3\n") == "/opt/db.yaml (the value of DB_PASSWORD)"
+    assert check.check_content("/opt/log", b"disabled /run/x1234567") == ""
+
+
 def test_rules_that_cannot_be_read_are_an_error_that_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text("[[rules]]\nid = 1")
     with pytest.raises(UsageError) as caught:

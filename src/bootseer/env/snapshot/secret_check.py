@@ -50,6 +50,9 @@ _MIN_COPY = 6
 """Minimum size in bytes: an empty JSON object is not a secret."""
 _SCAN_S = 60.0
 _WORD = re.compile(rb"[A-Za-z0-9_+=~-]{16,}")
+_PASSWORD_NAME = re.compile(r"(^|_)PASS(WD|PHRASE)?$|PASSWORD$", re.IGNORECASE)
+_PASSWORD = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/]{8,}")
+"""A password that a person chose, in a variable that is called so."""
 _MAX_WORDS = 800
 """Including their base64 forms."""
 # Addresses with a user are checked by `secrets`, which exempts examples.
@@ -164,7 +167,8 @@ class SecretCheck:
 
     def _learn_variable(self, name: str, value: str) -> None:
         kind = secrets.secret_kind(value)
-        if kind is None and not (looks_secret(name) and secrets.is_random(value)):
+        is_password = _PASSWORD_NAME.search(name) and _PASSWORD.fullmatch(value)
+        if kind is None and not is_password and not (looks_secret(name) and secrets.is_random(value)):
             return
         for word in secrets.passwords_in(value) or [value]:
             self._remember(word.encode("utf-8", "surrogateescape"), f"the value of {name}")
