@@ -192,7 +192,8 @@ def test_no_secret_is_in_a_key_even_when_the_script_puts_it_into_an_address(proj
     project.write(
         "setup.sh",
         'curl -o /tmp/x "https://h.test/$API_KEY/x"\npip install "git+https://$GIT_TOKEN@127.0.0.1:1/r.git"\n'
-        'MY_TOKEN=s3cr3t\nwget "https://h.test/$MY_TOKEN" -O /tmp/y\necho $DB_PASSWORD\n',
+        'MY_TOKEN=s3cr3t\nwget "https://h.test/$MY_TOKEN" -O /tmp/y\necho $DB_PASSWORD\n'
+        "pip install https://me:s3cr3t@h.test/$WHAT.whl\n",
     )
     key = project.key()
     assert "s3cr3t" not in repr(key)

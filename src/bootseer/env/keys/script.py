@@ -254,7 +254,7 @@ class _Reader:
             if not found and not self._inputs.outputs.intersection(self._paths.candidates(wanted.target)):
                 asked.add(wanted, self._look, (), no_deps=no_deps)
         elif wanted is None or "$" in text:
-            asked.unpinned[f"{word} (known when the setup runs)"] = None
+            asked.unpinned[f"{without_credentials(word)} (known when the setup runs)"] = None
         else:
             self.add_candidate(word, folders=False)  # the value of an option that is not known here
             asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
