@@ -172,7 +172,7 @@ class Requirements:
             self.variables.update(VARIABLE.findall(line))
             # Expanded for local files alone: other values could be secrets, and the key has the variables.
             expanded = VARIABLE.sub(self._value, line)
-            for option, value in pip_options(split(expanded)) if expanded.startswith("-") else ():
+            for option, value in pip_options(split(expanded) if expanded.startswith("-") else ()):
                 if option in FILES:
                     remote = "://" in value
                     found.append((value if remote else posixpath.join(folder, value), FILES[option]))

@@ -370,7 +370,7 @@ def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _replaced(word: str, values: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """The word with each value of its first known variable."""
-    for found in _EXPANDED.finditer(word) if len(word) < _MAX_WORD else ():
+    for found in _EXPANDED.finditer(word[:_MAX_WORD]):
         default = () if found["default"] is None else (found["default"],)
         if known := values.get(found["braced"] or found["bare"]) or default:
             for value in reversed(known):

@@ -207,7 +207,7 @@ def _row(kind: type, node: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
     read = {"str": lambda value: str(value or ""), "int": _count, "float | None": _number}
     found = {one.name: read[one.type](attrs.get(one.name)) for one in fields(kind) if one.type in read}
     if "saved_s" in found:  # negative if a restore took longer than the setup
-        found["saved_s"] = _number(attrs.get("saved_s"), lowest=-1e11)
+        found["saved_s"] = _signed(attrs.get("saved_s"))
     return {**found, "node": node} if "node" in found else found
 
 
@@ -215,10 +215,13 @@ def _count(value: object) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _number(value: object, *, lowest: float = 0.0) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    return float(value) if value >= lowest else None
+def _number(value: object) -> float | None:
+    found = _signed(value)
+    return found if found is not None and found >= 0 else None
+
+
+def _signed(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def image_summary(images: Sequence[ImageStart]) -> list[str]:
