@@ -362,7 +362,7 @@ def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
     words = [word]
     for _ in range(_MAX_STEPS):  # values may contain further variables, and themselves
         after = list(dict.fromkeys(changed for each in words for changed in _replaced(each, values)))[:_MAX_EXPANSIONS]
-        if after == words:
+        if after == words or max(map(len, after)) > _MAX_WORD:
             break
         words = after
     return words
@@ -370,7 +370,7 @@ def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _replaced(word: str, values: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """The word with each value of its first known variable."""
-    for found in _EXPANDED.finditer(word[:_MAX_WORD]):
+    for found in _EXPANDED.finditer(word):
         default = () if found["default"] is None else (found["default"],)
         if known := values.get(found["braced"] or found["bare"]) or default:
             for value in reversed(known):
