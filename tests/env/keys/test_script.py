@@ -74,6 +74,7 @@ def folder(tmp_path: Path) -> Path:
         "[ $GPU ] && MORE=-gpu\npip install -r reqs$MORE.txt",
         "pip install -r reqs$NOT_SET.txt",
         "F=reqs.txt; pip install -r $F; F=/opt/out; pip freeze > $F",
+        "echo click >> reqs.txt; pip install -r reqs.txt",
     ],
 )
 def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text: str) -> None:

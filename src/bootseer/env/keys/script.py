@@ -120,7 +120,8 @@ class _Reader:
             if command.program in _CHANGE_FOLDER:
                 self._paths.change_folder(" ".join(command.words[1:2]))
             for word in programs.outputs(command):
-                self._inputs.outputs.update(self._paths.certain(word))
+                if word not in command.inputs or not is_requirements_name(word):  # which is read as well
+                    self._inputs.outputs.update(self._paths.certain(word))
                 if not self._paths.is_absolute(word):
                     self._depends_on_cwd(f"`{command.program or 'a redirection'}` writes to it")
         for command in commands:

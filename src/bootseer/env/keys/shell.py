@@ -50,7 +50,7 @@ class Command(Struct, frozen=True):
     outputs: tuple[str, ...] = ()
     """Files that receive its output."""
     inputs: tuple[str, ...] = ()
-    """Files that it reads from (`< file`), and other words that may name files."""
+    """Files that it reads from or extends (`< file`, `>> file`), and other words that may name files."""
 
     @property
     def program(self) -> str:
@@ -208,6 +208,7 @@ class _Scanner:
         elif redirection:
             if ">" in redirection and not (redirection == ">&" and not word.strip("0123456789-")):
                 self._outputs.append(word)
+                self._inputs += [word] if ">>" in redirection else []
         elif not self._words and (assigned := _ASSIGNMENT.fullmatch(word)):
             self._assigned.append(assigned)
         elif self._words or word not in _KEYWORDS:
