@@ -210,6 +210,18 @@ def test_a_variable_that_the_script_sets_counts_only_if_it_is_read_before(empty:
         assert (keys[0] != keys[1]) == is_read, text
 
 
+def test_the_job_s_own_folder_counts_where_all_of_it_is_copied(empty: Project) -> None:
+    keys = []
+    for name, text in (("one", "1"), ("two", "1"), ("three", "2")):
+        (empty.root / name).mkdir()
+        (empty.root / name / "setup.sh").write_text("cp -r . /opt/app\n")
+        (empty.root / name / "train.py").write_text(text)
+        keys.append(empty.key(cwd=str(empty.root / name), setup="setup.sh"))
+    assert "folder ." in keys[0].components
+    changed = [[row.name for row in difference(keys[0].components, key)] for key in keys[1:]]
+    assert changed == [[], ["folder ."]]
+
+
 def test_files_for_pip_in_an_environment_file_of_conda_count_also_in_a_script(empty: Project) -> None:
     empty.write("setup.sh", "conda env update -f gpu.yml\n")
     empty.write("gpu.yml", "dependencies:\n  - numpy=1\n  - pip:\n    - -r more.txt\n")

@@ -112,7 +112,7 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 _WRITERS = frozenset(("mkdir", "touch", "tee", "mktemp", "truncate"))
 _CHANGERS = frozenset(("rm", "rmdir", "chmod", "chown", "chgrp"))
-_COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync"))
+COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync"))
 _ENVIRONMENTS = frozenset(("venv", "virtualenv"))
 _NEUTRAL = frozenset(
     """
@@ -125,7 +125,7 @@ _NEUTRAL = frozenset(
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 NAMES_FOLDERS = (
-    frozenset(("cd", "pushd", "popd", "ls", "test", "[", "[[", "du", "df", "find", "mount", "umount", "echo", "printf"))
+    frozenset(("cd", "pushd", "popd", "ls", "test", "[", "[[", "du", "df", "mount", "umount", "echo", "printf"))
     | frozenset(("git", "export", "cat"))
     | _WRITERS
     | _CHANGERS
@@ -150,7 +150,7 @@ _BRINGS = frozenset(("install", "add", "create", "upgrade", "dist-upgrade", "ful
 _DOWNLOADERS = frozenset(("curl", "wget"))
 DOWNLOADERS = _DOWNLOADERS | {"aria2c", "aws", "azcopy", "gcloud", "gsutil", "hadoop", "hdfs", "rclone", "s5cmd"}
 GIT_FETCHES = frozenset(("fetch", "pull", "submodule"))
-_WRITE_ONLY_OUTPUTS = _NEUTRAL | _DOWNLOADERS | _WRITERS | _COPIERS | _ENVIRONMENTS
+_WRITE_ONLY_OUTPUTS = _NEUTRAL | _DOWNLOADERS | _WRITERS | COPIERS | _ENVIRONMENTS
 _MODE_OR_OWNER = re.compile(r"[0-7]{3,4}|[\w.-]*:[\w.-]*|[ugoa]*[+=-]\w+")
 
 
@@ -161,7 +161,7 @@ def outputs(command: Command) -> list[str]:
     made = list(command.outputs)
     if program in _WRITERS:
         made += rest
-    elif program in _COPIERS and rest:
+    elif program in COPIERS and rest:
         made.append(rest[-1] if len(rest) > 1 else ".")
     elif program in _ENVIRONMENTS:
         made += rest or [".venv"]

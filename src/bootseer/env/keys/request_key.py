@@ -265,7 +265,7 @@ class _Collector:
         if self._ask.setup is not None:
             folders.append((posixpath.dirname(self._absolute(self._ask.setup)), "beside the setup: "))
         for folder, words in folders:
-            if path.startswith(f"{folder.rstrip('/')}/"):
+            if f"{path}/".startswith(f"{folder.rstrip('/')}/"):
                 return words + posixpath.relpath(path, folder)
         return path
 

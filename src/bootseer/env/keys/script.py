@@ -284,12 +284,18 @@ class _Reader:
         if marker is not None:
             self._inputs.folders.update(dict.fromkeys(self._project_folders(words, marker)))
         for index, word in enumerate(words):
+            if program in programs.COPIERS and 0 < index < len(words) - 1:  # perhaps `cp -r . /opt/app`
+                self._inputs.folders.update(dict.fromkeys(self._job_folders(word)))
             for part in dict.fromkeys((word, word.partition("=")[2])):
                 if part not in ("", ".", "./", ".."):
                     self.add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
         # `python setup.py` and the like are identified by their program; the project is in the key.
         if not called and (reason := programs.cwd_dependence(program, words, self._paths.is_absolute)):
             self._depends_on_cwd(reason)
+
+    def _job_folders(self, word: str) -> list[str]:
+        """The folders of the job itself that a word names."""
+        return [path for path in self._paths.certain(word) if path in self._paths.bases and path != "/"]
 
     def _project_folders(self, words: Sequence[str], name: str) -> list[str]:
         """Folders that a program with these words may work on, of those that have a file of this name."""
