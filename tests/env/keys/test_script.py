@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
         "pip install -r reqs$NOT_SET.txt",
         "F=reqs.txt; pip install -r $F; F=/opt/out; pip freeze > $F",
         "echo click >> reqs.txt; pip install -r reqs.txt",
+        'run ${O[@]+"${O[@]}"} "$@"\npip install -r reqs.txt',
     ],
 )
 def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text: str) -> None:

@@ -36,10 +36,10 @@ _OPERATORS = ";&|()\n"
 _ARITHMETIC = re.compile(r"\((\([^\n]*?\))\)")
 _TWO_WORDS = re.compile(r"[A-Za-z]\s+[A-Za-z./~]")
 """Not in arithmetic, but in two subshells."""
-_PART = r"\\(?P<escaped>.?)|(?P<opening>\$\(|`)|(?P<reference>\$\{[^}\n]*\}?|\$[A-Za-z_]\w*)"
-_PART_OF_WORD = re.compile(
-    rf"{_PART}|'(?P<single>[^']*)'|(?P<stray>')|(?P<other>[^\s{_OPERATORS}<>\\'\"`$]+|.)", re.DOTALL
-)
+_PART = r"\\(?P<escaped>.?)|(?P<opening>\$[({]|`)|(?P<reference>\$[A-Za-z_]\w*)"
+_SINGLE = r"'(?P<single>[^']*)'|(?P<stray>')"
+_PART_OF_WORD = re.compile(rf"{_PART}|{_SINGLE}|(?P<other>[^\s{_OPERATORS}<>\\'\"`$]+|.)", re.DOTALL)
+_PART_OF_BRACES = re.compile(rf"{_PART}|{_SINGLE}|(?P<other>[^}}\\'\"`$]+|.)", re.DOTALL)
 _PART_OF_QUOTED = re.compile(rf"{_PART}|(?P<other>[^\\\"`$]+|.)", re.DOTALL)
 
 
@@ -107,6 +107,8 @@ class _Scanner:
         self._outputs: list[str] = []
         self._inputs: list[str] = []
         self._redirection = ""
+        self._enclosing = 0
+        """Number of quotes and braces around this place."""
         self._assigned: list[re.Match[str]] = []
         self._operator = ""
         """The one before this command."""
@@ -148,25 +150,35 @@ class _Scanner:
         """The word that begins here; command substitutions in it become commands."""
         text, parts = self._text, []
         while self._at < len(text) and text[self._at] not in " \t<>" and text[self._at] not in _OPERATORS:
-            parts.append(self._quoted() if text[self._at] == '"' else self._part(_PART_OF_WORD))
+            parts.append(self._part(_PART_OF_WORD))
         return "".join(parts)
 
-    def _quoted(self) -> str:
+    def _enclosed(self, end: str, pattern: re.Pattern[str]) -> str | None:
+        """What is here up to a closing quote or brace; None, and nothing is read, if there is none."""
         text, start, parts = self._text, self._at, []
-        self._at += 1
-        while self._at < len(text):
-            if text[self._at] == '"':
+        self._enclosing += 1
+        while self._at < len(text) and self._enclosing <= _MAX_DEPTH and self._shell.budget >= 0:
+            if text[self._at] == end:
                 self._at += 1
+                self._enclosing -= 1
                 return "".join(parts)
-            parts.append(self._part(_PART_OF_QUOTED))
+            parts.append(self._part(pattern))
+        self._enclosing -= 1
         self._shell.budget -= len(text) - start
-        self._at = start + 1
-        return ""
+        self._at = start
+        return None
 
     def _part(self, pattern: re.Pattern[str]) -> str:
+        if self._text[self._at] == '"':
+            self._at += 1
+            return self._enclosed('"', _PART_OF_QUOTED) or ""
         found = pattern.match(self._text, self._at)
         assert found is not None  # noqa: S101 - for the type checker: any letter matches
         self._at = found.end()
+        if found["opening"] == "${":
+            inside = self._enclosed("}", _PART_OF_BRACES) or ""
+            self._shell.read(f"${{{inside}}}")
+            return f"${{{inside}}}" if inside else "$"
         if found["opening"]:
             return self._substitution(found["opening"])
         if found["reference"]:
@@ -260,6 +272,7 @@ class _Scanner:
 
 
 _OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
+_PATTERN = re.compile(r"[*?[]")
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w*)")
 _MAX_STEPS = 16
 _MAX_EXPANSIONS = 1000
@@ -323,7 +336,7 @@ class Paths:
         may also be empty, as any other that may be unset."""
         values = {**self._values, **{name: ["", *self._values[name]] for name in self._maybe_unset}}
         meanings = self.meanings(word, values)
-        meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each]
+        meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
         return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
 
     def existing(self, word: str) -> list[str]:
@@ -331,7 +344,7 @@ class Paths:
         found = []
         for path in self.candidates(word):
             folder, _, last = path.rpartition("/")
-            if any(letter in last for letter in "*?["):
+            if _PATTERN.search(last):
                 found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
             elif self._look.kind(path):
                 found.append(path)
