@@ -170,6 +170,7 @@ def test_a_glob_names_what_it_matches(folder: Path) -> None:
         ("f() { A=1; }; echo $A", {"A"}),
         ("(A=1); echo $A; B=2; echo $B", {"A"}),
         ("A=1 make; echo $A", {"A"}),
+        ("x & A=1; echo $A; y &\nB=1; echo $B", set()),
         ("case x in 1) A=1;; esac; echo $A", {"A"}),
         ("function f { A=1; }; echo $A", {"A"}),
         ("export A=1 B; echo $A; { x; }; C=1; echo $C", set()),

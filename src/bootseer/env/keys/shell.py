@@ -111,7 +111,7 @@ class _Scanner:
         """Number of quotes and braces around this place."""
         self._assigned: list[re.Match[str]] = []
         self._operator = ""
-        """The one before this command."""
+        """The one before this command, with the letter before it."""
         self._blocks = self._parentheses = 0
         """Numbers of blocks or functions, and of subshells, around it."""
         self._heredocs: list[tuple[str, bool]] = []
@@ -136,7 +136,7 @@ class _Scanner:
             elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
                 if self._end_command() or operator != "\n":  # a line may end with an operator
-                    self._operator = operator
+                    self._operator = text[self._at - 2 : self._at]
                 if operator in "()":  # without an opening one for a pattern of `case`
                     self._parentheses = max(self._parentheses + (1 if operator == "(" else -1), 0)
                 if operator == "\n":
@@ -232,7 +232,9 @@ class _Scanner:
         """Note the command that ends here; whether there is one."""
         shell, words = self._shell, self._words
         program = words[0] if words else ""
-        in_any_case = not (self._depth or self._blocks or self._parentheses or self._operator in ("&", "|"))
+        in_any_case = not (
+            self._depth or self._blocks or self._parentheses or self._operator == "&&" or self._operator[-1:] == "|"
+        )
         assigned = [*self._assigned]
         if program in _DECLARING:
             assigned += filter(None, map(_ASSIGNMENT.fullmatch, words[1:]))
