@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -231,6 +232,19 @@ def test_files_for_pip_in_an_environment_file_of_conda_count_also_in_a_script(em
         keys.append(empty.key(setup="setup.sh"))
     assert keys[0].digest != keys[1].digest
     assert "dependencies of gpu.yml" in keys[0].unpinned
+
+
+def test_packages_that_are_not_python_s_count_in_a_conda_environment(empty: Project) -> None:
+    prefix = empty.root / "conda"
+    (prefix / "conda-meta").mkdir(parents=True)
+    names = ("executable", "implementation", "version", "abi", "base_prefix")
+    answer = json.dumps({**dict.fromkeys(names, "x"), "prefix": str(prefix), "own_folders": []})
+    python = empty.write("python3", f"#!/bin/sh\necho 'bootseer:{answer}'\n")
+    python.chmod(0o755)
+    before = empty.key(python=str(python))
+    (prefix / "conda-meta/cuda-12.1-0.json").touch()
+    after = empty.key(python=str(python))
+    assert [row.name for row in difference(before.components, after)] == [f"environment {prefix}"]
 
 
 def test_the_configuration_of_conda_counts_wherever_it_lies(empty: Project) -> None:

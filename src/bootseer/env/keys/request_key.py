@@ -181,6 +181,8 @@ class _Collector:
                 self._add("prefix", prefix)
                 self._platform |= {"python": python.name, "prefix": prefix}
                 folders = [*python.own_folders, *self._more_folders(python)]
+                if self._files.kind(f"{prefix}/conda-meta") == "folder":  # it has packages of other languages, too
+                    self._collect(partial(self._environment, prefix))
         self._collect(partial(self._fingerprint, folders))
         self._add("user", f"{os.geteuid()}:{os.getegid()} umask {node.umask()}")
         return prefix
