@@ -155,7 +155,8 @@ class _Scanner:
 
     def _enclosed(self, end: str, pattern: re.Pattern[str]) -> str | None:
         """What is here up to a closing quote or brace; None, and nothing is read, if there is none."""
-        text, start, parts = self._text, self._at, []
+        text, start = self._text, self._at
+        parts: list[str] = []
         self._enclosing += 1
         while self._at < len(text) and self._enclosing <= _MAX_DEPTH and self._shell.budget >= 0:
             if text[self._at] == end:
