@@ -32,6 +32,7 @@ SHARES_S3 = frozenset(
         "tests/checkpoint/dcp/test_on_s3.py",
         "tests/checkpoint/mount/test_buckets.py",
         "tests/places/test_large_objects.py",
+        "tests/places/test_object_folders.py",
         "tests/places/test_object_reads.py",
         "tests/places/test_objects.py",
         "tests/store/test_object_store.py",

@@ -55,8 +55,7 @@ _OWN = (_LINKS, _OWNER, _DATA)
 _BELIEVED_S = 2.0
 """So long, a folder on the way to what is asked for is where it was."""
 _CLOCK_S = 60.0
-_MANY_BYTES = 1 << 60
-"""A bucket is never full."""
+_MANY_BYTES = 1 << 60  # a bucket is never full
 _SMALL_BYTES = 8 << 20
 _LINKS_AT_ONCE = 16
 _CLAIMS = 5
@@ -199,13 +198,13 @@ class ObjectPlace(SmallReads):
         folder = self._folder(path, fresh=True)
         self._forget(path)
         if self._owner(folder) is None:
-            self._take_away(folder)
+            self._take_away(folder.link)
             return
         if not recursive and next(self.list(path), None) is not None:
             raise NotEmptyError(f"{self._what(path)} is not empty")
         self._erase(folder.prefix)
         if folder.link != _plain_link(folder.prefix):
-            self._bucket.remove([folder.link])
+            self._take_away(folder.link)
 
     def make_folder(self, path: str, *, mode: int = FOLDER_MODE, parents: bool = False) -> None:
         _check_path(path)
@@ -222,8 +221,7 @@ class ObjectPlace(SmallReads):
                 raise
             self.make_folder(folder_of(path), parents=True)
             parent = self._folder(folder_of(path))
-        name = name_of(path)
-        link, prefix = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
+        link, prefix = f"{parent.prefix}{_LINKS}/{name_of(path)}", f"{parent.prefix}{name_of(path)}/"
         if self._put(link, prefix.encode(), create=True) is not None:
             return
         # Another folder of this name was renamed, and its objects lie under it.
@@ -354,9 +352,9 @@ class ObjectPlace(SmallReads):
                 raise AlreadyExistsError(f"{self._what(target)} is there already")
             self._forget(source, target)
             if self._read_owner(folder.prefix)[0] == new:
-                self._take_away(folder)
+                self._take_away(folder.link)
                 return
-            self._bucket.remove([new])  # another process took the folder before its link was there
+            self._take_away(new)  # another process took the folder before its link was there
             time.sleep(pause_s(number + 1))
         raise NotFoundError(f"{self._what(source)} is not there")
 
@@ -368,12 +366,13 @@ class ObjectPlace(SmallReads):
             with suppress(AccessError, PermanentError):
                 self._put(folder.link, folder.prefix.encode(), create=True)
 
-    def _take_away(self, folder: _Folder) -> None:
-        """A folder's objects belong to another name."""
-        if folder.link == _plain_link(folder.prefix):
-            self._put(folder.link, b"")
+    def _take_away(self, link: str) -> None:
+        """Nothing is called so any more. What still lies under the name itself is hidden: it belongs to another name or
+        is one of Hadoop's marks of folders, whose keys end in a slash and cannot be named to obstore."""
+        if self._bucket.has_any(f"{join(folder_of(folder_of(link)), name_of(link))}/"):
+            self._put(link, b"")
         else:
-            self._bucket.remove([folder.link])
+            self._bucket.remove([link])
 
     def _owner(self, folder: _Folder) -> str | None:
         """The entity tag of what says that this name owns the folder's objects, "" where nothing says anything; None
@@ -404,29 +403,29 @@ class ObjectPlace(SmallReads):
 
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
-        keys = self._bucket.keys(prefix)
-        moved = []
+        keys, claim = self._bucket.keys(prefix), f"{prefix}{_OWNER}"
 
-        def look(key: str) -> None:
-            below = self._bucket.read_small(key)[0]
-            if not below:
-                below = f"{join(folder_of(folder_of(key)), name_of(key))}/"
-                owner = self._read_owner(below)[0]
-                if not owner.startswith(prefix) and self._bucket.read_small(owner)[0] == below:
-                    moved.append(below)
-            elif not below.startswith(prefix) and self._owner(_Folder(below, key, "", 0)) is not None:
+        def owner(key: str) -> tuple[str, str]:
+            link, here = self._bucket.read_small(key)[0], key.removesuffix(_OWNER)
+            return here, link if self._bucket.read_small(link)[0] == here else prefix
+
+        def look(link: str) -> None:
+            below = self._bucket.read_small(link)[0]
+            if below and not below.startswith(prefix) and self._owner(_Folder(below, link, "", 0)) is not None:
                 self._erase(below)
 
-        links = [key for key in keys if name_of(folder_of(key)) == _LINKS]
-        with Tasks("bootseer-links", min(_LINKS_AT_ONCE, len(links)) or 1) as threads:
-            list(threads.map(look, links))
+        with Tasks("bootseer-links", min(_LINKS_AT_ONCE, len(keys)) or 1) as threads:
+            owners = list(threads.map(owner, [key for key in keys if name_of(key) == _OWNER and key != claim]))
+            moved = [here for here, link in owners if not link.startswith(prefix)]
+            for folder in moved:  # with what was moved into it
+                moved += [here for here, link in owners if link.startswith(folder) and here not in moved]
+            keys = [key for key in keys if not key.startswith(tuple(moved))]
+            list(threads.map(look, [key for key in keys if name_of(folder_of(key)) == _LINKS]))
         # What says whose they are goes last: a removal that was cut short goes on with the same owner.
-        keys.sort(key=lambda key: key == f"{prefix}{_OWNER}")
-        self._bucket.remove([key for key in keys if not key.startswith(tuple(moved))])
-        if moved:
-            self._put(_plain_link(prefix), b"")
-        else:
-            self._bucket.remove([_plain_link(prefix)])
+        self._bucket.remove(sorted(keys, key=lambda key: key == claim))
+        plain = _plain_link(prefix)
+        if self._bucket.read_small(plain)[0] in ("", prefix):  # otherwise the name is that of another folder by now
+            self._take_away(plain)
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
         """Put an object; with `create` unless there is one, with `e_tag` in place of that version. Its entity tag, or

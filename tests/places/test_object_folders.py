@@ -1,0 +1,121 @@
+"""Folders of a bucket that are renamed, made again and removed: whose objects lie under which name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.verify import verify
+from bootseer.places import objects
+from bootseer.places.objects import ObjectPlace
+from bootseer.places.place import TEMPORARY_PREFIX, join
+from places.contract import names
+from s3_server import S3Server
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectPlace]:
+    monkeypatch.setattr(objects, "_BELIEVED_S", 0.0)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with closing(ObjectPlace("s3://bucket/jobs")) as opened:
+        opened._bucket.reader = opened._bucket.writer = MemoryStore()
+        yield opened
+
+
+def put_by_another_tool(place: ObjectPlace, path: str) -> None:
+    obstore.put(place._bucket.writer, f"jobs/{path}", path.encode())
+
+
+def content(place: ObjectPlace, path: str = "") -> dict[str, bytes | None]:
+    """All that is shown below a folder: the bytes of files, and None for folders."""
+    found: dict[str, bytes | None] = {}
+    for entry in place.list(path):
+        if not entry.path.rpartition("/")[2].startswith(TEMPORARY_PREFIX):
+            found[entry.path] = None if entry.is_folder else place.read_bytes(entry.path, 1 << 10)
+            found |= content(place, entry.path) if entry.is_folder else {}
+    return found
+
+
+def test_a_checkpoint_that_replaces_one_of_another_tool_stays_when_that_is_removed(
+    place: ObjectPlace, tmp_path: Path
+) -> None:
+    put_by_another_tool(place, "step-1/model")
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "weights").write_bytes(b"new")
+    put_checkpoint(place, tmp_path / "step-1", "step-1", settings=PutSettings(policy=Policy(stripes=1), replace=True))
+    assert not verify(Files(place), "step-1").problems
+    assert content(place, "step-1") == {"step-1/weights": b"new"}
+
+
+def test_what_was_moved_out_of_a_folder_stays_when_its_name_was_given_again(place: ObjectPlace) -> None:
+    put_by_another_tool(place, "job/step/file")
+    put_by_another_tool(place, "job/step/inner/file")
+    place.rename("job/step/inner", "job/step/kept")
+    place.rename("job/step", "kept")
+    place.make_folder("job/step")
+    place.write_bytes("job/step/file", b"new")
+    kept = content(place, "kept")
+    assert set(kept) == {"kept/file", "kept/kept", "kept/kept/file"}
+    place.delete("job", recursive=True)
+    assert content(place) == {"kept": None, **kept}
+
+
+def test_a_name_that_was_given_again_and_is_removed_shows_nothing_of_what_had_it_before(place: ObjectPlace) -> None:
+    put_by_another_tool(place, "step-1/file")
+    place.rename("step-1", "backup")
+    place.make_folder("step-1")
+    place.delete("step-1", recursive=True)
+    assert content(place) == {"backup": None, "backup/file": b"step-1/file"}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_folders_are_what_a_file_system_would_make_of_them(place: ObjectPlace, seed: int) -> None:
+    """Any sequence of operations, beginning with folders of other tools."""
+    chance = random.Random(seed)
+    model: dict[str, bytes | None] = {}
+    for folder in chance.sample(["a", "b", "c"], 2):
+        for path in (folder, f"{folder}/{chance.choice('abc')}"):
+            put_by_another_tool(place, f"{path}/file")
+            model |= {path: None, f"{path}/file": f"{path}/file".encode()}
+    for step in range(30):
+        folders = ["", *(path for path, data in model.items() if data is None)]
+        folder = chance.choice(folders)
+        path = join(chance.choice(folders), chance.choice("abc"))
+        what = chance.choice(["make", "write", "rename", "rename", "delete"])
+        if what == "write":
+            place.write_bytes(join(folder, "file"), b"%d" % step)
+            model[join(folder, "file")] = b"%d" % step
+        elif what == "make" and path not in model:
+            place.make_folder(path)
+            model[path] = None
+        elif what == "rename" and folder and path not in model and not f"{path}/".startswith(f"{folder}/"):
+            place.rename(folder, path)
+            inside = [one for one in model if f"{one}/".startswith(f"{folder}/")]
+            model |= {path + one[len(folder) :]: model.pop(one) for one in inside}
+        elif what == "delete" and folder:
+            place.delete(folder, recursive=True)
+            model = {one: data for one, data in model.items() if not f"{one}/".startswith(f"{folder}/")}
+    assert content(place) == model
+
+
+@pytest.mark.slow
+def test_a_folder_with_the_marks_that_hadoop_leaves_is_removed_and_made_again(server: S3Server, uri: str) -> None:
+    root = f"/jobs/{uri.rpartition('/')[2]}"
+    for key in ("/run/", "/run/step-1/", "/run/step-1/sub/", "/run/step-1/sub/file"):
+        assert server.ask("PUT", root + key)[0] == 200, key
+    with closing(ObjectPlace(uri)) as place:
+        assert names(place, "run") == {"run/step-1"}
+        place.delete("run/step-1", recursive=True)
+        assert names(place, "run") == set()
+        place.make_folder("run/step-1")
+        place.write_bytes("run/step-1/file", b"new")
+        assert content(place, "run/step-1") == {"run/step-1/file": b"new"}
