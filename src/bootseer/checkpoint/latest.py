@@ -167,12 +167,18 @@ def _break_lock(place: Place, lock: str) -> None:
 
     In a bucket a rename also removes its source in a second step. Of two processes that copy the same stale lock, the
     slower one would then remove the lock that the faster one has made since. So the name that a lock is moved to
-    follows from its content, and stays taken: a stale lock is moved once. `collect` removes what lies there.
+    follows from its content, and stays taken: a stale lock is moved once. `collect` removes what lies there. If it is
+    older than a lock may be, the process that made the copy has died before it removed the source: the name is freed.
     """
     seen = place.read_bytes(lock, _MAX_BYTES)
     if not _is_old(place, lock):
         return
     aside = f"{lock}-{hashlib.sha256(seen).hexdigest()[:32]}"
-    place.rename(lock, aside, replace=False)
+    try:
+        place.rename(lock, aside, replace=False)
+    except AlreadyExistsError:
+        if _is_old(place, aside) and place.read_bytes(lock, _MAX_BYTES) == seen:
+            place.delete(aside)
+        raise
     if place.read_bytes(aside, _MAX_BYTES) != seen:
         place.rename(aside, lock, replace=False)
