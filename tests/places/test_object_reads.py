@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -128,7 +130,7 @@ def test_a_large_request_is_not_kept_after_its_end(place: Place) -> None:
     place.write_bytes("file", bytes(9 * _MIB))
     with opened(place, "file") as file:
         read(file, 0, file.size_bytes)
-        assert not place._reads._by_start  # type: ignore[attr-defined]
+        assert not place._reads._urgent  # type: ignore[attr-defined]
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> None:
@@ -203,3 +205,59 @@ def test_a_request_whose_two_connections_fail_at_the_same_moment_is_made_again(
     monkeypatch.setattr(reads, "_failed", fail_together)
     with opened(place, "file") as file:
         assert read(file, 0, 8) == b"12345678"
+
+
+def test_a_read_for_which_no_thread_can_be_started_is_not_carried_out_later(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then its caller uses the memory for something else."""
+    place.write_bytes("file", b"12345678")
+    threads = place._reads._threads  # type: ignore[attr-defined]
+    memory = bytearray(8)
+    with opened(place, "file") as file:
+        with monkeypatch.context() as refused, pytest.raises(TransientError, match="no thread"):
+            refused.setattr(threads, "submit", lambda job: (_ for _ in ()).throw(TransientError("no thread")))
+            file.read_into(0, memoryview(memory), lambda outcome: None)
+        assert read(file, 4, 4) == b"5678"
+        assert read(file, 0, 4) == b"1234"
+    assert memory == bytes(8)
+
+
+def test_the_child_of_a_fork_is_refused_also_while_its_parent_reads(uri: str) -> None:
+    """Otherwise it waits for a lock that a thread of the parent held, or for a thread that only the parent has."""
+    program = """if True:
+        import os, signal, sys
+        from bootseer.errors import PermanentError
+        from bootseer.places import open_place
+        place = open_place(sys.argv[1])
+        place.write_bytes("file", b"12345678")
+        file = place.open("file")
+        with place._reads._lock:
+            if (child := os.fork()) == 0:
+                signal.alarm(60)
+                try:
+                    file.read_into(0, memoryview(bytearray(8)), print)
+                except PermanentError as error:
+                    print(error, flush=True)
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    ended = subprocess.run([sys.executable, "-c", program, uri], capture_output=True, text=True, check=True)
+    assert "do not work in the child of a fork" in ended.stdout
+
+
+@pytest.mark.parametrize("fault", [None, Fault(status=500)], ids=["answered", "failing"])
+def test_a_read_ends_also_when_the_timer_gets_no_thread(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch, fault: Fault | None
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TransientError("no thread")
+
+    outcomes: queue.Queue[ReadOutcome] = queue.Queue()
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"12345678")
+        monkeypatch.setattr(place._reads._timer, "after", refuse)  # type: ignore[attr-defined]
+        with opened(place, "file") as file:
+            proxy.plan = lambda _: fault
+            file.read_into(0, memoryview(bytearray(8)), outcomes.put)
+            assert (outcomes.get(timeout=60).error is None) == (fault is None)

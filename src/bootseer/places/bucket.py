@@ -258,13 +258,17 @@ class Bucket:
             _LOG.warning("%s: %r is skipped: not a valid name of a file", self.uri, key)
         return False
 
-    @contextlib.contextmanager
-    def mapping(self, name: str) -> Iterator[None]:
-        """Errors of obstore that pass through here become ours. Refuses the child of a fork."""
+    def check_process(self) -> None:
+        """Raise `PermanentError` in the child of a fork, where nothing that waits for obstore would ever end."""
         if _Runtime.lost:
             raise PermanentError(
                 f"{self.uri}: object stores do not work in the child of a fork; start a new process instead"
             )
+
+    @contextlib.contextmanager
+    def mapping(self, name: str) -> Iterator[None]:
+        """Errors of obstore that pass through here become ours. Refuses the child of a fork."""
+        self.check_process()
         _Runtime.used = True
         self._probe()
         try:

@@ -3,7 +3,8 @@
 Bytes go to their readers as they arrive. A request that has brought nothing for long is made again for what is missing,
 over another connection (hedged); one that fails is made again, until its deadline. One that is only slow is
 not: where many share a full link, what it has left would cross that twice. More are made at once as long as that brings
-more; half as many after the server has said that it is asked too much (429, 503).
+more; half as many after the server has said that it is asked too much (429, 503). Each is for as much as lies together,
+up to a share of what readers wait for: a server's work for a byte falls with the size of the request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
+from bisect import bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -29,9 +31,11 @@ from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_
 from bootseer.places.place import ChangedError, Entry
 
 _MAX_AT_ONCE = 48
-_FIRST_AT_ONCE = 8.0
-_GAIN = 1.1
-"""Half as many requests again must bring so many times the rate, or it is the link that is full."""
+_FIRST_AT_ONCE = 4.0
+_GAIN = 1.2
+"""Half as many requests again must bring so many times the rate, or the link or the processors are the limit."""
+_FORGETS = 0.9
+"""How fast the best rate is forgotten, so that more requests at once are tried again when conditions have changed."""
 _LEAST_LATE_S, _FIRST_LATE_S = 1.0, 10.0
 """Bounds of how long a request may bring nothing, and that bound before it is known how long they usually do."""
 _MOST_HEDGES = 0.05
@@ -46,6 +50,8 @@ _PIECE_BYTES = 256 << 10
 """So much is handed over at a time: it still is in the processor's cache when it is copied to its reader."""
 _MOST_BYTES = 8 << 20
 """Of one request: what costs a server little more than a small one."""
+_LARGEST_BYTES = 32 << 20
+"""... and where readers wait for so much that all requests at once can be as large."""
 _MAX_LIES = 5
 """A server that sends other bytes than it is asked for is not asked more often."""
 FILE_MODE = 0o644
@@ -121,28 +127,31 @@ class _Request:
         self.num_failures = 0
         self.num_running = 0
         self.num_hedges = 0
-        self.is_taken = False
-        """Whether it is asked for, or a part of one that is."""
 
     @property
     def is_over(self) -> bool:
-        return all(read.is_over for read in self.reads)
+        return all(read.is_over for read in reversed(self.reads))  # the last one goes on longest
 
     def remaining_s(self, heard_s: float) -> float:
         """Seconds until its deadline, which is put off, but not for ever, while the server gives others their bytes:
         what is asked for at once shares one link. `heard_s`: when it last did."""
         now_s = time.monotonic()
         if self.until_s <= now_s and self.put_off < _MOST_PUT_OFF and heard_s > now_s - self.deadline_s:
-            self.put_off += 1
+            self.put_off += self.heard_s > 0  # while it waits for its turn, nothing is wrong with it
             self.until_s = now_s + self.deadline_s
         return self.until_s - now_s
 
     def put(self, start: int, data: memoryview) -> bool:
-        """Give its reads what has arrived from `start` on: whether one of them needed the last of it."""
-        was_last = [read.put(start, data) for read in self.reads]
-        self.at = max(self.at, start + len(data))
+        """Give its reads what has arrived from `start` on: whether this was the last that they needed."""
+        end, is_last = start + len(data), False
+        first = bisect_right(self.reads, start, key=lambda read: read.offset) - 1
+        for number in range(first, len(self.reads)):
+            if self.reads[number].offset >= end:
+                break
+            is_last = self.reads[number].put(start, data)
+        self.at = max(self.at, end)
         self.heard_s = time.monotonic()
-        return was_last[-1]
+        return is_last and end >= self.end
 
     def finish(self, error: BootseerError) -> None:
         """End those of its reads that have not ended."""
@@ -159,18 +168,15 @@ class ObjectReads:
         self._threads = Executor("bootseer-objects", 2 * _MAX_AT_ONCE)
         self._timer = Timer("bootseer-objects-timer", threads=1)
         self._lock = threading.Lock()
-        self._urgent: deque[_Request] = deque()
-        self._others: deque[_Request] = deque()
-        self._by_start: dict[tuple[ObjectFile, int], _Request] = {}
-        """Those that wait, by where they begin."""
+        self._urgent: OrderedDict[tuple[ObjectFile, int], _Request] = OrderedDict()
+        self._others: OrderedDict[tuple[ObjectFile, int], _Request] = OrderedDict()
+        """Those that wait, by file and where they begin."""
         self._unfinished: weakref.WeakSet[_Read] = weakref.WeakSet()
         """Reads that may not have ended; those that have ended are removed with their last reference."""
-        self._at_once = _FIRST_AT_ONCE
+        self._at_once = self._enough = _FIRST_AT_ONCE
+        """How many requests are made at once, and with how many the best rate was reached."""
         self._best_rate = 0.0
-        self._window = (time.monotonic(), 0)
-        """When the window for measuring the rate began, and how many requests have ended in it."""
-        self._window_bytes = 0
-        """Bytes that have arrived in that window."""
+        self._begin_window()
         self._running = 0
         """Threads that take requests. One whose request was hedged is not counted: the hedge's goes on in its place."""
         self._pauses: deque[float] = deque(maxlen=_NUM_PAUSES)
@@ -183,6 +189,7 @@ class ObjectReads:
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
         """Do it soon. Raises `TransientError` when there is no thread for it."""
+        self._bucket.check_process()
         with self._lock:
             self._unfinished.add(read)
         self._queue(_Request(read), urgent=urgent)
@@ -191,62 +198,74 @@ class ObjectReads:
         if self._closed:
             raise PermanentError(f"{self._bucket.uri}: read after it was closed")
         with self._lock:
-            (self._urgent if urgent else self._others).append(request)
-            self._by_start[request.file, request.start] = request
-            wanted = min(len(self._urgent) + len(self._others), int(self._at_once) - self._running)
-            self._running += max(wanted, 0)
-        for number in range(wanted):
+            waiting, key = self._urgent if urgent else self._others, (request.file, request.start)
+            if key in self._urgent or key in self._others:
+                key = (request.file, -1 - id(request))  # of another reader: what ends there goes on with that one
+            waiting[key] = request
+            if not self._running:
+                self._begin_window()
             try:
-                self._threads.submit(self._work)
-            except TransientError:
-                with self._lock:
-                    self._running -= wanted - number
-                    if self._running:
-                        return
-                raise
+                self._start_threads()
+            except BaseException as error:
+                if not self._running or not isinstance(error, TransientError):
+                    del waiting[key]  # the caller uses the memory for something else now
+                    raise
+
+    def _start_threads(self) -> None:
+        """As many as may work and have something to do. Under the lock. Raises `TransientError`."""
+        for _ in range(min(len(self._urgent) + len(self._others), int(self._at_once) - self._running)):
+            self._threads.submit(self._work)
+            self._running += 1
 
     def prioritize(self, read: _Read) -> None:
         """A caller waits for it now."""
+        key = (read.file, read.offset)
         with self._lock:
-            request = self._by_start.get((read.file, read.offset))
-            if request is not None and request in self._others:
-                self._others.remove(request)
-                self._urgent.append(request)
+            if (request := self._others.pop(key, None)) is not None:
+                self._urgent[key] = request
 
-    def _work(self, hedged: _Request | None = None, hedge: int = 0) -> None:
-        """Make requests, one after another, beginning with the given hedge."""
-        if hedged is not None and not self._ask(hedged, hedge):
-            return
-        while (request := self._take()) is not None:
-            if not self._ask(request, request.num_hedges):
-                return
+    def _work(self, request: _Request | None = None, hedge: int = 0) -> None:
+        """Make requests, one after another, beginning with the given hedge, until a later one goes on in this thread's
+        place."""
+        while True:
+            if request is None:
+                if (request := self._take()) is None:
+                    return
+                hedge = request.num_hedges
+            if not request.is_over:
+                self._ask(request)
+            with self._lock:
+                if request.num_hedges != hedge:
+                    return
+            request = None
 
     def _take(self) -> _Request | None:
         """What is asked for next, with what goes on where it ends; None when this thread is not needed any more."""
         with self._lock:
-            while self._running <= int(self._at_once) and (waiting := self._urgent or self._others):
-                request = waiting.popleft()
-                if request.is_taken:
-                    continue
-                more: _Request | None = request
-                while more is not None and (more is request or more.end - request.start <= _MOST_BYTES):
-                    more.is_taken = True
-                    self._by_start.pop((more.file, more.start), None)
-                    request.reads += more.reads if more is not request else []
-                    request.end = more.end
-                    more = self._by_start.get((request.file, request.end))
-                return request
-            self._running -= 1
-            return None
+            waiting = self._urgent or self._others
+            if not waiting or self._running > int(self._at_once):
+                self._running -= 1
+                return None
+            most_bytes = self._most_bytes()
+            _, request = waiting.popitem(last=False)
+            while True:
+                key = (request.file, request.end)
+                waiting = self._urgent if key in self._urgent else self._others
+                more = waiting.get(key)
+                if more is None or more.end - request.start > most_bytes:
+                    return request
+                del waiting[key]
+                request.reads += more.reads
+                request.end = more.end
 
-    def _ask(self, request: _Request, hedge: int) -> bool:
-        """Make a request, or its hedge of this number. Returns whether this thread goes on: no later hedge does."""
-        if not request.is_over:
-            self._ask_for(request)
-        with self._lock:
-            return request.num_hedges == hedge
+    def _most_bytes(self) -> float:
+        """Of the next request: twice its share of what readers wait for, since that grows again as others bring theirs.
+        What is only read ahead is not joined to so much: a reader may want another part of it sooner. Under the lock.
+        """
+        wanted = sum(request.end - request.start for request in self._urgent.values())
+        return max(_MOST_BYTES, min(2 * wanted / self._at_once, _LARGEST_BYTES))
 
-    def _ask_for(self, request: _Request) -> None:
+    def _ask(self, request: _Request) -> None:
         began_s = time.monotonic()
         if self._closed or request.remaining_s(self._heard_s) <= 0:
             why = "the place was closed" if self._closed else "not read in time"
@@ -257,17 +276,17 @@ class ObjectReads:
             request.num_running += 1
         request.heard_s = began_s
         if not is_hedge:
-            self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._look, request))
+            with suppress(TransientError):  # no thread for the timer: the request is not hedged, and obstore ends it
+                self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._look, request))
         failure: BootseerError | None = None
         is_first = False
         try:
             is_first = self._receive(request)
-        except BootseerError as error:
-            failure = error
-        finally:
-            with self._lock:
-                request.num_running -= 1
-                is_alone = not request.num_running
+        except BaseException as error:  # panics of Rust code are not Exceptions
+            failure = error if isinstance(error, BootseerError) else TransientError(f"{request.file.what}: {error}")
+        with self._lock:
+            request.num_running -= 1
+            is_alone = not request.num_running
         if failure is not None:
             self._failed(request, failure, is_alone=is_alone)
             return
@@ -275,6 +294,7 @@ class ObjectReads:
             self._counts["requests"] += 1
             self._seconds += time.monotonic() - began_s
             self._events["hedges_won"] += is_hedge and is_first
+            self._window_requests += 1
             self._adapt()
 
     def _receive(self, request: _Request) -> bool:
@@ -316,24 +336,33 @@ class ObjectReads:
             self._heard_s = time.monotonic()
             self._counts["bytes"] += num_bytes
             self._window_bytes += num_bytes
+            self._adapt()
 
     def _adapt(self) -> None:
-        """Make more requests at once where that brings more. Under the lock."""
-        began_s, num_requests = self._window
-        self._window = (began_s, num_requests + 1)
-        if num_requests + 1 < self._at_once:
+        """Make more requests at once where that brings more, and else as many as before. Under the lock."""
+        if self._window_requests < self._at_once and self._window_bytes < self._at_once * _MOST_BYTES:
             return
-        now_s = time.monotonic()
-        rate = self._window_bytes / max(now_s - began_s, 1e-6)
-        self._window, self._window_bytes = (now_s, 0), 0
-        # Where nothing waits, the rate is that of the readers.
-        if (self._urgent or self._others) and rate > _GAIN * self._best_rate:
-            self._best_rate = rate
+        rate = self._window_bytes / max(time.monotonic() - self._window_began_s, 1e-6)
+        self._begin_window()
+        if not (self._urgent or self._others):
+            return  # the rate is that of the readers
+        if rate > _GAIN * self._best_rate:
+            self._best_rate, self._enough = rate, self._at_once
             self._at_once = min(1.5 * self._at_once, _MAX_AT_ONCE)
+            with suppress(TransientError):
+                self._start_threads()
+        else:
+            self._best_rate, self._at_once = _FORGETS * self._best_rate, self._enough
+
+    def _begin_window(self) -> None:
+        """From now on, what arrives and ends is counted for the next measurement of the rate."""
+        self._window_began_s = time.monotonic()
+        self._window_bytes = self._window_requests = 0
 
     def _slow_down(self) -> None:
         with self._lock:
-            self._at_once, self._best_rate = max(self._at_once / 2, 1.0), 0.0
+            self._at_once = self._enough = max(self._at_once / 2, 1.0)
+            self._best_rate = 0.0
             self._events["slow_downs"] += 1
 
     def _failed(self, request: _Request, error: BootseerError, *, is_alone: bool) -> None:
@@ -357,7 +386,10 @@ class ObjectReads:
             return
         with self._lock:
             self._events["retries"] += 1
-        self._timer.after(wait_s, partial(self._again, request))
+        try:
+            self._timer.after(wait_s, partial(self._again, request))
+        except TransientError:
+            request.finish(error)
 
     def _note_silence(self, request: _Request) -> None:
         """A request had all its time: the server is silent, unless it has sent bytes of others meanwhile."""
@@ -365,7 +397,6 @@ class ObjectReads:
             self._bucket.note_silence()
 
     def _again(self, request: _Request) -> None:
-        request.is_taken = False
         try:
             self._queue(request, urgent=True)
         except BootseerError as error:

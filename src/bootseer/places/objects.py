@@ -83,6 +83,7 @@ class ObjectPlace(SmallReads):
     """A `Place` in a bucket."""
 
     shows_unfinished = False
+    queue_bytes = 512 << 20
 
     def __init__(self, uri: str) -> None:
         scheme, _, rest = uri.partition("://")

@@ -158,6 +158,9 @@ class Place(Protocol):
     """Whether reads are calls to the local kernel: then many concurrent requests gain nothing."""
     shows_unfinished: bool
     """Whether a `PartWriter`'s file is visible before it is closed: then it is written under a hidden name."""
+    queue_bytes: int
+    """How much of a large read is worth passing on at once, since the place joins what waits into larger requests; 0
+    where it joins nothing."""
 
     def name_problem(self, name: str) -> str:
         """Why this name is invalid here, "" if it is valid. Needs no request: known before hours of writing."""
@@ -246,6 +249,7 @@ class SmallReads:
     uri: str
     is_local = False
     shows_unfinished = True
+    queue_bytes = 0
 
     def max_rename_bytes(self, *, replace: bool) -> int | None:
         return None

@@ -280,10 +280,11 @@ class SharedFile:
         if not direct:
             return
         settings = self._engine.settings
+        ordinary_bytes = max(settings.direct_ordinary_bytes, self._engine.place.queue_bytes)
         transfer = Transfer(
             self._source,
             direct,
-            max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
+            max_bytes=settings.direct_bytes if self._source.whole_units else ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
             on_progress=gather.on_progress,
             on_end=gather.ended,

@@ -60,7 +60,7 @@ class OrdinarySource:
         self._file.close()
 
 
-_LANE_BYTES, _NUM_LANES = 8 << 20, 4
+_LANE_BYTES, _NUM_LANES = 4 << 20, 16
 
 
 class _Piece:
@@ -69,7 +69,7 @@ class _Piece:
     __slots__ = ("_cancelled", "_engine", "_file", "_request", "_ticket", "lane", "num_bytes")
 
     def __init__(self, file: OpenFile, request: RangeRequest, engine: Engine) -> None:
-        # Where the nodes are unknown, as in buckets, several requests are kept in flight.
+        # Where the nodes are unknown, as in buckets, more is in flight than of one lane, in the order of the file.
         self.lane: Hashable = frozenset(file.nodes(request.start)) or request.start // _LANE_BYTES % _NUM_LANES
         self.num_bytes = len(request.into)
         self._file = file
