@@ -86,12 +86,30 @@ def test_readers_and_hot_blocks_go_the_same_ways() -> None:
     assert {fetch.purpose for _, fetch in w.launched} == {Purpose.DEMAND, Purpose.HOT}
 
 
-def test_all_hot_blocks_come_after_the_set_was_found_wrong_although_the_queue_is_longer_than_what_is_examined() -> None:
-    w = world(Ring(["a", "b"]), [BLOCK] * 600)
+def test_after_a_wrong_set_only_blocks_near_the_readers_come_in_advance_and_the_others_as_cold_ones() -> None:
+    w = world(Ring(FOUR), [BLOCK] * 600)
     w.scheduler.trust.was_wrong = True
     w.prefetch((0, block) for block in range(600))
+    for block in (0, 300):
+        void(w.read(0, [block], void))
+        w.run(until=w.now + 5.0)
+    ahead = SETTINGS.min_window_bytes // BLOCK
+    come = {block for _, block in w.here}
+    assert {*range(ahead), *range(300, 300 + ahead)} <= come <= {*range(2 * ahead), *range(300, 300 + 2 * ahead)}
+    w.scheduler.want_cold(0, range(600), w.now)
     w.run()
     assert len(w.here) == 600
+    assert w.scheduler.idle
+
+
+def test_a_wrong_set_that_is_read_to_its_end_is_fetched_in_advance_although_more_is_queued_than_is_examined() -> None:
+    w = world(Ring(FOUR), [BLOCK] * 600)
+    w.scheduler.trust.was_wrong = True
+    w.prefetch((0, block) for block in range(600))
+    w.reader(iter([(0.01, 0, [block]) for block in range(600)]), lambda: None)
+    w.run()
+    assert len(w.here) == 600
+    assert sum(len(fetch.blocks) for _, fetch in w.launched if fetch.purpose is Purpose.DEMAND) < 30
 
 
 def test_zeros_are_asked_of_no_place() -> None:
@@ -217,6 +235,22 @@ def test_where_all_nodes_wait_for_the_store_it_is_asked_twice_for_what_hangs_alo
     assert twice[0][0] >= SETTINGS.shared_hedge_s
 
 
+def test_a_second_request_to_the_store_does_not_include_the_next_block_which_a_peer_is_asked_for() -> None:
+    own = [block for block in range(400) if block // RUN % 4 == 2]
+    w = world(
+        Ring(FOUR),
+        (BLOCK,) * 400,
+        fault=lambda fetch, earlier: Fault(hang=True) if not earlier and fetch.blocks[0] in (11, 12) else None,
+    )
+    for block in own:
+        void(w.read(0, [block], void) if block != 11 else None)
+    w.run(until=1.0)
+    for block in (11, 12):
+        void(w.read(0, [block], void))
+    w.run(until=8.0)
+    assert [fetch.blocks for _, fetch in w.launched if fetch.hedge] == [range(11, 12)]
+
+
 def test_what_still_waits_follows_a_new_list() -> None:
     ring = Ring(["a", "b"])
     w = world(ring, (BLOCK,) * 400, bytes_per_s=20e6)
@@ -304,7 +338,7 @@ def test_whatever_places_do_all_that_is_wanted_comes_and_each_read_is_answered_o
             w.at(at, lambda number=number, block=block: void(w.read(0, [block], answers[number].append)))  # type: ignore[misc]
     w.run(until=2000.0)
     assert all(len(answer) == 1 for answer in answers.values())
-    assert w.scheduler.idle or (w.scheduler.trust.suspended and not rest)
+    assert w.scheduler.idle or (w.scheduler.trust.was_wrong and not rest)
     assert w.scheduler.inflight_bytes == 0
     assert not w.transfers
     if rest:

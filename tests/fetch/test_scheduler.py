@@ -344,6 +344,18 @@ def test_an_origin_that_is_known_to_be_dead_costs_further_readers_one_attempt() 
     assert (0, 2) in w.here  # wanted in advance, too
 
 
+def test_a_dead_origin_stays_dead_while_another_process_has_claimed_all_blocks_of_a_request() -> None:
+    error = TransientError("status 500")
+    claimed = Fault(claimed_elsewhere={2: (0.1, False)})
+    w = world(fault=lambda fetch, earlier: claimed if 2 in fetch.blocks and not earlier else Fault(error=error))
+    answers = Answers()
+    w.read(0, [1], answers)
+    w.run(until=31.0)
+    w.read(0, [2], answers)
+    w.run(until=32.0)
+    assert answers[1:] == [error]
+
+
 def test_a_dead_origin_that_names_a_time_beyond_their_deadline_is_not_waited_for() -> None:
     busy = TransientError("status 503", retry_after_s=300.0)
     w = world(fault=lambda fetch, earlier: Fault(error=busy))

@@ -97,7 +97,7 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
             assert answered[number][0][0] <= at + deadline_s + 0.001
     assert len(world.tickets) == 0
     # Blocks of a suspended hot set stay wanted; the rest of the file includes them.
-    assert world.scheduler.idle or (world.scheduler.trust.suspended and not rest)
+    assert world.scheduler.idle or (world.scheduler.trust.was_wrong and not rest)
     assert not world.transfers
     assert world.scheduler.inflight_bytes == 0
     if rest and world.scheduler.prefetch_error is None:

@@ -372,9 +372,11 @@ class Ledger:
     def _make_cold(self, key: Key) -> None:
         """Lower the prefetch purpose of a block to cold, if it is still wanted."""
         wanted = self.wanted.get(key)
-        if wanted is not None:
+        if wanted is not None and wanted.prefetch is not Purpose.COLD:
             self.hot_left -= wanted.prefetch is Purpose.HOT
             wanted.prefetch = Purpose.COLD
+            if wanted.queued and not wanted.readers:  # as hot, at another origin than the caller's
+                self.origin_of(key).enqueue(key, Purpose.COLD)
 
     def stop_prefetch(self, number: int) -> None:
         for key in [key for key in self.wanted if key[0] == number]:

@@ -232,14 +232,13 @@ class RoutedScheduler(Scheduler):
 
     def _hot_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
         """The next hot blocks to prefetch from peers, each with its route step. Moves others to the next origin."""
-        self._next_hot(peers)  # drops finished entries
         peers.overflow = None
-        for key in list(islice(peers.hot, _MAX_EXAMINED)):
+        for key in islice(self._hot_candidates(peers), _MAX_EXAMINED):
             if self._is_next(key, Purpose.HOT, peers):
-                step = self._step(key, now)
+                step, store = self._step(key, now), self.files[key[0]].origins[1]
                 if step is not None:
                     yield key, step
-                elif len((store := self.files[key[0]].origins[1]).hot) < _MAX_MOVED:
+                elif self._only_near or len(store.hot) < _MAX_MOVED:  # few are near
                     self._move_to_next_origin(key)
                 else:
                     peers.overflow = store
@@ -268,8 +267,9 @@ class RoutedScheduler(Scheduler):
         peers.cold.extendleft(reversed(kept))
         for file, run in kept:
             key = (file, run[0])
-            if self._is_next(key, Purpose.COLD, peers):  # an entry before may have been of the same block
-                yield key, self._step(key, now)
+            step = self._step(key, now)
+            if step is not None and self._is_next(key, Purpose.COLD, peers):  # or an earlier run began with it
+                yield key, step
 
     # What to start
 
@@ -330,7 +330,7 @@ class RoutedScheduler(Scheduler):
                 return
             fetches.append(self._start_request(peers, step, key[0], blocks, sizes, purpose, now))
         # All blocks were examined: nothing changes before a request ends, a block is added or a route changes.
-        if purpose is Purpose.COLD or peers.hot:
+        if purpose is Purpose.COLD or self._cold_from(now) > now:
             peers.blocked_until = now + _RETRY_S
 
     def _is_full(self, peers: PeerQueues, window_bytes: int) -> bool:
@@ -368,7 +368,7 @@ class RoutedScheduler(Scheduler):
         wake_at = super()._wake_at(now)
         peers = self._peers
         if peers is not None:
-            hot = peers.hot and not self._hot_suspended
+            hot = not self._hot_suspended and self._next_hot(peers) is not None
             if peers.demand or hot or (peers.cold and self._cold_from(now) <= now):
                 return now + _RETRY_S if wake_at is None else min(wake_at, now + _RETRY_S)
         return wake_at

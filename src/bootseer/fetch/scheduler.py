@@ -20,7 +20,7 @@ readers keeps only its prefetch purpose. Decides and touches nothing: simulation
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from msgspec import Struct
 
@@ -158,8 +158,8 @@ class Scheduler(Ledger):
         others = self.files[request.fetch.file].origins[:-1]
         is_absent = isinstance(error, NotFoundError) and request.origin in others
         pace = request.origin.pace
-        if request.cancelled:
-            pass  # aborted by us
+        if request.cancelled or (error is None and not request.answered):
+            pass  # aborted by us, or other processes fetch all its blocks: the origin was not asked
         elif error is None or is_absent:
             pace.succeeded(request.origin.num_running + 1)
         else:
@@ -267,9 +267,13 @@ class Scheduler(Ledger):
             origin = self.origin_of(key)
             room = self._settings.inflight_bytes - self.inflight_bytes
 
-            def eligible(other: Key, hedges: int = wanted.hedges) -> bool:
+            def eligible(other: Key, wanted: Wanted = wanted) -> bool:
                 beside = self.wanted.get(other)
-                return beside is not None and beside.hedges == hedges and self._may_hedge(beside)
+                return (
+                    beside is not None
+                    and (beside.origin, beside.hedges) == (wanted.origin, wanted.hedges)
+                    and self._may_hedge(beside)
+                )
 
             blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
             if (
@@ -375,14 +379,22 @@ class Scheduler(Ledger):
             return 0
         return self.trust.allowance(window_bytes)
 
-    def _next_hot(self, origin: OriginQueues) -> Key | None:
+    @property
+    def _only_near(self) -> bool:
+        """Whether only hot blocks near what readers need are prefetched."""
+        return self.trust.was_wrong and not self._fetch_all_now
+
+    def _hot_candidates(self, origin: OriginQueues) -> Iterator[Key]:
+        """Hot blocks to prefetch, in order. Some of them may not be prefetched from this origin (`_is_next`)."""
         # In either case: with peers, only the first entries of the queue are looked at.
         while origin.hot and not self._is_next(origin.hot[0], Purpose.HOT, origin):
             origin.hot.popleft()
-        if self.trust.was_wrong and not self._fetch_all_now:
-            near = self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
-            return next((key for key in near if self._is_next(key, Purpose.HOT, origin)), None)
-        return origin.hot[0] if origin.hot else None
+        if self._only_near:
+            return self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
+        return iter(origin.hot)
+
+    def _next_hot(self, origin: OriginQueues) -> Key | None:
+        return next((key for key in self._hot_candidates(origin) if self._is_next(key, Purpose.HOT, origin)), None)
 
     def _next_cold(self, origin: OriginQueues) -> Key | None:
         while origin.cold:
@@ -411,7 +423,7 @@ class Scheduler(Ledger):
 
     def _cold_from(self, now: float) -> float:
         """When cold blocks may be fetched, if nothing happens before."""
-        if self.hot_left and (self._fetch_all_now or not self.trust.was_wrong):
+        if self.hot_left and not self._only_near:
             return float("inf")
         if self._fetch_all_now or self._last_need is None:
             return now
