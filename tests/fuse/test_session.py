@@ -198,6 +198,27 @@ def test_a_killed_reader_ends_at_once_and_its_read_is_cancelled(mounted: Mount) 
     assert (session.target / "g").read_bytes() == b"other"
 
 
+def test_a_signal_that_does_not_kill_leaves_a_read_alone(mounted: Mount) -> None:
+    """Where the kernel reads an inode of EROFS from the tree, stat(2) and execve(2) would fail with EINTR."""
+    hold = Held(b"f")
+    session = mounted(MemoryTree({b"f": b"x" * 8192}, hold))
+    code = (
+        "import mmap, os, signal, sys; signal.signal(signal.SIGUSR1, lambda *_: None);"
+        "f = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT);"
+        "print(os.preadv(f, [mmap.mmap(-1, 4096)], 0))"
+    )
+    argv = [sys.executable, "-S", "-c", code, str(session.target / "f")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as reader:
+        until(lambda: session.num_pending == 1, "the read has arrived")
+        before = session.requests
+        reader.send_signal(signal.SIGUSR1)
+        until(lambda: session.requests > before, "the kernel tells of the signal")
+        os.statvfs(session.target)  # answered after it
+        assert not hold.cancelled.is_set()
+        hold.replies[0][0](hold.replies[0][1])
+        assert reader.communicate(timeout=DEADLINE_S)[0] == "4096\n"
+
+
 def test_errors_of_a_tree_reach_the_reader_and_nobody_else(mounted: Mount, faults: list[str]) -> None:
     def broken(name: bytes, data: bytes, reply: Reply) -> Cancel | None:
         match name:

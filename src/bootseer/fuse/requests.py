@@ -36,8 +36,6 @@ class FileRequests:
     max_threads = 256
     """Must exceed the number of programs on a node that write or publish at the same time, because no request is read
     while all threads wait."""
-    ignores_signals = True
-    """Reads are interrupted only if their caller is being killed: a program that goes on must not see EINTR."""
 
     def __init__(self, files: FileSystem) -> None:
         self._files = files

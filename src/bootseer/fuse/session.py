@@ -54,7 +54,6 @@ class TreeRequests:
 
     request_bytes = protocol.REQUEST_BYTES
     max_threads = 1
-    ignores_signals = False
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -344,13 +343,14 @@ class Session:
     # Interrupted and late reads
 
     def _interrupt(self, unique: int) -> None:
-        """A caller got a signal: cancel its read. Handlers that ignore signals cancel it only if the caller is being
-        killed, which may become visible a moment later (`_check_pending`)."""
+        """A caller got a signal: cancel its read if that kills it, which may become visible a moment later
+        (`_check_pending`). A caller that goes on must not see EINTR: the kernel reads an inode of EROFS in the same way,
+        and would pass EINTR on as the result of stat(2), open(2) or execve(2)."""
         reading = self._pending.get(unique)
         if reading is None:
             return  # answered already
         # For a thread that is not visible in /proc, every signal counts as fatal.
-        if not self._handler.ignores_signals or reading.thread == 0 or is_dying(reading.thread):
+        if reading.thread == 0 or is_dying(reading.thread):
             self._abort(reading, errno.EINTR)
 
     def _abort(self, reading: KernelRead, number: int) -> bool:
@@ -371,7 +371,7 @@ class Session:
                         problem = f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s"
                         show_threads(problem)
                         self._on_error(problem)
-                elif self._handler.ignores_signals and reading.begun_s < now - CHECK_S and is_dying(reading.thread):
+                elif reading.begun_s < now - CHECK_S and is_dying(reading.thread):
                     self._abort(reading, errno.EINTR)
 
     # Answers
