@@ -15,12 +15,13 @@ from typing import BinaryIO
 
 import pytest
 
+from bootseer.blocks.index import MAX_BLOCK_SIZE
 from bootseer.errors import AccessError, NotFoundError, TransientError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.connection import Connection
 from bootseer.peers.interfaces import address_of
-from bootseer.peers.protocol import MAX_RANGE, Head, Request, Signer, parse_head
+from bootseer.peers.protocol import Head, Request, Signer, parse_head
 from bootseer.peers.server import MAX_CONNECTIONS, Server
 from waiting import until
 
@@ -289,7 +290,13 @@ def test_a_file_that_this_node_begins_to_read_a_moment_later_is_served(file: Fil
 
 def test_more_than_a_request_may_ask_for_is_refused(server: tuple[Server, str]) -> None:
     with pytest.raises(TransientError):
-        ask(server[1], 0, MAX_RANGE + 1)
+        ask(server[1], 0, MAX_BLOCK_SIZE + 1)
+
+
+def test_a_block_of_the_largest_size_may_be_asked_for() -> None:
+    request = Request(FILE, 0, MAX_BLOCK_SIZE, Level.GLOBAL, "m")
+    head = parse_head(Signer(b"key").encode(request, "host").removesuffix(b"\r\n\r\n"))
+    assert Signer(b"key").decode(head) == request
 
 
 def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str], file: File) -> None:

@@ -32,12 +32,14 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 
+from bootseer.blocks.index import MAX_BLOCK_SIZE
 from bootseer.errors import CorruptError
 from bootseer.peers.choice import Level
 from bootseer.peers.readiness import TARGET, StartReport
 
 MAX_HEAD: Final = 4096
 MAX_RANGE: Final = 4 << 20
+"""Of a request for several blocks; a single block may be larger."""
 HELLO: Final = "/v1/hello"
 _FILES: Final = "/v1/files/"
 _READERS: Final = "/v1/readers/"
@@ -179,7 +181,7 @@ def _parse_request(head: Head) -> Request:
     if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
         raise CorruptError("malformed request of a peer")
     start, last = int(found[1]), int(found[2])
-    if not start <= last < start + MAX_RANGE:
+    if not start <= last < start + MAX_BLOCK_SIZE:
         raise CorruptError("a peer asks for more than it may at once")
     members, _, sender = head.fields.get("bootseer-members", "").partition(" ")
     return Request(identity, start, last - start + 1, Level(level), members, sender)
