@@ -9,7 +9,7 @@ import zstandard
 from bootseer.artifact.objects import read_all
 from bootseer.blocks.block_file import read_index
 from bootseer.env.document import EnvironmentDocument
-from bootseer.erofs.merged import Layer, MergedTree
+from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.image.block_reader import BlockReader, open_layer
 from bootseer.image.document import ImageDocument
 from bootseer.store.file import FileStore
@@ -30,6 +30,6 @@ def stored(folder: Path) -> bytes:
     return b"\n".join(found)
 
 
-def open_merged(document: ImageDocument, store: Store) -> MergedTree:
+def open_merged(document: ImageDocument, store: Store) -> MergedLayers:
     """The tree of an image, read from a store as it is asked for."""
-    return MergedTree([Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers])
+    return MergedLayers([Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.erofs.format import BLOCK, Attributes
-from bootseer.erofs.merged import Layer, MergedTree
+from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
@@ -44,14 +44,14 @@ from pathlib import Path
 import bootseer.store.file
 from bootseer.image.document import ImageDocument
 from bootseer.image.block_reader import open_layer
-from bootseer.erofs.merged import Layer, MergedTree
+from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
 os.setgroups([]); os.setgid(65534); os.setuid(65534)  # behind the imports: nobody may read where Python lies
 store = open_store(sys.argv[1])
 document = ImageDocument.parse(b"".join(store.read(sys.argv[2])))
 layers = [Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers]
-unpack(MergedTree(layers), Path(sys.argv[3]))
+unpack(MergedLayers(layers), Path(sys.argv[3]))
 """
 
 
@@ -100,4 +100,4 @@ def test_a_directory_with_two_names_is_corrupt(tmp_path: Path) -> None:
     assert len(head) == BLOCK
     reader = ErofsReader(lambda offset, length: image[offset : offset + length])
     with pytest.raises(CorruptError, match="two names"):
-        unpack(MergedTree([Layer(reader, "x")]), tmp_path / "out")
+        unpack(MergedLayers([Layer(reader, "x")]), tmp_path / "out")

@@ -78,8 +78,8 @@ class Node:
                 yield name, node
 
 
-class MergedTree:
-    """The merged tree of layers, bottom first. Not thread-safe: it caches lookups."""
+class MergedLayers:
+    """Finds files by path in the merged tree of layers, bottom first. Not thread-safe: it caches lookups."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.root = Node(tuple((layer, layer.reader.root()) for layer in reversed(layers))) if layers else None

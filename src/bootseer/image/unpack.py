@@ -8,17 +8,17 @@ from pathlib import Path
 
 from bootseer.artifact.unpacked import TreeFile, write_tree
 from bootseer.cache.cached_file import CachedFile
-from bootseer.erofs.merged import Layer, MergedTree, Node, is_mark, unescape_xattr
+from bootseer.erofs.merged import Layer, MergedLayers, Node, is_mark, unescape_xattr
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
 
 
 def unpack_layers(stack: Sequence[CachedFile], folder: Path) -> None:
     """Unpack layers whose blocks are all cached on this node. Raises as `unpack` does."""
-    unpack(MergedTree([Layer(ErofsReader(layer.read), layer.index.identity) for layer in stack]), folder)
+    unpack(MergedLayers([Layer(ErofsReader(layer.read), layer.index.identity) for layer in stack]), folder)
 
 
-def unpack(tree: MergedTree, folder: Path) -> None:
+def unpack(tree: MergedLayers, folder: Path) -> None:
     """Write the tree to an empty folder, which is created if missing; see `write_tree`.
 
     Raises `UsageError` if the folder is not empty.

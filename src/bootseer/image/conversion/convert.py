@@ -19,7 +19,7 @@ from bootseer.artifact.progress import ProgressCallback
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
 from bootseer.erofs.format import BLOCK, Attributes
-from bootseer.erofs.merged import Layer, MergedTree
+from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
@@ -137,7 +137,7 @@ class _Conversion:
                 if error is not None and not isinstance(error, CancelledError):
                     raise error
 
-    def _lower(self, number: int) -> MergedTree:
+    def _lower(self, number: int) -> MergedLayers:
         """Wait for the layers below layer `number`; those below the uppermost opaque one are left out."""
         converted = []
         for result in self._results[:number]:
@@ -146,7 +146,7 @@ class _Conversion:
             except (Exception, FutureCancelledError) as error:
                 raise CancelledError(f"{self._source.name}: a lower layer failed") from error
         first = max((place for place, layer in enumerate(converted) if layer.opaque), default=0)
-        return MergedTree([self._layer(layer) for layer in converted[first:]])
+        return MergedLayers([self._layer(layer) for layer in converted[first:]])
 
     def _layer(self, layer: ConvertedLayer) -> Layer:
         file = layer.file

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bootseer.erofs.merged import MergedTree
+from bootseer.erofs.merged import MergedLayers
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
@@ -49,7 +49,7 @@ class LayerConversion:
         writer: ErofsWriter,
         *,
         where: str,
-        lower: Callable[[], MergedTree] | None,
+        lower: Callable[[], MergedLayers] | None,
         limits: LayerLimits,
         compressed_bytes: int,
     ) -> None:
@@ -58,7 +58,7 @@ class LayerConversion:
         self._writer = writer
         self._where = where
         self._wait_for_lower = lower
-        self._tree = LayerTree(writer, lower=None if lower else MergedTree([]))
+        self._tree = LayerTree(writer, lower=None if lower else MergedLayers([]))
         self._limits = limits
         self._unpacked_limit = limits.unpacked_limit(compressed_bytes)
         self._queued: deque[tuple[Member, Extent]] = deque()

@@ -14,7 +14,7 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.codec import FAST_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
 from bootseer.erofs.format import BLOCK
-from bootseer.erofs.merged import MergedTree
+from bootseer.erofs.merged import MergedLayers
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, SignatureError
 from bootseer.image.conversion.layer import LayerConversion, LayerLimits
@@ -63,7 +63,7 @@ class LayerJob:
     """The layer's name in messages."""
     below: str
     """The digest of the layers below (`stack_digest`): part of the result's name if that depends on them."""
-    lower: Callable[[], MergedTree] | None
+    lower: Callable[[], MergedLayers] | None
     """Waits for the layers below; None at the bottom."""
     progress: Callable[[int], None]
     """Called with the number of source bytes done. Raises `CancelledError` after the conversion was cancelled."""

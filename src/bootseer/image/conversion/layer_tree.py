@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bootseer.erofs.format import NO_XATTRS, Attributes, has_prefix
-from bootseer.erofs.merged import OPAQUE, WHITEOUT_MODE, MergedTree, Node, escape_xattr
+from bootseer.erofs.merged import OPAQUE, WHITEOUT_MODE, MergedLayers, Node, escape_xattr
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
@@ -59,7 +59,7 @@ class LayerTree:
     `add` raises `NeedsLowerError` for a member that depends on them before.
     """
 
-    def __init__(self, writer: ErofsWriter, *, lower: MergedTree | None, whiteouts: bool = True) -> None:
+    def __init__(self, writer: ErofsWriter, *, lower: MergedLayers | None, whiteouts: bool = True) -> None:
         self.lower = lower
         self.depends_on_lower = False
         """Whether something was looked up in the layers below. The first lookup follows from this layer alone, so that

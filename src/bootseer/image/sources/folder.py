@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.artifact.unpacked import read_sparse
-from bootseer.erofs.merged import MergedTree
+from bootseer.erofs.merged import MergedLayers
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.conversion.layer_tree import LayerTree
@@ -41,7 +41,7 @@ def write_folder(writer: ErofsWriter, folder: Path, progress: Callable[[int], No
 
     Raises `PermanentError` for files that cannot be read.
     """
-    tree = LayerTree(writer, lower=MergedTree([]), whiteouts=False)
+    tree = LayerTree(writer, lower=MergedLayers([]), whiteouts=False)
     first_name: dict[tuple[int, int], bytes] = {}  # of each inode with several hard links
     try:
         for path, status in _walk(os.fsencode(folder)):
