@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from bootseer.artifact.objects import put_once, read_all
+from bootseer.artifact.objects import LocalObjects, put_once, read_all
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
@@ -32,7 +32,6 @@ from bootseer.fetch.hotset import (
     parse_hot_set,
 )
 from bootseer.fetch.record import read_record
-from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -57,7 +56,7 @@ class HotSets:
         self, cache_root: Path, digest: str, store: Store | None, say: Say, signatures: Signatures = UNSIGNED
     ) -> None:
         """`store` is the image's; None: only this node is used. `say` gets a line for each problem."""
-        self._local = FileStore(own_folder(cache_root / "hotsets", make=False))
+        self._local = LocalObjects(own_folder(cache_root / "hotsets", make=False), say)
         self._store = store
         self._signatures = signatures
         self._signed: set[str] = set()  # workloads whose sets in the store are signed
@@ -70,7 +69,7 @@ class HotSets:
 
     def _load(self, workload: str, say: Say) -> HotSet | None:
         sets: list[HotSet] = []
-        for store in (self._local, self._store):
+        for store in (self._local.store, self._store):
             if store is None:
                 continue
             try:
@@ -85,7 +84,7 @@ class HotSets:
         """Store what the store knows on this node."""
         hot_set = self.load(workload)
         if hot_set is not None:
-            self._write(self._local, hot_set, "kept on this node")
+            self._keep(hot_set)
 
     def add_record(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> HotSet:
         """Merge a start's record and imports into the node's set and, with `publish`, the store's; returns the set."""
@@ -93,7 +92,7 @@ class HotSets:
         known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
         merged = known.merge(record)
         merged = replace(merged, imports=imports or merged.imports)
-        self._write(self._local, merged, "kept on this node")
+        self._keep(merged)
         if publish and self._store is not None:
             self.publish(merged)
         return merged
@@ -102,13 +101,13 @@ class HotSets:
         """Merge an imported set into the one of its workload on this node; returns the merged set."""
         known = self.load(given.workload)
         merged = known.union(given) if known is not None else given
-        self._write(self._local, merged, "kept on this node")
+        self._keep(merged)
         return merged
 
     def workloads(self) -> list[str]:
         prefix = hotset_name(self._digest, "")
         found: set[str] = set()
-        for store in (self._local, self._store):
+        for store in (self._local.store, self._store):
             if store is None:
                 continue
             try:
@@ -126,7 +125,25 @@ class HotSets:
         if not signs and (self._signatures.trusted or hot_set.workload in self._signed):
             self._say("the hot set was not published: it must be signed, and there is no key; it is kept on this node")
             return False
-        return self._write(self._store, hot_set, "published")
+        name = hotset_name(self._digest, hot_set.workload)
+        try:
+            data = self._signatures.seal(name, encode_hot_set(hot_set))
+            try:
+                # With the image as its subject, a registry lists the set with the image and deletes it with it.
+                put_once(self._store, name, data, subject=self._digest)
+            except NotFoundError:  # a store that does not have the image itself still takes the set
+                put_once(self._store, name, data)
+        except BootseerError as error:
+            refused = "; it is kept on this node" if isinstance(error, AccessError) else ""
+            self._say(f"the hot set was not published: {error}{refused}")
+            return False
+        return True
+
+    def _keep(self, hot_set: HotSet) -> None:
+        try:
+            self._local.write(hotset_name(self._digest, hot_set.workload), encode_hot_set(hot_set))
+        except BootseerError as error:
+            self._say(f"the hot set was not kept on this node: {error}")
 
     def _read(self, store: Store, workload: str) -> HotSet:
         name = hotset_name(self._digest, workload)
@@ -139,31 +156,6 @@ class HotSets:
         if (found.image, found.workload) != (self._digest, workload):
             raise CorruptError(f"{store.uri}: {name} is of another image or workload")
         return found
-
-    def _write(self, store: Store, hot_set: HotSet, label: str) -> bool:
-        # With the image as its subject, a registry lists the set with the image and deletes it with it. A store that
-        # does not have the image itself still takes it.
-        subjects = (self._digest, None) if store is self._store else (None,)
-        name, data = hotset_name(self._digest, hot_set.workload), encode_hot_set(hot_set)
-        if store is self._store:
-            try:
-                data = self._signatures.seal(name, data)
-            except BootseerError as error:
-                self._say(f"the hot set was not {label}: {error}")
-                return False
-        for subject in subjects:
-            try:
-                put_once(store, name, data, subject=subject)
-            except NotFoundError as error:
-                if subject is None:
-                    self._say(f"the hot set was not {label}: {error}")
-            except BootseerError as error:
-                refused = isinstance(error, AccessError) and store is self._store
-                self._say(f"the hot set was not {label}: {error}{'; it is kept on this node' if refused else ''}")
-                return False
-            else:
-                return True
-        return False
 
 
 def merge_record(

@@ -12,14 +12,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.blocks.block_file import MAX_READ_BYTES, BlockFile, parse_index
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.io.files import replace_file
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.store.file import FileStore
-from bootseer.store.store import Store, Stored, content_path, is_content_name
+from bootseer.store.store import Store, Stored, check_name, content_path, is_content_name
 
 if TYPE_CHECKING:
     from bootseer.peers.shared_objects import OfferedObject
@@ -124,11 +126,23 @@ class LocalObjects:
         return data
 
     def keep(self, name: str, data: bytes) -> None:
-        """Store a copy of an immutable object, or replace a mutable one."""
+        """`write`, with an error as a line: without the copy a start works."""
         try:
-            put_once(self.store, name, data)
+            self.write(name, data)
         except BootseerError as error:
             self._say(f"no copy was stored on this node: {error}")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Store a copy of an immutable object, or replace a mutable one. Raises `BootseerError`.
+
+        Not synced: a start would wait for the disk several times. What a crash of the machine damages is not used,
+        because readers verify it, and is read from its store again.
+        """
+        path = self._folder / content_path(check_name(name))
+        try:
+            replace_file(own_folder(path.parent) / path.name, data)
+        except OSError as error:
+            raise PermanentError(f"{path}: {error.strerror}") from error
 
 
 def _offered(stored: Stored, path: Path) -> OfferedObject | None:

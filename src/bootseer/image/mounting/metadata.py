@@ -25,10 +25,10 @@ from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.open import this_platform
 from bootseer.io.tasks import Tasks
-from bootseer.store.store import Store
+from bootseer.store.store import Store, is_content_name
 
 _THREADS = 8
-_TAG_BYTES = 256
+_DIGEST_BYTES = 256
 _COMPARE_S = 5.0
 """A start whose blocks are on the node, or on other nodes, waits no longer for a store that is away."""
 _FRESH_S = 60.0
@@ -116,9 +116,10 @@ class Metadata:
 
     def _known(self, name: str) -> str | None:
         try:
-            return read_all(self._objects.store, name, _TAG_BYTES).decode("ascii")
+            digest = read_all(self._objects.store, name, _DIGEST_BYTES).decode("ascii")
         except (BootseerError, UnicodeDecodeError):
             return None
+        return digest if is_content_name(digest) else None  # a crash of the machine may leave zeros
 
 
 def _name(kind: str, text: str) -> str:
