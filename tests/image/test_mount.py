@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import stat
 import subprocess
 import traceback
@@ -23,12 +25,14 @@ from bootseer.errors import AccessError, BootseerError, TransientError, UsageErr
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_recorded
 from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import parse_reference
 from bootseer.mounts import kernel
 from bootseer.mounts.method import Facts
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from image_node import LARGE_BYTES, Node, convert_box, have_converted
+from registry import PASSWORD, USER, Registry
 from waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -95,6 +99,23 @@ def test_a_lazy_mount_shows_every_file_and_fetches_what_is_read(converted: Node,
     until(lambda: state.daemon is None or not state.daemon.alive, "the daemon has ended")
     runtime.remove_stale()
     assert list(runtime.all()) == []
+
+
+def test_a_start_logs_in_to_its_registry_once(converted: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(converted.folder / "registry", converted.folder / "private" / "registry")
+    with Registry(converted.folder / "private", basic=True) as private:
+        login = converted.folder / "login"
+        login.mkdir()
+        (login / "config.json").write_text(
+            json.dumps({"auths": {private.host: {"username": USER, "password": PASSWORD}}})
+        )
+        monkeypatch.setenv("DOCKER_CONFIG", str(login))
+        reference = f"{private.host}/team/box:1"
+        asked = request(converted, reference=parse_reference(reference), store=f"oci://{private.host}/team/box")
+        image = resolve_image(asked, say=print)
+        image.store.close()
+        assert image.fallback == ""
+        assert [logged.status for logged in private.requests() if "/team/box/" in logged.path].count(401) == 1
 
 
 def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:

@@ -61,8 +61,9 @@ def resolve_image(
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
     reason = ""
     with stage("resolve"):
+        store = None if request.store is None else open_store(request.store, plain_http=request.plain_http)
         try:
-            document, uri = _document(request, metadata, local_uri)
+            document, uri = _document(request, metadata, local_uri, store)
         except SignatureError as error:
             document, uri, reason = None, "", str(error)
     if document is None:
@@ -75,7 +76,11 @@ def resolve_image(
             facts["reason"] = reason
             say(f"{reason}; it is pulled and converted on this node")
             document, uri = _convert_here(request, local_uri, show), local_uri
-    store = open_store(uri, plain_http=request.plain_http)
+    if store is not None and uri != request.store:
+        store.close()
+        store = None
+    if store is None:
+        store = open_store(uri, plain_http=request.plain_http)
     with stage("index"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
     # A layer that occurs twice in the stack is mounted once, at its upper position.
@@ -98,14 +103,17 @@ def converted_digest(catalog: Catalog[ImageDocument], request: Request, say: Say
         return digest
     metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
-    document, _ = _document(request, metadata, local_uri)
+    document, _ = _document(request, metadata, local_uri, catalog.store)
     if document is None:
         raise UsageError(f"{request.reference} is not converted", hint="name it by its digest: sha256:...", exit_code=1)
     return document.digest
 
 
-def _document(request: Request, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
-    """The document and the URI of its store; None and an empty URI if the image is not converted."""
+def _document(
+    request: Request, metadata: Metadata, local_uri: str, store: Store | None
+) -> tuple[ImageDocument | None, str]:
+    """The document and the URI of its store; None and an empty URI if the image is not converted. `store` is
+    `request.store`, opened."""
     reference = request.reference
     if reference.kind is SourceKind.FOLDER:  # its digest is known only after it is converted
         return None, ""
@@ -117,17 +125,17 @@ def _document(request: Request, metadata: Metadata, local_uri: str) -> tuple[Ima
 
         if reference.kind is not SourceKind.REGISTRY:
             digest = reference.digest or source().digest
-            found = _find_converted(request, metadata, local_uri, digest)
+            found = _find_converted(request, metadata, local_uri, digest, store)
         else:
-            named = metadata.digest_of(reference, lambda: _ask_registry(request))
+            named = metadata.digest_of(reference, lambda: _ask_registry(request, store))
             digest = metadata.platform_image(named, request.platform) or named
-            found = _find_converted(request, metadata, local_uri, digest)
+            found = _find_converted(request, metadata, local_uri, digest, store)
             if found is None and digest == named:
                 # The digest may be an index's, and this platform's image has another one.
                 digest = source().digest
                 if digest != named:
                     metadata.remember_platform_image(named, request.platform, digest)
-                    found = _find_converted(request, metadata, local_uri, digest)
+                    found = _find_converted(request, metadata, local_uri, digest, store)
     if found is None and reference.kind is SourceKind.CONVERTED:
         raise UsageError(f"{reference}: not found", hint="name the source image, or the store with --store")
     return found or (None, "")
@@ -143,10 +151,17 @@ def _check_may_pull(request: Request, reason: str) -> None:
         )
 
 
-def _ask_registry(request: Request) -> str:
+def _ask_registry(request: Request, store: Store | None) -> str:
     """The name's current digest in the registry."""
+    from bootseer.store.oci import OciStore  # not all starts need a registry
+
     reference = request.reference
-    with closing(open_registry(reference.host, reference.repository, plain_http=request.plain_http)) as registry:
+    with contextlib.ExitStack() as opened:
+        if isinstance(store, OciStore) and str(store.registry) == f"{reference.host}/{reference.repository}":
+            registry = store.registry  # with one connection, and one login
+        else:
+            other = open_registry(reference.host, reference.repository, plain_http=request.plain_http)
+            registry = opened.enter_context(closing(other))
         try:
             return retrying(
                 lambda left_s: registry.manifest_digest(reference.version, timeout_s=left_s), deadline_s=_ASK_S
@@ -156,7 +171,7 @@ def _ask_registry(request: Request) -> str:
 
 
 def _find_converted(
-    request: Request, metadata: Metadata, local_uri: str, digest: str
+    request: Request, metadata: Metadata, local_uri: str, digest: str, store: Store | None
 ) -> tuple[ImageDocument, str] | None:
     """The document and its store's URI: from this node's own conversions, else from the image's store."""
     with contextlib.suppress(BootseerError):  # an unreadable conversion is repeated
@@ -164,9 +179,9 @@ def _find_converted(
         # conversion verified it; for a tag only if no signature is required.
         if Path(local_uri).is_dir() and (request.reference.digest or not request.signatures.trusted):
             return read_document(FileStore(Path(local_uri)), digest), local_uri
-    if request.store is None:
+    if store is None or request.store is None:
         return None
-    with closing(open_store(request.store, plain_http=request.plain_http)) as store, contextlib.suppress(NotFoundError):
+    with contextlib.suppress(NotFoundError):
         return metadata.document(digest, store, request.signatures), request.store
     return None
 
