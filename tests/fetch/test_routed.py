@@ -129,10 +129,14 @@ def test_a_place_has_two_prefetches_at_a_time_and_all_of_them_twelve() -> None:
     assert sum(running.values()) == SETTINGS.total_peer_requests - SETTINGS.reserved_peer_requests
 
 
-def test_a_store_that_is_faster_than_the_retries_is_never_out_of_own_blocks() -> None:
+@pytest.mark.parametrize("are_hot", [True, False])
+def test_a_store_that_is_faster_than_the_retries_is_never_out_of_own_blocks(are_hot: bool) -> None:
     w = world(Ring(["me"]), (BLOCK,) * 640, latency_s=0.001, bytes_per_s=2e9)
-    w.scheduler.fetch_all_now()
-    w.prefetch((0, block) for block in range(640))
+    if are_hot:
+        w.scheduler.fetch_all_now()
+        w.prefetch((0, block) for block in range(640))
+    else:
+        pull(w)
     w.run()
     assert len(w.here) == 640
     assert w.now < 0.2

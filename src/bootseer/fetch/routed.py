@@ -84,19 +84,12 @@ class PeerQueues(OriginQueues, eq=False):
     busy_until: dict[Hashable, float] = field(default_factory=dict)
     """Peers that are overloaded until a time (Retry-After)."""
     blocked_until: float = _NEVER
-    """No prefetch can be started before this time, unless something happens."""
-    overflow: OriginQueues | None = None
-    """The next origin, if blocks for it wait here because it has enough."""
+    """No prefetch can be started before this time, unless a request ends or a block is queued."""
 
     def enqueue(self, key: Key, purpose: Purpose) -> None:
         OriginQueues.enqueue(self, key, purpose)
         if purpose is not Purpose.DEMAND:
             self.blocked_until = _NEVER
-
-    def is_blocked(self, now: float) -> bool:
-        """Whether examining the prefetch queues again would start nothing and move no block."""
-        is_drained = self.overflow is not None and len(self.overflow.hot) < _MAX_MOVED // 2
-        return now < self.blocked_until and not is_drained
 
     def has_room(self, step: Hashable, max_requests: int, now: float) -> bool:
         """Whether a peer can be asked now."""
@@ -155,8 +148,9 @@ class RoutedScheduler(Scheduler):
     def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         request = self.running[number]
         step, peers = request.fetch.step, self._peers
-        if step is not None and peers is not None:
+        if peers is not None:
             peers.blocked_until = _NEVER
+        if step is not None and peers is not None:
             peers.running[step] -= 1
             if not peers.running[step]:
                 del peers.running[step]
@@ -232,7 +226,6 @@ class RoutedScheduler(Scheduler):
 
     def _hot_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
         """The next hot blocks to prefetch from peers, each with its route step. Moves others to the next origin."""
-        peers.overflow = None
         for key in islice(self._hot_candidates(peers), _MAX_EXAMINED):
             if self._is_next(key, Purpose.HOT, peers):
                 step, store = self._step(key, now), self.files[key[0]].origins[1]
@@ -240,8 +233,6 @@ class RoutedScheduler(Scheduler):
                     yield key, step
                 elif self._only_near or len(store.hot) < _MAX_MOVED:  # few are near
                     self._move_to_next_origin(key)
-                else:
-                    peers.overflow = store
 
     def _cold_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
         """The first block of each of the next cold runs, as `_hot_ahead`."""
@@ -311,7 +302,7 @@ class RoutedScheduler(Scheduler):
         if peers is None or origin is not peers:
             super()._start_prefetch(origin, purpose, window_bytes, now, fetches)
             return
-        if not window_bytes or peers.is_blocked(now) or self._is_full(peers, window_bytes):
+        if not window_bytes or now < peers.blocked_until or self._is_full(peers, window_bytes):
             return
         ahead = self._hot_ahead if purpose is Purpose.HOT else self._cold_ahead
         for key, step in ahead(peers, now):
@@ -329,7 +320,7 @@ class RoutedScheduler(Scheduler):
             if sum(sizes) > (room if peers.num_prefetch else left) and self.inflight_bytes:
                 return
             fetches.append(self._start_request(peers, step, key[0], blocks, sizes, purpose, now))
-        # All blocks were examined: nothing changes before a request ends, a block is added or a route changes.
+        # All blocks were examined: nothing changes before a request ends, a block is queued or a route changes.
         if purpose is Purpose.COLD or self._cold_from(now) > now:
             peers.blocked_until = now + _RETRY_S
 
