@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from bootseer.artifact.objects import LocalObjects
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Peer
+from bootseer.peers.client import Client
 from bootseer.peers.job import FOLDER, JobPeers
 from bootseer.peers.server import Server
 from bootseer.peers.shared_objects import OfferedObject, open_object
@@ -104,6 +106,20 @@ def test_a_node_whose_read_fails_or_that_is_gone_is_replaced(nodes: list[Node]) 
     assert time.monotonic() - began < 30
 
 
+def test_nodes_that_do_not_get_it_are_waited_for_once_in_all(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.peers.shared_objects._WAIT_S", 0.5)
+    first, second, third = nodes[:3]
+    for node in (first, second):
+        node.offer()
+        with closing(Client(SECRET)) as client:
+            node.offered._node_with_it(client, "")
+    third.offer()
+    assert third.offered.get(third.said.append) is None
+    assert (first.server.served.requests, second.server.served.requests) == (0, 1)
+
+
 def test_wrong_bytes_are_not_taken_and_their_node_is_named(nodes: list[Node]) -> None:
     first, second = nodes[:2]
     first.offer()
@@ -119,9 +135,7 @@ def test_nothing_that_is_not_offered_is_sent(nodes: list[Node], monkeypatch: pyt
     first, second = nodes[:2]
     first.keep(DATA)
     with pytest.raises(NotFoundError):
-        from bootseer.peers.client import Client
-
-        second.offered._read(Client(SECRET), first.peer.addresses[0])
+        second.offered._read(Client(SECRET), first.peer.addresses[0], time.monotonic() + 60)
 
 
 def test_a_node_keeps_what_came_from_another_and_serves_it(

@@ -87,9 +87,9 @@ class OfferedObject:
             time.sleep(_POLL_S)
 
     def get(self, on_wrong: Callable[[str], None]) -> bytes | None:
-        """Its bytes from another node; None if this node must read it from its store. `on_wrong` is called with a
-        message when a node sent wrong bytes."""
-        members, without = self.job.members(), ""
+        """Its bytes from another node, within `_WAIT_S`; None if this node must read it from its store. `on_wrong` is
+        called with a message when a node sent wrong bytes."""
+        members, without, until_s = self.job.members(), "", time.monotonic() + _WAIT_S
         if all(peer.name == members.own for peer in members.peers):
             return None
         with contextlib.closing(Client(self.job.secret, self.job.pace, tls=self.job.tls)) as client:
@@ -99,7 +99,7 @@ class OfferedObject:
                 if peer is None or name == without:
                     return None
                 try:
-                    data = self._read(client, _RANDOM.choice(peer.addresses))
+                    data = self._read(client, _RANDOM.choice(peer.addresses), until_s)
                     if hashlib.sha256(data).hexdigest() == self.digest:
                         return data
                     on_wrong(f"{name} sent wrong bytes of {self.digest[:16]}")
@@ -127,9 +127,7 @@ class OfferedObject:
                 silent |= {owner.name}
         return ""
 
-    def _read(self, client: Client, address: str) -> bytes:
-        until_s = time.monotonic() + _WAIT_S
-
+    def _read(self, client: Client, address: str, until_s: float) -> bytes:
         def on_progress(num_bytes: int) -> float:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
