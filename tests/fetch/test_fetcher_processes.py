@@ -81,7 +81,12 @@ def test_the_block_of_a_killed_process_is_fetched_by_whoever_waits_for_it(other,
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_hedges"), [(FetchSettings(), 1), (FetchSettings(hedge_s=60, claim_s=0.1), 0)]
+    ("settings", "num_hedges"),
+    [
+        (FetchSettings(), 1),
+        (FetchSettings(hedge_s=60, claim_s=0.1), 0),
+        (FetchSettings(hedge_s=60, deadline_s=6.0), 0),
+    ],
 )
 def test_a_block_of_a_process_that_hangs_is_fetched_after_a_while(other, place, cache, data, settings, num_hedges):
     store, block_file = place

@@ -86,7 +86,7 @@ def test_a_read_that_is_over_keeps_no_blocks_until_its_deadline():
 
 
 def test_blocks_of_others_are_looked_at_soon_and_many_less_often_than_few():
-    elsewhere = OtherClaims(60.0)
+    elsewhere = OtherClaims()
     elsewhere.watch((0, 1), 0.0)
     assert elsewhere.due(0.001) == []
     first = elsewhere.next_check
@@ -101,16 +101,15 @@ def test_blocks_of_others_are_looked_at_soon_and_many_less_often_than_few():
 
 
 def test_a_forgotten_block_is_not_looked_at():
-    elsewhere = OtherClaims(60.0)
+    elsewhere = OtherClaims()
     elsewhere.watch((0, 1), 0.0)
     elsewhere.forget((0, 1))
     assert elsewhere.due(1.0) == []
     assert elsewhere.next_check is None
 
 
-def test_a_claim_that_is_held_for_a_minute_is_overdue():
-    elsewhere = OtherClaims(60.0)
+def test_how_long_a_claim_has_been_held():
+    elsewhere = OtherClaims()
     elsewhere.watch((0, 1), 10.0)
-    assert not elsewhere.overdue((0, 1), 69.0)
-    assert elsewhere.overdue((0, 1), 70.0)
-    assert not elsewhere.overdue((0, 2), 70.0)
+    assert elsewhere.held_s((0, 1), 70.0) == 60.0
+    assert elsewhere.held_s((0, 2), 70.0) == 0.0

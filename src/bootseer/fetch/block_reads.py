@@ -86,14 +86,12 @@ class Reads:
         self._files: list[File] = []
         self._scheduler = RoutedScheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
         self._pending = PendingReads()
-        self._other_claims = OtherClaims(self._settings.claim_s)
+        self._other_claims = OtherClaims()
         self._distrusted: set[Key] = set()
         """Blocks that the cache lists and could not deliver, and those with an overdue claim: fetched without a
         claim."""
         self._cancelled: set[int] = set()
         """Running requests to abort. Changed under the lock, read without."""
-        self._urgent: set[int] = set()
-        """Running prefetch requests that readers wait for. Changed under the lock, read without."""
         self._wake_at: float | None = None
         self._wants_all = False
         self._closed = False
@@ -217,8 +215,6 @@ class Reads:
             return _Actions(failed=[(read, error)])
         self._scheduler.want(read.file, missing, Purpose.DEMAND, now)
         self._pending.wait(read, missing)
-        for block in missing:
-            self._urgent.update(self._scheduler.requests_for(read.file, block))
         return self._advance(now)
 
     def _advance(self, now: float) -> _Actions:
@@ -325,7 +321,7 @@ class Reads:
         with self._lock:
             if state == "cached":
                 complete = self._brought_by_other(key, now)
-            elif state == "free" or not self._scheduler.in_flight(*key) or self._other_claims.overdue(key, now):
+            elif state == "free" or not self._scheduler.in_flight(*key) or self._is_overdue(key, now):
                 if state == "claimed" and self._scheduler.in_flight(*key):
                     _LOG.info("another process has claimed block %d for too long: fetching it here too", key[1])
                     self._distrusted.add(key)
@@ -336,6 +332,12 @@ class Reads:
             actions = self._advance(now)
         actions.complete += complete
         self._run_actions(actions)
+
+    def _is_overdue(self, key: Key, now: float) -> bool:
+        """Whether another process has claimed a block for so long that it must hang. Without a hedge, a reader would
+        wait for it until its deadline."""
+        limit_s = self._settings.deadline_s / 2 if key in self._scheduler.demanded else self._settings.claim_s
+        return self._other_claims.held_s(key, now) >= min(limit_s, self._settings.claim_s)
 
     # One request, on a worker thread
 
@@ -368,8 +370,10 @@ class Reads:
             self._sync()
 
     def _decode_slot(self, fetch: Fetch) -> contextlib.AbstractContextManager[object]:
-        """Prefetches decode only as many blocks at once as there are cores, which leaves CPU for a reader's block."""
-        is_urgent = fetch.purpose is Purpose.DEMAND or fetch.number in self._urgent
+        """Prefetches decode only as many blocks at once as there are cores, which leaves CPU for a reader's block. A
+        request with such a block does not wait. (`demanded` changes under the lock, and is read without.)"""
+        demanded = self._scheduler.demanded
+        is_urgent = fetch.purpose is Purpose.DEMAND or any((fetch.file, block) in demanded for block in fetch.blocks)
         return contextlib.nullcontext() if is_urgent else self._processors
 
     def _process_step(self, fetch: Fetch, step: Claim | ArrivedBlock) -> None:
@@ -425,7 +429,6 @@ class Reads:
         with self._lock:
             now = time.monotonic()
             self._cancelled.discard(fetch.number)
-            self._urgent.discard(fetch.number)
             self._scheduler.request_finished(fetch.number, now, error)
             return self._advance(now)
 

@@ -72,7 +72,8 @@ class FetchSettings(Struct, frozen=True):
     stall_s: float = 120.0
     """A full pull fails when no block has arrived for this long."""
     claim_s: float = 60.0
-    """A claim of another process is ignored after this time, in which it could have tried six times."""
+    """A claim of another process is ignored after this time, in which it could have tried six times; if a reader waits
+    for the block, after half of `deadline_s`."""
     demand_timeout_s: float = 10.0
     """Limit of one demand request. Two more fit into a reader's deadline."""
     hot_timeout_s: float = 30.0

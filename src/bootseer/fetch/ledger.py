@@ -179,8 +179,8 @@ class Wanted(Struct):
     """Another process is fetching it."""
     postponed: bool = False
     """An attempt failed, and the next one is due later."""
-    late_at: float = 0.0
-    """When to hedge it for its readers."""
+    late_at: float = float("inf")
+    """When to hedge it for its readers, if it is in flight then."""
     hedges: int = 0
     tried: tuple[Hashable, ...] = ()
     """The route steps already tried, for an origin with several peers."""
@@ -217,10 +217,8 @@ class OriginQueues(Struct, eq=False):
     """Size of the next prefetch request: small at first, so that the first blocks arrive early."""
     demand: dict[Key, None] = field(default_factory=dict)
     """In order of arrival."""
-    uncovered: set[Key] = field(default_factory=set)
-    """Blocks with waiting readers, queued or not, that are not in the hot set."""
     yield_until: float = 0.0
-    """Until then even a proven hot set gives way to these readers."""
+    """Until then even a proven hot set gives way to readers that wait for blocks outside it."""
     hot: deque[Key] = field(default_factory=deque)
     """In the order of the recorded needs."""
     cold: deque[tuple[int, range]] = field(default_factory=deque)
@@ -231,14 +229,15 @@ class OriginQueues(Struct, eq=False):
     prefetch_bytes: int = 0
     """Outstanding bytes of running prefetch requests."""
 
-    def enqueue(self, key: Key, purpose: Purpose) -> None:
-        """Queue a block: a reader's at the end; a returning prefetch at the head, as it had its turn before."""
+    def enqueue(self, key: Key, purpose: Purpose, *, is_new: bool = False) -> None:
+        """Queue a block: a reader's and a new prefetch at the end; a returning prefetch at the head, as it had its turn
+        before."""
         if purpose is Purpose.DEMAND:
             self.demand[key] = None
         elif purpose is Purpose.HOT:
-            self.hot.appendleft(key)
+            (self.hot.append if is_new else self.hot.appendleft)(key)
         else:
-            self.cold.appendleft((key[0], range(key[1], key[1] + 1)))
+            (self.cold.append if is_new else self.cold.appendleft)((key[0], range(key[1], key[1] + 1)))
 
     def postpone(self, key: Key, until: float) -> None:
         """Retry a block at `until`."""
@@ -283,7 +282,7 @@ class Ledger:
         self.running: dict[int, Request] = {}
         self.inflight_bytes = 0
         """Outstanding bytes of the running requests."""
-        self.num_demanded = 0
+        self.demanded: set[Key] = set()
         """Blocks with waiting readers."""
         self.hot_left = 0
         """Hot blocks that are neither cached nor given up."""
@@ -319,15 +318,11 @@ class Ledger:
         """Add a reader to a block. Returns whether the block is in flight already and had no reader before."""
         file = self.files[key[0]]
         file.done[key[1]] = 0
-        wanted = self.wanted.get(key)
-        if wanted is None:
-            wanted = self.wanted[key] = Wanted()
+        wanted = self.wanted.setdefault(key, Wanted())
         wanted.readers += 1
         if wanted.readers > 1:
             return False
-        self.num_demanded += 1
-        if not file.hot[key[1]]:
-            file.origins[wanted.origin].uncovered.add(key)
+        self.demanded.add(key)
         if wanted.postponed:  # a failed prefetch: for a reader it is retried at once
             wanted.postponed, wanted.attempts = False, 0
         if wanted.queued:
@@ -354,7 +349,6 @@ class Ledger:
         file, block = self.files[key[0]], key[1]
         if purpose is Purpose.HOT:
             file.hot[block] = 1
-            self.origin_of(key).uncovered.discard(key)
         if file.done[block]:
             return
         wanted = self.wanted.setdefault(key, Wanted())
@@ -363,11 +357,7 @@ class Ledger:
         wanted.prefetch = purpose
         self.hot_left += purpose is Purpose.HOT
         if wanted.queued and not wanted.readers:
-            queues = file.origins[wanted.origin]
-            if purpose is Purpose.HOT:
-                queues.hot.append(key)
-            else:
-                queues.cold.append((key[0], range(block, block + 1)))
+            file.origins[wanted.origin].enqueue(key, purpose, is_new=True)
 
     def _make_cold(self, key: Key) -> None:
         """Lower the prefetch purpose of a block to cold, if it is still wanted."""
@@ -406,11 +396,7 @@ class Ledger:
         wanted, origins = self.wanted[key], self.files[key[0]].origins
         if wanted.origin + 1 >= len(origins):
             return False
-        before = origins[wanted.origin]
         wanted.origin += 1
-        if key in before.uncovered:
-            before.uncovered.discard(key)
-            origins[wanted.origin].uncovered.add(key)
         self._requeue(key)
         return True
 
@@ -436,10 +422,8 @@ class Ledger:
                 self.redundant.append(number)
 
     def _remove_demand(self, key: Key, wanted: Wanted) -> None:
-        self.num_demanded -= 1
-        origin = self.files[key[0]].origins[wanted.origin]
-        origin.uncovered.discard(key)
-        origin.demand.pop(key, None)
+        self.demanded.discard(key)
+        self.files[key[0]].origins[wanted.origin].demand.pop(key, None)
 
     # Running requests
 

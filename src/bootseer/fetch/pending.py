@@ -122,11 +122,10 @@ class OtherClaims:
     """Blocks that other processes are fetching, and when to check them again.
 
     Processes do not notify each other: a block appears in the shared cache, or its claim is released. So claims are
-    polled, less often the more there are. A claim held for `overdue_s` is ignored.
+    polled, less often the more there are.
     """
 
-    def __init__(self, overdue_s: float) -> None:
-        self._overdue_s = overdue_s
+    def __init__(self) -> None:
         self._since: dict[Key, float] = {}
         self._next_check_s = 0.0
 
@@ -147,9 +146,9 @@ class OtherClaims:
         self._next_check_s = now + min(_CHECK_S + len(self._since) * _CHECK_PER_BLOCK_S, _MAX_CHECK_S)
         return list(self._since)
 
-    def overdue(self, key: Key, now: float) -> bool:
-        """Whether the claim has been held for so long that its holder must hang."""
-        return now - self._since.get(key, now) >= self._overdue_s
+    def held_s(self, key: Key, now: float) -> float:
+        """For how long the claim has been held, as far as known."""
+        return now - self._since.get(key, now)
 
     @property
     def next_check(self) -> float | None:

@@ -86,8 +86,8 @@ class PeerQueues(OriginQueues, eq=False):
     blocked_until: float = _NEVER
     """No prefetch can be started before this time, unless a request ends or a block is queued."""
 
-    def enqueue(self, key: Key, purpose: Purpose) -> None:
-        OriginQueues.enqueue(self, key, purpose)
+    def enqueue(self, key: Key, purpose: Purpose, *, is_new: bool = False) -> None:
+        OriginQueues.enqueue(self, key, purpose, is_new=is_new)
         if purpose is not Purpose.DEMAND:
             self.blocked_until = _NEVER
 
@@ -123,11 +123,6 @@ class RoutedScheduler(Scheduler):
         """A hot set in the order in which this node fetches it."""
         routes = self._routes.get(blocks[0][0]) if blocks else None
         return blocks if routes is None else rotated(blocks, _WINDOW_RUNS * routes.run_blocks, routes.turn)
-
-    def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
-        super().want(file, blocks, purpose, now)
-        if self._peers is not None and purpose is not Purpose.DEMAND:
-            self._peers.blocked_until = _NEVER
 
     def want_cold(self, file: int, blocks: range, now: float) -> None:
         routes = self._routes.get(file)
@@ -213,9 +208,6 @@ class RoutedScheduler(Scheduler):
             peers.demand.pop(key, None)
             store.demand[key] = None
             store.yield_until = max(store.yield_until, peers.yield_until)
-            if key in peers.uncovered:
-                peers.uncovered.discard(key)
-                store.uncovered.add(key)
         elif wanted.prefetch is Purpose.HOT:
             store.hot.append(key)
 

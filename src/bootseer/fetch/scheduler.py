@@ -19,7 +19,6 @@ readers keeps only its prefetch purpose. Decides and touches nothing: simulation
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from msgspec import Struct
@@ -62,7 +61,6 @@ class Scheduler(Ledger):
             Purpose.COLD: settings.cold_timeout_s,
         }
         self._attempts = {Purpose.HOT: settings.hot_attempts, Purpose.COLD: settings.cold_attempts}
-        self._late: list[tuple[float, Key]] = []
         self._given_up: list[tuple[int, int, BootseerError]] = []
         self._last_need: float | None = None
         self._hedge_credit = settings.first_hedge_credit
@@ -89,9 +87,8 @@ class Scheduler(Ledger):
             for block in blocks:
                 if self._add_reader((file, block)):
                     self._watch((file, block), now)
-                origin = self.origin_of((file, block))
-                if (file, block) in origin.uncovered:
-                    origin.yield_until = now + self._settings.window_s
+                if not self.files[file].hot[block]:
+                    self.origin_of((file, block)).yield_until = now + self._settings.window_s
         else:
             self._has_hot_set |= purpose is Purpose.HOT
             for block in blocks:
@@ -175,10 +172,6 @@ class Scheduler(Ledger):
         wanted = self.wanted.get((file, block))
         return wanted is not None and wanted.in_flight
 
-    def requests_for(self, file: int, block: int) -> list[int]:
-        wanted = self.wanted.get((file, block))
-        return list(wanted.requests) if wanted else []
-
     def error(self, file: int, block: int) -> BootseerError | None:
         """The error of the latest attempt for a wanted block."""
         wanted = self.wanted.get((file, block))
@@ -259,10 +252,10 @@ class Scheduler(Ledger):
             fetches.append(self._launch(origin, key[0], blocks, sizes, purpose, now))
 
     def _start_hedges(self, now: float, fetches: list[Fetch]) -> None:
-        while self._late and self._late[0][0] <= now:
-            late_at, key = heapq.heappop(self._late)
-            wanted = self.wanted.get(key)
-            if wanted is None or wanted.late_at != late_at or not self._may_hedge(wanted):
+        late = sorted((self.wanted[key].late_at, key) for key in self.demanded if self.wanted[key].late_at <= now)
+        for _, key in late:
+            wanted = self.wanted[key]
+            if wanted.late_at > now or not self._may_hedge(wanted):  # hedged with an earlier one, or not in flight
                 continue
             origin = self.origin_of(key)
             room = self._settings.inflight_bytes - self.inflight_bytes
@@ -362,7 +355,6 @@ class Scheduler(Ledger):
         if self._may_hedge(wanted):
             after_s = max(self.origin_of(key).pace.hedge_after_s(), self._hedge_from_s)
             wanted.late_at = now + after_s * 2**wanted.hedges
-            heapq.heappush(self._late, (wanted.late_at, key))
 
     # Prefetch
 
@@ -375,9 +367,13 @@ class Scheduler(Ledger):
         if self._fetch_all_now:
             return window_bytes
         # A proven set gives way to a reader only briefly: its running requests keep the link full meanwhile.
-        if origin.uncovered and (not self.trust.proven or now < origin.yield_until):
+        if (not self.trust.proven or now < origin.yield_until) and self._has_uncovered(origin):
             return 0
         return self.trust.allowance(window_bytes)
+
+    def _has_uncovered(self, origin: OriginQueues) -> bool:
+        """Whether a reader waits for a block of this origin, queued or not, that is not in the hot set."""
+        return any(not self.files[key[0]].hot[key[1]] and self.origin_of(key) is origin for key in self.demanded)
 
     @property
     def _only_near(self) -> bool:
@@ -427,7 +423,7 @@ class Scheduler(Ledger):
             return float("inf")
         if self._fetch_all_now or self._last_need is None:
             return now
-        return float("inf") if self.num_demanded else self._last_need + self._settings.silence_s
+        return float("inf") if self.demanded else self._last_need + self._settings.silence_s
 
     # Failures
 
@@ -480,13 +476,13 @@ class Scheduler(Ledger):
             self.stop_prefetch(key[0])  # its other blocks would fail too
 
     def _wake_at(self, now: float) -> float | None:
-        times = [late[0] for late in self._late[:1]]
+        times = [self.wanted[key].late_at for key in self.demanded]
         may_wait = False
         for origin in self.origins.values():
             times += [postponed[0] for postponed in origin.postponed[:1]]
             if origin.demand:
                 times.append(origin.pace.paused_until)
-            if origin.hot and origin.uncovered:
+            if origin.hot:
                 times.append(origin.yield_until)
             if origin.hot or origin.cold:
                 times += [origin.pace.paused_until, origin.pace.prefetch_after]
