@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.hotsets import HotSets
-from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.places import blocks_folder, metadata_folder
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.mounting.mount import mount_image
@@ -201,6 +201,24 @@ def test_a_tag_is_what_it_was_when_its_registry_is_away_and_that_is_said(convert
     assert mounted.facts["mode"] == "local"
     assert converted.digest in said(converted)
     mounted.close()
+
+
+def test_copies_of_metadata_that_a_crash_of_the_machine_damaged_are_not_used(converted: Node, mount: Mount) -> None:
+    mount(loading="pull").close()
+    copies = [path for path in metadata_folder(converted.cache).rglob("*") if path.is_file()]
+
+    def damage() -> None:
+        for path in copies:
+            path.write_bytes(bytes(path.stat().st_size))
+
+    damage()
+    mounted = mount()
+    assert mounted.facts["mode"] == "local"
+    mounted.close()
+    damage()
+    converted.registry.__exit__(None, None, None)
+    with pytest.raises(TransientError):
+        mount()
 
 
 def test_a_pull_fetches_everything_and_leaves_no_daemon(converted: Node, mount: Mount) -> None:

@@ -81,7 +81,7 @@ class HotSets:
         return functools.reduce(HotSet.union, sets) if sets else None
 
     def copy_to_node(self, workload: str) -> None:
-        """Store what the store knows on this node."""
+        """Copy the runs that the store knows to this node."""
         hot_set = self.load(workload)
         if hot_set is not None:
             self._keep(hot_set)

@@ -229,15 +229,15 @@ def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:
     """The figures of a start from a daemon's status, by the names used in reports (`analysis.starts`)."""
     fetch = status.get("fetch") or {}
     by_purpose = fetch.get("bytes_by_purpose") or {}
-    foreseen = bool(fetch.get("hot_blocks"))
+    has_hot_set = bool(fetch.get("hot_blocks"))
     return {
         "demand_bytes": by_purpose.get("demand", 0),
         "hot_bytes": by_purpose.get("hot", 0),
         "cold_bytes": by_purpose.get("cold", 0),
         "requests": sum((fetch.get("requests_by_purpose") or {}).values()),
-        "coverage": round(fetch["covered"] / fetch["needs"], 4) if foreseen and fetch.get("needs") else None,
+        "coverage": round(fetch["covered"] / fetch["needs"], 4) if has_hot_set and fetch.get("needs") else None,
         "wasted_blocks": fetch.get("wasted_blocks", 0),
-        "late_blocks": fetch.get("late", 0) if foreseen else 0,
+        "late_blocks": fetch.get("late", 0) if has_hot_set else 0,
         "waited_s": round(fetch.get("waited_s", 0.0), 3),
         **peer_numbers(fetch),
     }

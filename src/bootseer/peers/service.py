@@ -78,7 +78,7 @@ class BlockFiles:
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
         self._groups: list[PeerGroup] = []
-        """The peers to ask as a global owner, and as an owner in a rack: never one that would ask its own kind."""
+        """The peers to ask as a global owner, and as an owner in a rack: never owners of the same level."""
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
         source = job.block_source(identity)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -117,25 +116,18 @@ def _document(
     reference = request.reference
     if reference.kind is SourceKind.FOLDER:  # its digest is known only after it is converted
         return None, ""
-    with contextlib.ExitStack() as opened:
-
-        @cache  # opened at most once, and only where it is needed: it costs requests
-        def source() -> ImageSource:
-            return opened.enter_context(closing(_open_source(request)))
-
-        if reference.kind is not SourceKind.REGISTRY:
-            digest = reference.digest or source().digest
-            found = _find_converted(request, metadata, local_uri, digest, store)
-        else:
-            named = metadata.digest_of(reference, lambda: _ask_registry(request, store))
-            digest = metadata.platform_image(named, request.platform) or named
-            found = _find_converted(request, metadata, local_uri, digest, store)
-            if found is None and digest == named:
-                # The digest may be an index's, and this platform's image has another one.
-                digest = source().digest
-                if digest != named:
-                    metadata.remember_platform_image(named, request.platform, digest)
-                    found = _find_converted(request, metadata, local_uri, digest, store)
+    if reference.kind is not SourceKind.REGISTRY:
+        found = _find_converted(request, metadata, local_uri, reference.digest or _source_digest(request), store)
+    else:
+        named = metadata.digest_of(reference, lambda: _ask_registry(request, store))
+        digest = metadata.platform_image(named, request.platform) or named
+        found = _find_converted(request, metadata, local_uri, digest, store)
+        if found is None and digest == named:
+            # The digest may be an index's, and this platform's image has another one.
+            digest = _source_digest(request)
+            if digest != named:
+                metadata.remember_platform_image(named, request.platform, digest)
+                found = _find_converted(request, metadata, local_uri, digest, store)
     if found is None and reference.kind is SourceKind.CONVERTED:
         raise UsageError(f"{reference}: not found", hint="name the source image, or the store with --store")
     return found or (None, "")
@@ -198,6 +190,12 @@ def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument
     ):
         options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
         return convert(source, store, progress=all_layers(source, on_progress), options=options)
+
+
+def _source_digest(request: Request) -> str:
+    """The digest of the image, where the reference names an index that of the platform's image. Costs requests."""
+    with closing(_open_source(request)) as source:
+        return source.digest
 
 
 def _open_source(request: Request) -> ImageSource:
