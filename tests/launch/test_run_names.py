@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,20 @@ def test_a_name_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for peers in (["a:1"], ["a:1", "b:1"], ["b:1"]):
         file.add(Peer(name, (name,)) for name in peers)
     assert looked_up == ["a", "b"]
+
+
+def test_a_resolver_that_takes_seconds_for_each_name_is_asked_for_many_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, both = HostsFile(tmp_path), threading.Barrier(2)
+
+    def look_up(name: str, *_: object, **__: object) -> list[object]:
+        both.wait(60)
+        return [(0, 0, 0, "", (name, 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    file.add(Peer(name, (name,)) for name in ("a:1", "b:1"))
+    assert (tmp_path / "hosts").read_text().count("::ffff:") == 3
 
 
 def test_a_name_leads_to_one_address_and_none_that_the_machine_knows_is_changed(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from bootseer.io.deadline import within
+from bootseer.io.tasks import Tasks
 from bootseer.peers.choice import Peer
 from bootseer.peers.interfaces import interfaces
 from bootseer.peers.job import FOLDER
@@ -29,6 +30,7 @@ SYSTEM: Final = Path("/etc/hosts")
 SWITCH: Final = "BOOTSEER_NAMES"
 RES_OPTIONS: Final = "timeout:1 attempts:1"
 MAX_HOSTS: Final = 16
+_LOOKUPS: Final = 64
 _REVERSE: Final = ".peer"
 """Suffix of names that exist only for reverse lookups: the resolution of a node's real name is not changed."""
 
@@ -52,16 +54,15 @@ class HostsFile:
 
     def add(self, peers: Iterable[Peer]) -> None:
         """Append missing entries. Raises `OSError`."""
-        for peer in peers:
-            if peer in self._added:  # the names of a list are looked up once
-                continue
-            name = peer.name if peer.hosts else _host(peer.name)
-            addresses = peer.hosts or addresses_of(peer)
-            for address in addresses:
-                # A node's name resolves to one address, as without us: the choice of the interface is not ours.
-                self._append(address, name)
-            if addresses:
-                self._added.add(peer)
+        new = [peer for peer in peers if peer not in self._added]  # the names of a list are looked up once
+        with Tasks("bootseer-names", _LOOKUPS) as tasks:  # a resolver may take seconds for each
+            for peer, addresses in zip(new, tasks.map(addresses_of, new), strict=True):
+                name = peer.name if peer.hosts else _host(peer.name)
+                for address in addresses:
+                    # A node's name resolves to one address, as without us: the choice of the interface is not ours.
+                    self._append(address, name)
+                if addresses:
+                    self._added.add(peer)
 
     def _append(self, address: str, name: str) -> None:
         word = re.sub(r"[^A-Za-z0-9-]" if name == address else r"[^A-Za-z0-9.-]", "-", name)
@@ -93,8 +94,10 @@ def is_host(address: object) -> bool:
     return not (parsed.is_loopback or parsed.is_multicast or parsed.is_unspecified)
 
 
-def addresses_of(peer: Peer) -> list[str]:
-    """The addresses of a listed node; names are resolved."""
+def addresses_of(peer: Peer) -> Sequence[str]:
+    """The addresses that a node announced; names in a list are resolved."""
+    if peer.hosts:
+        return peer.hosts
     found: list[str] = []
     for host in map(_host, peer.addresses):
         with contextlib.suppress(OSError):
