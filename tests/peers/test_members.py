@@ -53,7 +53,7 @@ def test_lines_of_a_list() -> None:
     ]
 
 
-@pytest.mark.parametrize("line", ["a b c", "a:0", "a:99999", "a/b", "a;rm"])
+@pytest.mark.parametrize("line", ["a b c", "a:0", "a:99999", "a/b", "a;rm", "a..b", ".a", "a" * 64])
 def test_lines_that_name_no_node(line: str) -> None:
     with pytest.raises(UsageError):
         parse_list([line], "LIST")

@@ -21,7 +21,9 @@ from bootseer.errors import UsageError
 
 PORT: Final = 17_507
 """Default port of listed nodes; other nodes use it if it is free."""
-_ADDRESS: Final = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):(\d{1,5})")
+_LABEL: Final = "[A-Za-z0-9_-]{1,63}"
+_ADDRESS: Final = re.compile(rf"((?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?|\[[0-9a-fA-F:.]{{2,45}}\]):(\d{{1,5}})")
+"""`socket` raises UnicodeError for a name with an empty or too long label."""
 _NET: Final = Path("/sys/class/net")
 _SIOCGIFADDR: Final = 0x8915
 _VIRTUAL: Final = (
