@@ -178,6 +178,7 @@ class RoutedScheduler(Scheduler):
             wanted.attempts = 0
             super()._try_next_origin(key, now)
         else:
+            wanted.tried = ()
             return False
         return True
 
@@ -195,10 +196,7 @@ class RoutedScheduler(Scheduler):
         for step in route.steps:
             if step not in wanted.tried:
                 return step
-        if route.may_ask_origin:
-            return None
-        wanted.tried = ()
-        return route.steps[0]
+        return None if route.may_ask_origin else route.steps[0]
 
     def _move_to_next_origin(self, key: Key) -> None:
         """Queue a block at the next origin, behind those that are there."""
@@ -250,9 +248,10 @@ class RoutedScheduler(Scheduler):
         peers.cold.extendleft(reversed(kept))
         for file, run in kept:
             key = (file, run[0])
-            step = self._step(key, now)
-            if step is not None and self._is_next(key, Purpose.COLD, peers):  # or an earlier run began with it
-                yield key, step
+            if self._is_next(key, Purpose.COLD, peers):  # an entry before may have been of the same block
+                step = self._step(key, now)
+                if step is not None:
+                    yield key, step
 
     # What to start
 
