@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import zstandard
-from sqlalchemy import func, insert, select
+from sqlalchemy import delete, func, insert, select
 
 from bootseer.errors import TransientError
 from bootseer.service import questions, schema
@@ -234,19 +234,52 @@ def test_lines_that_arrive_show_where_the_nodes_are_and_end_in_a_closed_start(pl
     until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
 
 
-def test_where_the_nodes_are_is_told_of_all_batches_beyond_one_look_too(place: Place, monkeypatch: Any) -> None:
-    monkeypatch.setattr("bootseer.service.deriver._BATCHES", 1)
-    by_node: dict[str, list[bytes]] = {}
-    fleet = Fleet(5)
-    for event, line in zip(fleet.events(), fleet.lines(), strict=True):
-        by_node.setdefault(event.node, []).append(line)
-    for lines in by_node.values():
-        place.put(lines[:-1])
+def test_many_batches_that_another_service_analyses_hold_up_no_other_attempt(place: Place) -> None:
+    claim = {"job": "big", "attempt": 0, "owner": "another", "owned_until_ns": time.time_ns() + 29 * NS_PER_S}
+    rows = [
+        {"raw_key": str(number), "day": 1, "job": "big", "attempt": 0, "received_ns": number, "done": False}
+        for number in range(1_200)
+    ]
+    with place.database.write() as connection:
+        connection.execute(insert(schema.live).values(claim))
+        connection.execute(insert(schema.batch), rows)
+    place.put(Fleet(2).lines())
     deriver = Deriver(place.database, place.url, str(place.folder))
     deriver.start()
     try:
-        until(lambda: all(row.done for row in place.rows(schema.batch)), "batches are left")
-        until(lambda: json.loads(place.rows(schema.live)[0].moment)["nodes_heard"] == 5, "not all nodes were told")
+        until(lambda: place.rows(schema.start), "nothing was derived")
+        assert "another" in {row.owner for row in place.rows(schema.live)}, "it waited until the claim had expired"
+    finally:
+        deriver.close()
+
+
+def test_late_lines_of_a_start_whose_lines_were_removed_leave_no_live_state(place: Place, monkeypatch: Any) -> None:
+    monkeypatch.setattr("bootseer.service.deriver._CLAIMED_S", 2)
+    lines = Fleet(2).lines()
+    place.put(lines)
+    derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns() + DAY_NS)
+    place.raw.delete([name for name, _ in place.batches])
+    place.put(lines[-1:])
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    try:
+        until(lambda: place.rows(schema.live), "the attempt was not claimed")
+        until(lambda: not place.rows(schema.live), "its live state stays")
+    finally:
+        deriver.close()
+
+
+def test_an_open_start_without_raw_lines_is_closed(place: Place) -> None:
+    lines = Fleet(2).lines()
+    place.put(lines[: len(lines) // 2])
+    derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns())
+    assert [row.state for row in place.rows(schema.start)] == [schema.OPEN]
+    with place.database.write() as connection:
+        connection.execute(delete(schema.batch))
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    deriver.start()
+    try:
+        until(lambda: [row.state for row in place.rows(schema.start)] == [schema.CLOSED], "it stays open")
     finally:
         deriver.close()
 

@@ -19,12 +19,11 @@ import socket
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from bootseer.errors import BootseerError, TransientError
@@ -43,7 +42,6 @@ _QUIET_S: Final = 0.5
 _PACE: Final = 4
 """Multiple of the last analysis's duration after which one begins even if batches keep arriving."""
 _LEAST_S: Final = 1.0
-_BATCHES: Final = 1_000
 _CLAIMED_S: Final = 30
 _TRIES: Final = 3
 """Number of failures after which an attempt is given up; `bootseer serve reindex` tries again."""
@@ -109,11 +107,12 @@ def _work(
 class _State:
     """An attempt whose lines are arriving."""
 
-    names: set[str] = field(default_factory=set)
-    """Objects that have arrived."""
+    waiting: tuple[int, int] = (0, 0)
+    """Batches that are not analysed at the last poll: their number, and when the newest one arrived."""
     is_changed: bool = True
-    """Whether batches have arrived since the last analysis began."""
+    """Whether there are batches to analyse."""
     arrived_s: float = 0.0
+    """When `waiting` last changed."""
     ended_s: float = 0.0
     took_s: float = 0.0
     running: _Worker | None = None
@@ -175,8 +174,8 @@ class Deriver:
                 if not reopened:
                     self._reopen()
                     reopened = True
-                self._take()
                 self._collect()
+                self._take()
                 self._submit()
                 self._close_starts()
                 problem = ""
@@ -215,21 +214,19 @@ class Deriver:
         batch = schema.batch
         with self._database.read() as connection:
             rows = connection.execute(
-                select(batch.c.raw_key, batch.c.job, batch.c.attempt)
+                select(batch.c.job, batch.c.attempt, func.count(), func.max(batch.c.received_ns))
                 .where(batch.c.done.is_(False))
-                .order_by(batch.c.received_ns)
-                .limit(_BATCHES)
+                .group_by(batch.c.job, batch.c.attempt)
+                .order_by(func.min(batch.c.received_ns))
             ).all()
-        arrived: dict[Attempt, list[str]] = defaultdict(list)
-        for name, job, number in rows:
-            arrived[Attempt(job, number)].append(name)
-        for attempt, names in arrived.items():
+        for job, number, count, newest_ns in rows:
+            attempt, waiting = Attempt(job, number), (count, newest_ns)
             if not self._claim(attempt):
                 continue
             state = self._state(attempt)
-            if not state.names.issuperset(names):
-                state.names.update(names)
-                state.is_changed, state.arrived_s = True, time.monotonic()
+            state.is_changed = True
+            if state.waiting != waiting:
+                state.waiting, state.arrived_s = waiting, time.monotonic()
 
     def _claim(self, attempt: Attempt) -> bool:
         """Claim the attempt for this process, or renew the claim. Returns whether it succeeded."""
@@ -280,12 +277,11 @@ class Deriver:
                         batch.c.job == attempt.job, batch.c.attempt == attempt.attempt
                     )
                 ).all()
-            if not batches:
-                state.is_changed = False
+            if not batches:  # its raw lines were deleted: an open start never changes again
+                state.is_changed, state.closes_ns = False, 0
                 continue
             work = [(name, received_ns) for name, received_ns in batches]
             state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
-            state.is_changed = False  # only now: after an error above, the next round tries again
 
     def _collect(self) -> None:
         for attempt, state in self._states.items():
@@ -301,16 +297,16 @@ class Deriver:
             state.running, state.ended_s = None, time.monotonic()
             state.took_s = state.ended_s - state.began_s
             if isinstance(result, Derived):
-                state.failures, state.closes_ns = 0, result.closes_ns
+                state.is_changed, state.failures, state.closes_ns = False, 0, result.closes_ns
                 self._on_derived(result)
                 continue
-            state.is_changed = True
             _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, result)
             if what not in ("transient", "killed"):
                 state.failures += 1
                 if state.failures >= _TRIES:
                     self._give_up(attempt)
                     state.is_changed = False
+                    _LOG.warning("%r, attempt %d: not tried again before `bootseer serve reindex`", *attempt)
 
     def _give_up(self, attempt: Attempt) -> None:
         batch = schema.batch
@@ -321,19 +317,20 @@ class Deriver:
 
     def _close_starts(self) -> None:
         """Close starts whose time has come, and forget attempts that are finished."""
+        start, live = schema.start, schema.live
         for attempt, state in list(self._states.items()):
             if state.is_changed or state.running:
                 continue
-            if state.closes_ns is not None and time.time_ns() < state.closes_ns:
-                continue
             if state.closes_ns is not None:
-                start = schema.start
+                if time.time_ns() < state.closes_ns:
+                    continue
                 where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
                 with self._database.write() as connection:
                     connection.execute(update(start).where(where).values(state=schema.CLOSED))
-                    live = schema.live
-                    connection.execute(delete(live).where(live.c.job == attempt.job, live.c.attempt == attempt.attempt))
                 state.closes_ns = None
                 self._on_derived(Derived(0, frozenset(), None))
             if time.monotonic() - state.arrived_s > _CLAIMED_S:
+                here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
+                with self._database.write() as connection:
+                    connection.execute(delete(live).where(here, live.c.owner == self._name))
                 del self._states[attempt]
