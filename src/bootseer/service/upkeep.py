@@ -30,6 +30,8 @@ from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
 _EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
+_FIRST_PAUSE_S: Final = 2.0
+_LONGEST_PAUSE_S: Final = 300.0
 _PAGES: Final = 20_000
 """Maximum number of SQLite pages to return to the disk at once, because other transactions wait meanwhile."""
 RAW_DAYS: Final = 14
@@ -227,6 +229,8 @@ class Upkeep:
         self._raw_days = raw_days
         self._found = found
         self._days: set[int] = set()
+        self._retries: dict[int, tuple[float, float]] = {}
+        """For each day whose sums failed: when they are tried again, and the pause after another failure."""
         self._since: int | None = None
         """The first day that may have objects without rows; None before the first look."""
         self._lock = threading.Lock()
@@ -266,15 +270,19 @@ class Upkeep:
             self.changed(connection.execute(select(start.c.day).distinct().where(lately)).scalars())
 
     def _sum(self) -> None:
+        now_s = time.monotonic()
         with self._lock:
-            days, self._days = self._days, set()
+            days = {day for day in self._days if self._retries.get(day, (now_s, 0.0))[0] <= now_s}
+            self._days -= days
         for day in sorted(days):
             if self._ended.is_set():  # each may wait for a database that hangs
-                break
+                return
+            _, pause_s = self._retries.pop(day, (0.0, _FIRST_PAUSE_S))
             with _logged():
                 roll_up(self._database, day)
-                days.remove(day)
-        self.changed(days)
+                continue
+            self._retries[day] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+            self.changed([day])
 
     def _reconcile(self) -> None:
         today = day_of(time.time_ns())
