@@ -178,6 +178,23 @@ def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(mon
     assert asyncio.run(asked()) == [b"0", b"0", b"1"]
 
 
+def test_a_stale_answer_outlives_a_renewal_that_fails(monkeypatch: Any) -> None:
+    for name, value in (("_LASTS", 0.0), ("_SLOW_S", -1.0)):
+        monkeypatch.setattr(f"bootseer.service.shared_answers.{name}", value)
+    statuses = iter([200, 503, 503, 200])
+
+    async def asked() -> list[int]:
+        answers, seen = Answers(), []
+        for _ in range(4):
+            answer = await answers.of(asking(), lambda _: Response(status_code=next(statuses)), of_weeks=True)
+            seen.append(answer.status_code)
+            await asyncio.gather(*answers._renewals)
+        return seen
+
+    assert asyncio.run(asked()) == [200] * 4
+    assert next(statuses, None) is None, "each reader began a renewal"
+
+
 def test_an_error_is_not_shown_again(monkeypatch: Any) -> None:
     monkeypatch.setattr("bootseer.service.shared_answers._LASTS", 1e9)
     statuses = iter([503, 200])

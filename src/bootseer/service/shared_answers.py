@@ -41,7 +41,8 @@ class Answers:
 
     A computation that began after a request arrived is as fresh as one of its own, so it serves all equal requests that
     were waiting. Answers about weeks of data are also reused for some time, in proportion to the time they took, which
-    bounds the cost of 200 readers on any machine. A slow answer is returned stale while the next one is computed.
+    bounds the cost of 200 readers on any machine. A slow answer is returned stale while the next one is computed, and
+    for the rest of its time if that fails.
     """
 
     def __init__(self) -> None:
@@ -72,10 +73,14 @@ class Answers:
                 # While this request waited for the lock, another one may have computed an answer that is new enough.
                 if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
                     asked.began_s = time.monotonic()
-                    asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
+                    answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
                     now_s = time.monotonic()
+                    is_error = answer.status_code >= 500
+                    if asked.answer is not None and is_error and now_s < asked.stale_s:
+                        return asked.answer
+                    asked.answer = answer
                     took_s = now_s - asked.began_s
-                    lasts = of_weeks and asked.answer.status_code < 500  # the database may be back at once
+                    lasts = of_weeks and not is_error  # the database may be back at once
                     asked.until_s = now_s + _LASTS * took_s if lasts else now_s
                     asked.stale_s = asked.until_s + (_STALE_S if lasts and took_s > _SLOW_S else 0.0)
                 return asked.answer
