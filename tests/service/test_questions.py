@@ -105,8 +105,9 @@ def test_caches_and_what_a_miss_costs(place: Place) -> None:
             values = {"start_id": row.id, "technique": "image", "day": DAY, "digest": "d", "stored_bytes": 5 << 30}
             more = {"hits": 4 if number else 0, "misses": 0 if number else 4, "origin_bytes": 0 if number else 1 << 30}
             connection.execute(insert(schema.technique_start).values(**values, **more))
-            took_s = 50.0 if number else 90.0
-            connection.execute(update(schema.start).where(schema.start.c.id == row.id).values(overhead_s=took_s))
+            queue_s, took_s = (0.0, 50.0) if number else (3600.0, 90.0)
+            changed = {"overhead_s": queue_s + took_s, "queue_s": queue_s}
+            connection.execute(update(schema.start).where(schema.start.c.id == row.id).values(changed))
     roll_up(place.database, DAY)
     (row,) = ask(place, questions.caches, ALL)
     assert (row["hits"], row["misses"], row["stored_bytes"]) == (8, 4, 5 << 30)

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, case, func, select
 from bootseer.service import questions
 from bootseer.service.histogram import CLASSES, bound_s
 from bootseer.service.over_time import OverTime, now
-from bootseer.service.questions import Filter, bucket_name
+from bootseer.service.questions import Filter, bucket_name, own_s
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import alert, stage, stage_day, start
 from bootseer.units import Figures
@@ -45,7 +45,6 @@ def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
 
 
 def _starts(made: Figures, connection: Connection, where: Filter) -> None:
-    own_s = start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)
     edges = [-1e18, *_BOUNDS_S]
     within = [func.sum(case(((own_s > low) & (own_s <= high), 1), else_=0)) for low, high in pairwise(edges)]
     began = select(start.c.bucket, start.c.kind, func.count(), func.sum(own_s), *within)

@@ -203,10 +203,11 @@ class Pages:
 
     def _caches(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
+        days = questions.caches_by_day(connection, where)
         return {
             **chosen,
-            "caches": questions.caches(connection, where),
-            "days": questions.caches_by_day(connection, where),
+            "caches": questions.caches(connection, where, days),
+            "days": days,
             "origin": questions.origin(connection, where)[-24 * 31 :],
         }
 

@@ -46,6 +46,8 @@ _LEAST_STARTS: Final = 3
 """Of a node that is compared with others."""
 # Not open starts, which have not ended yet, nor starts without an observed first step, which may have trained.
 _FAILED: Final = start.c.outcome.in_((FAILED, TRUNCATED)) & (start.c.state == CLOSED)
+own_s: Final = start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)
+"""Duration without the queue, in which a job has no GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +176,7 @@ def node_sums(connection: Connection, where: Filter) -> list[NodeSums]:
     return sorted(found, key=lambda row: (-row.delay_s, -row.n_last, row.node_id))
 
 
-def nodes(
-    connection: Connection,
-    where: Filter,
-    *,
-    limit: int = 1000,
-    sums: Sequence[NodeSums] | None = None,
-) -> Rows:
+def nodes(connection: Connection, where: Filter, *, limit: int = 1000, sums: Sequence[NodeSums] | None = None) -> Rows:
     """Nodes that delay others: how often each was last, in which stage, and its total delay. `sums`: those of all
     nodes, if already known."""
     sums = node_sums(connection, where) if sums is None else sums
@@ -280,20 +276,20 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
     return values
 
 
-def caches(connection: Connection, where: Filter) -> Rows:
+def caches(connection: Connection, where: Filter, days: Rows | None = None) -> Rows:
     """Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
-    of the same scale with and without misses."""
+    of the same scale with and without misses, without the queue. `days`: those of `caches_by_day`, if already known."""
     costs = _miss_costs(connection, where)
-    return [{**row, "miss_costs_s": costs.get(row["technique"])} for row in uses(connection, where)]
+    return [{**row, "miss_costs_s": costs.get(row["technique"])} for row in uses(connection, where, days)]
 
 
-def uses(connection: Connection, where: Filter) -> Rows:
-    """Hits, misses and sources of bytes of each technique."""
-    days: dict[str, Rows] = defaultdict(list)
-    for row in caches_by_day(connection, where):
-        days[row["technique"]].append(row)
+def uses(connection: Connection, where: Filter, days: Rows | None = None) -> Rows:
+    """Hits, misses and sources of bytes of each technique. `days` as for `caches`."""
+    by_technique: dict[str, Rows] = defaultdict(list)
+    for row in caches_by_day(connection, where) if days is None else days:
+        by_technique[row["technique"]].append(row)
     found = []
-    for technique, rows in sorted(days.items()):
+    for technique, rows in sorted(by_technique.items()):
         sums = {name: sum(row[name] for row in rows) for name in _USES}
         share = _share(sums["hits"], sums["hits"] + sums["misses"])
         stored = max(row["stored_bytes"] for row in rows)
@@ -305,7 +301,7 @@ def _miss_costs(connection: Connection, where: Filter) -> dict[str, float]:
     """How much longer starts with misses take, by technique; omitted if no scale has both kinds."""
     took: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
     of = technique_start
-    each = select(of.c.technique, start.c.bucket, of.c.misses > 0, start.c.overhead_s).join_from(of, start)
+    each = select(of.c.technique, start.c.bucket, of.c.misses > 0, own_s).join_from(of, start)
     for technique, number, missed, took_s in connection.execute(each.where(*where.of(start), start.c.outcome == BEGAN)):
         took[technique, number, bool(missed)].append(took_s)
     costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -362,7 +358,7 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
             where,
             start.c.job,
             overhead_s=func.sum(start.c.overhead_s),
-            ended_s=func.sum(case((ran, start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)), else_=0.0)),
+            ended_s=func.sum(case((ran, own_s), else_=0.0)),
             run_s=func.sum(start.c.run_s),
             work_s=func.sum(start.c.work_s),
             wait_s=func.sum(start.c.wait_s),
