@@ -13,12 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import HTTPConnection
 
 from bootseer.errors import TransientError, UsageError
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import scan
 from bootseer.service import schema
-from bootseer.service.access import COOKIE, READ, Tokens, needed, networks
+from bootseer.service.access import COOKIE, READ, Gate, Rules, Tokens, needed, networks
 from bootseer.service.app import _check_access
 from bootseer.service.database import Database
 from conftest_launch import BOOTSEER
@@ -131,6 +132,10 @@ def test_a_browser_logs_in_and_other_sites_cannot_use_its_cookie(tmp_path):
             assert browser.post("/login", data={"token": "wrong"}).status_code == 403
             assert browser.post("/login?next=//evil.example", data={"token": token}).headers["location"] == "/"
             assert browser.cookies[COOKIE] == token
+            for scheme in ("https", "http"):  # https: by a proxy in front of the service
+                origin = {"origin": running.url.replace("http", scheme)}
+                cookie = browser.post("/login", data={"token": token}, headers=origin).headers["set-cookie"]
+                assert ("secure" in cookie.lower()) == (scheme == "https")
             assert browser.get("/page").status_code == 404
             page = browser.get("/<page>", headers={"accept": "text/html"})
             assert (page.status_code, "There is no page /&lt;page&gt;" in page.text) == (404, True)
@@ -160,6 +165,26 @@ def test_a_proxy_vouches_for_users_from_its_own_address_alone(tmp_path, address,
         assert status(running, "/nothing", x_forwarded_user="ada") == code
         assert status(running, "/nothing") == 401
         assert status(running, "/v1/lines", method="POST", x_forwarded_user="ada") == 403
+
+
+def test_a_proxy_over_ipv4_is_known_on_a_socket_for_both_protocols(tmp_path):
+    with running_service(tmp_path / "data", proxies=networks(["10.0.0.7"])) as running:
+        gate = Gate(running.service.app(), running.service.tokens, Rules(False, running.settings.proxies))
+        for address, known in (("::ffff:10.0.0.7", True), ("::ffff:10.0.0.8", False), ("10.0.0.7", True)):
+            scope = {"type": "http", "client": (address, 1), "headers": []}
+            assert gate._from_proxy(HTTPConnection(scope)) == known
+
+
+def test_the_state_of_health_names_the_store_only_to_readers(tmp_path):
+    with running_service(tmp_path / "data") as running:
+        running.service.ingest.problem = "s3://secret-bucket: full"
+        assert "secret-bucket" in ask("GET", f"{running.url}/healthz").text  # on loopback without any token
+        tokens = {scope: running.service.tokens.add(scope)[1] for scope in ("ingest", "read")}
+        running.service.tokens._read_at = float("-inf")
+        for scope, token in {"none": "", **tokens}.items():
+            headers = {"authorization": f"Bearer {token}"} if token else {}
+            answer = ask("GET", f"{running.url}/healthz", headers=headers)
+            assert (answer.status_code, "secret-bucket" in answer.text) == (503, scope == "read")
 
 
 def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):

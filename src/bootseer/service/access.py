@@ -272,6 +272,8 @@ class Gate:
             address = ipaddress.ip_address(connection.client.host if connection.client else "")
         except ValueError:
             return False
+        # A socket for both protocols shows an IPv4 address as ::ffff:10.0.0.7.
+        address = getattr(address, "ipv4_mapped", None) or address
         return any(address in network for network in self._rules.proxies)
 
 
@@ -352,6 +354,7 @@ async def login(request: Request) -> Response:
     # Only a local path: `//host` and `/\host` lead to another host.
     safe = target if target.startswith("/") and target[1:2] not in ("/", "\\") and target.isprintable() else "/"
     response = RedirectResponse(safe, 303)
-    response.set_cookie(COOKIE, secret, httponly=True, samesite="lax", secure=request.url.scheme == "https",
-                        max_age=30 * 86_400)  # fmt: skip
+    # The browser's own word, because a proxy in front may have ended TLS.
+    is_secure = "https" in (request.url.scheme, urlsplit(request.headers.get("origin", "")).scheme)
+    response.set_cookie(COOKIE, secret, httponly=True, samesite="lax", secure=is_secure, max_age=30 * 86_400)
     return response

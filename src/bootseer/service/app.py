@@ -27,7 +27,7 @@ from starlette.routing import Route
 from bootseer.errors import UsageError
 from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import home_of, trusted_folder
-from bootseer.service.access import LOGIN, Gate, Network, Rules, Tokens, login
+from bootseer.service.access import LOGIN, READ, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
 from bootseer.service.derive import Derived, Patterns
@@ -179,10 +179,13 @@ class Service:
         """200 while lines are accepted. Senders do not notice if the database is unreachable for a while."""
         from bootseer import __version__
 
+        problem, grant = self.ingest.problem, request.state.grant
+        if problem and (grant is None or not grant.allows(READ)):  # it names the store
+            problem = "the lines cannot be stored now"
         health = {
             "version": __version__,
             "uptime_s": round(time.monotonic() - self.began, 1),
-            "problem": self.ingest.problem,
+            "problem": problem,
             "ingest_lag_s": round(self.ingest.lag_s, 1),
         }
         return JSONResponse(health, 503 if self.ingest.problem else 200)
