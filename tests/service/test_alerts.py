@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -245,6 +246,30 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
         database.close()
         server.shutdown()
         server.server_close()
+
+
+def test_a_webhook_that_is_away_repeats_nothing_at_the_others(tmp_path: Path) -> None:
+    """Slack had the same message every 15 s while Alertmanager was away."""
+    server: Any = HTTPServer(("127.0.0.1", 0), Hook)
+    server.got, server.status = [], 200
+    Thread(target=server.serve_forever, daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        away = f"alertmanager=http://127.0.0.1:{free.getsockname()[1]}"
+    database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
+    hooks = [webhook(f"slack=http://127.0.0.1:{server.server_port}/"), webhook(away)]
+    alerts = Alerts(database, OverTime(database), hooks, Limits())
+    for number, found in enumerate([[Finding("slower", "a", "a")], [Finding("slower", "b", "b")], []]):
+        with database.write() as connection:
+            settle(connection, None, found, number + 1)
+        for _ in range(3):
+            alerts._send_changes(number + 1)
+            assert alerts.problem
+    assert [said["text"] for _, said in server.got] == [
+        "alert (slower): a", "over (slower): a\nalert (slower): b", "over (slower): b"
+    ]  # fmt: skip
+    database.close()
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_new_alert_is_sent_however_many_are_open(tmp_path: Path, monkeypatch: Any) -> None:

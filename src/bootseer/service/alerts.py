@@ -2,7 +2,7 @@
 
 An alert has a rule and a key (a job, a node, a cache; empty for the service as a whole). It begins when its rule finds
 it, and ends when the rule no longer does. Slack gets one message for all changes, Alertmanager gets open alerts
-repeatedly. If a webhook cannot be reached, it is tried again at the next evaluation.
+repeatedly. If a webhook cannot be reached, it alone is tried again at the next evaluation.
 """
 
 from __future__ import annotations
@@ -230,6 +230,8 @@ class Alerts:
         self._to = tuple(to)
         self._limits = limits
         self._weeks_s = float("-inf")
+        self._delivered: dict[Webhook, set[tuple[int, int | None]]] = {}
+        """Changes that a webhook has received, while another one has not: number and end of the alert."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-alerts", daemon=True)
         self.problem = ""
@@ -277,18 +279,19 @@ class Alerts:
             # New ones first: otherwise many open alerts would keep them from being sent.
             found = select(alert).where(new | open_).order_by(new.desc(), alert.c.id)
             rows = connection.execute(found.limit(_MOST)).all()
-        changed = [row for row in rows if row.sent_ns is None or row.ended_ns is not None]
+        changed = {(row.id, row.ended_ns): row for row in rows if row.sent_ns is None or row.ended_ns is not None}
         self.problem = ""
         for to in self._to:
-            sent = rows if to.form == ALERTMANAGER else changed
-            if not sent:
-                continue
+            has = self._delivered.get(to, set())
+            sent = rows if to.form == ALERTMANAGER else [row for key, row in changed.items() if key not in has]
             try:
-                send(to, body(to.form, sent, now_ns))
+                if sent:
+                    send(to, body(to.form, sent, now_ns))
+                self._delivered[to] = set(changed)
             except (OSError, HTTPException) as error:
                 self.problem = f"cannot reach the webhook of {to.form}: {error}"
                 _LOG.warning("alerts: %s", self.problem)
         if changed and not self.problem:
             with self._database.write() as connection:
-                numbers = [row.id for row in changed]
+                numbers = [number for number, _ in changed]
                 connection.execute(update(alert).where(alert.c.id.in_(numbers)).values(sent_ns=now_ns))
