@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import select, text
+from sqlalchemy import make_url, select, text
 
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.service import schema
@@ -78,6 +78,23 @@ def test_other_addresses_are_refused_without_their_password(url: str) -> None:
     with pytest.raises(UsageError) as error:
         Database(url)
     assert "secret" not in str(error.value)
+
+
+def test_a_file_that_is_no_database_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "derived.sqlite").write_bytes(b"\0" * 50 + b"no database" * 100)
+    with pytest.raises(PermanentError, match=r"derived\.sqlite: file is not a database$"):
+        Database.open(f"sqlite:///{tmp_path / 'derived.sqlite'}")
+
+
+def test_a_user_who_may_not_make_tables_is_told_so(database_url: str) -> None:
+    database = Database(database_url)
+    if not database.is_postgres:
+        pytest.skip("SQLite has no users")
+    with database.write() as connection:
+        connection.execute(text("CREATE ROLE poor LOGIN"))
+    database.close()
+    with pytest.raises(PermanentError, match=r"permission denied for schema public$"):
+        Database.open(make_url(database_url).set(username="poor").render_as_string(hide_password=False))
 
 
 def test_one_that_cannot_be_reached_says_so_without_its_password(tmp_path: Path) -> None:

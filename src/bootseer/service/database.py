@@ -50,7 +50,8 @@ class Database:
     def open(cls, url: str) -> Database:
         """The database with the current tables, created or migrated.
 
-        Raises `PermanentError` if it was created by a newer version, `TransientError` if it cannot be reached.
+        Raises `PermanentError` if it was created by a newer version, is damaged, or refuses this user, `TransientError`
+        if it cannot be reached.
         """
         database = cls(url)
         try:
@@ -58,8 +59,10 @@ class Database:
                 if database.is_postgres:  # only one of several processes that start at once migrates
                     connection.execute(text("SELECT pg_advisory_xact_lock(7012619)"))
                 _migrate(connection)
-        except BaseException:
+        except BaseException as error:
             database.close()
+            if isinstance(error, DBAPIError):
+                raise PermanentError(f"{database}: {str(error.orig).partition(chr(10))[0]}") from error
             raise
         return database
 
