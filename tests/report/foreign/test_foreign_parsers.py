@@ -123,6 +123,9 @@ def test_an_announced_restart_counts_before_its_rendezvous_completes(read: Any) 
 def test_events_with_absurd_values_are_dropped(read: Any, metadata: object) -> None:
     record = {"name": "torchelastic.worker.status.RENDEZVOUS", "source": "AGENT", "timestamp": 0, "metadata": metadata}
     assert read(AT + json.dumps(record)) == {}
+    del record["source"]
+    record["metadata"] = {"run_id": "a", "state": "START", "agent_restarts": 0}
+    assert read(AT + json.dumps(record)) == {}
 
 
 @pytest.mark.parametrize("run_id", ["none", "0127649f-4eb9-4c0f-82f0-e554a9f7c3e8"])

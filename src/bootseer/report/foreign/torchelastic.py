@@ -154,7 +154,8 @@ class TorchElasticParser(Parser):
         try:
             record, _ = json.JSONDecoder().raw_decode(text)
             metadata = record["metadata"]
-            state, restarts, run_id = metadata["state"], metadata["agent_restarts"], metadata["run_id"]
+            source, state = record["source"], metadata["state"]
+            restarts, run_id = metadata["agent_restarts"], metadata["run_id"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return
         if isinstance(run_id, str):
@@ -166,7 +167,7 @@ class TorchElasticParser(Parser):
         group_rank = make.rank(metadata.get("group_rank"))
         attrs = {} if group_rank == NO_RANK else {"group_rank": group_rank}
         duration_ns = milliseconds_to_ns(metadata.get("duration_ms"))
-        if (state == "RENDEZVOUS" and duration_ns is not None) or (state == "START" and record["source"] == "WORKER"):
+        if (state == "RENDEZVOUS" and duration_ns is not None) or (state == "START" and source == "WORKER"):
             self._recorded.append(
                 _Recorded(line, state, "" if node == "localhost" else node, restart, duration_ns, attrs)
             )
