@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.errors import UsageError
 from bootseer.launch.doctor import ENVIRONMENTS, check_environments, write_bundle
 from bootseer.mounts import kernel
 
@@ -36,6 +38,21 @@ def test_a_bundle_for_a_bug_report_has_no_secrets(tmp_path: Path) -> None:
     assert len(texts) == len(names)
     assert all(b"h4nter" not in text for text in texts)
     assert any(b"SLURM_JOB_ID=77" in text for text in texts)
+
+
+def test_a_bundle_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(UsageError, match="too large"):
+            write_bundle(tmp_path / "bug.tar.gz", {}, {"BOOTSEER_RUNTIME": str(tmp_path.parent / "none")})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "bug.tar.gz").write_text("there")
+    with pytest.raises(UsageError, match="exists"):
+        write_bundle(tmp_path / "bug.tar.gz", {}, {})
+    assert (tmp_path / "bug.tar.gz").read_text() == "there"
 
 
 # A resolver that hears questions and never answers, in a network of its own.

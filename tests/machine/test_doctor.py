@@ -51,6 +51,14 @@ def test_table_fits_80_columns() -> None:
     assert "".join(map(str.strip, lines)).count("folder/") == 40  # folded, never cut
 
 
+def test_names_in_the_table_cannot_control_the_terminal() -> None:
+    text = io.StringIO()
+    check = Check("cache", "limited", "/x\x1b[2J", "/y\x1b]0;title\x07", "free it\nor move it", ("\x9b2Jjobs",))
+    Console(file=text, width=80, highlight=False).print(table_of([check]))
+    assert text.getvalue().replace("\n", "").isprintable()
+    assert "\\x1b[2J" in text.getvalue()
+
+
 @pytest.mark.slow
 def test_output_that_cannot_be_written_is_no_traceback() -> None:
     with Path("/dev/full").open("w") as full:

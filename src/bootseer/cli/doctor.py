@@ -19,6 +19,7 @@ from bootseer.cli.output import Output
 from bootseer.cli.verb_parts import json_option
 from bootseer.machine.check import Check, usable
 from bootseer.machine.probes import run_checks
+from bootseer.trace.event import visible
 from bootseer.trace.spools import default_root
 
 SCHEMA = "bootseer.doctor/1"
@@ -90,14 +91,14 @@ def table_of(checks: Sequence[Check]) -> Table:
 
 
 def _explained(check: Check) -> Text:
-    text = Text(check.found)
+    text = Text(visible(check.found))  # it may quote names of folders, hosts and stores
     if check.status != "ok":
         lines = [
             check.why,
             check.install and f"to do: {check.install}",
             check.opens and f"needed for: {', '.join(check.opens)}",
         ]
-        for line in lines:
-            if line:
-                text.append(("\n" if text else "") + line, style="dim" if line.startswith("needed for") else "")
+        for line in filter(None, lines):
+            style = "dim" if line.startswith("needed for") else ""
+            text.append(("\n" if text else "") + visible(line), style)
     return text

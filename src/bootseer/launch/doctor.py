@@ -147,13 +147,17 @@ def write_bundle(path: Path, doctor: Mapping[str, Any], environ: Mapping[str, st
     names = []
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as bundle:
-            for name, text in _texts(doctor, environ):
-                data = without_secrets(text).encode("utf-8", "backslashreplace")
-                entry = tarfile.TarInfo(f"bootseer-bundle/{name}")
-                entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
-                bundle.addfile(entry, io.BytesIO(data))
-                names.append(name)
+        try:
+            with os.fdopen(file, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as bundle:
+                for name, text in _texts(doctor, environ):
+                    data = without_secrets(text).encode("utf-8", "backslashreplace")
+                    entry = tarfile.TarInfo(f"bootseer-bundle/{name}")
+                    entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+                    bundle.addfile(entry, io.BytesIO(data))
+                    names.append(name)
+        except BaseException:
+            path.unlink(missing_ok=True)  # a part of it, on a full disk
+            raise
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="name a new file that can be written") from error
     return names
