@@ -300,6 +300,14 @@ def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, 
     assert len(service.raw()) == 2
 
 
+def test_a_file_is_given_up_if_the_service_wants_it_only_after_the_time_is_over(run, tmp_path):
+    """It slept for as long as `Retry-After` says."""
+    (tmp_path / "job.log").write_bytes(b"".join(Fleet(1).lines()))
+    with collector(lambda _: (503, {"Retry-After": "600"}, b"{}")) as server:
+        done = run("ship", "--to", server.url, "--within", "5", "job.log")
+    assert (done.returncode, "not sent completely: HTTP 503" in done.stderr) == (1, True)
+
+
 def test_the_log_of_a_job_without_bootseer_becomes_a_start(service, run, tmp_path):
     source = Path(__file__).parents[1] / "golden" / "megatron" / "setup.log"
     done = run("ship", "--to", service.url, "--job", "ungemessen/7", str(source))

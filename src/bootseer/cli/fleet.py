@@ -168,8 +168,7 @@ def _watch_service(job: str, service: str, wait: bool, as_json: bool) -> None:
         _shown_until_over(job, service, wait, show)
     latest = _from_service("history", {"job": job}, service)["starts"][:1]
     for row in latest if not as_json else ():
-        with terminal() as console:
-            console.print(f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")
+        Output("", as_json=False)({}, f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")
 
 
 def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, object], None] | None) -> None:

@@ -203,7 +203,7 @@ def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool) 
         while not link.send(lines, sender, sequence, more):
             if link.is_refused:
                 raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
-            if time.monotonic() >= until:
+            if max(time.monotonic(), link.not_before) >= until:
                 raise TransientError(f"{source.name}: not sent completely: {link.problem}")
             if not reported and not quiet:
                 reported = _report(link.problem)
