@@ -184,6 +184,22 @@ def test_spans_become_lines_and_unfinished_ones_a_begin(service):
     }
 
 
+def test_lines_of_many_spans_are_divided_into_objects_that_can_be_read(service, monkeypatch):
+    """They are several times as long as the spans: those of 60,000 were one object that no analysis could read."""
+    one = span("first_step", end_ns=1790000003000000000)
+    spans = [{**one["scopeSpans"][0]["spans"][0], "spanId": f"{number:016x}"} for number in range(1, 21)]
+    data = json.dumps({"resourceSpans": [{**one, "scopeSpans": [{"spans": spans}]}]}).encode()
+    monkeypatch.setattr(ingest, "MAX_PLAIN_BYTES", len(data))
+    assert service.post("/v1/traces", data, content_type="application/json").status_code == 200
+    sizes = [len(lines) for lines in service.raw().values()]
+    assert len(sizes) > 1
+    assert max(sizes) <= len(data)
+    assert len({decode(line)[0].span for line in service.raw_lines()}) == 20
+    assert len(service.batches(len(sizes))) == len(sizes)
+    monkeypatch.setattr("bootseer.service.otlp_in._MAX_LINES_BYTES", len(data))
+    assert service.post("/v1/traces", data, content_type="application/json").status_code == 413
+
+
 def test_our_own_export_comes_back_as_the_lines_it_was_made_of(service, tmp_path):
     """Through OpenTelemetry's own library, in protobuf and gzip."""
     from bootseer.trace.otlp import OtlpExporter

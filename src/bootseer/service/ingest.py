@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -111,13 +111,11 @@ class Refused(Exception):  # noqa: N818 - an answer, not an error of the program
         self.retry_after_s = retry_after_s
 
 
-def sort_lines(data: bytes) -> tuple[dict[Attempt, list[bytes]], int]:
-    """The lines by attempt, and the number of lines that are not events."""
+def sort_lines(lines: Iterable[bytes]) -> tuple[dict[Attempt, list[bytes]], int]:
+    """The lines by attempt, and the number of lines that are not events; empty ones are ignored."""
     parts: dict[Attempt, list[bytes]] = {}
     rejected = 0
-    for line in data.split(b"\n"):
-        if not line:
-            continue
+    for line in filter(None, lines):
         attempt = _attempt(line)
         if attempt is None:
             rejected += 1
@@ -219,7 +217,7 @@ class Ingest:
                     lines = [line for line in data.split(b"\n") if line]
                     parts, rejected = {(name, 0): lines} if lines and name else {}, 0
                 else:
-                    parts, rejected = sort_lines(data)
+                    parts, rejected = sort_lines(data.split(b"\n"))
                 suffix = LOG if kind == "log" else EVENTS
                 return self.keep(Batch(sender, sequence, grant.team, parts, suffix), rejected), self._stacks(parts)
 
@@ -291,24 +289,38 @@ class Ingest:
             if batch.team:  # lines of a log stay if no event is in them
                 is_log = batch.suffix == LOG
                 lines = [of_team(line, batch.team) or (line if is_log else b"") for line in came]
-            data = b"\n".join([*lines, b""])
-            try:
-                kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,
-                                     sequence=batch.sequence, suffix=batch.suffix)  # fmt: skip
-            except BootseerError as error:
-                self.problem = str(error)
-                _LOG.warning("a batch cannot be stored: %s", error)
-                raise Refused(503, "the lines cannot be stored now", random.uniform(5.0, 15.0)) from error  # noqa: S311
-            is_new |= kept.is_new
             accepted += len(lines)
-            self.counts["stored_bytes"] += kept.stored_bytes if kept.is_new else 0
-            rows.append({"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt,
-                         "sender": batch.sender, "sequence": batch.sequence, "lines": len(lines),
-                         "bytes": len(data), "received_ns": now_ns, "done": False})  # fmt: skip
+            # Lines made from spans are several times as long; of a log, each number stands for one object.
+            for piece in _pieces(lines) if batch.suffix == EVENTS else [lines]:
+                data = b"\n".join([*piece, b""])
+                try:
+                    kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,
+                                         sequence=batch.sequence, suffix=batch.suffix)  # fmt: skip
+                except BootseerError as error:
+                    self.problem = str(error)
+                    _LOG.warning("a batch cannot be stored: %s", error)
+                    why = "the lines cannot be stored now"
+                    raise Refused(503, why, random.uniform(5.0, 15.0)) from error  # noqa: S311
+                is_new |= kept.is_new
+                self.counts["stored_bytes"] += kept.stored_bytes if kept.is_new else 0
+                rows.append({"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt,
+                             "sender": batch.sender, "sequence": batch.sequence, "lines": len(piece),
+                             "bytes": len(data), "received_ns": now_ns, "done": False})  # fmt: skip
         self.problem = ""
         self.counts.update(batches=1, lines=accepted, rejected=rejected, duplicates=int(bool(rows) and not is_new))
         self._registrar.add(rows)
         return Outcome(accepted, rejected, is_new or not rows)
+
+
+def _pieces(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The lines in pieces that one object of raw lines can hold."""
+    begin = size = 0
+    for end, line in enumerate(lines):
+        if size + len(line) > MAX_PLAIN_BYTES:
+            yield lines[begin:end]
+            begin, size = end, 0
+        size += len(line) + 1
+    yield lines[begin:]
 
 
 async def _drain(request: Request) -> None:

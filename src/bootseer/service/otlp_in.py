@@ -35,6 +35,8 @@ _IDS = ("traceId", "spanId", "parentSpanId")
 _INT64 = 2**63
 _OUTCOMES = {1: OK, 2: FAILED}
 _DEPTH = 8
+_MAX_LINES_BYTES = 128 << 20
+"""Of the lines made from the spans of one request, which are several times as long."""
 
 
 class Found(NamedTuple):
@@ -52,7 +54,7 @@ async def answer(ingest: Ingest, kind: str, request: Request) -> Response:
 
     def work(data: bytes) -> tuple[Outcome, int]:
         found = (lines_of_spans if kind == TRACES else lines_of_logs)(_parsed(data, media, kind))
-        parts, bad = sort_lines(b"\n".join(found.lines))
+        parts, bad = sort_lines(found.lines)
         outcome = ingest.keep(Batch("otlp", 0, grant.team, parts), bad) if parts else Outcome(0, bad, True)
         return outcome, found.refused
 
@@ -127,7 +129,7 @@ def _number(values: Mapping[str, Any], name: str, default: int) -> int:
 
 def lines_of_spans(request: Any) -> Found:
     lines: list[bytes] = []
-    refused = 0
+    refused = size = 0
     for resource in request.resource_spans:
         about = _values(resource.resource.attributes)
         job, node = _first(about, _JOB), _first(about, _NODE)
@@ -135,8 +137,11 @@ def lines_of_spans(request: Any) -> Found:
             for span in scope.spans:
                 if not job or not node or not span.start_time_unix_nano or not span.span_id:
                     refused += 1
-                else:
-                    lines += (encode(event).rstrip(b"\n") for event in _events(span, about, job, node))
+                    continue
+                made = [encode(event).rstrip(b"\n") for event in _events(span, about, job, node)]
+                if (size := size + sum(map(len, made))) > _MAX_LINES_BYTES:
+                    raise Refused(413, "send fewer spans at once")
+                lines += made
     return Found(lines, refused)
 
 
