@@ -201,6 +201,18 @@ def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):
         assert tokens.grant(secret) is not None
 
 
+def test_tokens_that_could_not_be_read_yet_count_as_there(tmp_path, monkeypatch):
+    """Otherwise the first request, while the database is away, would need none."""
+    with running_service(tmp_path / "data") as running:
+        running.service.tokens.add(READ)
+
+        def away() -> None:
+            raise TransientError("away")
+
+        monkeypatch.setattr(running.service.database, "read", away)
+        assert Tokens(running.service.database).any()
+
+
 def test_a_database_that_does_not_answer_holds_up_one_request_only(tmp_path, monkeypatch):
     monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
     with running_service(tmp_path / "data") as running, socket.create_server(("127.0.0.1", 0)) as hung:

@@ -93,6 +93,8 @@ class Tokens:
         self._database = database
         self._lock = threading.Lock()
         self._by_hash: dict[str, Token] = {}
+        self._is_known = False
+        """Whether the tokens were ever read."""
         self._read_at = -_FRESH_S
         self._used: dict[int, int] = {}
 
@@ -126,9 +128,9 @@ class Tokens:
             return done.rowcount > 0
 
     def any(self) -> bool:
-        """Whether a token was ever created."""
+        """Whether a token was ever created; also if the database has not answered yet, so that nothing is open."""
         self._refresh()
-        return bool(self._by_hash)
+        return bool(self._by_hash) or not self._is_known
 
     def grant(self, secret: str) -> Grant | None:
         """What a secret allows; None if it is unknown or revoked."""
@@ -155,6 +157,7 @@ class Tokens:
                     columns = [token_table.c[name] for name in ("hash", *Token._fields)]
                     rows = connection.execute(select(*columns))
                     self._by_hash = {row[0]: Token(*row[1:]) for row in rows}
+                self._is_known = True
             self._read_at = time.monotonic()
         finally:
             self._lock.release()

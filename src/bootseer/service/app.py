@@ -119,6 +119,7 @@ class Service:
             self.upkeep = Upkeep(self.database, self.raw, settings.raw_days, self.deriver.wake)
             self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
             self.tokens = Tokens(self.database)
+            self.tokens.any()  # known from now on, also while the database is away
             self.answers = Answers()
             self.over_time = OverTime(self.database)
             self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits(), self.ingest.ask_stacks)
