@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -290,6 +291,8 @@ def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, 
     _, lines = spool(Path(env["BOOTSEER_SPOOL"]))
     gone = run("ship", "--to", "http://127.0.0.1:9", "--within", "0.5")
     assert (gone.returncode, "could not be sent" in gone.stderr) == (1, True)
+    quiet = run("ship", "--quiet", "--to", "http://127.0.0.1:9", "--within", "0.5")
+    assert (quiet.returncode, quiet.stdout + quiet.stderr) == (1, ""), "a script may delete what was sent"
     done = run("ship", "--to", service.url, "--json")
     assert json.loads(done.stdout)["waiting"] == 0
     assert service.raw_lines() == lines
@@ -298,6 +301,9 @@ def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, 
     for _ in range(2):
         assert run("ship", "--to", service.url, "job.log").returncode == 0
     assert len(service.raw()) == 2
+    (tmp_path / "cut.log.gz").write_bytes(gzip.compress(b"\n".join(lines[:9]) + os.urandom(1000))[:-500])
+    cut = run("ship", "--to", service.url, "--json", "cut.log.gz")
+    assert (cut.returncode, json.loads(cut.stdout)["lines"], "truncated" in cut.stderr) == (0, 9, True)
 
 
 def test_a_file_is_given_up_if_the_service_wants_it_only_after_the_time_is_over(run, tmp_path):

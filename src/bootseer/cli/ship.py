@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +71,9 @@ def ship_command(
             waiting = _send_spools(sender, link, until, quiet) if folders else 0
         finally:
             sender.close()
-    if waiting and not quiet:
+    if waiting and quiet:
+        raise SystemExit(1)
+    if waiting:
         cause = f": {link.problem}" if link.problem else "; another process is sending them"
         raise TransientError(f"{plural(waiting, 'folder')} could not be sent completely{cause}. The spools keep them")
     if not quiet:
@@ -84,12 +85,14 @@ def ship_command(
 def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event) -> int:
     """Send what is written until a signal, or until standard input ends if nothing else is followed. Returns the number
     of lines sent from standard input."""
+    from bootseer.report import inputs
     from bootseer.trace.ship import pause_s
     from bootseer.trace.ship_logs import Logs, state_folder
 
     named = [place for place in files if place != "-"]
     logs = Logs(named, job, link, where, state_folder(os.environ)) if named else None
-    piped = _Piped(job, link) if "-" in files else None
+    stdin = inputs.Source("-", None)
+    piped = _Lines(f"stdin-{time.time_ns()}", lambda: next(inputs.new_blocks(stdin, 0), None), job, link)
     for place in named:
         if not Path(place).exists():
             sys.stderr.write(f"bootseer: {place} does not exist yet\n")
@@ -100,11 +103,11 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
             sender.step()
             if logs is not None:
                 logs.step()
-            is_over = piped is not None and piped.step()
+            is_over = "-" in files and piped.step()
             if link.problem != reported:
                 reported = _report(link.problem)
             if is_last or (is_over and len(files) == 1):
-                return piped.lines if piped is not None else 0
+                return piped.lines
             ended.wait(pause_s(link))
     finally:
         sender.close()
@@ -119,49 +122,60 @@ def _report(problem: str) -> str:
     return problem
 
 
-class _Piped:
-    """Sends standard input as it arrives. A batch that is not accepted is sent again before more is read."""
+class _Lines:
+    """Sends a file, or standard input as it arrives, in batches. One that is not accepted is sent again before more is
+    read.
 
-    def __init__(self, job: str, link: Link) -> None:
+    A file is always cut at the same places and has the same sender and sequence numbers, so that the service can
+    recognise duplicates.
+    """
+
+    def __init__(self, name: str, next_block: Callable[[], bytes | None], job: str, link: Link) -> None:
+        """`next_block`: empty at the end, None if nothing is there yet. With `job`, all lines are sent as its log,
+        otherwise only events."""
         from bootseer.trace.ship import log_headers
+        from bootseer.trace.sinks import safe_name
+        from bootseer.trace.spools import fingerprint
 
         self.lines = 0
         """Number of lines that the service has accepted."""
-        self._job, self._link = job, link
+        self._next_block, self._job, self._link = next_block, job, link
         self._more = log_headers(job) if job else {}
-        self._sender = _sender(f"stdin-{time.time_ns()}")
+        self._sender = f"{safe_name(Path(name).name)[:40]}-{fingerprint(f'{os.uname().nodename}:{name}')[:12]}"
         self._sequence = 0
-        self._held = b""
+        self._held = bytearray()
         self._is_over = False
 
     def step(self) -> bool:
-        """Send what has arrived. Returns whether the input has ended and was sent completely."""
-        from bootseer.report import inputs
-        from bootseer.trace.ship import BATCH_BYTES, event_lines
+        """Send what is there. Returns whether all of the input, to its end, was accepted."""
+        from bootseer.trace.ship import event_lines
 
-        while True:
-            while len(self._held) < BATCH_BYTES and not self._is_over:
-                blocks = list(itertools.islice(inputs.new_blocks(inputs.Source("-", None), 0), 1))
-                if not blocks:
-                    break
-                self._held += blocks[0]
-                self._is_over = not blocks[0]
-            piece = self._held[:BATCH_BYTES]
-            if (not self._is_over and b"\n" in piece) or len(self._held) > BATCH_BYTES:
-                piece = piece[: piece.rfind(b"\n") + 1] or piece
-            elif not self._is_over:
-                return False  # the line is not complete yet
-            lines = piece if self._job else b"".join(event_lines(piece))
-            if lines:
+        while piece := self._piece():
+            if lines := piece if self._job else b"".join(event_lines(piece)):
                 if time.monotonic() < self._link.not_before:
                     return False
                 if not self._link.send(lines, self._sender, self._sequence, self._more):
                     return False
                 self._sequence += 1
                 self.lines += lines.count(b"\n")
-            self._held = self._held[len(piece) :]
-            if self._is_over and not self._held:
-                return True
+            del self._held[: len(piece)]
+        return self._is_over
+
+    def _piece(self) -> bytes:
+        """The next batch, of whole lines; empty if there is none yet, and at the end."""
+        from bootseer.trace.ship import BATCH_BYTES
+
+        while len(self._held) <= BATCH_BYTES and not self._is_over:
+            block = self._next_block()
+            if block is None:
+                break
+            self._held += block
+            self._is_over = not block
+        if len(self._held) > BATCH_BYTES:
+            end = self._held.rfind(b"\n", 0, BATCH_BYTES) + 1 or BATCH_BYTES
+        else:
+            end = len(self._held) if self._is_over else self._held.rfind(b"\n") + 1
+        return bytes(self._held[:end])
 
 
 def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
@@ -182,50 +196,30 @@ def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
         time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
 
 
-def _sender(name: str) -> str:
-    from bootseer.trace.sinks import safe_name
-    from bootseer.trace.spools import fingerprint
-
-    return f"{safe_name(Path(name).name)[:40]}-{fingerprint(f'{os.uname().nodename}:{name}')[:12]}"
-
-
 def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool) -> int:
-    """Send a file's event lines, or with `job` all its lines; returns their number.
-
-    Batches of the same file always have the same sender and sequence numbers, so that the service can recognise
-    duplicates.
-    """
-    from bootseer.trace.ship import log_headers
-
+    """Send a file's event lines, or with `job` all its lines; returns their number."""
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
-    sender, more, count, reported = _sender(name), log_headers(job) if job else {}, 0, ""
-    for sequence, lines in enumerate(_batches(source, events_only=not job)):
-        while not link.send(lines, sender, sequence, more):
-            if link.is_refused:
-                raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
-            if max(time.monotonic(), link.not_before) >= until:
-                raise TransientError(f"{source.name}: not sent completely: {link.problem}")
-            if not reported and not quiet:
-                reported = _report(link.problem)
-            time.sleep(max(link.not_before - time.monotonic(), 0.1))
-        count += lines.count(b"\n")
-    if not count:
+    blocks, reported = _blocks(source), ""
+    sent = _Lines(name, lambda: next(blocks), job, link)
+    while not sent.step():
+        if link.is_refused:
+            raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
+        if max(time.monotonic(), link.not_before) >= until:
+            raise TransientError(f"{source.name}: not sent completely: {link.problem}")
+        if not reported and not quiet:
+            reported = _report(link.problem)
+        time.sleep(max(link.not_before - time.monotonic(), 0.1))
+    if not sent.lines:
         raise UsageError(f"{source.name}: has no event lines", hint="give --job NAME to send a log", exit_code=1)
-    return count
+    return sent.lines
 
 
-def _batches(source: Source, *, events_only: bool) -> Iterator[bytes]:
-    """A file's lines, uncompressed, in batches that are always cut at the same places."""
+def _blocks(source: Source) -> Iterator[bytes]:
+    """The uncompressed content, and an empty block at its end."""
     from bootseer.report import inputs
-    from bootseer.trace.ship import BATCH_BYTES, event_lines
 
-    held = bytearray()
-    for block in itertools.chain(inputs.blocks(source), [b""]):
-        held += block
-        while len(held) > BATCH_BYTES or (held and not block):
-            is_last = not block and len(held) <= BATCH_BYTES
-            cut = len(held) if is_last else held.rfind(b"\n", 0, BATCH_BYTES) + 1 or BATCH_BYTES
-            piece = bytes(held[:cut])
-            del held[:cut]
-            if lines := b"".join(event_lines(piece)) if events_only else piece:
-                yield lines
+    try:
+        yield from inputs.blocks(source)
+    except inputs.Cut:
+        sys.stderr.write(f"bootseer: {source.name}: truncated or damaged; what is before the damage is sent\n")
+    yield b""
