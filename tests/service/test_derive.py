@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import zstandard
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import delete, func, insert, select, update
 
 from bootseer.errors import TransientError
 from bootseer.service import questions, schema
@@ -331,6 +331,22 @@ def test_a_claim_of_before_the_clock_was_set_back_holds_nothing_up(place: Place)
     deriver.start()
     until(lambda: place.rows(schema.start), "nothing was derived")
     deriver.close()
+
+
+def test_a_claim_of_a_service_whose_clock_is_ahead_is_respected(place: Place) -> None:
+    """Otherwise the other one would take every attempt from it, and both would analyse them."""
+    first, second = (Deriver(place.database, place.url, str(place.folder), name=name) for name in ("a", "b"))
+    attempt = Attempt("fleet", 0)
+    assert [first._claim(attempt), second._claim(attempt)] == [True, False]
+    with place.database.write() as connection:
+        ahead = schema.live.c.owned_until_ns + 5 * NS_PER_S
+        connection.execute(update(schema.live).values(owned_until_ns=ahead))
+    assert not second._claim(attempt)
+    with place.database.write() as connection:
+        connection.execute(update(schema.live).values(owned_until_ns=time.time_ns() - 1))
+    assert second._claim(attempt)
+    first._states.clear()
+    assert not first._claim(attempt)
 
 
 def test_two_services_share_the_work_of_one_postgres(place: Place) -> None:

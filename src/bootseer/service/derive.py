@@ -18,7 +18,7 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, text, update
+from sqlalchemy import ColumnElement, Connection, Table, bindparam, delete, func, insert, select, text, update
 
 from bootseer.errors import TransientError
 from bootseer.logs import logger
@@ -53,6 +53,10 @@ class Attempt(NamedTuple):
 
     job: str
     attempt: int
+
+    def of(self, table: Table) -> ColumnElement[bool]:
+        """The condition for its rows in a table."""
+        return (table.c.job == self.job) & (table.c.attempt == self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +102,11 @@ def derive_attempt(
         days: set[int] = set()
         if _has_all(connection, attempt, batches, gone):
             days = _replace(database, connection, attempt, rows, now_ns)
-            where = (schema.live.c.job == attempt.job) & (schema.live.c.attempt == attempt.attempt)
-            connection.execute(update(schema.live).where(where).values(moment=moment, updated_ns=now_ns))
+            live_row = update(schema.live).where(attempt.of(schema.live))
+            connection.execute(live_row.values(moment=moment, updated_ns=now_ns))
         else:
             rows, closes = [], None
-            start = schema.start
-            where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
-            connection.execute(update(start).where(where).values(state=schema.CLOSED))
+            connection.execute(update(schema.start).where(attempt.of(schema.start)).values(state=schema.CLOSED))
             _LOG.warning("%r, attempt %d: late lines were ignored, because earlier ones were removed", *attempt)
         if batches:
             done = update(schema.batch).where(schema.batch.c.raw_key == bindparam("name")).values(done=True)
@@ -118,18 +120,15 @@ def _only_one(database: Database, connection: Connection, attempt: Attempt, name
     if database.is_postgres:
         connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:job, :attempt))"), attempt._asdict())
     batch = schema.batch
-    done = select(batch.c.raw_key).where(
-        batch.c.job == attempt.job, batch.c.attempt == attempt.attempt, batch.c.done.is_(True)
-    )
+    done = select(batch.c.raw_key).where(attempt.of(batch), batch.c.done.is_(True))
     if not names.issuperset(connection.execute(done).scalars()):
         raise TransientError("another process has analysed more of its lines")
 
 
 def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]], gone: set[str]) -> bool:
     """Whether the lines that the attempt was derived from still exist: they arrived before that, and can be read."""
-    start = schema.start
-    computed = select(func.min(start.c.computed_ns)).where(start.c.job == attempt.job)
-    computed_ns = connection.execute(computed.where(start.c.attempt == attempt.attempt)).scalar_one()
+    computed = select(func.min(schema.start.c.computed_ns)).where(attempt.of(schema.start))
+    computed_ns = connection.execute(computed).scalar_one()
     first_ns = min((received_ns for _, received_ns in batches), default=0)
     return computed_ns is None or (not gone and first_ns < computed_ns + _CLOCKS_DIFFER_NS)
 
@@ -219,11 +218,7 @@ def _replace(
 ) -> set[int]:
     """Replace all rows of the attempt; returns the days concerned."""
     start = schema.start
-    old = connection.execute(
-        select(start.c.id, start.c.restart, start.c.day).where(
-            start.c.job == attempt.job, start.c.attempt == attempt.attempt
-        )
-    ).all()
+    old = connection.execute(select(start.c.id, start.c.restart, start.c.day).where(attempt.of(start))).all()
     days = {row.day for row in old}
     for table in _PARTS:
         connection.execute(delete(table).where(table.c.start_id.in_([row.id for row in old])))

@@ -11,6 +11,7 @@ Several services may share one PostgreSQL: each claims an attempt for `_CLAIMED_
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -19,12 +20,12 @@ import socket
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import delete, func, select, update
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
@@ -43,6 +44,8 @@ _PACE: Final = 4
 """Multiple of the last analysis's duration after which one begins even if batches keep arriving."""
 _LEAST_S: Final = 1.0
 _CLAIMED_S: Final = 30
+_CLOCKS_DIFFER_S: Final = 60
+"""Maximum difference between the clocks of several services' machines."""
 _TRIES: Final = 3
 """Number of failures after which an attempt is given up; `bootseer serve reindex` tries again."""
 _WORKER_S: Final = 600
@@ -68,10 +71,9 @@ class _Worker:
 
     def end(self) -> tuple[str, Derived | str]:
         """Its result: `derived`, `transient` or `error`; `killed` if it sent none."""
-        try:
-            result: tuple[str, Derived | str] = self.results.recv()
-        except EOFError:
-            result = ("killed", "its process was killed")
+        result: tuple[str, Derived | str] = ("killed", "its process was killed")
+        with contextlib.suppress(EOFError):
+            result = self.results.recv()
         return result
 
     def kill(self) -> None:
@@ -146,7 +148,7 @@ class Deriver:
         self._workers = workers
         self._on_derived = on_derived
         self._name = f"{socket.gethostname()}:{name or os.getpid()}"
-        self._states: dict[Attempt, _State] = {}
+        self._states: defaultdict[Attempt, _State] = defaultdict(_State)
         self._woken = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-derive", daemon=True)
@@ -198,16 +200,7 @@ class Deriver:
                 select(start.c.job, start.c.attempt).where(start.c.state == schema.OPEN).distinct()
             ).all()
         for job, number in rows:
-            self._state(Attempt(job, number)).is_changed = True
-
-    def _num_running(self) -> int:
-        return sum(state.running is not None for state in self._states.values())
-
-    def _state(self, attempt: Attempt) -> _State:
-        state = self._states.get(attempt)
-        if state is None:
-            state = self._states[attempt] = _State()
-        return state
+            self._states[Attempt(job, number)].is_changed = True
 
     def _take(self) -> None:
         """Poll for new batches."""
@@ -223,7 +216,7 @@ class Deriver:
             attempt, waiting = Attempt(job, number), (count, newest_ns)
             if not self._claim(attempt):
                 continue
-            state = self._state(attempt)
+            state = self._states[attempt]
             state.is_changed = True
             if state.waiting != waiting:
                 state.waiting, state.arrived_s = waiting, time.monotonic()
@@ -235,34 +228,25 @@ class Deriver:
             return True
         live, now_ns = schema.live, time.time_ns()
         until_ns = now_ns + _CLAIMED_S * NS_PER_S
-        here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
-        # A claim further in the future than possible was made before a clock was set back: it counts as expired.
-        free = (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
-        # No upsert: in PostgreSQL it locks the row also where it changes nothing, and so waits for its owner.
+        # A claim even further in the future was made before a clock was set back: it counts as expired.
+        is_taken = live.c.owned_until_ns.between(now_ns, until_ns + _CLOCKS_DIFFER_S * NS_PER_S)
+        is_free = (live.c.owner == self._name) | ~is_taken
+        claim = {"owner": self._name, "owned_until_ns": until_ns}
+        made = self._database.insert(live).values(**attempt._asdict(), **claim).on_conflict_do_nothing()
         with self._database.write() as connection:
-            taken = connection.execute(
-                update(live).where(here & free).values(owner=self._name, owned_until_ns=until_ns)
-            ).rowcount
-            is_ours = bool(taken)
-            if not taken and connection.execute(select(live.c.owner).where(here)).first() is None:
-                try:
-                    with connection.begin_nested():
-                        connection.execute(
-                            insert(live).values(
-                                job=attempt.job, attempt=attempt.attempt, owner=self._name, owned_until_ns=until_ns
-                            )
-                        )
-                    is_ours = True
-                except IntegrityError:  # another process was faster
-                    is_ours = False
+            # No upsert: in PostgreSQL it locks the row also where it changes nothing, and so waits for its owner.
+            is_ours = connection.execute(update(live).where(attempt.of(live), is_free).values(claim)).rowcount > 0
+            if not is_ours and connection.execute(select(live.c.owner).where(attempt.of(live))).first() is None:
+                is_ours = connection.execute(made.returning(live.c.owner)).first() is not None
         if is_ours:
-            self._state(attempt).claimed_s = time.monotonic()
+            self._states[attempt].claimed_s = time.monotonic()
         return is_ours
 
     def _submit(self) -> None:
-        now_s = time.monotonic()
+        now_s, batch = time.monotonic(), schema.batch
+        idle = self._workers - sum(state.running is not None for state in self._states.values())
         for attempt, state in self._states.items():
-            if state.running or not state.is_changed or self._num_running() >= self._workers:
+            if state.running or not state.is_changed or not idle:
                 continue
             # Once lines pause and a second has passed since the last analysis; at the latest when its pace allows.
             paced_s = state.ended_s + max(_LEAST_S, _PACE * state.took_s)
@@ -271,17 +255,13 @@ class Deriver:
             if not self._claim(attempt):
                 continue
             with self._database.read() as connection:
-                batch = schema.batch
-                batches = connection.execute(
-                    select(batch.c.raw_key, batch.c.received_ns).where(
-                        batch.c.job == attempt.job, batch.c.attempt == attempt.attempt
-                    )
-                ).all()
+                rows = connection.execute(select(batch.c.raw_key, batch.c.received_ns).where(attempt.of(batch)))
+                batches = [(name, received_ns) for name, received_ns in rows]
             if not batches:  # its raw lines were deleted: an open start never changes again
                 state.is_changed, state.closes_ns = False, 0
                 continue
-            work = [(name, received_ns) for name, received_ns in batches]
-            state.began_s, state.running = now_s, _Worker(*self._places, attempt, work)
+            state.began_s, state.running = now_s, _Worker(*self._places, attempt, batches)
+            idle -= 1
 
     def _collect(self) -> None:
         for attempt, state in self._states.items():
@@ -306,14 +286,11 @@ class Deriver:
                 if state.failures >= _TRIES:
                     self._give_up(attempt)
                     state.is_changed = False
-                    _LOG.warning("%r, attempt %d: not tried again before `bootseer serve reindex`", *attempt)
 
     def _give_up(self, attempt: Attempt) -> None:
-        batch = schema.batch
         with self._database.write() as connection:
-            connection.execute(
-                update(batch).where(batch.c.job == attempt.job, batch.c.attempt == attempt.attempt).values(done=True)
-            )
+            connection.execute(update(schema.batch).where(attempt.of(schema.batch)).values(done=True))
+        _LOG.warning("%r, attempt %d: not tried again before `bootseer serve reindex`", *attempt)
 
     def _close_starts(self) -> None:
         """Close starts whose time has come, and forget attempts that are finished."""
@@ -324,13 +301,11 @@ class Deriver:
             if state.closes_ns is not None:
                 if time.time_ns() < state.closes_ns:
                     continue
-                where = (start.c.job == attempt.job) & (start.c.attempt == attempt.attempt)
                 with self._database.write() as connection:
-                    connection.execute(update(start).where(where).values(state=schema.CLOSED))
+                    connection.execute(update(start).where(attempt.of(start)).values(state=schema.CLOSED))
                 state.closes_ns = None
                 self._on_derived(Derived(0, frozenset(), None))
             if time.monotonic() - state.arrived_s > _CLAIMED_S:
-                here = (live.c.job == attempt.job) & (live.c.attempt == attempt.attempt)
                 with self._database.write() as connection:
-                    connection.execute(delete(live).where(here, live.c.owner == self._name))
+                    connection.execute(delete(live).where(attempt.of(live), live.c.owner == self._name))
                 del self._states[attempt]
