@@ -55,28 +55,19 @@ def roll_up(database: Database, day: int) -> None:
 def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
     of = schema.stage_start
     keys = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id)
-    sums = (of.c.work_s, of.c.wait_s, func.coalesce(of.c.gpu_s, 0.0), func.coalesce(of.c.cost, 0.0))
-    groups: dict[tuple[Any, ...], tuple[list[float], list[int], list[int]]] = defaultdict(
-        lambda: ([0.0] * 5, [0] * CLASSES, [0] * CLASSES)
-    )
-    for row in connection.execute(select(*keys, of.c.median_s, of.c.p99_s, *sums).where(of.c.day == day)):
-        values, *hists = groups[tuple(row[:4])]
-        for number, value in enumerate((1, *row[6:])):
-            values[number] += value
-        for hist, value in zip(hists, (row.median_s, row.p99_s), strict=True):
+    hists: dict[tuple[Any, ...], tuple[list[int], ...]] = defaultdict(lambda: ([0] * CLASSES, [0] * CLASSES))
+    for *key, median_s, p99_s in connection.execute(select(*keys, of.c.median_s, of.c.p99_s).where(of.c.day == day)):
+        for hist, value in zip(hists[tuple(key)], (median_s, p99_s), strict=True):
             if value is not None:
                 hist[class_of(value)] += 1
-    return [
-        {
-            "day": day,
-            **dict(zip(("bucket", "kind", "cache_state", "stage_id"), key, strict=True)),
-            "n": int(values[0]),
-            **dict(zip(("work_s", "wait_s", "gpu_s", "cost"), values[1:], strict=True)),
-            "hist": json.dumps(hist, separators=(",", ":")),
-            "hist99": json.dumps(hist99, separators=(",", ":")),
-        }
-        for key, (values, hist, hist99) in groups.items()
-    ]
+    sums = [func.sum(func.coalesce(of.c[name], 0.0)).label(name) for name in ("work_s", "wait_s", "gpu_s", "cost")]
+    grouped = select(*keys, func.count().label("n"), *sums).where(of.c.day == day).group_by(*keys)
+    found = []
+    for row in connection.execute(grouped).mappings():
+        of_key = hists[tuple(row[key.name] for key in keys)]
+        texts = (json.dumps(hist, separators=(",", ":")) for hist in of_key)
+        found.append({"day": day, **row, **dict(zip(("hist", "hist99"), texts, strict=True))})
+    return found
 
 
 def _node_days(connection: Connection, day: int) -> list[dict[str, Any]]:
