@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError
 from bootseer.service.raw import RawStore, parse_name
+from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
 
 
@@ -41,6 +44,25 @@ def test_no_name_leads_elsewhere(job: str, sender: str, attempt: int, tmp_path_f
     assert key is not None
     assert (key.day, key.attempt, key.sequence) == (20_000, attempt, 1)
     assert list(raw.names(20_000)) == [kept.name]
+
+
+def test_objects_of_a_bucket_are_read_in_parallel(tmp_path: Path) -> None:
+    class Bucket(FileStore):
+        """Answers a read only once another one waits too."""
+
+        def read(self, *of: Any, **more: Any) -> Any:
+            both.wait(60)
+            return super().read(*of, **more)
+
+    both = threading.Barrier(2)
+    raw = RawStore(Bucket(tmp_path))
+    names = [put(raw, b"%d\n" % number).name for number in range(8)]
+    raw._folder = None
+    gone: set[str] = set()
+    missing = names[0].replace("-node", "-none")
+    found = dict(raw.of_attempt([*names[:7], missing], gone))
+    assert found == {name: b"%d\n" % number for number, name in enumerate(names[:7])}
+    assert gone == {missing}
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
