@@ -18,9 +18,10 @@ import zstandard
 from sqlalchemy import delete, func, insert, select, update
 
 from bootseer.errors import TransientError
+from bootseer.report.log_scan import Scanned
 from bootseer.service import questions, schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, derive_attempt
+from bootseer.service.derive import Attempt, derive_attempt, derive_found
 from bootseer.service.deriver import Deriver
 from bootseer.service.questions import Filter
 from bootseer.service.raw import RawStore
@@ -124,6 +125,14 @@ def test_a_start_of_clocks_that_are_years_ahead_is_counted_when_its_lines_arrive
     } == {today}
     with place.database.read() as connection:
         assert questions.cost(connection, Filter(today + 2)) == []
+
+
+def test_a_time_that_no_database_can_store_is_the_last_one_that_it_can(place: Place) -> None:
+    """It was a traceback of `bootseer fleet`."""
+    begin, end = span(0, 100, "environment_setup")
+    far = [begin._replace(wall_ns=92 * 10**17, mono_ns=0), end._replace(wall_ns=92 * 10**17, mono_ns=5 * 10**17)]
+    derive_found(place.database, Scanned(far), time.time_ns())
+    assert [row.ended_ns for row in place.rows(schema.start)] == [2**63 - 1]
 
 
 def test_numbers_that_no_job_has_leave_the_sums_of_the_day_there(place: Place) -> None:

@@ -22,6 +22,7 @@ from bootseer.units import NS_PER_S, S_PER_H, seconds
 DAY_NS: Final = 86_400 * NS_PER_S
 _MAX_DAY: Final = 100_000
 """In the year 2243: limits days of wrong clocks."""
+_MAX_NS: Final = (1 << 63) - 1
 BEGAN: Final = "training_began"
 _MAX_COUNT: Final = 1 << 53
 """Bytes, lines: a database cannot sum the largest numbers that events may have, and then no sum of the day is there."""
@@ -127,9 +128,9 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "kind": start.kind,
         **{name: _text(run, name) for name in ("team", "queue", "user", "cluster")},
         "outcome": start.outcome,
-        "submitted_ns": start.zero_ns if queue and queue[0].start_s == 0 else None,
-        "began_ns": start.zero_ns,
-        "ended_ns": start.zero_ns + round(took_s * NS_PER_S),
+        "submitted_ns": _stored(start.zero_ns) if queue and queue[0].start_s == 0 else None,
+        "began_ns": _stored(start.zero_ns),
+        "ended_ns": _stored(start.zero_ns + round(took_s * NS_PER_S)),
         "day": day_of(start.zero_ns),
         "bucket": [name for _, name, _ in BUCKETS].index(start.scale) if start.scale else -1,
         "nodes_expected": report.coverage.nodes_expected,
@@ -159,6 +160,11 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "last_node": worst.node if worst else None,
         "last_stage": (worst.stage if worst and start.outcome == BEGAN else _stopped_in(report)) or None,
     }
+
+
+def _stored(ns: int) -> int:
+    """A time that a database can store: those of wrong clocks may lie beyond."""
+    return min(max(ns, -_MAX_NS), _MAX_NS)
 
 
 def _stopped_in(report: Report) -> str:
