@@ -24,6 +24,8 @@ FEW = [
     "--what-if",
     "environment.gb=0.1",
 ]
+SNAIL = {"stage": "environment_setup", "median_s": 0.05, "cdf": [[0.05, 0.25], [0.05, 0.5], [0.05, 0.75], [92.0, 1.0]]}
+"""One node installs what the others restore."""
 MADE_WITH = {
     "environment.install-s": 70.0, "rest.import-s": 22.0, "rest.connect-s": 4.0, "checkpoint.stream-mb-s": 90.0,
     "processors.unpack-mb-s": 60.0, "noise.sigma": 0.05,
@@ -57,6 +59,7 @@ def test_a_scenario_is_found_again_in_the_reports_of_its_starts(run: Run, tmp_pa
         (json.dumps({"startup": {"num_nodes": 0}, "stages": []}), "a report without nodes"),
         (json.dumps({"startup": {"num_nodes": 2}, "stages": []}), "none of the stages"),
         (json.dumps({"startup": {"num_nodes": 2}, "stages": [{"stage": "x", "median_s": "y"}]}), "median_s"),
+        (json.dumps({"startup": {"num_nodes": 4}, "stages": [SNAIL]}), "slow-factor"),
     ],
 )
 def test_what_is_no_report_is_said_in_a_line(run: Run, tmp_path: Path, text: str, said: str) -> None:

@@ -66,7 +66,8 @@ def read_report(path: Path) -> Report:
 
 
 def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario, list[str]]:
-    """The scenario fitted to the reports, and the source of each changed number."""
+    """The scenario fitted to the reports, and the source of each changed number. Raises `UsageError` if they do not
+    determine any, or determine one that no scenario may have."""
     sources: list[str] = []
     table: dict[str, dict[str, float]] = {}
 
@@ -122,7 +123,10 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
     fields = msgspec.to_builtins(scenario)
     for name, values in table.items():
         fields[name] |= values
-    return msgspec.convert(fields, Scenario), sources
+    try:
+        return msgspec.convert(fields, Scenario), sources
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the reports are those of no cluster that can be simulated: {error}") from error
 
 
 def _share_gb(scenario: Scenario, nodes: int) -> float:

@@ -227,7 +227,7 @@ def read_scenario(name: str, changes: Iterable[str] = ()) -> Scenario:
         return msgspec.convert(fields, Scenario)
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; shipped scenarios: {', '.join(shipped())}") from error
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise UsageError(f"{name}: {error}") from error
 
 
