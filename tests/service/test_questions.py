@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from bootseer.service import questions, schema
+from bootseer.service import over_time, questions, schema
 from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS
@@ -96,6 +96,14 @@ def test_scales_beside_the_days_before_and_the_paper(place: Place) -> None:
     assert (other["starts"], other["p50_s"]) == (3, pytest.approx(took[1]))
     (later, _) = ask(place, questions.buckets, Filter(DAY + 1, DAY + 1))
     assert (later["starts"], later["p50_before_s"]) == (0, pytest.approx(row["p50_s"]))
+
+
+def test_the_period_before_is_as_long_as_the_one_until_now(place: Place) -> None:
+    """`fleet` compared with the starts of all time."""
+    for later, known in ((1, 2), (3, 0)):
+        now_ns = (DAY + later) * DAY_NS
+        found = ask(place, over_time.fleet, Filter(DAY + later), now_ns)["buckets"]
+        assert [(row["starts"], row["p50_before_s"] is None) for row in found] == [(0, False)] * known
 
 
 def test_caches_and_what_a_miss_costs(place: Place) -> None:

@@ -63,11 +63,12 @@ def since_day(text: str, now_ns: int) -> int:
 
 def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
     """What starts cost in these days, by team, scale and stage; caches, slow nodes and coverage."""
-    stages = questions.stages(connection, where)
+    # Until tomorrow: the period before it is as long as the one until now.
+    until_now = replace(where, until_day=min(where.until_day, day_of(now_ns) + 1))
     return {
         "teams": questions.cost(connection, where),
-        "buckets": questions.buckets(connection, where),
-        "stages": stages[:20],
+        "buckets": questions.buckets(connection, until_now),
+        "stages": questions.stages(connection, where)[:20],
         "jobs": questions.jobs(connection, where, limit=20),
         "caches": questions.caches(connection, where),
         "failures": questions.failures(connection, where)[:20],
