@@ -45,7 +45,7 @@ class Program:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [*BOOTSEER, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}", *more]
-        self._env = env
+        self._env = {**env, "BOOTSEER_LOG": ""}  # of its standard error only the first line is read
         self.start()
 
     def start(self) -> None:

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from bootseer import logs
 from bootseer.cli.output import Output, table
 from bootseer.cli.verb_parts import Group, json_option, listen_address
 from bootseer.errors import NotFoundError, UsageError
@@ -147,6 +148,7 @@ def serve_command(
         sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
         sys.stderr.flush()
 
+    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # why nothing is stored or analysed belongs in the journal
     hooks, stages = tuple(webhook(one) for one in alert_to), tuple(of_stages(patterns))
     settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, raw_days=raw_days, patterns=stages)
     serve(settings, ready)
