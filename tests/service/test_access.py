@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import signal
@@ -267,6 +269,25 @@ def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
             server.send_signal(signal.SIGINT)
         assert server.wait(300) == 0
         assert server.stderr.read() == ""
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+def test_there_may_be_more_senders_than_the_usual_limit_of_descriptors(env, tmp_path):
+    """The others waited until one of those that have a connection had not sent for 75 s."""
+    limited = ["sh", "-c", 'ulimit -Sn 128 && exec "$0" "$@"', *BOOTSEER]
+    command = [*limited, "serve", "--data", "data", "--listen", "127.0.0.1:0"]
+    server = subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        port = int(re.search(r":(\d+)/", server.stderr.readline())[1])
+        with contextlib.ExitStack() as held:
+            for _ in range(200):
+                sender = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                held.callback(sender.close)
+                sender.request("GET", "/healthz")
+                assert sender.getresponse().read()
     finally:
         server.kill()
         server.wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -229,6 +230,10 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
     without a token; `BootseerError` for the database and the store.
     """
     settings = settings.made()
+    # Each sender keeps a connection open; the usual soft limit of 1024 is for programs that use select().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(settings))
         listener = stack.enter_context(contextlib.closing(_listening(settings)))
