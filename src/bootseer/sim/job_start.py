@@ -50,6 +50,9 @@ _BY_BLOCK: Final = {
 """By block size in KiB: stored size, and bytes that a start needs, relative to 256 KiB. Measured with the demo's image,
 whose start imports PyTorch: 402 and 90 MB."""
 IMAGE, ENVIRONMENT = 0, 1
+Step = Callable[[Callable[[], None]], object]
+"""A step of a start: begins something that calls its argument at its end."""
+Steps = Iterator[Step]
 _EPOCH_NS: Final = 1_700_000_000_000_000_000
 
 
@@ -160,72 +163,72 @@ def simulate(scenario: Scenario, num_nodes: int, arm: str, seed: int = 0) -> Out
 
 class _Start:
     def __init__(self, scenario: Scenario, num_nodes: int, arm: str, seed: int) -> None:
-        self._scenario, self._techniques = scenario, {**ARMS, **MORE_ARMS}[arm]
-        self._outcome = Outcome(arm, num_nodes, seed, scenario.digest)
-        self._engine = engine = Engine(_QUANTUM_S)
-        self._num_nodes = num_nodes
+        self.scenario, self.techniques = scenario, {**ARMS, **MORE_ARMS}[arm]
+        self.outcome = Outcome(arm, num_nodes, seed, scenario.digest)
+        self.engine = engine = Engine(_QUANTUM_S)
+        self.num_nodes = num_nodes
         self._fold = fold = _fold(scenario, num_nodes)
         self._draws = _draws(scenario, num_nodes, fold, seed)
-        self._peers = self._techniques.peers and num_nodes > 1
+        self.peers = self.techniques.peers and num_nodes > 1
         num_groups = len(self._draws)
         self._each = num_nodes / num_groups
         """Number of real nodes per simulated node; the rates of shared resources are divided by it."""
-        asked = 1.0 if self._peers else self._each  # with peers, the registry is asked once for all, folded or not
+        asked = 1.0 if self.peers else self._each  # with peers, the registry is asked once for all, folded or not
         links, image, environment = scenario.links, scenario.image, scenario.environment
-        installs = 1.0 if self._techniques.first else self._each
-        self._index = engine.link("index", links.index_gbit * _GBIT / installs)
-        self._datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT / self._each, seed,
+        installs = 1.0 if self.techniques.first else self._each
+        self.index = engine.link("index", links.index_gbit * _GBIT / installs)
+        self.datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT / self._each, seed,
                                   scenario.checkpoint.replicas)  # fmt: skip
         store = Store(engine, links.registry_gbit * _GBIT / asked, links.registry_latency_ms / 1e3,
                       links.registry_requests_per_s / asked)  # fmt: skip
         self._asked = asked
-        self._pulls = store.link if asked == self._each else engine.link("pulls", store.link.bytes_per_s / self._each)
+        self.pulls = store.link if asked == self._each else engine.link("pulls", store.link.bytes_per_s / self._each)
         """The registry's link for runtimes that pull whole images: each node pulls for itself."""
         self._from_servers: list[Link] = []
         """Per rack, the link for bytes from servers that each of its nodes requests separately."""
-        self._nodes = list(self._make_nodes(num_groups))
+        self.nodes = list(self._make_nodes(num_groups))
         size, hot = _BY_BLOCK[image.block_kib]
         files = [
             _file("image", image.gb * size * 1e9, image.ratio * size),
             _file("environment", environment.gb * 1e9, image.ratio),
         ]
         shares = (min(image.hot_share * hot / size, 1.0), environment.hot_share)
-        self._hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
-        self._job = Job(engine, store, self._nodes, files, peers=self._peers, seed=seed,
+        self.hot = [_hot(file.num_blocks, share) for file, share in zip(files, shares, strict=True)]
+        self.job = Job(engine, store, self.nodes, files, peers=self.peers, seed=seed,
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
         self.is_leased = False
         """Whether a node holds the lease to build the snapshot of the environment."""
         self.waiting: list[Callable[[], None]] = []
-        """Callbacks of nodes that wait for the snapshot."""
-        self.shared = Shared(engine, self._shared_bytes, links.peer_latency_ms / 1e3)
-        self.indexes = Shared(engine, self._index_bytes, links.peer_latency_ms / 1e3)
-        if self._techniques.warm:
-            for node in self._nodes:
-                node.here |= {(file, block) for file, hot in enumerate(self._hot) for block in hot}
+        """Callbacks of nodes that wait for the snapshot, until it is `published`."""
+        self.shared = Shared(engine, self.shared_bytes, links.peer_latency_ms / 1e3)
+        self.indexes = Shared(engine, self.index_bytes, links.peer_latency_ms / 1e3)
+        if self.techniques.warm:
+            for node in self.nodes:
+                node.here |= {(file, block) for file, hot in enumerate(self.hot) for block in hot}
         self._left = num_groups
         for fault in scenario.fault:
             engine.at(fault.at_s, partial(self._fail, fault))
 
     @property
-    def _index_bytes(self) -> float:
-        image = self._scenario.image
+    def index_bytes(self) -> float:
+        image = self.scenario.image
         return _INDEX_BYTES * image.gb * 1e9 / image.ratio / (image.block_kib << 10)
 
     @property
-    def _shared_bytes(self) -> float:
-        return self._scenario.checkpoint.gb * 1e9 * self._scenario.checkpoint.replicated_share
+    def shared_bytes(self) -> float:
+        return self.scenario.checkpoint.gb * 1e9 * self.scenario.checkpoint.replicated_share
 
     def _make_nodes(self, num_groups: int) -> Iterator[Node]:
-        links, engine, load_mb_s = self._scenario.links, self._engine, self._scenario.processors.load_mb_s
+        links, engine, load_mb_s = self.scenario.links, self.engine, self.scenario.processors.load_mb_s
         racks: list[Rack] = []
         for at in range(num_groups):
-            if 0 < links.rack_nodes < self._num_nodes and at % (links.rack_nodes // self._fold) == 0:
+            if 0 < links.rack_nodes < self.num_nodes and at % (links.rack_nodes // self._fold) == 0:
                 rate = links.rack_nodes * links.node_gbit * _GBIT / links.rack_oversubscription
                 names = [f"rack{len(racks)} {way}" for way in ("up", "down", "from servers")]
                 up, down = (engine.link(name, rate / self._asked) for name in names[:2])
                 # With peers, one node of a rack fetches from another rack for all its nodes, folded or not; but each
                 # node requests from servers for itself.
-                servers = engine.link(names[2], rate / self._each) if self._peers and self._fold > 1 else down
+                servers = engine.link(names[2], rate / self._each) if self.peers and self._fold > 1 else down
                 racks.append(Rack(up, down))
                 self._from_servers.append(servers)
             name, rate = _name(at), links.node_gbit * _GBIT
@@ -233,42 +236,46 @@ class _Start:
                        engine.link(f"{name} cpu", load_mb_s * 1e6), racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
-        for at, (node, draw) in enumerate(zip(self._nodes, self._draws, strict=True)):
-            rack = at * self._fold // max(self._scenario.links.rack_nodes, 1)
+        for at, (node, draw) in enumerate(zip(self.nodes, self._draws, strict=True)):
+            rack = at * self._fold // max(self.scenario.links.rack_nodes, 1)
             _NodeStart(self, node, self._from_servers[rack : rack + 1], *draw)
-        self._engine.run(self._scenario.rest.allocate_s + _MAX_S)
+        self.engine.run(self.scenario.rest.allocate_s + _MAX_S)
         if self._left:
             raise PermanentError(f"not all nodes were ready within {_MAX_S / 3600:g} hours")
-        outcome, job = self._outcome, self._job
-        spans = [outcome.spans[node.name] for node in self._nodes]
-        outcome.spans = {_name(at): list(spans[at // self._fold]) for at in range(self._num_nodes)}
+        outcome, job = self.outcome, self.job
+        spans = [outcome.spans[node.name] for node in self.nodes]
+        outcome.spans = {_name(at): list(spans[at // self._fold]) for at in range(self.num_nodes)}
         outcome.registry_bytes = job.store_bytes * self._asked
-        if self._pulls is not job.store.link:
-            outcome.registry_bytes += self._pulls.carried * self._each
-        outcome.peer_bytes = sum(node.up.carried for node in self._nodes) * self._each
+        if self.pulls is not job.store.link:
+            outcome.registry_bytes += self.pulls.carried * self._each
+        outcome.peer_bytes = sum(node.up.carried for node in self.nodes) * self._each
         outcome.refused = round(job.store.refused * self._asked)
         outcome.asked, outcome.late = (round(number * self._each) for number in job.requests())
         return outcome
 
     def _fail(self, fault: Fault) -> None:
-        if fault.node is not None and fault.node < len(self._nodes):
-            node = self._nodes[fault.node]
+        if fault.node is not None and fault.node < len(self.nodes):
+            node = self.nodes[fault.node]
             node.up.bytes_per_s *= fault.upload_factor or 1.0
             node.alive = fault.upload_factor > 0
         name = f"datanode{fault.datanode}"
-        if name in self._datanodes.links:
-            self._datanodes.links[name].bytes_per_s *= fault.upload_factor or 1.0
-            self._datanodes.hung |= set() if fault.upload_factor else {name}
+        if name in self.datanodes.links:
+            self.datanodes.links[name].bytes_per_s *= fault.upload_factor or 1.0
+            self.datanodes.hung |= set() if fault.upload_factor else {name}
+
+    def published(self) -> None:
+        for proceed in self.waiting:
+            proceed()
 
     def ready(self) -> None:
         self._left -= 1
         if not self._left:
-            rest, ranks = self._scenario.rest, self._num_nodes * self._scenario.gpus_per_node
+            rest, ranks = self.scenario.rest, self.num_nodes * self.scenario.gpus_per_node
             connect_s = rest.connect_s + rest.connect_s_per_1000_ranks * ranks / 1000
-            for spans in self._outcome.spans.values():
-                spans.append(("connection_setup", self._engine.now, self._engine.now + connect_s))
-            self._outcome.began_s = self._engine.now + connect_s
-            self._engine.halt()
+            for spans in self.outcome.spans.values():
+                spans.append(("connection_setup", self.engine.now, self.engine.now + connect_s))
+            self.outcome.began_s = self.engine.now + connect_s
+            self.engine.halt()
 
 
 class _NodeStart:
@@ -276,142 +283,134 @@ class _NodeStart:
 
     def __init__(self, start: _Start, node: Node, rack: Sequence[Link], factor: float, retry_s: float) -> None:
         self._start, self._node, self._rack, self._factor, self._retry_s = start, node, rack, factor, retry_s
-        self._engine, self._scenario, self._techniques = start._engine, start._scenario, start._techniques
+        self._engine, self._scenario, self._techniques = start.engine, start.scenario, start.techniques
         self._begin_s = self._scenario.rest.allocate_s
-        self._engine.at(self._scenario.rest.allocate_s, self._image)
+        self._engine.at(self._begin_s, partial(_proceed, self._stages()))
 
-    def _stage(self, name: str) -> None:
-        spans = self._start._outcome.spans.setdefault(self._node.name, [])
-        spans.append((name, self._begin_s, self._engine.now))
+    def _stages(self) -> Steps:
+        yield from self._image()
+        self._ended("image_loading")
+        yield from self._environment()
+        self._ended("environment_setup")
+        yield partial(self._node.loaders[0].run, self._imports())
+        self._ended("model_initialization.imports")
+        yield self._checkpoint
+        self._ended("model_initialization.checkpoint")
+        self._start.ready()
+
+    def _ended(self, stage: str) -> None:
+        spans = self._start.outcome.spans.setdefault(self._node.name, [])
+        spans.append((stage, self._begin_s, self._engine.now))
         self._begin_s = self._engine.now
 
-    def _image(self) -> None:
-        techniques, image = self._techniques, self._scenario.image
-        hot = []
+    def _image(self) -> Steps:
+        techniques, image, start, loader = self._techniques, self._scenario.image, self._start, self._node.loaders[0]
         if techniques.record:
+            hot = []
             if techniques.environment and not techniques.first:
-                hot = [(ENVIRONMENT, block) for block in self._start._hot[ENVIRONMENT]]
+                hot = [(ENVIRONMENT, block) for block in start.hot[ENVIRONMENT]]
             if techniques.image:
-                hot += [(IMAGE, block) for block in self._start._hot[IMAGE]]
-            self._node.loaders[0].prefetch(hot)
-        fixed_s = image.fixed_s * self._factor
-        if techniques.image:
+                hot += [(IMAGE, block) for block in start.hot[IMAGE]]
+            loader.prefetch(hot)
+        if not techniques.image:
+            unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
+            yield partial(self._engine.start, (*self._down(start.pulls), unpack), image.gb * 1e9)
+        elif start.peers and not techniques.warm:
             # Each node needs the index of all blocks before it can mount, and caches it.
-            mounted = partial(self._engine.after, fixed_s, self._environment)
-            load, start = partial(self._load, mounted), self._start
-            if techniques.warm:
-                load()
-            elif start._peers:
-                read_first = partial(self._engine.start, self._down(start._job.store.link))
-                start.indexes.read(self._node.name, 0.0, 1, read_first, self._way_from, load)
-            else:
-                self._engine.start(self._down(start._pulls), start._index_bytes, load)
-            return
-        unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
-        way = (*self._down(self._start._pulls), unpack)
-        self._engine.start(way, image.gb * 1e9, lambda: self._engine.after(fixed_s, self._environment))
+            read_first = partial(self._engine.start, self._down(start.job.store.link))
+            yield partial(start.indexes.read, self._node.name, 0.0, 1, read_first, self._way_from)
+        elif not techniques.warm:
+            yield partial(self._engine.start, self._down(start.pulls), start.index_bytes)
+        if techniques.image and techniques.record:  # always lazily without hot sets
+            file = start.job.files[IMAGE]
+            missing = [block for block in range(file.num_blocks) if (IMAGE, block) not in self._node.here]
+            size = file.stored_block_bytes
+            if missing and predict(len(missing) * size, len(start.hot[IMAGE]) * size).mode == PULL:
+                loader.pull(IMAGE)
+                yield lambda done: loader.read(IMAGE, missing, lambda answer: done())
+        yield partial(self._engine.after, image.fixed_s * self._factor)
 
-    def _load(self, mounted: Callable[[], None]) -> None:
-        """Load lazily or completely, as `artifact.loading` predicts; always lazily without hot sets."""
-        file, hot, loader = self._start._job.files[IMAGE], self._start._hot[IMAGE], self._node.loaders[0]
-        missing = [block for block in range(file.num_blocks) if (IMAGE, block) not in self._node.here]
-        size = file.stored_block_bytes
-        predicted = predict(len(missing) * size, len(hot) * size)
-        if predicted.mode == PULL and missing and self._techniques.record:
-            loader.pull(IMAGE)
-            loader.read(IMAGE, missing, lambda answer: mounted())
-        else:
-            mounted()
-
-    def _environment(self) -> None:
-        self._stage("image_loading")
+    def _environment(self) -> Steps:
+        start, node, environment = self._start, self._node, self._scenario.environment
         if not self._techniques.environment:
-            self._install(self._imports)
+            yield from self._install()
             return
         found = Lookup("none")
         if not self._techniques.first:
             found = Lookup("found", environment_document("environment", self._scenario, -1.0))
-        self._decided(decide("auto", found, now_s=self._engine.now))
-
-    def _decided(self, decision: Decision) -> None:
-        start, node, gb = self._start, self._node, self._scenario.environment.gb
-        if decision.action is Action.BUILD:
-            decision = after_election(decision, "held" if start.is_leased else "ours")
-        if decision.action is Action.RESTORE:
-            self._engine.after(self._scenario.environment.fixed_s * self._factor, self._imports)
-        elif decision.action is Action.BUILD:
-            start.is_leased = True
-
-            def published() -> None:
-                for waiting in start.waiting:
-                    waiting()
-
-            def built() -> None:
-                self._engine.start((node.up,), max(gb * 1e9, 1.0), published)
-                node.here |= {(ENVIRONMENT, block) for block in range(start._job.files[ENVIRONMENT].num_blocks)}
-                self._imports()
-
-            self._install(built)
-        else:  # another node is building it
+        decision = self._elected(decide("auto", found, now_s=self._engine.now))
+        while decision.action not in (Action.RESTORE, Action.BUILD):  # another node is building it
             document = environment_document("environment", self._scenario, self._engine.now)
+            yield start.waiting.append
+            decision = self._elected(after_wait(decision, "published", now_s=self._engine.now, document=document))
+        if decision.action is Action.RESTORE:
+            yield partial(self._engine.after, environment.fixed_s * self._factor)
+            return
+        start.is_leased = True
+        yield from self._install()
+        self._engine.start((node.up,), max(environment.gb * 1e9, 1.0), start.published)
+        node.here |= {(ENVIRONMENT, block) for block in range(start.job.files[ENVIRONMENT].num_blocks)}
 
-            def there() -> None:
-                self._decided(after_wait(decision, "published", now_s=self._engine.now, document=document))
+    def _elected(self, decision: Decision) -> Decision:
+        if decision.action is not Action.BUILD:
+            return decision
+        return after_election(decision, "held" if self._start.is_leased else "ours")
 
-            start.waiting.append(there)
-
-    def _install(self, done: Callable[[], None]) -> None:
+    def _install(self) -> Steps:
         environment = self._scenario.environment
-        seconds = environment.install_s * self._factor + self._retry_s
-        way = self._down(self._start._index)
-        self._engine.start(way, max(environment.gb * 1e9, 1.0), lambda: self._engine.after(seconds, done))
+        yield partial(self._engine.start, self._down(self._start.index), max(environment.gb * 1e9, 1.0))
+        yield partial(self._engine.after, environment.install_s * self._factor + self._retry_s)
 
-    def _imports(self) -> None:
-        self._stage("environment_setup")
+    def _imports(self) -> Iterator[Think]:
         files = [IMAGE] * self._techniques.image + [ENVIRONMENT] * self._techniques.environment
         rest = self._scenario.rest
         think_s = (rest.warm_import_s if self._techniques.forked else rest.import_s) * self._factor / _IMPORTS
-        steps: list[Think] = []
         for at in range(_IMPORTS):
-            reads = [(file, part) for file in files if (part := _part(self._start._hot[file], at))]
-            steps += [(think_s / len(reads), file, part) for file, part in reads] or [(think_s, IMAGE, ())]
-        self._node.loaders[0].run(iter(steps), self._checkpoint)
+            reads = [(file, part) for file in files if (part := _part(self._start.hot[file], at))]
+            yield from [(think_s / len(reads), file, part) for file, part in reads] or [(think_s, IMAGE, ())]
 
-    def _checkpoint(self) -> None:
-        self._stage("model_initialization.imports")
+    def _checkpoint(self, done: Callable[[], None]) -> None:
         checkpoint, start = self._scenario.checkpoint, self._start
-        shared = start._shared_bytes
-        passed_on = bool(shared) and start._peers and self._techniques.checkpoint
-        mine = (0.0 if passed_on else shared) + (checkpoint.gb * 1e9 - shared) / start._num_nodes
+        shared = start.shared_bytes
+        passed_on = bool(shared) and start.peers and self._techniques.checkpoint
+        mine = (0.0 if passed_on else shared) + (checkpoint.gb * 1e9 - shared) / start.num_nodes
         num_bytes = int(mine / checkpoint.readers)
         stream_bytes_per_s = checkpoint.stream_mb_s * 1e6
-        left = [passed_on + (checkpoint.readers if num_bytes or not passed_on else 0)]
+        num_readers = checkpoint.readers if num_bytes or not passed_on else 0
+        left = passed_on + num_readers
 
         def ended() -> None:
-            left[0] -= 1
-            if not left[0]:
-                self._stage("model_initialization.checkpoint")
-                start.ready()
+            nonlocal left
+            left -= 1
+            if not left:
+                done()
 
         policy = Policy(stripes=checkpoint.stripes, parity=checkpoint.parity)
         piece_bytes = min(max(int(mine or shared) // _PIECES, 1 << 20), 4 << 20 if checkpoint.parity else 8 << 20)
-        reads = Reads(start._datanodes, self._down, stream_bytes_per_s, policy, piece_bytes)
+        reads = Reads(start.datanodes, self._down, stream_bytes_per_s, policy, piece_bytes)
         if passed_on:
-            turn = start._nodes.index(self._node) / len(start._nodes)
+            turn = start.nodes.index(self._node) / len(start.nodes)
             start.shared.read(self._node.name, turn, checkpoint.readers, reads.read, self._way_from, ended)
-        for _ in range(left[0] - passed_on):
+        for _ in range(num_readers):
             if self._techniques.checkpoint:
                 reads.read(max(num_bytes, 1), ended, in_order=checkpoint.in_order)
             else:
                 pace = self._engine.link("stream", stream_bytes_per_s)
-                start._datanodes.plain(max(num_bytes, 1), self._down, pace, ended)
+                start.datanodes.plain(max(num_bytes, 1), self._down, pace, ended)
 
     def _way_from(self, name: str) -> Sequence[Link]:
         """The links from another node to this one's cache, without decompression."""
-        return self._node.way_from(self._start._job.by_name[name])[:-1]
+        return self._node.way_from(self._start.job.by_name[name])[:-1]
 
     def _down(self, link: Link) -> tuple[Link, ...]:
         return (link, *self._rack, self._node.down)
+
+
+def _proceed(steps: Steps) -> None:
+    """Start the next step, and proceed when it has ended."""
+    step = next(steps, None)
+    if step is not None:
+        step(partial(_proceed, steps))
 
 
 def _name(at: int) -> str:
