@@ -30,6 +30,8 @@ from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
 _EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
+_PACE: Final = 10
+"""Multiple of a task's duration after which it begins again: listing a large bucket takes minutes, and is billed."""
 _FIRST_PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 300.0
 _PAGES: Final = 20_000
@@ -248,10 +250,12 @@ class Upkeep:
         tasks = {"sum": self._sum, "reconcile": self._reconcile, "forget": self._forget}
         while not self._ended.wait(_EVERY_S["sum"]):
             for name, task in tasks.items():
-                if time.monotonic() >= due_s[name] and not self._ended.is_set():
-                    due_s[name] = time.monotonic() + _EVERY_S[name]
+                began_s = time.monotonic()
+                if began_s >= due_s[name] and not self._ended.is_set():
                     with _logged():
                         task()
+                    now_s = time.monotonic()
+                    due_s[name] = now_s + max(_EVERY_S[name], _PACE * (now_s - began_s))
 
     def _find_days(self) -> None:
         """A killed service may have left sums that were not recomputed."""
