@@ -144,6 +144,7 @@ def test_a_browser_logs_in_and_other_sites_cannot_use_its_cookie(tmp_path):
             own, other = {"origin": running.url}, {"origin": "http://evil.example"}
             assert browser.post("/v1/lines", headers=other).status_code == 403
             assert browser.post("/v1/lines", headers=own).status_code == 400
+            assert browser.post("/v1/lines", headers={"origin": "http://["}).status_code == 403
             assert browser.post("/login", data={"token": token}, headers=other).status_code == 403
             answer = browser.get("/page")
             assert "default-src 'self'" in answer.headers["content-security-policy"]
