@@ -138,6 +138,17 @@ def test_a_log_that_arrived_without_the_database_belongs_to_the_job_it_was_sent_
     assert (found.lines, dict(found.skipped)) == (1, {})
 
 
+def test_of_a_log_that_had_grown_the_longer_batch_counts_after_its_rows_were_lost(place: Place) -> None:
+    """The order of names decided, which is that of digests."""
+    whole = [b"2026-11-24T12:00:%02dZ line\n" % number for number in range(8)]
+    for number in range(len(whole)):
+        for lines in (whole[: number + 1], [*whole[: number + 1], b"more\n"]):
+            place.raw.put(b"".join(lines), day=20_000, job="j", attempt=0, sender=f"s{number}", sequence=0, suffix=LOG)
+    assert reconcile(place.database, place.raw) == 16
+    latest = {row.sender: row.lines for row in sorted(place.rows(schema.batch), key=lambda row: row.received_ns)}
+    assert latest == {f"s{number}": number + 2 for number in range(8)}
+
+
 NUM_PIECES = 6
 STEP = st.tuples(st.sampled_from(["arrives", "arrives without a row", "is derived", "is found", "ends late"]),
                  st.integers(0, NUM_PIECES - 1))  # fmt: skip

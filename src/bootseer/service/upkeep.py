@@ -99,7 +99,7 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
 
     Such objects arrived while the database was unreachable, or just before a crash.
     """
-    found = 0
+    found, now_ns = 0, time.time_ns()
     for day in [None] if days is None else days:
         names = set(raw.names(day))
         with database.read() as connection:
@@ -107,7 +107,7 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
             names -= set(connection.execute(select(schema.batch.c.raw_key).where(*where)).scalars())
         for name in sorted(names):
             try:
-                row = _batch(raw, name)
+                row = _batch(raw, name, now_ns)
             except BootseerError as error:
                 _LOG.warning("%s", error)
                 continue
@@ -117,8 +117,12 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
     return found
 
 
-def _batch(raw: RawStore, name: str) -> dict[str, Any]:
-    """The row of a raw object, from its name and its first line."""
+def _batch(raw: RawStore, name: str, now_ns: int) -> dict[str, Any]:
+    """The row of a raw object, from its name and its first line.
+
+    When it arrived is unknown: of batches of a log with the same number, of which only the latest counts, the longest
+    is taken for the latest, because logs grow.
+    """
     key, lines = parse_name(name), raw.read(name)
     if key is None:
         raise CorruptError(f"{name} is not a name of raw lines")
@@ -142,7 +146,7 @@ def _batch(raw: RawStore, name: str) -> dict[str, Any]:
         "sequence": key.sequence,
         "lines": lines.count(b"\n"),
         "bytes": len(lines),
-        "received_ns": time.time_ns(),
+        "received_ns": now_ns + len(lines),
         "done": False,
     }
 
