@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import random
 import re
 import threading
@@ -367,51 +366,45 @@ class _Registrar:
     def __init__(self, database: Database, arrived: Callable[[], None]) -> None:
         self._database = database
         self._arrived = arrived
-        self._queue: queue.Queue[list[dict[str, Any]] | None] = queue.Queue(_MAX_ROWS)
+        self._lock = threading.Lock()
+        self._rows: list[dict[str, Any]] = []
+        self._oldest_s: float | None = None
+        """Since when rows wait."""
+        self._woken, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="bootseer-rows", daemon=True)
-        self._oldest: float | None = None
-        self._closing = threading.Event()
 
     @property
     def lag_s(self) -> float:
-        oldest = self._oldest
-        return 0.0 if oldest is None else time.monotonic() - oldest
+        oldest_s = self._oldest_s
+        return 0.0 if oldest_s is None else time.monotonic() - oldest_s
 
     def start(self) -> None:
         self._thread.start()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        with contextlib.suppress(queue.Full):  # `upkeep.reconcile` finds the objects without rows later
-            self._queue.put_nowait(rows)
+        with self._lock:
+            if len(self._rows) < _MAX_ROWS:  # otherwise `upkeep.reconcile` finds the objects without rows later
+                self._rows += rows
+            self._oldest_s = self._oldest_s or time.monotonic()
+        self._woken.set()
 
     def close(self) -> None:
         self._closing.set()
-        with contextlib.suppress(queue.Full):  # the database is unreachable, and the thread ends without it
-            self._queue.put_nowait(None)
+        self._woken.set()
         self._thread.join(10)
 
     def _run(self) -> None:
-        over = False
-        while not over:
-            rows: list[dict[str, Any]] = []
-            over = self._gather(rows)
+        while self._rows or not self._closing.is_set():
+            self._woken.wait()
+            self._closing.wait(_GATHER_S)  # one transaction for all that come meanwhile
+            with self._lock:
+                self._woken.clear()
+                rows, self._rows = self._rows, []
             while rows and not self._written(rows):
                 if self._closing.wait(1):  # `upkeep.reconcile` of the next service creates the rows
                     return
-            self._oldest = None
-
-    def _gather(self, rows: list[dict[str, Any]]) -> bool:
-        """Wait for a batch, and collect others for a moment. Returns whether it was the last."""
-        item = self._queue.get()
-        self._oldest = time.monotonic()
-        until = self._oldest + _GATHER_S
-        while item is not None:
-            rows += item
-            try:
-                item = self._queue.get(timeout=max(until - time.monotonic(), 0))
-            except queue.Empty:
-                return False
-        return True
+            with self._lock:
+                self._oldest_s = time.monotonic() if self._rows else None
 
     def _written(self, rows: list[dict[str, Any]]) -> bool:
         try:
