@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
 import anyio
 import anyio.to_thread
@@ -202,23 +203,18 @@ class Ingest:
                 raise Refused(400, f"{SENDER} is missing or not a valid name")
             if number and not _NUMBER.fullmatch(number):
                 raise Refused(400, f"{SEQUENCE} is not a number")
-            kind, job = headers.get(KIND, "lines"), headers.get(JOB, "")
+            kind, job = headers.get(KIND, "lines"), unquote(headers.get(JOB, ""))[:256].replace("\0", "")
             if kind not in ("lines", "log") or (kind == "log" and not job):
                 raise Refused(400, f"{KIND} must be lines, or log with {JOB}")
             grant: Grant = request.state.grant
             sequence = int(number or 0)
 
             def work(data: bytes) -> tuple[Outcome, list[dict[str, Any]]]:
-                if kind == "log":
-                    from urllib.parse import unquote
-
-                    name = unquote(job)[:256].replace("\0", "")
-                    lines = [line for line in data.split(b"\n") if line]
-                    parts, rejected = {(name, 0): lines} if lines and name else {}, 0
-                else:
-                    parts, rejected = sort_lines(data.split(b"\n"))
-                suffix = LOG if kind == "log" else EVENTS
-                return self.keep(Batch(sender, sequence, grant.team, parts, suffix), rejected), self._stacks(parts)
+                lines = list(filter(None, data.split(b"\n")))
+                is_log = kind == "log"
+                parts, rejected = ({(job, 0): lines} if lines else {}, 0) if is_log else sort_lines(lines)
+                batch = Batch(sender, sequence, grant.team, parts, LOG if is_log else EVENTS)
+                return self.keep(batch, rejected), self._stacks(parts)
 
             outcome, stacks = await self.take(request, work)
         except Refused as refused:
