@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.errors import CorruptError
+from bootseer.errors import CorruptError, PermanentError
 from bootseer.service.raw import RawStore, parse_name
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
@@ -33,6 +33,8 @@ def test_a_large_one_too(tmp_path: Path) -> None:
     raw = RawStore(open_store(str(tmp_path)))
     lines = os.urandom(3 << 20)
     assert raw.read(put(raw, lines).name) == lines
+    with pytest.raises(PermanentError, match="too many"):
+        put(raw, bytes((32 << 20) + 1))
 
 
 @given(job=st.text(min_size=1), sender=st.text(), attempt=st.integers(0, 10**9))

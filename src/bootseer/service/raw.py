@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import zstandard
 
-from bootseer.errors import CorruptError, NotFoundError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from bootseer.store.file import STORE_GROUP, FileStore
 from bootseer.store.store import MAX_CREATE_BYTES, Store
 from bootseer.trace.sinks import SUFFIX, safe_name
@@ -80,8 +80,11 @@ class RawStore:
     ) -> Kept:
         """Store the lines of one attempt durably. `sequence`: the number of the sender's batch.
 
-        Raises like `Store.create`: the batch may then be sent again.
+        Raises like `Store.create`: the batch may then be sent again; and `PermanentError` if they are too many to be
+        read again.
         """
+        if len(lines) > MAX_PLAIN_BYTES:
+            raise PermanentError(f"{len(lines):,} bytes of lines are too many for one object")
         digest = hashlib.sha256(lines).hexdigest()[:16]
         name = f"{day:d}/{job_folder(job)}/attempt-{attempt:d}/{sequence:d}-{digest}-{safe_name(sender)}{suffix}"
         packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(lines)
