@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -78,6 +79,16 @@ def test_other_addresses_are_refused_without_their_password(url: str) -> None:
     with pytest.raises(UsageError) as error:
         Database(url)
     assert "secret" not in str(error.value)
+
+
+def test_a_server_that_vanishes_is_noticed_within_two_minutes(database_url: str) -> None:
+    database = Database.open(database_url)
+    if not database.is_postgres:
+        pytest.skip("SQLite has no server")
+    with database.read() as connection:
+        driver: Any = connection.connection.driver_connection
+        assert driver.info.get_parameters()["tcp_user_timeout"] == "60000"
+    database.close()
 
 
 def test_a_file_that_is_no_database_is_told_in_one_line(tmp_path: Path) -> None:

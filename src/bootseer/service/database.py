@@ -40,7 +40,10 @@ class Database:
         """The dialect's INSERT, which has ON CONFLICT."""
         options: dict[str, Any] = {"connect_args": {"timeout": _BUSY_S}}
         if self.is_postgres:
-            options = {"pool_size": _POOL, "pool_pre_ping": True, "connect_args": {"connect_timeout": _BUSY_S}}
+            # Without the last three, a server that vanishes without a word holds up its queries for up to two hours.
+            connect = dict.fromkeys(("connect_timeout", "keepalives_idle", "keepalives_interval"), _BUSY_S)
+            connect["tcp_user_timeout"] = 3000 * _BUSY_S  # ms
+            options = {"pool_size": _POOL, "pool_pre_ping": True, "connect_args": connect}
         self._engine = create_engine(self._url, **options)
         if not self.is_postgres:
             event.listen(self._engine, "connect", _set_up_sqlite)
