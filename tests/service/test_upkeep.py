@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,26 @@ def test_a_day_whose_sums_fail_is_tried_again_after_a_pause(
     upkeep._sum()
     assert place.rows(schema.stage_day)
     assert (upkeep._days, upkeep._retries) == (set(), {})
+
+
+def test_the_end_does_not_wait_for_a_bucket(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.service.upkeep._EVERY_S", {"sum": 0.01, "reconcile": 0.01, "forget": 1e6})
+    monkeypatch.setattr("bootseer.service.upkeep._END_S", 0.1)
+    listing, answered = threading.Event(), threading.Event()
+
+    def names(day: int | None = None) -> Iterator[str]:
+        listing.set()
+        answered.wait(60)
+        return iter(())
+
+    monkeypatch.setattr(place.raw, "names", names)
+    upkeep = Upkeep(place.database, place.raw, 14, lambda: None)
+    upkeep.start()
+    assert listing.wait(60)
+    upkeep.close()
+    assert upkeep._thread.is_alive()
+    answered.set()
+    upkeep._thread.join()
 
 
 def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None:

@@ -30,6 +30,7 @@ from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
 _EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
+_END_S: Final = 10.0
 _PACE: Final = 10
 """Multiple of a task's duration after which it begins again: listing a large bucket takes minutes, and is billed."""
 _FIRST_PAUSE_S: Final = 2.0
@@ -243,9 +244,13 @@ class Upkeep:
             self._days.update(days)
 
     def close(self) -> None:
-        """Stop the thread. The next service computes the pending sums."""
+        """Stop the thread. The next service computes the pending sums.
+
+        A bucket may take minutes to be listed, and hours to be emptied of what is old: that is left to the next
+        service, too, as after a crash.
+        """
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         with _logged():
