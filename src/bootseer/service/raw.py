@@ -37,6 +37,7 @@ LOG: Final = ".log.zst"
 MAX_PLAIN_BYTES: Final = 32 << 20
 """Size of the lines in one object."""
 _READERS: Final = 8
+_AT_ONCE: Final = 1000
 _SKIPPABLE: Final = struct.Struct("<II")
 """Header of a skippable frame: its magic number, one of sixteen, and its size."""
 _MAGIC: Final = 0x184D2A5B
@@ -160,8 +161,9 @@ class RawStore:
                         yield name, lines
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.store.delete(name)
+        with ThreadPoolExecutor(_READERS) as pool:
+            for first in range(0, len(names), _AT_ONCE):
+                list(pool.map(self.store.delete, names[first : first + _AT_ONCE]))
 
 
 def job_folder(job: str) -> str:
