@@ -96,7 +96,7 @@ def _explained(check: Check) -> Text:
         lines = [
             check.why,
             check.install and f"to do: {check.install}",
-            check.opens and f"needed for: {', '.join(check.opens)}",
+            f"needed for: {', '.join(check.opens)}" if check.opens else "",
         ]
         for line in filter(None, lines):
             style = "dim" if line.startswith("needed for") else ""
