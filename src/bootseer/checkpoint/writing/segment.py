@@ -137,7 +137,7 @@ class PartTask:
             segment.part_placed()
         if not self.is_parity and self.row > self._rows_sent:
             self._rows_sent = self.row
-            segment.on_sent(len(data))
+            segment.sending.chunk_sent(len(data))
         return True
 
     def _finish(self) -> None:
@@ -207,21 +207,20 @@ _WORTH_S = 1.0
 class SegmentWriter:
     """A segment from `start` on, of `stripes` parts.
 
-    Worker threads call its file's `segment_ended` once, when it has ended; `begin_next` when its placement is known,
+    Worker threads call `segment_ended` of `sending` once, when it has ended; `begin_next` when its placement is known,
     possibly repeatedly; `chunk_sent` with the length of each chunk that was written for the first time.
     """
 
     def __init__(self, sending: Sending, start: int, *, stripes: int) -> None:
         self.start = start
         self.stripes = stripes
+        self.sending = sending
         self.lane = sending.lane
         self.publication = sending.publication
-        self.on_sent = sending.chunk_sent
         self.error: BootseerError | None = None
         self.result: Segment | None = None
         """Set by `sending` when it is complete, unless it is no longer a part of the file."""
         self.num_retries = 0
-        self._sending = sending
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.size_bytes = 0
@@ -254,7 +253,7 @@ class SegmentWriter:
     def part_placed(self) -> None:
         """A part has a node, or has been sent."""
         if self.is_placed:
-            self._sending.begin_next()
+            self.sending.begin_next()
 
     def begin(self) -> None:
         """Start creating the files, in the background."""
@@ -285,13 +284,13 @@ class SegmentWriter:
                 return
             self.error = error
             self._over.set()
-        self._sending.segment_ended(self, None)
+        self.sending.segment_ended(self, None)
         self._wake()
 
     def read(self, chunk: int, size_bytes: int) -> bytes:
         """The bytes of a chunk of a segment that has `size_bytes`."""
         offset = chunk * CHUNK_BYTES
-        return self._sending.spool.read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
+        return self.sending.spool.read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
 
     def set_digest(self, chunk: int, digest: bytes) -> None:
         """Record a chunk's digest. Raises `PermanentError` if it differs from an earlier one of the same chunk."""
@@ -347,7 +346,7 @@ class SegmentWriter:
         except Exception as error:
             self.fail(error)
             return
-        self._sending.segment_ended(self, result)
+        self.sending.segment_ended(self, result)
 
     def _begin(self) -> None:
         numbers = range(self.stripes + self.publication.policy.parity)
