@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.layout import parity_chunk, xor_into
+from bootseer.checkpoint.layout import make_ready, parity_chunk, xor_into
+
+make_ready()
 
 
 @given(st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=6), st.data())
@@ -31,7 +33,8 @@ def test_the_result_is_the_same_without_numpy() -> None:
     row = [os.urandom(1000), os.urandom(999), b"", os.urandom(1)]
     program = (
         "import sys; sys.modules['numpy'] = None\n"
-        "from bootseer.checkpoint.layout import parity_chunk\n"
+        "from bootseer.checkpoint.layout import make_ready, parity_chunk\n"
+        "make_ready()\n"
         f"row = {row!r}\n"
         "sys.stdout.buffer.write(parity_chunk(row, 1024))"
     )

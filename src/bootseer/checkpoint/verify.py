@@ -18,7 +18,7 @@ from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.catalog import lost_parts, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
-from bootseer.checkpoint.layout import chunk_place, row_of, xor_into
+from bootseer.checkpoint.layout import chunk_place, make_ready, row_of, xor_into
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.tasks import Count, Tasks
@@ -114,6 +114,7 @@ def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]
 
 def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> list[Problem]:
     lost = set(lost_parts(files, path, head))
+    make_ready()
 
     def opened(part: Part, stack: contextlib.ExitStack) -> OpenFile | BootseerError:
         at = part_path(path, head.id, part.name)

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
-from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
+from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, num_chunks, parity_chunk, part_size, row_of
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.logs import logger
 from bootseer.places.place import PartWriter
@@ -258,6 +258,8 @@ class SegmentWriter:
     def begin(self) -> None:
         """Start creating the files, in the background."""
         try:
+            if self.publication.policy.parity:
+                self.lane.run_blocking(make_ready)  # until it has ended, parity is computed more slowly
             self.lane.run_blocking(self._begin)
         except TransientError as error:
             self.fail(error)
