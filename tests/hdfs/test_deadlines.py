@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.hdfs.errors import DataNodeError, LostConnectionError, RefusedError, WrongBytesError
 from bootseer.hdfs.requests import ReadSettings
-from hdfs.played import PIECE, Played
+from hdfs.played import BLOCK, PIECE, Played, located
 
 
 def test_what_takes_too_long_ends_with_its_nodes_named() -> None:
@@ -102,3 +102,50 @@ def test_other_errors_and_pauses_beyond_the_deadline_fail_at_once(error: DataNod
     _fail(late, LostConnectionError("reset"))
     _fail(late, LostConnectionError("reset"))
     assert "a:1: reset" in str(late.error())
+
+
+def _report(played: Played, *replicas: tuple[str, ...]) -> None:
+    """The NameNode is asked, and knows these DataNodes."""
+    while played.schedule.to_locate:
+        played.schedule.located(played.schedule.to_locate.popleft(), located(list(replicas)), played.now_s)
+    played.look()
+
+
+def test_a_block_that_no_datanode_has_reported_yet_is_waited_for_as_after_a_failover() -> None:
+    played = Played(())
+    ticket = played.read(0, 100)
+    _report(played, ())
+    assert not played.ended
+    assert played.schedule.remaining_s(ticket, played.now_s) == math.inf  # parity is better
+    played.tick(1.0)
+    _report(played, ())
+    assert not played.ended
+    played.tick(3.0)
+    _report(played, ("a:1",))
+    played.serve_all()
+    assert played.ended == [ticket]
+    assert ticket.error is None
+
+
+def test_lost_blocks_are_waited_for_once_and_not_each() -> None:
+    played = Played((), (), options=ReadSettings(piece_bytes=PIECE, retry_s=(1.0, 3.0)))
+    first = played.read(0, 100)
+    _report(played, (), ())
+    for pause_s in (1.0, 3.0):
+        assert not played.ended
+        played.tick(pause_s)
+        _report(played, (), ())
+    assert played.ended == [first]
+    assert "no DataNode has it" in str(first.error)
+    played.tick(2.0)
+    second = played.read(BLOCK, 100)
+    _report(played, (), ())
+    assert played.ended == [first, second]
+    played.tick(400.0)
+    third = played.read(0, 100)
+    _report(played, (), ())
+    played.tick(1.0)
+    _report(played, ("a:1",), ("a:1",))
+    played.serve_all()
+    assert played.ended == [first, second, third]
+    assert third.error is None

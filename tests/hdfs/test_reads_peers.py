@@ -203,8 +203,8 @@ def test_a_file_that_was_removed_is_an_error(well: Small) -> None:
 
 
 def test_a_block_without_replicas_is_a_clear_error() -> None:
-    with Small() as small:
-        error = error_of(small.reads.open("/f"))
+    with Small() as small, contextlib.closing(HdfsReads(small.asked, ReadSettings(retry_s=()))) as reads:
+        error = error_of(reads.open("/f"))
         assert isinstance(error, TransientError)
         assert "no DataNode has it" in str(error)
 

@@ -45,7 +45,8 @@ class ReadSettings(Struct, frozen=True):
     max_hedges: int = 16
     """Concurrent hedges; each has memory for one piece."""
     retry_s: tuple[float, ...] = (1.0, 3.0, 6.0, 10.0)
-    """Pauses before a piece is requested again whose DataNodes have all failed, if any may recover."""
+    """Pauses before a piece is requested again that no DataNode has, or whose DataNodes have all failed, if any may
+    recover."""
     max_pieces: int = 1 << 17
     """Queued and in flight; more are refused."""
 
@@ -166,7 +167,7 @@ class Piece(Struct, eq=False):
     unchecked: set[str] = field(default_factory=set)
     """DataNodes that have it without checksums."""
     may_recover: bool = False
-    """Whether a DataNode that has it has lost the connection since the latest pause."""
+    """Whether a DataNode that has it has lost the connection since the latest pause, or none is known yet."""
     num_pauses: int = 0
     refreshed: bool = False
     """Whether locations were refreshed because of it."""
@@ -184,17 +185,27 @@ class Piece(Struct, eq=False):
         return (self.block.id, self.offset, self.ticket.check, self.strict)
 
 
+_LOST_S: Final = 300.0
+
+
 class PausedPieces:
-    """Pieces whose DataNodes have all failed. They are requested again after pauses, because one of the DataNodes may
-    recover."""
+    """Pieces whose DataNodes have all failed, or of which the NameNode knows no DataNode. They are requested again
+    after pauses: a DataNode may recover, or report its blocks to a NameNode that has just become active."""
 
     def __init__(self, pauses_s: Sequence[float]) -> None:
         self._pauses_s = pauses_s
         self._until: list[tuple[float, Piece]] = []
+        self._lost_until_s = -math.inf
+        """Until then blocks without a DataNode count as lost, because one was waited for in vain: a checkpoint may have
+        thousands of them."""
 
     def try_add(self, piece: Piece, now_s: float) -> bool:
         """Pause a piece, unless no DataNode is expected to recover in time; returns whether it is paused."""
-        if not piece.may_recover or piece.num_pauses == len(self._pauses_s):
+        is_last = piece.num_pauses == len(self._pauses_s)
+        if not piece.block.nodes:
+            self._lost_until_s = now_s + _LOST_S if is_last else self._lost_until_s
+            piece.may_recover = now_s >= self._lost_until_s
+        if not piece.may_recover or is_last:
             return False
         until_s = now_s + self._pauses_s[piece.num_pauses]
         if until_s >= piece.ticket.until_s:
