@@ -1,10 +1,10 @@
 """Chunks of one row that are read together from a file with parity: any one of them can be rebuilt from the others.
 
-The parity part is a stand-in. When a row starts, it estimates which chunk would arrive last, and reads the parity
-instead of that chunk's own part if the parity comes earlier. So a slow disk gets fewer reads, and all disks, including
-the parity's, share the work. Later, a chunk that is late, unreadable or wrong is rebuilt. Nothing that has arrived or
-is in flight is read twice: only chunks of the row that no reader requested are read for the rebuild alone (helpers). A
-rebuilt chunk is compared with its digest like any other.
+The members of a row are its chunks and the parity, and each is the XOR of all others. When a row starts, it estimates
+which chunk would arrive last, and reads the parity instead of that chunk's own part if the parity comes earlier. So a
+slow disk gets fewer reads, and all disks, including the parity's, share the work. Later, a chunk that is late,
+unreadable or wrong is rebuilt. Nothing that has arrived or is in flight is read twice: only members that no reader
+requested are read for the rebuild alone (helpers). A rebuilt chunk is compared with its digest like any other.
 
 Each batch of reads has a `Row` of its own, unaware of other batches.
 
@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
-from math import inf
+from typing import Final
 
 from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead, ParityRead
-from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, reworded
+from bootseer.checkpoint.reading.context import OpenSegment, ReadContext, reworded
 from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
 from bootseer.checkpoint.reading.transfer import RangeRequest, failure, run_effects
 from bootseer.errors import BootseerError, TransientError
@@ -32,13 +31,8 @@ from bootseer.logs import logger
 _LOG = logger(__name__)
 
 _NO_ROOM_S = 0.05
-
-
-class _Parity(Enum):
-    NONE = 1
-    LOADING = 2
-    HERE = 3
-    USELESS = 4
+_PARITY: Final = -1
+"""The number of the parity among the members of a row."""
 
 
 class Row:
@@ -48,20 +42,19 @@ class Row:
         """`chunks`: all chunks of the row, requested or not."""
         self._context = context
         self._chunks = chunks
+        self._members = (_PARITY, *chunks)
         self._lock = threading.Lock()
         self._jobs: dict[int, ChunkRead] = {}
-        self._data: dict[int, memoryview] = {}  # chunks that have arrived
-        self._unreadable: set[int] = set()  # chunks whose own parts failed
+        self._helpers: dict[int, ChunkRead] = {}  # the members that are read for rebuilds alone
+        self._data: dict[int, memoryview] = {}  # members that have arrived
+        self._unreadable: set[int] = set()  # members whose own parts failed
         self._to_rebuild: dict[int, ChunkRead] = {}  # waiting for their rebuild
         self._rebuilt: dict[int, memoryview] = {}  # until their own reads have ended
-        self._helpers: dict[int, ChunkRead] = {}
-        self._parity = _Parity.NONE
-        self._parity_read: ParityRead | None = None
         self._parity_problem = ""
         self._rebuilding: int | None = None  # the chunk that is being rebuilt
         self._segment: OpenSegment | None = None
         self._num_active = 0  # chunks that were started and have not ended
-        self._num_extra = 0  # reads for rebuilds alone that have not ended
+        self._num_extra = 0  # helpers that have not ended
         self._scratch_bytes = 0
         self._overdrawn = False
         self._begun: set[int] = set()
@@ -134,8 +127,13 @@ class Row:
 
     def _choose_parity_first(self, segment: OpenSegment) -> int | None:
         """The chunk to replace by parity from the start; None: each chunk is read from its own part."""
-        delays = {chunk: _delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
-        return chunk_to_skip(delays, frozenset(self._jobs), _delay_s(*segment.parity_of(self._chunks.start)))
+        delays = {chunk: self._delay_s(segment, chunk) for chunk in self._chunks}
+        return chunk_to_skip(delays, frozenset(self._jobs), self._delay_s(segment, _PARITY))
+
+    def _delay_s(self, segment: OpenSegment, member: int) -> float:
+        """Estimated seconds until a member arrives that is requested now."""
+        part, offset = segment.parity_of(self._chunks.start) if member == _PARITY else segment.place_of(member)
+        return part.delay_s(offset, CHUNK_BYTES)
 
     def _check_late(self) -> None:
         """Rebuild chunks that are late, or that a rebuild would deliver sooner by the current estimates."""
@@ -181,35 +179,24 @@ class Row:
         if segment is None or self._unreadable or len(self._to_rebuild) > len(untried) or self._rebuilding is not None:
             return []
         left = {chunk: job.remaining_s() for chunk, job in on_way.items()}
-        left |= {job.chunk: _delay_s(*segment.place_of(job.chunk)) for job in untried}
+        left |= {job.chunk: self._delay_s(segment, job.chunk) for job in untried}
         others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._data]
-        others_s = max((_delay_s(*segment.place_of(chunk)) for chunk in others), default=0.0)
-        parity_s = self._parity_s(segment)
-        helpers_s = max(
-            (one.remaining_s() for chunk, one in self._helpers.items() if chunk not in self._data), default=0.0
-        )
+        others_s = max((self._delay_s(segment, chunk) for chunk in others), default=0.0)
+        helpers_s = {one: 0.0 if one in self._data else read.remaining_s() for one, read in self._helpers.items()}
+        parity_s = helpers_s[_PARITY] if _PARITY in helpers_s else self._delay_s(segment, _PARITY)
         loser = chunk_to_replace(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
+        rebuild_s = max([parity_s, *helpers_s.values()])
         if loser in on_way:
             self._to_rebuild = {loser: on_way[loser]}
-        elif loser is None and any(parity_no_longer_pays(left[job.chunk], max(parity_s, helpers_s)) for job in untried):
+        elif loser is None and any(parity_no_longer_pays(left[job.chunk], rebuild_s) for job in untried):
             self._to_rebuild = {}
         else:
             return []
         return untried
 
-    def _parity_s(self, segment: OpenSegment) -> float:
-        """Estimated seconds until the parity arrives, requested now if it is not in flight."""
-        if self._parity is _Parity.NONE:
-            return _delay_s(*segment.parity_of(self._chunks.start))
-        if self._parity is _Parity.LOADING and self._parity_read is not None:
-            return self._parity_read.remaining_s()
-        return 0.0 if self._parity is _Parity.HERE else inf
-
     def _drop_late_helpers(self, now: float) -> list[ChunkRead]:
-        """The chunks to be read from their own parts after all, because the parity or a helper is late."""
-        awaited = [helper for chunk, helper in self._helpers.items() if chunk not in self._data]
-        if self._parity is _Parity.LOADING and self._parity_read is not None:
-            awaited.append(self._parity_read)
+        """The chunks to be read from their own parts after all, because a helper is late."""
+        awaited = [helper for member, helper in self._helpers.items() if member not in self._data]
         settings = self._context.settings
         if not any(
             read.started_s is not None and is_late(now - read.started_s, read.expected_s, settings) for read in awaited
@@ -224,9 +211,7 @@ class Row:
         """Whether reading the helpers would probably take less than has been waited already."""
         segment = self._segment
         missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._data]
-        if segment is None:
-            return False
-        return all(part.delay_s(offset, CHUNK_BYTES) < waited_s for part, offset in map(segment.place_of, missing))
+        return segment is not None and all(self._delay_s(segment, chunk) < waited_s for chunk in missing)
 
     def _advance(self) -> None:
         interrupt: BaseException | None = None
@@ -248,15 +233,20 @@ class Row:
     def _give_up_parity(self, error: BootseerError) -> None:
         """The rebuild cannot go on, for lack of memory perhaps: chunks are left to their own parts."""
         with self._lock:
-            self._parity, self._parity_problem = _Parity.USELESS, str(error)
+            self._reject_parity(str(error))
             chunk, self._rebuilding = self._rebuilding, None
             if chunk is not None and chunk not in self._data:
                 self._to_rebuild[chunk] = self._jobs[chunk]
 
+    def _reject_parity(self, problem: str) -> None:
+        self._data.pop(_PARITY, None)
+        self._unreadable.add(_PARITY)
+        self._parity_problem = problem
+
     def _next_step(self) -> Callable[[], None] | None:
         for chunk, job in list(self._to_rebuild.items()):
-            missing = [other for other in self._chunks if other != chunk and other not in self._data]
-            hopeless = self._parity is _Parity.USELESS or not self._unreadable.isdisjoint(missing)
+            missing = [other for other in self._members if other != chunk and other not in self._data]
+            hopeless = not self._unreadable.isdisjoint(missing)
             contested = not self._to_rebuild.keys().isdisjoint(missing)
             untried = job.started_s is None
             if job.is_cancelled or hopeless or (contested and untried):
@@ -274,17 +264,16 @@ class Row:
 
     def _next_read_for(self, job: ChunkRead, missing: list[int]) -> Callable[[], None] | None:
         """The next read for a chunk's rebuild; None: wait."""
-        if self._parity is _Parity.HERE and not missing:
+        if not missing:
             del self._to_rebuild[job.chunk]
             self._rebuilding = job.chunk
-            return partial(self._rebuild, job)
-        helpers = [chunk for chunk in missing if chunk not in self._jobs and chunk not in self._helpers]
-        needs_parity = self._parity is _Parity.NONE
-        num_reads = len(helpers) + needs_parity
-        if not num_reads:
+            del self._helpers[_PARITY]  # its memory will hold the rebuilt chunk
+            return partial(self._rebuild, job, self._data.pop(_PARITY))
+        wanted = [member for member in missing if member not in self._jobs and member not in self._helpers]
+        if not wanted:
             return None
         # All or nothing: rows that each hold a part of the memory they need could wait for each other forever.
-        if not self._reserve(num_reads * CHUNK_BYTES, job):
+        if not self._reserve(len(wanted) * CHUNK_BYTES, job):
             if job.started_s is None:
                 del self._to_rebuild[job.chunk]
                 return job.read_own
@@ -292,16 +281,10 @@ class Row:
                 self._context.timer.after(_NO_ROOM_S, self._retry_reserve)
                 self._waits_for_room = True
             return None
-        starts: list[Callable[[], None]] = []
-        made = {chunk: self._helper(job.segment, chunk) for chunk in helpers}
-        if needs_parity:
-            self._parity_read = ParityRead(self._context, job.segment, self._chunks.start, self._parity_ended)
-            self._parity = _Parity.LOADING
-            starts.append(partial(self._parity_read.start, urgent=True))
-        self._num_extra += num_reads
+        made = {member: self._helper(job.segment, member) for member in wanted}
+        self._num_extra += len(made)
         self._helpers |= made
-        starts += [partial(helper.start, urgent=True) for helper in made.values()]
-        return partial(run_effects, starts)
+        return partial(run_effects, [partial(helper.start, urgent=True) for helper in made.values()])
 
     def _reserve(self, num_bytes: int, job: ChunkRead) -> bool:
         buffer = self._context.buffer
@@ -320,42 +303,34 @@ class Row:
             self._waits_for_room = False
         self._advance()
 
-    def _parity_ended(self, error: BootseerError | None) -> None:
-        with self._lock:
-            self._num_extra -= 1
-            if error is not None and self._parity_read is not None and self._parity_read.is_cancelled:
-                # By `_release_extra`, as no chunk was active. A chunk that has been started since requests it again.
-                self._parity = _Parity.NONE
-            else:
-                self._parity = _Parity.HERE if error is None else _Parity.USELESS
-                self._parity_problem = str(error)
-        self._advance()
-
-    def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
-        """A read of a chunk that no reader requested. It has no row: if its part fails, there is no other way."""
-        data = memoryview(bytearray(segment.length(chunk)))
+    def _helper(self, segment: OpenSegment, member: int) -> ChunkRead:
+        """A read of a member that no reader requested. It has no row: if its part fails, there is no other way."""
 
         def ended(error: BootseerError | None) -> None:
             with self._lock:
                 self._num_extra -= 1
                 if error is None:
-                    self._data[chunk] = data
-                elif helper.is_cancelled:  # as in `_parity_ended`
-                    del self._helpers[chunk]
+                    self._data[member] = helper.into
+                elif helper.is_cancelled:
+                    # By `_release_extra`, as no chunk was active. One that has been started since requests it again.
+                    del self._helpers[member]
+                elif member == _PARITY:
+                    self._reject_parity(str(error))
                 else:
-                    self._unreadable.add(chunk)
+                    self._unreadable.add(member)
             self._advance()
 
-        helper = ChunkRead(self._context, RangeRequest(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
+        helper: ChunkRead
+        if member == _PARITY:
+            helper = ParityRead(self._context, segment, self._chunks.start, ended)
+        else:
+            data = memoryview(bytearray(segment.length(member)))
+            helper = ChunkRead(self._context, RangeRequest(member * CHUNK_BYTES, data, ended), 0, shared=False)
         return helper
 
-    def _rebuild(self, job: ChunkRead) -> None:
-        others = [self._data[chunk] for chunk in self._chunks if chunk != job.chunk]
-        parity = self._parity_read
-        if parity is None:
-            raise RuntimeError("there is no parity to rebuild from")
-        data = parity.into
-        xor_into(data, *others)
+    def _rebuild(self, job: ChunkRead, data: memoryview) -> None:
+        """`data`: the parity."""
+        xor_into(data, *(self._data[chunk] for chunk in self._chunks if chunk != job.chunk))
         data = data[: job.num_bytes]
         right = job.is_right(data)
         with self._lock:
@@ -363,9 +338,8 @@ class Row:
             running = job.started_s is not None and job.chunk not in self._unreadable
             here = job.chunk in self._data  # its own part arrived meanwhile
             self._to_rebuild.pop(job.chunk, None)
-            self._parity = _Parity.NONE if right else _Parity.USELESS  # the buffer holds the rebuilt chunk now
             if not right:
-                self._parity_problem = "the parity part has wrong bytes"
+                self._reject_parity("the parity part has wrong bytes")
                 if not here:
                     self._to_rebuild[job.chunk] = job
             elif running and not here:
@@ -395,16 +369,13 @@ class Row:
                     self._num_active -= 1
 
     def _release_extra(self) -> None:
-        """When no chunk is active, cancel reads that only served rebuilds, and free their memory when they have ended.
+        """When no chunk is active, cancel the helpers, and free their memory when they have ended.
         Chunks that start later begin anew."""
         with self._lock:
             if self._num_active or self._rebuilding is not None or self._segment is None:
                 return
-            extra: list[ChunkRead] = []
-            if self._num_extra:
-                extra += self._helpers.values()
-                extra += [] if self._parity_read is None else [self._parity_read]
-            else:
+            extra = list(self._helpers.values()) if self._num_extra else []
+            if not extra:
                 segment, self._segment = self._segment, None
                 given, self._scratch_bytes = self._scratch_bytes, 0
                 overdrawn, self._overdrawn = self._overdrawn, False
@@ -417,17 +388,15 @@ class Row:
             self._context.buffer.free(given, overdrawn=overdrawn)
 
     def _reset_scratch(self) -> None:
-        self._parity = _Parity.NONE
-        self._parity_read = None
-        for chunk in self._helpers:
-            self._data.pop(chunk, None)
-        self._unreadable -= self._helpers.keys()
+        for member in self._helpers:
+            self._data.pop(member, None)
+        self._unreadable -= {_PARITY, *self._helpers}
         self._helpers = {}
         if self._num_finished == len(self._jobs):
             self._data.clear()  # the memory belongs to its readers again
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
-        gone = [str(chunk) for chunk in missing if chunk in self._unreadable]
+        gone = [str(chunk) for chunk in missing if chunk in self._unreadable and chunk != _PARITY]
         reason = f"chunk {', '.join(gone)} of its row cannot be read either" if gone else self._parity_problem
         return reworded(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {reason}")
 
@@ -448,7 +417,3 @@ class _RowChunk(ChunkRead):
 
     def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
         self._row.own_ended(self, error, keep=keep)
-
-
-def _delay_s(part: LazyPart, offset: int) -> float:
-    return part.delay_s(offset, CHUNK_BYTES)
