@@ -9,12 +9,13 @@ A node that neither accepts nor acknowledges anything for `stall_s` has failed. 
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import google_crc32c
@@ -81,10 +82,11 @@ class BlockWriter:
         self._confirmed = 0
         self._answers = bytearray()
         first = self._nodes[0]
+        self._first = first.host_port
         try:
             self._socket = socket.create_connection(self._address(first), timeout=setup_s)
         except OSError as error:
-            raise PipelineError(f"{first.host_port} cannot be reached: {error}", first.host_port) from error
+            raise PipelineError(f"{self._first} cannot be reached: {error}", self._first) from error
         self._channel: Channel | None = None
         try:
             if protection is not None:
@@ -141,7 +143,7 @@ class BlockWriter:
         try:
             return protection.log_in(self._address(first)[1], self._new.block.token, self._socket.sendall, receive)
         except (OSError, DataNodeError) as error:
-            raise PipelineError(f"{first.host_port}: {error}", first.host_port) from error
+            raise PipelineError(f"{self._first}: {error}", self._first) from error
 
     def _send_packet(self, packet: memoryview) -> None:
         self._send([*self._packet_header(len(packet), self._sums(packet)), packet])
@@ -150,31 +152,17 @@ class BlockWriter:
     def _await_setup(self) -> None:
         """Receive the first node's answer, which it gives when the whole pipeline is connected."""
         asked_s = time.monotonic()
-        while True:
-            try:
-                reply, at = read_delimited(bytes(self._answers), 0)
-                break
-            except MalformedError:
-                if len(self._answers) > _MAX_ANSWER_BYTES:
-                    raise PipelineError(
-                        f"{self._nodes[0].host_port} does not answer", self._nodes[0].host_port
-                    ) from None
-            self._receive(asked_s)
-        del self._answers[:at]
-        try:
-            answer = Message(reply)
+        with self._parsing():
+            while (answer := self._next_answer()) is None:
+                self._receive(asked_s)
             status, bad, message = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
-        except MalformedError as error:
-            raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
         if status != _SUCCESS or bad:
-            raise PipelineError(
-                message or f"{bad or self._nodes[0].host_port}: status {status}", self._failed_node(bad)
-            )
+            raise PipelineError(message or f"{bad or self._first}: status {status}", self._failed_node(bad))
 
     def _failed_node(self, bad: str) -> str:
         """The node that another one reports as failed; the first one if it reports none."""
         known = {name: node.host_port for node in self._nodes for name in _names(node)}
-        return known.get(bad, self._nodes[0].host_port if not bad else "")
+        return known.get(bad, self._first if not bad else "")
 
     def _packet_header(self, length: int, sums: bytes, *, last: bool = False) -> list[memoryview]:
         fields = _FIELDS.pack(0x09, self.size_bytes, 0x11, self._sequence, 0x18, last, 0x25, length)
@@ -222,7 +210,7 @@ class BlockWriter:
     def _find_silent_node(self) -> str:
         """Find the node that answers no request; "" if all answer, and the first one does not forward."""
         if len(self._nodes) == 1:
-            return self._nodes[0].host_port
+            return self._first
         base = field(1, identity(self._new.block)) + field(2, self._new.block.token)
         question = field(1, field(1, base) + field(2, self._holder)) + field(2, 0) + field(3, 1)
         for node in self._nodes:
@@ -242,21 +230,27 @@ class BlockWriter:
     def _take_acks(self, since_s: float | None = None) -> None:
         """Receive acknowledgements; waits only with `since_s`."""
         self._receive(since_s)
-        answers = bytes(self._answers)
-        at = 0
+        with self._parsing():
+            while (answer := self._next_answer()) is not None:
+                self._confirm(answer)
+
+    def _next_answer(self) -> Message | None:
+        """The next answer of the first node; None if its rest has not arrived yet."""
         try:
-            while True:
-                try:
-                    reply, end = read_delimited(answers, at)
-                except MalformedError:
-                    break  # the rest has not arrived yet
-                self._confirm(Message(reply))
-                at = end
+            reply, end = read_delimited(self._answers, 0)
+        except MalformedError:
+            if len(self._answers) > _MAX_ANSWER_BYTES:
+                raise PipelineError(f"{self._first} does not answer", self._first) from None
+            return None
+        del self._answers[:end]
+        return Message(reply)
+
+    @contextlib.contextmanager
+    def _parsing(self) -> Iterator[None]:
+        try:
+            yield
         except MalformedError as error:
-            raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
-        del self._answers[:at]
-        if len(self._answers) > _MAX_ANSWER_BYTES:
-            raise PipelineError(f"{self._nodes[0].host_port} sends no acknowledgement", self._nodes[0].host_port)
+            raise PipelineError(f"{self._first}: {error}", self._first) from error
 
     def _confirm(self, answer: Message) -> None:
         raw = answer.number(1)
@@ -296,8 +290,7 @@ class BlockWriter:
             return
 
     def _broken(self, error: object) -> PipelineError:
-        node = self._nodes[0].host_port
-        return PipelineError(f"{node}: the connection broke: {error}", node)
+        return PipelineError(f"{self._first}: the connection broke: {error}", self._first)
 
 
 class SilentPipelineError(PipelineError, SilentError):

@@ -52,7 +52,7 @@ def delimited(message: bytes) -> bytes:
     return varint(len(message)) + message
 
 
-def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+def read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
     """Decode the varint at `at`; returns it and its end."""
     value = shift = 0
     try:
@@ -67,7 +67,7 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     return (value | byte << shift) & _MASK, at + 1
 
 
-def read_delimited(data: bytes | memoryview, at: int) -> tuple[bytes, int]:
+def read_delimited(data: bytes | bytearray | memoryview, at: int) -> tuple[bytes, int]:
     """The length-prefixed message at `at`, and its end."""
     length, at = read_varint(data, at)
     if length > len(data) - at:
