@@ -48,26 +48,14 @@ def _no_check() -> None:
 class FileWriter:
     """A new file. Ends with `commit`, which publishes it, or with `abort`, which keeps the previous version."""
 
-    def __init__(
-        self,
-        publication: Publication,
-        spool: Spool,
-        budget: Budget,
-        *,
-        verify: str,
-        free_some: Callable[[], bool],
-        ended: Callable[[], None],
-    ) -> None:
-        """`free_some` returns whether spool space will be freed; `ended` is called at the end."""
-        self.sending = Sending(publication, spool, budget)
+    def __init__(self, writing: Writing, publication: Publication, spool: Spool, verify: Verify) -> None:
+        self.sending = Sending(publication, spool, writing.budget)
         """For the `Writing`, which balances spool space among its files."""
+        self._writing = writing
         self._publication = publication
         self._settings = publication.settings
         self._spool = spool
-        self._budget = budget
         self._verify = verify
-        self._free_some = free_some
-        self._ended = ended
         # Held by the thread that changes the file, for the whole change.
         self._turn = threading.RLock()
         self._size_bytes = 0
@@ -104,7 +92,7 @@ class FileWriter:
 
         def free_some() -> bool:
             check()
-            return self._free_some()
+            return self._writing.free_some()
 
         with self._turn:
             self._check()
@@ -115,11 +103,11 @@ class FileWriter:
                 self.sending.recall(offset, end)
                 fresh = self.sending.missing(offset, end)
                 if fresh:
-                    self._budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
+                    self._writing.budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
                 try:
                     self._spool.write(offset, data)
                 except BaseException:
-                    self._budget.free(fresh)
+                    self._writing.budget.free(fresh)
                     # A partial write must not show through when the file grows later.
                     self._spool.truncate(self._size_bytes)
                     raise
@@ -169,7 +157,7 @@ class FileWriter:
             # First, because requests in flight create files in the folder that is about to be removed.
             self.sending.close(self._settings.end_s)
             self._publication.remove_unreferenced()
-        self._ended()
+        self._writing.end(self._publication)
 
     def _check(self) -> None:
         self.sending.check()
@@ -236,7 +224,8 @@ class Writing:
         self._settings = settings or WritingSettings()
         self._workers = Executor("bootseer-write", self._settings.max_threads)
         self._excluded = ExcludedNodes(self._settings.excluded_s)
-        self._budget = Budget(self._settings.spool_bytes, self._settings.random_bytes)
+        self.budget = Budget(self._settings.spool_bytes, self._settings.random_bytes)
+        """The spool space of its files."""
         self._lock = threading.Lock()
         self._in_flight: dict[Publication, FileWriter | None] = {}
         """The files that are being written, with the writer of one that is written piece by piece."""
@@ -269,7 +258,7 @@ class Writing:
                 return self._send_whole(publication, size_bytes, read, verify, progress)
             return write_ordinary(publication, size_bytes, read, progress)
         finally:
-            self._end(publication)
+            self.end(publication)
 
     def _send_whole(
         self,
@@ -281,7 +270,7 @@ class Writing:
     ) -> Written:
         """Send a striped file without a spool, and publish it. A failure leaves nothing behind."""
         check_size(size_bytes)
-        sending = Sending(publication, Replayed(read), self._budget)
+        sending = Sending(publication, Replayed(read), self.budget)
 
         def check() -> None:
             if progress is not None:
@@ -313,12 +302,9 @@ class Writing:
             check_target(self._files, path)
         publication = self._begin(path, policy, mode)
         try:
-            writer = FileWriter(
-                publication, Spool(self._spool), self._budget,
-                verify=verify, free_some=self._free_some, ended=partial(self._end, publication),
-            )  # fmt: skip
+            writer = FileWriter(self, publication, Spool(self._spool), verify)
         except BaseException:
-            self._end(publication)
+            self.end(publication)
             raise
         with self._lock:
             self._in_flight[publication] = writer
@@ -328,7 +314,7 @@ class Writing:
         """Files in flight, spool space in use, and excluded nodes."""
         with self._lock:
             num_files = len(self._in_flight)
-        return {"files": num_files, "spool_bytes": self._budget.used_bytes, "sick": sorted(self._excluded.names())}
+        return {"files": num_files, "spool_bytes": self.budget.used_bytes, "sick": sorted(self._excluded.names())}
 
     def close(self) -> None:
         """Abort files that were not committed."""
@@ -353,7 +339,8 @@ class Writing:
             self._in_flight[publication] = None
         return publication
 
-    def _end(self, publication: Publication) -> None:
+    def end(self, publication: Publication) -> None:
+        """A file that was begun is published, or was aborted."""
         publication.end()
         with self._lock:
             self._in_flight.pop(publication, None)
@@ -362,7 +349,7 @@ class Writing:
         with self._lock:
             return [writer for writer in self._in_flight.values() if writer is not None]
 
-    def _free_some(self) -> bool:
+    def free_some(self) -> bool:
         """Whether spool space will be freed. With no data in flight, the file with most sendable data sends it."""
         with self._lock:  # of two threads that look, the second one must see what the first one has let be sent
             sendings = [writer.sending for writer in self._in_flight.values() if writer is not None]
