@@ -167,9 +167,7 @@ class NameNode:
         pause_s = _PAUSE_S
         failed: dict[int, Exception] = {}
         while True:
-            unreachable: list[str] = []
-            refusals: list[AccessError] = []
-            num_standby = 0
+            errors: list[Exception] = []
             for _ in range(num_namenodes):
                 if time.monotonic() >= until:
                     raise self._problem(path, failed)
@@ -183,20 +181,15 @@ class NameNode:
                     if error.kind not in _RETRIED_KINDS:
                         raise self._mapped(error, path) from error
                     failed[number] = error
-                    num_standby += error.kind == "StandbyException"
+                    errors.append(error)
                 except (TransientError, AccessError) as error:
-                    unreachable += [str(error)] if isinstance(error, UnreachableError) else []
-                    # One NameNode alone may refuse a login.
-                    refusals += [error] if isinstance(error, AccessError) else []
-                    if (
-                        number not in failed or time.monotonic() < until
-                    ):  # not an attempt that was cut short by the deadline
+                    # An attempt that was cut short by the deadline says less than the one before.
+                    if number not in failed or time.monotonic() < until:
                         failed[number] = error
+                    errors.append(error)
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
-            if refusals and len(refusals) + len(unreachable) + num_standby == num_namenodes:
-                raise refusals[0]
-            self._raise_if_unreachable(path, unreachable)
+            self._raise_if_final(path, errors)
             problem = self._problem(path, failed)
             if time.monotonic() + pause_s >= until:
                 raise problem
@@ -217,9 +210,15 @@ class NameNode:
         text = "; ".join(problems) or "none was asked in time"
         return TransientError(f"{self._uri_of(path)}: no NameNode {state}: {text}")
 
-    def _raise_if_unreachable(self, path: str, unreachable: list[str]) -> None:
-        """Raise if no NameNode has ever answered, none was reached in this round, and the grace period is over."""
-        is_none = not self._has_answered and len(unreachable) == len(self.cluster.namenodes)
+    def _raise_if_final(self, path: str, errors: list[Exception]) -> None:
+        """Raise if another round of attempts would not help, by the errors of this one: no NameNode accepts the login,
+        or none has ever answered, none was reached now, and the grace period is over."""
+        unreachable = [str(error) for error in errors if isinstance(error, UnreachableError)]
+        refusals = [error for error in errors if isinstance(error, AccessError)]
+        num_standby = sum(isinstance(error, RemoteError) and error.kind == "StandbyException" for error in errors)
+        if refusals and len(refusals) + len(unreachable) + num_standby == len(errors):  # one alone may refuse a login
+            raise refusals[0]
+        is_none = not self._has_answered and len(unreachable) == len(errors)
         if is_none and time.monotonic() > self._made_s + _FIRST_S:
             raise UnreachableError(f"{self._uri_of(path)}: no NameNode is there: {'; '.join(unreachable)}")
 
