@@ -375,6 +375,8 @@ def test_older_checkpoints_of_its_kind_are_removed_when_it_is_published(files: F
     assert there() == {*others, "step-1", "step-2", "step-4", "step-10"}
     assert put("step-11", 3) == ["step-1", "step-2"]
     assert there() == {*others, "step-4", "step-10", "step-11"}
+    for keep in range(4, 10):  # more than there are
+        assert put("step-12", keep, dry_run=True) == []
     set_latest(files, "", "step-4")
     with pytest.raises(UsageError, match="does not end with a step number"):
         put("better", 1)

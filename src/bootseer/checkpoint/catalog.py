@@ -143,12 +143,9 @@ def superseded(files: Files, folder: str, name: str, keep: int) -> list[Checkpoi
         return []
     alike = [one for one in checkpoints(files, folder) if one.name != name and _NUMBER.sub("#", one.name) == kind]
     older = [one for one in alike if one.step is not None and one.step < step]
-    num_kept = max(keep - 1 - (len(alike) - len(older)), 0)
-    return [
-        one
-        for one in older[: len(older) - num_kept]
-        if not one.is_latest and not (one.is_folder and is_job(files, one.path))
-    ]
+    # With fewer than `keep` in all, the difference is negative, and would count from the end of the list.
+    num_removed = min(max(len(alike) + 1 - keep, 0), len(older))
+    return [one for one in older[:num_removed] if not one.is_latest and not (one.is_folder and is_job(files, one.path))]
 
 
 def is_job(files: Files, path: str) -> bool:
