@@ -36,6 +36,7 @@ from bootseer.hdfs.block_locations import Block, FileStatus
 from bootseer.hdfs.block_writer import BlockWriter, ExcludedDataNodes, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.namenode import NameNode
+from bootseer.io.files import write_all
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -447,9 +448,7 @@ class _BlockSpool:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or _SPOOL, buffering=0)  # noqa: SIM115
-            while data:
-                count = os.pwrite(self._file.fileno(), data, offset)
-                data, offset = data[count:], offset + count
+            write_all(self._file.fileno(), data, offset)
             self.is_whole = True
         except OSError:
             self.is_whole = False
