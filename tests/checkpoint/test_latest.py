@@ -72,6 +72,9 @@ def test_latest_that_names_what_is_gone_is_moved(files: Files, job: Path) -> Non
     (job / "final").mkdir()
     (job / "latest").write_text("gone\n")
     assert move_latest(files, "", "final") == "final"
+    (job / "step-60").mkdir()
+    (job / "latest").write_text("step-100\n")
+    assert move_latest(files, "", "step-60") == "step-60"
 
 
 def test_latest_never_names_what_is_not_published(files: Files) -> None:

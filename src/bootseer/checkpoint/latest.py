@@ -110,13 +110,14 @@ def drop_latest(files: Files, folder: str, name: str, other: str | None) -> None
 
 
 def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
+    try:
+        current_info = files.stat(join(folder, current))
+    except NotFoundError:
+        return True  # removed by another program, perhaps because training went back to an earlier step
     step, other_step = step_of(name), step_of(current)
     if step is not None and other_step is not None and step != other_step:
         return step > other_step
-    try:
-        return files.stat(join(folder, name)).entry.mtime_ns >= files.stat(join(folder, current)).entry.mtime_ns
-    except NotFoundError:
-        return True  # the current one does not exist any more
+    return files.stat(join(folder, name)).entry.mtime_ns >= current_info.entry.mtime_ns
 
 
 def _check_published(files: Files, folder: str, name: str) -> None:
