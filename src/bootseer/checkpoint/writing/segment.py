@@ -225,6 +225,8 @@ class SegmentWriter:
         self._over = threading.Event()
         self.size_bytes = 0
         """Available bytes: whole chunks, except for the last one of a sealed segment."""
+        self.is_started = False
+        """Set by `sending` when its files are to be created."""
         self.is_sealed = False
         """Whether the segment does not grow any more."""
         self._num_ended = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from bootseer.checkpoint.head import Segment
@@ -55,10 +54,8 @@ class Sending:
         self._tail: SegmentWriter | None = None
         """A short last chunk that was published as a segment of its own: it stays in the spool, and will be sent again.
         """
-        self._waiting: deque[SegmentWriter] = deque()
-        """Segments that were not started yet, in their order."""
-        self._open: list[SegmentWriter] = []
-        """Those that were started and have not ended, `segments_ahead` at most."""
+        self._in_flight: list[SegmentWriter] = []
+        """Segments that have not ended, in their order. The first ones are started, `segments_ahead` at most."""
         self._growing: SegmentWriter | None = None
         self._grown_s = 0.0
         self._sent_up_to = 0
@@ -294,7 +291,7 @@ class Sending:
     def _start(self, writer: SegmentWriter) -> None:
         """Start a segment as soon as there is room for it. It may fail at once."""
         self.publication.note_folder()
-        self._waiting.append(writer)
+        self._in_flight.append(writer)
         self.begin_next()
 
     def _seal_growing(self) -> bool:
@@ -328,19 +325,17 @@ class Sending:
         known, so that it can go to other nodes where there are any."""
         while True:
             with self._state:
-                if not self._waiting or len(self._open) >= self.publication.settings.segments_ahead:
+                ahead = self._in_flight[: self.publication.settings.segments_ahead]
+                started = [one for one in ahead if one.is_started]
+                if len(started) == len(ahead) or (started and not started[-1].is_placed):
                     return
-                if self._open and not self._open[-1].is_placed:
-                    return
-                writer = self._waiting.popleft()
-                self._open.append(writer)
+                writer = ahead[len(started)]
+                writer.is_started = True
             writer.begin()
 
     def _make_room(self, ended: SegmentWriter) -> None:
-        with self._state:
-            for writers in (self._open, self._waiting):
-                if ended in writers:
-                    writers.remove(ended)
+        with self._state, contextlib.suppress(ValueError):
+            self._in_flight.remove(ended)
         self.begin_next()
 
     def chunk_sent(self, length: int) -> None:
