@@ -288,7 +288,8 @@ class NodeQueues:
                 return math.inf
             return self._choice.expected_s(queue.name, num_bytes, now_s)
         if piece.state is not State.QUEUED:
-            return math.inf if piece.num_pauses and piece.state is State.PARKED else 0.0
+            is_waiting = piece.state is State.PARKED and (piece.num_pauses or not piece.block.nodes)
+            return math.inf if is_waiting else 0.0
         if len(piece.queues) > 1:
             return min(self.expected_s(queue.name, 0, now_s) for queue in piece.queues)
         (queue,) = piece.queues

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Final
 
 from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
@@ -27,6 +28,7 @@ from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip
 from bootseer.checkpoint.reading.transfer import RangeRequest, failure, run_effects
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
+from bootseer.places.place import OpenFile
 
 _LOG = logger(__name__)
 
@@ -135,22 +137,24 @@ class Row:
         part, offset = segment.parity_of(self._chunks.start) if member == _PARITY else segment.place_of(member)
         return part.delay_s(offset, CHUNK_BYTES)
 
-    def _check_late(self) -> None:
+    def check(self) -> None:
         """Rebuild chunks that are late, or that a rebuild would deliver sooner by the current estimates."""
-        try:
-            instead = self._request_late_rebuilds()
-        finally:
-            self._check_again_later()
-        for job in instead:
+        for job in self._request_late_rebuilds():
             job.read_own()
         self._advance()
+
+    def _check_regularly(self) -> None:
+        try:
+            self.check()
+        finally:
+            self._check_again_later()
 
     def _check_again_later(self) -> None:
         with self._lock:
             self._watching = self._num_active > 0
             if self._watching:
                 try:
-                    self._context.timer.after(self._context.settings.row_check_s, self._check_late)
+                    self._context.timer.after(self._context.settings.row_check_s, self._check_regularly)
                 except TransientError:  # no thread can be started: the next chunk that starts tries again
                     self._watching = False
 
@@ -414,6 +418,11 @@ class _RowChunk(ChunkRead):
 
     def _ready(self) -> None:
         self._row.begin(self)
+
+    def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
+        super()._part_opened(file, error)
+        if self.remaining_s() == inf:  # its node is excluded, or no node has it: parity need not wait for a late chunk
+            self._row.check()
 
     def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
         self._row.own_ended(self, error, keep=keep)
