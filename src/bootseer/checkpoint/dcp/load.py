@@ -3,8 +3,8 @@
 Only the calling thread uses the planner, since planners are not thread-safe. The first error ends the load at once:
 other ranks wait for this one in a collective.
 
-A `Job` is one read: `prepare` allocates its destinations in the calling thread, `perform` reads and decodes in any
-thread.
+A `Job` is one read: `Load.prepare` allocates its destinations in the calling thread, `Load.perform` reads and decodes
+in any thread.
 """
 
 from __future__ import annotations
@@ -82,115 +82,153 @@ class Job:
     deliveries: list[Delivery] = field(default_factory=list)
     buffer_bytes: int = 0
 
-
-def prepare(file: str, span: Span[Stored], planner: LoadPlanner, expected: Expected, settings: LoadSettings) -> Job:
-    """Allocate destinations for a span. Uses the planner."""
-    job = Job(file, span.end)
-    at = span.start
-    for one in span.ranges:
-        if at < one.start:  # reading this gap costs less than a second request
-            job.reads.append((at, _buffer(job, one.start - at)[1]))
-        _prepare_item(job, one.item, planner, expected, settings)
-        at = one.end
-    return job
+    def buffer(self, length: int) -> tuple[torch.Tensor, memoryview]:
+        self.buffer_bytes += length
+        buffer = empty_bytes(length)
+        return buffer, memory_of(buffer)
 
 
-def _prepare_item(job: Job, item: Stored, planner: LoadPlanner, expected: Expected, settings: LoadSettings) -> None:
-    targets = () if item.form is Form.BYTES else tuple((one, _target(item, one, planner)) for one in item.requests)
-    direct = _direct(item, targets, expected, settings)
-    if direct is None:
-        buffer, view = _buffer(job, item.length)
-        job.reads.append((item.offset, view))
-        job.deliveries.append(Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=targets))
-        return
-    part, at = direct
-    edges: list[tuple[int, memoryview]] = []
-    if item.form is not Form.BARE:
-        # Everything around the elements, or enough to know their layout.
-        is_whole = part.length == part.total
-        head = at if is_whole else min(_EDGE_BYTES, at + part.start)
-        tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
-        edges = [(0, _buffer(job, head)[1]), (item.length - tail, _buffer(job, tail)[1])]
-    elements = (at + part.start, memory_of(targets[0][1]))
-    job.reads.extend((item.offset + start, view) for start, view in (elements, *edges))
-    job.deliveries.append(Delivery(item, Pieces(item.length, edges), None, part, at, targets))
+Results = list[tuple[ReadItem, torch.Tensor | bytes]]
+"""Each request with its filled tensor, or its object's bytes."""
 
 
-def _direct(
-    item: Stored,
-    targets: tuple[tuple[ReadItem, torch.Tensor], ...],
-    expected: Expected,
-    settings: LoadSettings,
-) -> tuple[Part, int] | None:
-    """The part to read straight into the target, and its expected offset; None if impossible or not worth it."""
-    if len(targets) != 1 or item.form not in (Form.SAVED, Form.BARE) or item.descriptors:
-        return None
-    request, target = targets[0]
-    part = part_for(item, request, target)
-    if part is None or part.length < settings.direct_bytes or target.dtype != item.dtype:
-        return None
-    if item.form is Form.BARE:
-        return part, 0  # no archive around the elements: the metadata describes them
-    at = expected.of(item)
-    if not at or at + part.total >= item.length or 0 < part.total - part.length < _WORTH_SKIPPING:
-        return None
-    return part, at
+class Load:
+    """One load of a plan. `prepare` uses the planner, in the calling thread; `perform` is for any thread."""
 
+    def __init__(self, planner: LoadPlanner, undo: Undo, settings: LoadSettings) -> None:
+        self._planner = planner
+        self._undo = undo
+        self._settings = settings
+        self._expected = Expected()
 
-def _target(item: Stored, request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    target = planner.resolve_tensor(request).detach()
-    if target.size() != torch.Size(request.lengths):
-        raise PermanentError(
-            f"{item.index.fqn}: the checkpoint's part has the shape {tuple(request.lengths)}, the tensor to load"
-            f" {tuple(target.size())}"
-        )
-    return target
+    def prepare(self, file: str, span: Span[Stored]) -> Job:
+        """Allocate destinations for a span."""
+        job = Job(file, span.end)
+        at = span.start
+        for one in span.ranges:
+            if at < one.start:  # reading this gap costs less than a second request
+                job.reads.append((at, job.buffer(one.start - at)[1]))
+            self._prepare_item(job, one.item)
+            at = one.end
+        return job
 
+    def perform(self, job: Job, file: CheckpointFile) -> Results:
+        """Read and decode. Raises `CorruptError`."""
+        if job.end > file.size_bytes:
+            raise CorruptError(f"{job.file} has {file.size_bytes} bytes; the metadata places objects up to {job.end}")
+        file.read_ranges(job.reads)
+        done: Results = []
+        for delivery in job.deliveries:
+            if delivery.item.form is Form.BYTES:
+                content = self._undo(delivery.item, cast("IO[bytes]", delivery.content)).read(-1)
+                done.extend((request, content) for request in delivery.item.requests)
+            else:
+                if delivery.part is None:
+                    self._copy(delivery)
+                elif not self._is_in_place(delivery, delivery.part, file):
+                    with self._expected.again:
+                        self._copy(_whole(delivery, file))
+                done.extend(delivery.targets)
+        return done
 
-def _buffer(job: Job, length: int) -> tuple[torch.Tensor, memoryview]:
-    job.buffer_bytes += length
-    buffer = empty_bytes(length)
-    return buffer, memory_of(buffer)
+    def _prepare_item(self, job: Job, item: Stored) -> None:
+        targets = () if item.form is Form.BYTES else tuple((one, self._target(item, one)) for one in item.requests)
+        direct = self._direct(item, targets)
+        if direct is None:
+            buffer, view = job.buffer(item.length)
+            job.reads.append((item.offset, view))
+            job.deliveries.append(Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=targets))
+            return
+        part, at = direct
+        edges: list[tuple[int, memoryview]] = []
+        if item.form is not Form.BARE:
+            # Everything around the elements, or enough to know their layout.
+            is_whole = part.length == part.total
+            head = at if is_whole else min(_EDGE_BYTES, at + part.start)
+            tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
+            edges = [(0, job.buffer(head)[1]), (item.length - tail, job.buffer(tail)[1])]
+        elements = (at + part.start, memory_of(targets[0][1]))
+        job.reads.extend((item.offset + start, view) for start, view in (elements, *edges))
+        job.deliveries.append(Delivery(item, Pieces(item.length, edges), None, part, at, targets))
 
+    def _direct(self, item: Stored, targets: tuple[tuple[ReadItem, torch.Tensor], ...]) -> tuple[Part, int] | None:
+        """The part to read straight into the target, and its expected offset; None if impossible or not worth it."""
+        if len(targets) != 1 or item.form not in (Form.SAVED, Form.BARE) or item.descriptors:
+            return None
+        request, target = targets[0]
+        part = part_for(item, request, target)
+        if part is None or part.length < self._settings.direct_bytes or target.dtype != item.dtype:
+            return None
+        if item.form is Form.BARE:
+            return part, 0  # no archive around the elements: the metadata describes them
+        at = self._expected.of(item)
+        if not at or at + part.total >= item.length or 0 < part.total - part.length < _WORTH_SKIPPING:
+            return None
+        return part, at
 
-def perform(
-    job: Job, file: CheckpointFile, expected: Expected, undo: Undo
-) -> list[tuple[ReadItem, torch.Tensor | bytes]]:
-    """Read and decode: returns each request with its filled tensor, or its object's bytes. Raises `CorruptError`."""
-    if job.end > file.size_bytes:
-        raise CorruptError(f"{job.file} has {file.size_bytes} bytes; the metadata places objects up to {job.end}")
-    file.read_ranges(job.reads)
-    done: list[tuple[ReadItem, torch.Tensor | bytes]] = []
-    for delivery in job.deliveries:
-        if delivery.item.form is Form.BYTES:
-            content = undo(delivery.item, cast("IO[bytes]", delivery.content)).read(-1)
-            done.extend((request, content) for request in delivery.item.requests)
-        else:
-            if delivery.part is None:
-                _copy(delivery, expected, undo)
-            elif not _is_in_place(delivery, delivery.part, file, expected):
-                with expected.again:
-                    _copy(_whole(delivery, file), expected, undo)
-            done.extend(delivery.targets)
-    return done
+    def _target(self, item: Stored, request: ReadItem) -> torch.Tensor:
+        target = self._planner.resolve_tensor(request).detach()
+        if target.size() != torch.Size(request.lengths):
+            raise PermanentError(
+                f"{item.index.fqn}: the checkpoint's part has the shape {tuple(request.lengths)}, the tensor to load"
+                f" {tuple(target.size())}"
+            )
+        return target
 
-
-def _is_in_place(delivery: Delivery, part: Part, file: CheckpointFile, expected: Expected) -> bool:
-    """Whether the target holds its elements, after a second read if they were at another offset."""
-    item = delivery.item
-    if item.form is Form.BARE:
+    def _is_in_place(self, delivery: Delivery, part: Part, file: CheckpointFile) -> bool:
+        """Whether the target holds its elements, after a second read if they were at another offset."""
+        item = delivery.item
+        if item.form is Form.BARE:
+            return True
+        target = delivery.targets[0][1]
+        layout = layout_of(delivery.content)
+        if layout is None or layout.size != item.sizes or layout.dtype != target.dtype or not layout.is_contiguous:
+            self._expected.note(item, 0)
+            return False
+        self._expected.note(item, layout.at)
+        if layout.at != delivery.at:
+            # Read again, not moved within the target: tensors may share memory (tied weights), and another thread may
+            # be filling it.
+            file.read_ranges([(item.offset + layout.at + part.start, memory_of(target))])
         return True
-    target = delivery.targets[0][1]
-    layout = layout_of(delivery.content)
-    if layout is None or layout.size != item.sizes or layout.dtype != target.dtype or not layout.is_contiguous:
-        expected.note(item, 0)
-        return False
-    expected.note(item, layout.at)
-    if layout.at != delivery.at:
-        # Read again, not moved within the target: tensors may share memory (tied weights), and another thread may be
-        # filling it.
-        file.read_ranges([(item.offset + layout.at + part.start, memory_of(target))])
-    return True
+
+    def _copy(self, delivery: Delivery) -> None:
+        item = delivery.item
+        try:
+            tensor = self._tensor(delivery)
+        except Exception as error:  # torch.load raises anything for damaged data
+            raise CorruptError(
+                f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, is not a saved tensor:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        if tuple(tensor.size()) != item.sizes:
+            raise CorruptError(
+                f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, has the shape"
+                f" {tuple(tensor.size())}; the metadata says {item.sizes}"
+            )
+        for request, target in delivery.targets:
+            target.copy_(narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths))
+
+    def _tensor(self, delivery: Delivery) -> torch.Tensor:
+        item, content, buffer = delivery.item, delivery.content, delivery.buffer
+        if item.form is Form.BARE:
+            if buffer is None:
+                raise ValueError("nothing was read")
+            return buffer.view(item.dtype).view(item.sizes)
+        if item.descriptors:
+            stream: IO[bytes] = io.BytesIO(self._undo(item, cast("IO[bytes]", content)).read(-1))
+        else:
+            layout = layout_of(content)
+            if layout is not None:
+                self._expected.note(item, layout.at if layout.is_contiguous else 0)
+                if buffer is not None and layout.at % layout.dtype.itemsize == 0:
+                    return _elements(buffer, layout)
+            content.seek(0)
+            stream = cast("IO[bytes]", content)
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a {type(tensor).__name__}")
+        return tensor
 
 
 def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
@@ -201,46 +239,6 @@ def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
     return Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=delivery.targets)
 
 
-def _copy(delivery: Delivery, expected: Expected, undo: Undo) -> None:
-    item = delivery.item
-    try:
-        tensor = _tensor(delivery, expected, undo)
-    except Exception as error:  # torch.load raises anything for damaged data
-        raise CorruptError(
-            f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, is not a saved tensor:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    if tuple(tensor.size()) != item.sizes:
-        raise CorruptError(
-            f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, has the shape {tuple(tensor.size())};"
-            f" the metadata says {item.sizes}"
-        )
-    for request, target in delivery.targets:
-        target.copy_(narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths))
-
-
-def _tensor(delivery: Delivery, expected: Expected, undo: Undo) -> torch.Tensor:
-    item, content, buffer = delivery.item, delivery.content, delivery.buffer
-    if item.form is Form.BARE:
-        if buffer is None:
-            raise ValueError("nothing was read")
-        return buffer.view(item.dtype).view(item.sizes)
-    if item.descriptors:
-        stream: IO[bytes] = io.BytesIO(undo(item, cast("IO[bytes]", content)).read(-1))
-    else:
-        layout = layout_of(content)
-        if layout is not None:
-            expected.note(item, layout.at if layout.is_contiguous else 0)
-            if buffer is not None and layout.at % layout.dtype.itemsize == 0:
-                return _elements(buffer, layout)
-        content.seek(0)
-        stream = cast("IO[bytes]", content)
-    tensor = torch.load(stream, map_location="cpu", weights_only=True)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a {type(tensor).__name__}")
-    return tensor
-
-
 def _elements(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     record = buffer[layout.at : layout.at + layout.num_elements * layout.dtype.itemsize].view(layout.dtype)
     return record.as_strided(layout.size, layout.stride, layout.first + record.storage_offset())
@@ -248,8 +246,6 @@ def _elements(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 _GRACE_S = 5.0
 """How long a failed load waits for reads that still write into tensors."""
-
-Results = list[tuple[ReadItem, torch.Tensor | bytes]]
 
 
 def load_all(
@@ -271,12 +267,12 @@ def load_all(
     ordered = deque(spread(spans))
     ordered.rotate(-int(len(ordered) * position))
     num_threads = min(settings.threads, len(ordered))
-    expected, files = Expected(), _Files(open_file, Counter(file for file, _ in ordered))
-    jobs = (prepare(file, span, planner, expected, settings) for file, span in ordered)
+    load, files = Load(planner, undo, settings), _Files(open_file, Counter(file for file, _ in ordered))
+    jobs = (load.prepare(file, span) for file, span in ordered)
 
     def read(job: Job) -> Results:
         with files.use(job.file) as file:
-            return perform(job, file, expected, undo)
+            return load.perform(job, file)
 
     running: dict[Future[Results], Job] = {}
     with Tasks("bootseer-dcp", num_threads, leave_s=_GRACE_S) as threads, contextlib.closing(files):
