@@ -106,8 +106,7 @@ class PartTask:
         """Discard what was written, unless it is complete."""
         writer, self._writer = self._writer, None
         if writer is not None:
-            with contextlib.suppress(BootseerError):
-                writer.abort()
+            _abort(writer)
 
     def _write_row(self) -> bool:
         """Write this part's chunk of the next row; returns False if the segment ends before it."""
