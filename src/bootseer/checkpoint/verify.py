@@ -170,7 +170,7 @@ class _Rows:
                 if chunk not in bad:
                     xor_into(rest, data)
             if not bad:
-                if outcome.error is None and not any(rest):
+                if outcome.error is None and rest == bytes(len(rest)):  # `any` takes 6 ms for each MiB
                     return []
                 reason = str(outcome.error or "the parity does not fit the bytes")
                 return [self._problem(parity, row[0], reason, outcome.node, repairable=True)]
