@@ -55,15 +55,14 @@ class Row:
         self._parity_problem = ""
         self._rebuilding: int | None = None  # the chunk that is being rebuilt
         self._segment: OpenSegment | None = None
-        self._num_active = 0  # chunks that were started and have not ended
+        self._begun: set[int] = set()
+        self._finished: set[int] = set()
         self._num_extra = 0  # helpers that have not ended
         self._scratch_bytes = 0
         self._overdrawn = False
-        self._begun: set[int] = set()
         self._parity_first: int | None = None
         self._watching = False
         self._waits_for_room = False
-        self._num_finished = 0
 
     def read(self, request: RangeRequest, stripe: int) -> ChunkRead:
         """A read of a chunk of this row, not started yet."""
@@ -95,7 +94,6 @@ class Row:
 
     def _register(self, job: ChunkRead) -> None:
         self._begun.add(job.chunk)
-        self._num_active += 1
         if self._segment is None:
             self._segment = job.segment
             self._context.retain(job.segment)
@@ -122,6 +120,11 @@ class Row:
         if over:
             self._finish(job, error, keep=keep)
         self._advance()
+
+    @property
+    def _is_active(self) -> bool:
+        """Whether a chunk was started that has not ended."""
+        return not self._begun <= self._finished
 
     def on_cancelled(self) -> None:
         """A chunk was cancelled: it must not wait for others of the row, which may never be started now."""
@@ -151,7 +154,7 @@ class Row:
 
     def _check_again_later(self) -> None:
         with self._lock:
-            self._watching = self._num_active > 0
+            self._watching = self._is_active
             if self._watching:
                 try:
                     self._context.timer.after(self._context.settings.row_check_s, self._check_regularly)
@@ -368,15 +371,13 @@ class Row:
             job.finish(error, keep=keep)
         finally:
             with self._lock:
-                self._num_finished += 1
-                if job.chunk in self._begun:
-                    self._num_active -= 1
+                self._finished.add(job.chunk)
 
     def _release_extra(self) -> None:
         """When no chunk is active, cancel the helpers, and free their memory when they have ended.
         Chunks that start later begin anew."""
         with self._lock:
-            if self._num_active or self._rebuilding is not None or self._segment is None:
+            if self._is_active or self._rebuilding is not None or self._segment is None:
                 return
             extra = list(self._helpers.values()) if self._num_extra else []
             if not extra:
@@ -396,7 +397,7 @@ class Row:
             self._data.pop(member, None)
         self._unreadable -= {_PARITY, *self._helpers}
         self._helpers = {}
-        if self._num_finished == len(self._jobs):
+        if self._finished == self._jobs.keys():
             self._data.clear()  # the memory belongs to its readers again
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
