@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -90,6 +90,7 @@ Buffer = bytes | bytearray | memoryview
 _numpy: ModuleType | None = None
 
 
+@cache
 def make_ready() -> None:
     """Import numpy for `xor_into`, which takes 0.2 s: in a thread that no read or write waits for. Until then, and
     without numpy, a row of four chunks takes 4 ms instead of 0.2."""
