@@ -85,14 +85,15 @@ def test_a_writer_is_like_bytes_in_memory(
         assert desk.writing.facts()["spool_bytes"] == 0
 
 
-def test_a_stream_is_sent_while_it_is_written_and_needs_little_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [PIECE, 64 * MIB])
+def test_a_stream_is_sent_while_it_is_written_and_needs_little_room(tmp_path: Path, piece: int) -> None:
     room = WritingSettings(spool_bytes=8 * MIB, random_bytes=0)
     desk = Desk(tmp_path / "root", tmp_path / "spool", room)
     data = os.urandom(40 * MIB + 5)
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=SMALL)
-        for offset in range(0, len(data), PIECE):
-            writer.write_at(offset, data[offset : offset + PIECE])
+        for offset in range(0, len(data), piece):
+            writer.write_at(offset, data[offset : offset + piece])
         with pytest.raises(NotFoundError):
             desk.files.stat("job/file")
         written = writer.commit()

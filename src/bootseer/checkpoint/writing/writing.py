@@ -37,6 +37,8 @@ from bootseer.io.timer import Timer
 
 _STUCK_S = 300.0
 """A writer that waits for spool space fails when none is freed for so long."""
+_PIECE_BYTES = 4 << 20
+"""Longer writes are spooled in pieces, which are sent meanwhile: `torch.save` writes a tensor at once."""
 Check = Callable[[], None]
 """Called regularly during a wait; what it raises ends the wait."""
 
@@ -80,40 +82,43 @@ class FileWriter:
             self._publication.path = path
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = _no_check) -> None:
-        """Write bytes; gaps are zeros. Blocks while the spool is full of data in flight.
+        """Write bytes; gaps are zeros. Blocks while the spool is full of data in flight. After an error, a part of a
+        long write may be in the file.
 
         Raises errors of the background sending, `NoSpaceError` when the local disk is full, `TooLargeError` for data
         that neither fits into the spool nor can be sent yet, and `TransientError` when nothing could be sent for
         minutes.
         """
-        length = memoryview(data).nbytes
-        if length == 0:
-            return
+        view = memoryview(data).cast("B")
 
         def free_some() -> bool:
             check()
             return self._writing.free_some()
 
         with self._turn:
-            self._check()
-            end = offset + length
-            with self.sending.hold_back(offset):
-                if end > self._size_bytes:
-                    self._before_growth(offset)
-                self.sending.recall(offset, end)
-                fresh = self.sending.missing(offset, end)
-                if fresh:
-                    self._writing.budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
-                try:
-                    self._spool.write(offset, data)
-                except BaseException:
-                    self._writing.budget.free(fresh)
-                    # A partial write must not show through when the file grows later.
-                    self._spool.truncate(self._size_bytes)
-                    raise
-            self._size_bytes = max(self._size_bytes, end)
-            self._mark_dirty()
-            self.sending.on_written(offset, end)
+            for at in range(0, len(view), _PIECE_BYTES):
+                self._write_piece(offset + at, view[at : at + _PIECE_BYTES], free_some)
+
+    def _write_piece(self, offset: int, piece: memoryview, free_some: Callable[[], bool]) -> None:
+        self._check()
+        end = offset + len(piece)
+        with self.sending.hold_back(offset):
+            if end > self._size_bytes:
+                self._before_growth(offset)
+            self.sending.recall(offset, end)
+            fresh = self.sending.missing(offset, end)
+            if fresh:
+                self._writing.budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
+            try:
+                self._spool.write(offset, piece)
+            except BaseException:
+                self._writing.budget.free(fresh)
+                # A partial write must not show through when the file grows later.
+                self._spool.truncate(self._size_bytes)
+                raise
+        self._size_bytes = max(self._size_bytes, end)
+        self._mark_dirty()
+        self.sending.on_written(offset, end)
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes from `offset` on, including unpublished ones; fewer at the end of the file."""
