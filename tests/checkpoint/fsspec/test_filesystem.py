@@ -81,6 +81,16 @@ def test_what_is_written_is_read(tmp_path: Path, system: FolderFileSystem, size:
     assert system.cat(path) == data
 
 
+def test_all_of_a_file_is_read_by_one_request(tmp_path: Path, system: FolderFileSystem) -> None:
+    data = os.urandom(3 * MIB)
+    path = put(tmp_path / "file", data)
+    reading = resolve(path).system.reading
+    before = reading.facts()["reads"]
+    with system.open(path) as file:
+        assert file.read() == data
+    assert reading.facts()["reads"] == before + 1  # type: ignore[operator]
+
+
 def test_lines_are_read_as_text(tmp_path: Path, system: FolderFileSystem) -> None:
     with system.open(f"{tmp_path}/lines", "w") as file:
         file.write("one\ntwo\n")

@@ -456,6 +456,11 @@ class PositionedRawIO(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def readall(self) -> bytes:
+        """The rest of the file at once, for `read()`; Python's own way is pieces of 8 KiB."""
+        rest = bytearray(max(self._length - self._at, 0))
+        return bytes(memoryview(rest)[: self.readinto(rest)])
+
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if base + offset < 0:
