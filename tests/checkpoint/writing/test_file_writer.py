@@ -5,6 +5,7 @@ import os
 import random
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -333,6 +334,25 @@ def test_a_segment_that_does_not_grow_is_ended(tmp_path: Path) -> None:
         writer.write_at(3 * MIB, b"y" * 3 * MIB)
         writer.commit()
         assert desk.read("job/file") == b"x" * 3 * MIB + b"y" * 3 * MIB
+
+
+def test_a_segment_is_ended_when_a_part_waits_for_bytes_although_others_get_some(tmp_path: Path) -> None:
+    """Its DataNode would close the connection: of a slow stream in many stripes each part gets a chunk seldom."""
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(idle_s=600.0))
+    closed, until_s = threading.Event(), time.monotonic() + 120
+    desk.place.before = lambda step, path: closed.set() if step == "close" else None
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=SMALL)
+        writer.write_at(0, b"x" * 2 * MIB)
+        while writer.sending.sent_bytes < 2 * MIB:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        time.sleep(1.0)
+        writer.write_at(2 * MIB, b"y" * MIB)
+        writer.sending.seal_idle(0.5)
+        assert closed.wait(120)
+        writer.commit()
+    assert desk.read("job/file") == b"x" * 2 * MIB + b"y" * MIB
 
 
 def test_a_reader_and_a_writer_of_one_writer_do_not_disturb_each_other(desk: Desk) -> None:

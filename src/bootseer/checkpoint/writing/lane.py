@@ -51,8 +51,9 @@ class WritingSettings(Struct, frozen=True):
     """Spool space of all files for sequential writes that are not durable elsewhere yet."""
     random_bytes: int = 16 << 30
     """Additional spool space for what cannot be sent before the commit: files that are not written front to back."""
-    idle_s: float = 15.0
-    """A segment that has not grown for so long is sealed: servers drop idle connections."""
+    idle_s: float = 30.0
+    """A segment is sealed when one of its parts has waited for bytes for so long: DataNodes close connections that are
+    silent for 60 s. Of a slow stream with many stripes, each part gets a chunk seldom."""
     lease_s: float = 60.0
     """Interval of renewals of an unfinished file's lease."""
     end_s: float = 30.0

@@ -61,6 +61,7 @@ class PartTask:
         self._failing_since_s: float | None = None
         self._rows_sent = 0
         self._write_s = 0.0
+        self._written_s = 0.0
         self._was_moved = False
 
     @property
@@ -79,6 +80,10 @@ class PartTask:
     def seconds_per_row(self) -> float:
         """Mean time that its node takes for a chunk."""
         return self._write_s / max(self.row, 1)
+
+    def is_idle(self, idle_s: float) -> bool:
+        """Whether it has waited for bytes for so long since its latest chunk."""
+        return self.row > 0 and not self.queued and time.monotonic() - self._written_s >= idle_s
 
     def step(self) -> bool:
         """Write one chunk. Returns whether there is more to do now; never raises."""
@@ -127,7 +132,8 @@ class PartTask:
         self._sha256.update(data)
         began_s = time.monotonic()
         writer.write(data)
-        self._write_s += time.monotonic() - began_s
+        self._written_s = time.monotonic()
+        self._write_s += self._written_s - began_s
         self.nodes = writer.nodes  # known from the first bytes on
         if self.row == 0 and len(self.nodes) == 1:  # with replicas, readers can choose another node
             segment.publication.load.add(self.nodes)
@@ -250,6 +256,11 @@ class SegmentWriter:
         """Whether all parts have nodes, or a link is already free because a part was sent."""
         parts = self._parts
         return bool(parts) and (all(part.row for part in parts) or any(part.is_sent for part in parts))
+
+    def is_idle(self, idle_s: float) -> bool:
+        """Whether one of its parts has waited for bytes for so long."""
+        with self._lock:
+            return any(part.is_idle(idle_s) for part in self._parts)
 
     def part_placed(self) -> None:
         """A part has a node, or has been sent."""

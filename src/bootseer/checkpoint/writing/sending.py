@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from bootseer.checkpoint.head import Segment
@@ -57,7 +56,6 @@ class Sending:
         self._in_flight: list[SegmentWriter] = []
         """Segments that have not ended, in their order. The first ones are started, `segments_ahead` at most."""
         self._growing: SegmentWriter | None = None
-        self._grown_s = 0.0
         self._sent_up_to = 0
         """All before this offset was sent, or was recalled and waits for publication."""
         self._num_recalls = 0
@@ -194,9 +192,9 @@ class Sending:
         return self.lane.wait_idle(timeout_s)
 
     def seal_idle(self, idle_s: float) -> None:
-        """Seal the open segment if it has not grown for `idle_s`."""
+        """Seal the open segment if one of its parts has waited for bytes for `idle_s`."""
         with self._state:
-            if time.monotonic() - self._grown_s >= idle_s:
+            if self._growing is not None and self._growing.is_idle(idle_s):
                 self._seal_growing()
 
     def flush_some(self) -> bool:
@@ -258,7 +256,6 @@ class Sending:
             self._sent_up_to = min(ready, growing.start + growing.capacity)
             is_full = self._sent_up_to == growing.start + growing.capacity
             growing.grow(self._sent_up_to, seal=is_full)
-            self._grown_s = time.monotonic()
             if is_full:
                 self._growing = None
 
