@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -30,7 +31,7 @@ from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
 from bootseer.checkpoint.writing.sending import Sending
 from bootseer.checkpoint.writing.spool import Budget, Read, Replayed, Spool, TooLargeError
-from bootseer.errors import PermanentError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.executor import Executor, run_reported
 from bootseer.io.retry import ExcludedNodes
 from bootseer.io.timer import Timer
@@ -82,8 +83,8 @@ class FileWriter:
             self._publication.path = path
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = _no_check) -> None:
-        """Write bytes; gaps are zeros. Blocks while the spool is full of data in flight. After an error, a part of a
-        long write may be in the file.
+        """Write bytes; gaps are zeros. Blocks while the spool is full of data in flight. After an error the file is
+        no longer than before, but a part of a long write over old bytes may be in it.
 
         Raises errors of the background sending, `NoSpaceError` when the local disk is full, `TooLargeError` for data
         that neither fits into the spool nor can be sent yet, and `TransientError` when nothing could be sent for
@@ -96,8 +97,15 @@ class FileWriter:
             return self._writing.free_some()
 
         with self._turn:
-            for at in range(0, len(view), _PIECE_BYTES):
-                self._write_piece(offset + at, view[at : at + _PIECE_BYTES], free_some)
+            before = self._size_bytes
+            try:
+                for at in range(0, len(view), _PIECE_BYTES):
+                    self._write_piece(offset + at, view[at : at + _PIECE_BYTES], free_some)
+            except BaseException:
+                if self._size_bytes > before:
+                    with suppress(BootseerError):
+                        self.truncate(before)
+                raise
 
     def _write_piece(self, offset: int, piece: memoryview, free_some: Callable[[], bool]) -> None:
         self._check()
