@@ -91,6 +91,7 @@ def test_secrets_pass_only_when_they_are_named(tmp_path: Path) -> None:
         "SLURM_DB_PASS": "s3cret",
         "PET_REGISTRY_AUTH": "s3cret",
         "SKYPILOT_CRED": "s3cret",
+        "BOOTSEER_ALERT_TO": "slack=https://hooks.example/T0/s3cret",
         "NCCL_IB_PKEY": "0",
         "http_proxy": "http://me:s3cret@proxy:3128/",
         "https_proxy": "me:s3/cr@s3cret@proxy:3128",

@@ -23,9 +23,11 @@ _PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "L
            "OMP_NUM_THREADS", "TERM", "TZ", "COLUMNS", "http_proxy", "https_proxy", "no_proxy")  # fmt: skip
 _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "SKYPILOT_", "OMPI_", "PMI_", "PMIX_",
                     "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
-# Credentials of schedulers and collectors are not passed on, unless the user names the variable.
+# Credentials of schedulers, collectors and webhooks (whose addresses are secrets) are not passed on, unless the user
+# names the variable.
 _SECRET = re.compile(
-    r"JWT|TOKEN|HEADERS|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|COOKIE|(?:^|_)(?:AUTH|PASS|CREDS?|KEYS?|PAT)(?:_|$)"
+    r"JWT|TOKEN|HEADERS|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|COOKIE|ALERT_TO"
+    r"|(?:^|_)(?:AUTH|PASS|CREDS?|KEYS?|PAT)(?:_|$)"
 )
 # These concern the host or how the image was fetched, and have no meaning in the container.
 _NOT_PASSED = frozenset(
