@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bootseer.report.analysis import prepare
+from bootseer.report.analysis.compose import analyse
 from bootseer.report.foreign.parser import Line, image_reference
 from bootseer.report.foreign.program_tables import parsers
 from bootseer.report.foreign.rules import Site, hosts_of
@@ -403,9 +404,11 @@ def test_events_that_name_many_nodes_are_repeated_within_bounds(monkeypatch: pyt
     monkeypatch.setattr(prepare, "_MAX_REPEATED", 2_500)
     begin, _ = span(0, 10, "queue", attrs={"nodes": "n[1-999]", "parsed_from": "slurm"})
     events = [begin._replace(mono_ns=number) for number in range(9)]
-    assert len(prepare.of_one_job(events, prepare.Options())) == 2_500
+    repeated, num_cut = prepare.of_one_job(events, prepare.Options())
+    assert (len(repeated), num_cut) == (2_500, 7)
+    assert analyse(events, prepare.Options()).input.skipped == {"many_nodes": 7}
     absurd = begin._replace(attrs={"nodes": 5, "parsed_from": "slurm"})
-    assert prepare.of_one_job([absurd], prepare.Options()) == [absurd]
+    assert prepare.of_one_job([absurd], prepare.Options()) == ([absurd], 0)
 
 
 def megatron(step: int, ms: float, batch: int = 256) -> str:

@@ -95,14 +95,16 @@ class Analysis:
         duplicates: int = 0,
     ) -> None:
         """`events`: at least one, without duplicates; `duplicates`: the number dropped. Raises like `analyse`."""
-        self.startups = startups(of_one_job(events, options))
+        of_job, num_cut = of_one_job(events, options)
+        self.startups = startups(of_job)
         self._options = options
         self._facts = facts
         self._prepared = {startup.key: prepare(startup, options) for startup in self.startups}
         self._overviews = [overview(startup, self._prepared[startup.key]) for startup in self.startups]
         if read is None:
             read = model.Input(files=0, bytes=0, lines=0, events=len(events) + duplicates, duplicates=0, skipped={})
-        self._read = replace(read, duplicates=duplicates)
+        skipped = {**read.skipped, "many_nodes": num_cut} if num_cut else read.skipped
+        self._read = replace(read, duplicates=duplicates, skipped=skipped)
 
     def report(self, picked: StartupSpans) -> model.Report:
         # A restart is another try of the same attempt, so its report also says how the tries before it ended.

@@ -142,8 +142,9 @@ def outcome_of(lanes: Sequence[Lane]) -> str:
     return next((outcome for outcome in (FAILED, TRUNCATED) if outcome in outcomes), UNOBSERVED)
 
 
-def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
-    """The events of the chosen or only job; a scheduler's events are repeated for each of their nodes.
+def of_one_job(events: Sequence[Event], options: Options) -> tuple[list[Event], int]:
+    """The events of the chosen or only job; a scheduler's events are repeated for each of their nodes. Also the number
+    of those that name more nodes than are repeated.
 
     Raises `SeveralJobsError` if there are several jobs and none was chosen.
     """
@@ -156,14 +157,18 @@ def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
         raise SeveralJobsError(names)
     job = options.job or names[0]
     found: list[Event] = []
-    room = _MAX_REPEATED
+    room, num_cut = _MAX_REPEATED, 0
     for event in events:
-        if event.job == job:
-            listed = isinstance(event.attrs.get(NODES), str) and FOREIGN in event.attrs
-            nodes = hosts_of(event.attrs[NODES])[:room] if listed and room else ()
-            room -= len(nodes)
-            found += [event._replace(node=node) for node in nodes] if listed else (event,)
-    return found
+        if event.job != job:
+            continue
+        if FOREIGN not in event.attrs or not isinstance(event.attrs.get(NODES), str):
+            found.append(event)
+            continue
+        nodes = hosts_of(event.attrs[NODES]) if room else []
+        num_cut += not room or len(nodes) > room
+        found += [event._replace(node=node) for node in nodes[:room]]
+        room -= min(len(nodes), room)
+    return found, num_cut
 
 
 def printable(name: str) -> str:
