@@ -186,7 +186,7 @@ def test_an_endpoint_that_is_never_ready_costs_the_deadline_only(answer: tuple[i
         exporter = OtlpExporter(server.url)
         exporter.feed([BEGIN, END])
         assert not exporter.close(0.5)
-        assert (exporter.exported, exporter.lost) == (0, 1)
+        assert (exporter.exported, exporter.lost, exporter.last_error) == (0, 1, f"HTTP {answer[0]}")
         assert len(server.requests) <= 3
         assert not exporter.close(0.5)
         assert exporter.lost == 1
@@ -204,6 +204,15 @@ def no_server() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     yield f"http://127.0.0.1:{port}"
+
+
+def test_the_reason_for_no_answer_is_told_without_the_address() -> None:
+    with no_server() as url:
+        exporter = OtlpExporter(f"{url}/v1/traces?token=s3cret")
+        exporter.feed([BEGIN, END])
+        assert not exporter.close(0.5)
+    assert "Connection refused" in exporter.last_error
+    assert "s3cret" not in exporter.last_error
 
 
 EXIT = """

@@ -2,14 +2,15 @@
 
 The only module that imports opentelemetry, an optional dependency; `trace.otlp` imports this module when an exporter is
 created. The library batches, encodes, compresses, finds certificates, and retries within its timeout. A hook on its
-answers observes what it does not report: the last status, and refused spans.
+answers observes what it does not report: the last status, and refused spans. Its session notes why a request had no
+answer, which the library only logs.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +38,23 @@ _SCOPE = InstrumentationScope("bootseer")
 logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 
 
+class _Session(requests.Session):
+    def __init__(self, on_error: Callable[[str], None]) -> None:
+        """`on_error` is called with the reason why a request had no answer."""
+        super().__init__()
+        self._on_error = on_error
+
+    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
+        try:
+            return super().send(request, **kwargs)
+        except Exception as error:
+            cause: BaseException = error  # its innermost cause: the error itself shows the URL, which may have a token
+            while inner := cause.__cause__ or cause.__context__:
+                cause = inner
+            self._on_error(str(cause) or type(cause).__name__)
+            raise
+
+
 class Delivery(SpanExporter):
     """Sends batches to one endpoint with the library's exporter, and counts the results."""
 
@@ -44,10 +62,11 @@ class Delivery(SpanExporter):
         """Headers and timeout come from `OTEL_EXPORTER_OTLP_*`. Raises the library's exceptions."""
         self.exported = 0
         self.last_error = ""
+        """Why the last request failed, which the library may be repeating; empty after a delivery."""
         self._status: int | None = None
         """HTTP status of the last answer to this batch."""
         self._num_rejected = 0
-        session = requests.Session()
+        session = _Session(self._note_error)
         session.hooks["response"] = [self._note]
         self._exporter = OTLPSpanExporter(endpoint=url, session=session)
 
@@ -61,7 +80,6 @@ class Delivery(SpanExporter):
             self.exported += len(spans) - rejected
             self.last_error = f"{rejected} spans of a batch were refused" if rejected else ""
             return result
-        self.last_error = f"HTTP {self._status}" if self._status is not None else "no answer"
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -71,8 +89,13 @@ class Delivery(SpanExporter):
     def _note(self, response: requests.Response, *args: Any, **kwargs: Any) -> None:
         """Note what the library does not report: the status, and refused spans."""
         self._status = response.status_code
+        if self._status >= 300:
+            self._note_error(f"HTTP {self._status}")
         if self._status == 200 and response.headers.get("Content-Type", "") == "application/x-protobuf":
             self._num_rejected = _num_rejected(response.content)
+
+    def _note_error(self, reason: str) -> None:
+        self.last_error = reason
 
 
 def batch_processor(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
