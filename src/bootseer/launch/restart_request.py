@@ -22,7 +22,7 @@ from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.launch.restart import RUN_ID
 from bootseer.launch.supervise import RESTART_REQUEST
 from bootseer.launch.warm_restart import parent_pid
-from bootseer.trace.identity import RESTART
+from bootseer.trace.identity import RESTART, number
 
 _POLL_S = 0.02
 _SHIM, _INSIDE = b"/containers/shim.py\0", b"/launch/inside.py\0"
@@ -46,7 +46,8 @@ def find_runs(job: str = "") -> list[Run]:
     found = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:  # noqa: PTH208 - thousands of names
         env = _environment(pid)
-        if RUN_ID not in env or not env.get(RESTART, "").isdecimal() or (job and env.get("BOOTSEER_JOB") != job):
+        restarts = number(env, RESTART)
+        if RUN_ID not in env or restarts is None or (job and env.get("BOOTSEER_JOB") != job):
             continue
         parent = parent_pid(pid)
         if _SHIM in _read(parent, "cmdline"):
@@ -55,7 +56,7 @@ def find_runs(job: str = "") -> list[Run]:
         line = _read(parent, "cmdline")
         is_run = _INSIDE in line or (b"bootseer" in line and RUN_ID not in _environment(parent))
         if is_run and _INSIDE not in _read(pid, "cmdline"):
-            found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), int(env[RESTART]))
+            found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), restarts)
     return [run for run in found.values() if _may_signal(run.pid)]
 
 
