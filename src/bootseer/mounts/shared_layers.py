@@ -58,8 +58,10 @@ def unmount_own(folder: Path) -> None:
     """Unmount the layers that are mounted in this mount's own folder, each with its last user."""
     prefix = f"{folder}/{OWN}/"
     for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
-        with contextlib.suppress(BootseerError):
+        try:
             kernel.unmount(Path(point), lazy=True)
+        except BootseerError as error:  # the others go on; the daemon of this one does not end
+            _LOG.warning("a layer stays mounted: %s", error)
 
 
 def mount_shared(

@@ -85,6 +85,7 @@ class _ImageMount(LazyMount):
     """One mount that is being set up."""
 
     choice: Choice
+    target: Path
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class _ImageMount(LazyMount):
     ) -> None:
         super().__init__(request, lifeline=lifeline, stage=stage, say=say, show=show)
         self._request = request
-        self.target = self._target = target
+        self.target = target
         self._writable = writable
         self._above = above
         self._attributes = attributes
@@ -145,8 +146,8 @@ class _ImageMount(LazyMount):
 
     def unmount_files(self) -> None:
         with contextlib.suppress(BootseerError):
-            if kernel.is_mount(self._target):
-                kernel.unmount(self._target, lazy=True)
+            if kernel.is_mount(self.target):
+                kernel.unmount(self.target, lazy=True)
         unmount_own(self.layers.folder)
 
     def owner(self) -> ProcessId | None:
@@ -168,7 +169,7 @@ class _ImageMount(LazyMount):
                 else:
                     self._mount_layers(loop=choice.method is MountMethod.EROFS_LOOP)
                 self.choice = choice
-                return choice.method, self._target
+                return choice.method, self.target
             except _MethodFailed as error:
                 self.unmount_files()
                 self.layers.check_origin()
@@ -219,8 +220,8 @@ class _ImageMount(LazyMount):
             else:
                 if self._above:
                     raise PermanentError("further layers on top of the image need the permission to mount an overlay")
-                self._target.mkdir(parents=True, exist_ok=True)
-                layers.serve_tree(MergedTree, self._target)
+                self.target.mkdir(parents=True, exist_ok=True)
+                layers.serve_tree(MergedTree, self.target)
 
     def _mount_unpacked(self, reason: str) -> None:
         """Unpack the layers once for all containers, under an overlay for changes; if that fails, a private copy."""
@@ -244,13 +245,13 @@ class _ImageMount(LazyMount):
             self.unmount_files()
             with layers.stage("unpack"):
                 write(self._writable / _COPY)
-                kernel.attach(kernel.clone_mount(self._writable / _COPY), self._target)
-                kernel.restrict(self._target, self._attributes)
+                kernel.attach(kernel.clone_mount(self._writable / _COPY), self.target)
+                kernel.restrict(self.target, self._attributes)
 
     def _mount_over(self, lowers: Sequence[Path], *, userxattr: bool = False) -> None:
         """Mount an overlay of these trees, the lowest first, and the layers above them. The root of changes gets the
         owner and mode of the image's root. `userxattr`: see `mount_overlay`."""
-        self._target.mkdir(parents=True, exist_ok=True)
+        self.target.mkdir(parents=True, exist_ok=True)
         upper: Path | None = None
         work: Path | None = None
         if self._writable is not None:
@@ -261,7 +262,7 @@ class _ImageMount(LazyMount):
             os.chown(upper, status.st_uid, status.st_gid)
             upper.chmod(status.st_mode & 0o7777)
         stack = [*lowers, *self._above]
-        mount_overlay(stack, self._target, upper=upper, work=work, attributes=self._attributes, userxattr=userxattr)
+        mount_overlay(stack, self.target, upper=upper, work=work, attributes=self._attributes, userxattr=userxattr)
 
 
 class _MethodFailed(Exception):  # noqa: N818 - no error: the next method is tried
