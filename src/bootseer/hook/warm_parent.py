@@ -15,6 +15,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:  # modules in this folder have common names and would hide others
     del sys.path[0]
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -392,7 +393,12 @@ class Server:
         os._exit(0)
 
     def _answer(self, fds: list[int], *, again: bool) -> Any:
-        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program."""
+        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program.
+
+        The copy is made before the comparison, which takes as long as a third of the copy's own preparations: the two
+        run in parallel, and a copy that would differ answers with the difference and ends. Only a launcher's restart is
+        compared first, because its copy forks again.
+        """
         answer = socket.socket(fileno=fds[0])
         with open(fds[1], "rb") as file:
             file.seek(0)
@@ -400,46 +406,62 @@ class Server:
         if again:
             request.update(self._began)
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        copy = -1
         try:
-            reason = self._reason or self._differs(request, fds[2], again=again)
+            reason = self._reason or unfit() or (self._differs(request, fds[2], again=True) if again else "")
             if not reason:
-                imports = self._imports
-                facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
-                if self._cloner.clone() == 0:
-                    # With `again` this copy becomes the launcher. It first forks its own warm parent, which is a child
-                    # of it as any launcher's is, and serves in that fork.
-                    launcher, successor = self._launcher, None
-                    # `become` closes descriptors by number. Socket objects that close theirs later could hit new files.
-                    self._end.close()
-                    if self._run is not None:
-                        self._run.close()
-                    if again:
-                        successor = self._fork_successor(request)
-                        launcher = os.getppid()
-                        if successor is None:
-                            for other in (answer.detach(), *fds[2:]):
-                                os.close(other)
-                            return self.serve()
-                    return warm_child.become(imports, request, answer, fds[2:], launcher, facts, successor)
-                if again:  # the copy has a warm parent of its own: one at a time holds the memory
-                    os._exit(0)
+                copy = self._cloner.clone()
+            if copy > 0 and not again:
+                reason = self._differs(request, fds[2], again=False)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        if reason:
+        if copy == 0:
+            ours.close()
+            return self._become(request, answer, theirs, fds[2:], again=again)
+        if copy > 0:
+            with contextlib.suppress(OSError):  # the copy has failed, and answered
+                ours.send(os.fsencode(reason)[: warm_child.MAX_REASON] or warm_child.SAME)
+            if again:  # the copy has a warm parent of its own: one at a time holds the memory
+                os._exit(0)
+        else:
             answer.send(marshal.dumps({"why_not": reason, "module": self._module, "unfit": bool(self._reason)}))
-        answer.close()
+        for end in (answer, ours, theirs):
+            end.close()
         for other in fds[2:]:
             os.close(other)
         return None
 
+    def _become(
+        self, request: dict[str, Any], answer: socket.socket, comparison: socket.socket, fds: list[int], *, again: bool
+    ) -> Any:
+        """In a copy: see `warm_child.become`.
+
+        With `again` this copy becomes the launcher. It first forks its own warm parent, which is a child of it as any
+        launcher's is, and serves in that fork.
+        """
+        imports, launcher, successor = self._imports, self._launcher, None
+        facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
+        # `become` closes descriptors by number. Socket objects that close theirs later could hit new files.
+        self._end.close()
+        if self._run is not None:
+            self._run.close()
+        if again:
+            successor = self._fork_successor(request)
+            launcher = os.getppid()
+            if successor is None:
+                for other in (answer.detach(), comparison.detach(), *fds):
+                    os.close(other)
+                return self.serve()
+        return warm_child.become(imports, request, answer, comparison, fds, launcher, facts, successor)
+
     def _differs(self, request: dict[str, Any], folder: int, *, again: bool) -> str:
         """The first difference between a copy of this process and a fresh one started in this folder; empty if none."""
         imports, place = self._imports, _link(f"/proc/self/fd/{folder}")
-        found = unfit()
         if again:
-            found = found or _launcher_differs(imports, request, place)
+            found = _launcher_differs(imports, request, place)
         else:
-            found = found or _privileges_differ(request, self._launcher) or _program_differs(imports, request, place)
+            found = _privileges_differ(request, self._launcher) or _program_differs(imports, request, place)
         return found or imports.files_differ()
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
