@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bootseer.hook.programs import RECORD, SCHEMA
+from bootseer.hook.programs import KNOWN, RECORD, SCHEMA
 from bootseer.launch.warm import Known, Record, merge_records, shared
 
 RECORDED = Record(
@@ -63,6 +63,21 @@ def test_other_nodes_see_no_value_that_might_be_a_path_or_a_secret() -> None:
     native |= {"LD_PRELOAD": "mine.so", "PYTHONPATH": "."}
     known = merge_records(Known(), [msgspec.structs.replace(RECORDED, native=native)], [])
     assert shared(known).launchers["torchrun"].native == {"OMP_NUM_THREADS": "1", "OMP_PLACES": "cores:4"}
+
+
+def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str], tmp_path: Path) -> None:
+    """A container's user may write there, and `bootseer run` may be root."""
+    env["BOOTSEER_CACHE"] = str(tmp_path / "cache")
+    (tmp_path / "record").write_text(json.dumps({"schema": SCHEMA, **msgspec.to_builtins(RECORDED)}))
+    (tmp_path / "mine").write_text("keep me")
+    script = f"""cp record $BOOTSEER_WARM/{RECORD}a.json && mkfifo $BOOTSEER_WARM/{RECORD}b.json
+        ln -s $PWD/record $BOOTSEER_WARM/{RECORD}c.json && ln -s $PWD/mine $BOOTSEER_WARM/{KNOWN}
+        echo $BOOTSEER_WARM >spool"""
+    done = run("run", "--warm", "auto", "--job", "x", "--", "sh", "-c", script, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr.count("what the program imported is not recorded") == 2
+    assert (tmp_path / "mine").read_text() == "keep me"
+    assert "torchrun" in Path((tmp_path / "spool").read_text().strip(), KNOWN).read_text()
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"schema": SCHEMA, "launcher": 3}), "x" * ((1 << 20) + 1)])

@@ -134,12 +134,12 @@ class WarmStart:
     def hand_over(self) -> None:
         """Write the record where the launcher finds it. Never raises."""
         with reporting_errors("the start is not warm"):
-            target = Path(self._session.folder, KNOWN)
             known = self._known()
-            target.unlink(missing_ok=True)
             if known.launchers:
-                target.write_text(_text(known))
-            elif self._mode == "on":
+                self._give(known)
+                return
+            Path(self._session.folder, KNOWN).unlink(missing_ok=True)
+            if self._mode == "on":
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
     def record(self, until: str) -> None:
@@ -180,15 +180,22 @@ class WarmStart:
             folder = own_folder(self._path.parent)
             for path, content in ((self._path, after), (self.shared_path, shared(after))):
                 replace_file(path, _text(content).encode())
-            Path(self._session.folder, KNOWN).write_text(_text(after))  # for the launcher of a restart
+            self._give(after)  # to the launcher of a restart
             for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
                 path.unlink(missing_ok=True)
+
+    def _give(self, known: Known) -> None:
+        """Write a record where launchers find it. A container's user may write to that folder, so a link there must not
+        be followed, and reads the file."""
+        replace_file(Path(self._session.folder, KNOWN), _text(known).encode(), mode=0o644)
 
     def _records(self) -> list[Record]:
         found = []
         for path in sorted(Path(self._session.folder).glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
             try:
-                with path.open("rb") as file:
+                # A container's user may have put a link or a named pipe there.
+                opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                with os.fdopen(opened, "rb") as file:
                     data = file.read(MAX_BYTES + 1)
                 found.append(document.decode(data, Record, "record of imports", limit=MAX_BYTES, schema=SCHEMA))
                 path.unlink()
