@@ -156,7 +156,7 @@ class Shipping:
         if link is not None and link.is_refused:
             say(f"the service refuses the events ({link.problem}); the spool keeps them: {self._folder}")
         elif not self._is_pid_1:
-            words = [sys.executable, "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
+            words = [sys.executable, "-P", "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
             # A lock or a pipe of the caller that it held open would make others wait for it.
             inherited = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - numbers, not paths
             to_null = [
