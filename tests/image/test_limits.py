@@ -19,10 +19,11 @@ from bootseer.image.containers.process import process_of
 def test_variables_of_files_are_read_as_docker_reads_them(tmp_path: Path) -> None:
     first, second = tmp_path / "first.env", tmp_path / "second.env"
     first.write_bytes(b"\xef\xbb\xbfA=1\n# a comment\n\n  B='two words' # kept\nHOST\nNOT_SET\nEMPTY=\n")
-    second.write_text("A=2\r\nC=x=y\n")
+    second.write_text("A=2\r\nC=x=y\nLINES=one\ftwo\u2028three\n")
     values = {option.name: option.start for option in CONTAINER}
     values |= {"env_files": (str(first), str(second)), "env": ("C=3",)}
     found = container(values, "none")
+    assert "LINES=one\ftwo\u2028three" in found.process.env
     env = process_of({"config": {"Cmd": ["x"], "Env": ["A=0"]}}, found.process, tmp_path, {"HOST": "h"}).env
     assert {name: env.get(name) for name in ("A", "B", "C", "HOST", "NOT_SET", "EMPTY")} == {
         "A": "2", "B": "'two words' # kept", "C": "3", "HOST": "h", "NOT_SET": None, "EMPTY": "",

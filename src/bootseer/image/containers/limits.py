@@ -155,14 +155,15 @@ def read_env_file(path: str) -> tuple[str, ...]:
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_ENV_BYTES + 1)
-        lines = data.decode("utf-8-sig").splitlines()
+        lines = data.decode("utf-8-sig").split("\n")  # values may have the other line ends of `splitlines`
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(f"--env-file {path}: {reason}", hint="name a file with lines NAME=VALUE") from error
     if len(data) > _MAX_ENV_BYTES:
         raise UsageError(f"--env-file {path}: more than 1 MiB", hint="name a file with lines NAME=VALUE")
     found = []
-    for number, line in enumerate(map(str.lstrip, lines), 1):
+    for number, text in enumerate(lines, 1):
+        line = text.lstrip().removesuffix("\r")
         name = line.partition("=")[0]
         if not line or line.startswith("#"):
             continue
