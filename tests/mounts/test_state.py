@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from bootseer.errors import AccessError, PermanentError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.layers import mount_erofs, mount_overlay
+from bootseer.mounts.namespace import Namespace
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.shared_layers import mount_shared, mounted_layers, unmount_idle
 from bootseer.mounts.state import MountState, Runtime
@@ -156,6 +157,10 @@ def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
     (folder / "bound").mkdir()
     (folder / "link").symlink_to(precious)
     kernel.attach(kernel.clone_mount(precious), folder / "bound")
+    # Root of a user namespace sees the mount and cannot unmount it.
+    with pytest.raises(PermanentError, match="bound is still mounted"):
+        Namespace.create(lambda: runtime.remove_folder(folder), user=True)
+    assert (precious / "data").read_text() == "keep me"
     runtime.remove_folder(folder)
     assert (precious / "data").read_text() == "keep me"
     assert not folder.exists()

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -144,12 +145,13 @@ class Runtime:
     def remove_folder(self, folder: Path) -> None:
         """Unmount everything in a folder of `new_folder`, the last mounted first, and delete it.
 
-        Deletes only files and empty folders, one by one: the content of a remaining mount cannot be hit.
+        Raises `PermanentError` for a mount that remains, and then deletes nothing: that would hit its content.
         """
-        prefix = f"{folder}/"
-        for point in reversed([point for point in kernel.mount_points() if point.startswith(prefix)]):
+        for point in reversed(_mounts_in(folder)):
             kernel.unmount(Path(point), lazy=True)
-        _delete(folder)
+        if left := _mounts_in(folder):  # one of a parent namespace cannot be unmounted
+            raise PermanentError(f"{left[0]} is still mounted")
+        shutil.rmtree(folder, onerror=_unless_missing)
 
     def remove_stale(self) -> list[MountState]:
         """Remove the records and folders of all mounts that are gone; returns these mounts.
@@ -212,23 +214,11 @@ def _read(folder: Path) -> MountState:
     return state
 
 
-def _delete(folder: Path) -> None:
-    """Delete the folder. Files that another process deletes at the same time, for the same unmount, may be missing."""
-    with contextlib.suppress(FileNotFoundError):
-        device = folder.stat().st_dev
-        for path, folders, files in os.walk(folder, topdown=False):
-            for name in files:
-                Path(path, name).unlink(missing_ok=True)
-            for name in folders:
-                with contextlib.suppress(FileNotFoundError):
-                    _delete_folder(Path(path, name), device)
-        folder.rmdir()
+def _mounts_in(folder: Path) -> list[str]:
+    return [point for point in kernel.mount_points() if point.startswith(f"{folder}/")]
 
 
-def _delete_folder(child: Path, device: int) -> None:
-    if child.is_symlink():
-        child.unlink()
-    elif child.stat().st_dev != device:
-        raise PermanentError(f"{child} is still mounted")
-    else:
-        child.rmdir()
+def _unless_missing(_: object, path: str, error: tuple[object, BaseException, object]) -> None:
+    """For `rmtree`: another process may delete the same files, for the same unmount."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
