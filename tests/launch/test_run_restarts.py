@@ -231,6 +231,12 @@ def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run:
             assert process.returncode == 0
 
 
+def test_what_a_command_leaves_running_is_reaped_where_restarts_are_warm(run: Run) -> None:
+    script = "(true &); sleep 0.5; echo $$; cat /proc/$PPID/task/$PPID/children"
+    own, children = run("run", "-q", "--warm", "auto", "--restarts", "0", "--", "sh", "-c", script).stdout.splitlines()
+    assert children.split() == [own]
+
+
 def test_what_says_that_a_launcher_restarts() -> None:
     assert is_elastic(["torchrun", "--max-restarts=3", "x"], {})
     assert is_elastic(["torchrun", "x"], {"PET_MAX_RESTARTS": "1"})

@@ -65,7 +65,7 @@ class Background:
 
     def stop(self, timeout_s: float = _KILL_AFTER_S) -> None:
         """Ask it to clean up and end (SIGTERM); kill it after `timeout_s`."""
-        if not self._is_open:
+        if self.wait(0.0):  # and its number may be another process's, where all children are reaped
             return
         self._signal(signal.SIGTERM)
         if not self.wait(timeout_s):

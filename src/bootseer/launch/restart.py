@@ -69,7 +69,6 @@ class Restarts:
         self._renew = renew
         self._num_restarts = self._restart_number = 0
         self._run_id = session.span if session is not None else os.urandom(8).hex()  # as `image.start` does
-        self._orphans: set[int] = set()
         self._requested_ns = 0
         self._warm = None
         if warm and session is not None and renew is None:  # a container's processes end with its first one
@@ -80,6 +79,11 @@ class Restarts:
             self._identity = session.tracer.identity
             self._restart_number = self._identity.restart
         signal.pthread_sigmask(signal.SIG_BLOCK, {RESTART_REQUEST})
+
+    @property
+    def adopts_orphans(self) -> bool:
+        """Whether this process is a subreaper, and has to reap what its command leaves running."""
+        return self._warm is not None
 
     def tag_environment(self, env: dict[str, str]) -> None:
         """Set the variables by which the command's processes are found."""
@@ -187,8 +191,6 @@ class Restarts:
                         os.kill(pid, signal.SIGCONT)
             found |= left
             time.sleep(_POLL_S)
-        if self._warm is not None:  # as a subreaper this process has adopted the orphans
-            self._orphans = {pid for pid in self._orphans | found if not _reaped(pid)}
         if left:
             say(f"{plural(len(left), 'process')} of the command did not end: {', '.join(map(str, sorted(left)))}")
         return len(found)
@@ -203,13 +205,6 @@ def _processes_with(variables: set[bytes]) -> set[int]:
                 if variables <= set(file.read().split(b"\0")):
                     found.add(int(name))
     return found
-
-
-def _reaped(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
 
 
 def is_elastic(command: Sequence[str], env: Mapping[str, str]) -> bool:
