@@ -136,7 +136,7 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
 def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "image", {b"a": b"alpha"})
-    layer = mount_shared(runtime, IDENTITY, image, lambda: None)
+    layer = mount_shared(runtime, IDENTITY, image, lambda: True, lambda: None)
     folder = runtime.new_folder()  # the image is to be put on the layer, and stands in no record yet
     assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
     assert (layer / "a").read_bytes() == b"alpha"
@@ -211,7 +211,10 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     pins: list[str] = []
     with ThreadPoolExecutor(8) as pool:
         found = set(
-            pool.map(lambda _: mount_shared(runtime, IDENTITY, image, lambda: pins.append("pinned")), range(16))
+            pool.map(
+                lambda _: mount_shared(runtime, IDENTITY, image, lambda: not pins.append("pinned"), pins.clear),
+                range(16),
+            )
         )
     (layer,) = found
     assert pins == ["pinned"]
@@ -223,19 +226,28 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     assert mounted_layers(runtime) == []
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_layer_that_could_not_be_mounted_has_no_new_pin(place: Path, is_new: bool) -> None:
+    (place / "layer").write_bytes(b"not an image")
+    pins = ["pinned"]
+    with pytest.raises(PermanentError):
+        mount_shared(Runtime(place / "run"), IDENTITY, place / "layer", lambda: is_new, pins.clear)
+    assert pins == ([] if is_new else ["pinned"])
+
+
 def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha"})
-    layer = mount_shared(runtime, IDENTITY, image, lambda: None)
+    layer = mount_shared(runtime, IDENTITY, image, lambda: True, lambda: None)
     first = layer.stat().st_dev
-    assert mount_shared(runtime, IDENTITY, image, lambda: None).stat().st_dev == first
+    assert mount_shared(runtime, IDENTITY, image, lambda: True, lambda: None).stat().st_dev == first
     write_image(place / "other", {b"a": b"omega"}).replace(image)
-    mount_shared(runtime, IDENTITY, image, lambda: None)
+    mount_shared(runtime, IDENTITY, image, lambda: True, lambda: None)
     assert (layer / "a").read_bytes() == b"omega"
     # In place: the mount keeps pages of what was there before.
     with image.open("r+b") as file:
         file.write(write_image(place / "third", {b"a": b"delta"}).read_bytes())
-    mount_shared(runtime, IDENTITY, image, lambda: None)
+    mount_shared(runtime, IDENTITY, image, lambda: True, lambda: None)
     assert (layer / "a").read_bytes() == b"delta"
     assert list(kernel.mount_points()).count(str(layer)) == 1
 
@@ -243,7 +255,7 @@ def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(plac
 def test_a_layer_of_a_mounted_image_is_not_released(place: Path) -> None:
     runtime = Runtime(place / "run")
     state = mounted_state(runtime, place)
-    mount_shared(runtime, IDENTITY, place / "image", lambda: None)
+    mount_shared(runtime, IDENTITY, place / "image", lambda: True, lambda: None)
     assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
     kernel.unmount(Path(state.target))
     assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
@@ -277,7 +289,7 @@ def test_what_a_killed_process_left_mounted_is_used(place: Path) -> None:
 def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha" * 1000})
-    layer = mount_shared(runtime, IDENTITY, image, lambda: None)
+    layer = mount_shared(runtime, IDENTITY, image, lambda: True, lambda: None)
     (place / "empty").mkdir()
     (place / "at").mkdir()
     mount_overlay([place / "empty", layer], place / "at")
@@ -288,7 +300,7 @@ def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
 @pytest.mark.parametrize("identity", ["", "..", "../../etc", "AB" * 32, "ab/cd" * 8])
 def test_an_identity_cannot_name_another_place(place: Path, identity: str) -> None:
     with pytest.raises(UsageError):
-        mount_shared(Runtime(place / "run"), identity, place / "layer", lambda: None)
+        mount_shared(Runtime(place / "run"), identity, place / "layer", lambda: True, lambda: None)
 
 
 def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:

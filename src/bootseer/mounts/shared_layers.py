@@ -21,6 +21,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from bootseer.cache.cached_file import CachedFile
@@ -47,7 +48,8 @@ def mount_layer(runtime: Runtime, folder: Path, file: CachedFile, *, loop: bool 
     mount's own, where a daemon serves its file. `loop`: see `mount_erofs`."""
     identity = file.index.identity
     if file.trusted:
-        return mount_shared(runtime, identity, file.path, lambda: file.pin(PIN), loop=loop)
+        pin, unpin = partial(file.pin, PIN), partial(file.unpin, PIN)
+        return mount_shared(runtime, identity, file.path, pin, unpin, loop=loop)
     point = folder / OWN / identity
     point.mkdir(parents=True, exist_ok=True)
     mount_erofs(folder / FILES / identity, point, loop=loop)
@@ -65,13 +67,20 @@ def unmount_own(folder: Path) -> None:
 
 
 def mount_shared(
-    runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *, loop: bool | None = None
+    runtime: Runtime,
+    identity: str,
+    data: Path,
+    pin: Callable[[], bool],
+    unpin: Callable[[], None],
+    *,
+    loop: bool | None = None,
 ) -> Path:
     """Mount the layer with this identity from `data`, unless exactly that is mounted already; returns the mount point.
 
     A mount of a file that was replaced or modified since is unmounted first: the file, or cached pages of it, may
     differ from the verified content. `data` must be complete and trusted. `pin` is called before mounting, under the
-    lock. `loop`: see `mount_erofs`.
+    lock, and `unpin` if that fails and the pin was new, as the result of `pin` says: else files would stay in the cache
+    until a reboot on nodes that cannot mount them. `loop`: see `mount_erofs`.
     """
     target = _target(runtime, identity)
     with _locked(runtime, identity) as lock:
@@ -83,8 +92,13 @@ def mount_shared(
             mounted = False
         if not mounted:
             target.mkdir(mode=0o755, exist_ok=True)
-            pin()
-            mount_erofs(data, target, loop=loop)
+            is_new = pin()
+            try:
+                mount_erofs(data, target, loop=loop)
+            except BaseException:
+                if is_new:
+                    unpin()
+                raise
             _LOG.info("layer %s is mounted from %s", identity, data)
             os.ftruncate(lock, 0)
             os.pwrite(lock, shown, 0)
