@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.artifact.places import containers_folder
 from bootseer.env.keys.lock import own_uv
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
@@ -199,6 +200,23 @@ def test_where_layers_cannot_be_moved_the_command_still_runs_on_what_the_setup_d
     ran, start = job(*WORDS)
     assert (ran.stdout, start["mode"]) == (SAID, "installed")
     assert "no snapshot of the environment was published" in ran.stderr
+    assert not list((tmp_path / "store").glob("environments/*/document"))
+
+
+def test_without_an_overlay_the_command_runs_on_what_the_setup_did(
+    job: Callable[..., Any], node: Node, tmp_path: Path
+) -> None:
+    """An overlay cannot be the upper layer of another: the container gets a private copy of the image's files."""
+    folder, *others = containers_folder(node.cache), *(tmp_path / name for name in ("lower", "changes", "work"))
+    for each in (folder, *others):
+        each.mkdir(parents=True, mode=0o700)
+    layers = "lowerdir={},upperdir={},workdir={}".format(*others)
+    subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", folder], check=True)
+    (tmp_path / "no-store").write_text("a file")
+    for more in ({}, {"BOOTSEER_STORE": str(tmp_path / "no-store")}):
+        ran, start = job(*WORDS, more=more)
+        assert "this container gets a private copy" in ran.stderr
+        assert (ran.stdout, start["mode"]) == (SAID, "installed")
     assert not list((tmp_path / "store").glob("environments/*/document"))
 
 

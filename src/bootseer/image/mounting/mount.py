@@ -243,6 +243,7 @@ class _ImageMount(LazyMount):
                 raise
             layers.say(f"no overlay: {error}; this container gets a private copy")
             self.unmount_files()
+            (self._writable / "upper").rmdir()  # where it exists, it has the changes: `launch.image.setup`
             with layers.stage("unpack"):
                 write(self._writable / _COPY)
                 kernel.attach(kernel.clone_mount(self._writable / _COPY), self.target)
