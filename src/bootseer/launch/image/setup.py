@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import posixpath
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -314,9 +313,7 @@ class UpperLayer:
         try:
             self._remount((layer,))
         except Exception:
-            shutil.rmtree(self._writable, ignore_errors=True)
-            self._writable.mkdir(mode=0o700, exist_ok=True)
-            layer.rename(upper)
+            layer.rename(upper)  # in place of an empty one
             self._remount(())
             raise
         return layer
@@ -346,10 +343,12 @@ class UpperLayer:
 
     def _in_scratch(self, layer: Path, changes: Sequence[Change], done: SetupResult) -> list[str]:
         """Files that the setup left in the container's scratch folders and the command needs, as messages."""
+        tops = [layer / scratch.lstrip("/") for scratch in SCRATCH]
         files = [
             f"/{Path(folder, name).relative_to(layer)}"
-            for scratch in SCRATCH
-            for folder, _, names in os.walk(layer / scratch.lstrip("/"))
+            for top in tops
+            if not top.is_symlink()  # from here it would lead to this machine's files
+            for folder, _, names in os.walk(top)
             for name in names
         ]
         used = [*self._start.command, *(export.value for export in done.exports), *mentions(changes)]
