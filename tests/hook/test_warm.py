@@ -273,6 +273,33 @@ def test_a_module_that_has_changed_is_not_handed_on(launcher: Launcher):
     assert "library.py has changed" in launcher.reasons()[1]
 
 
+def test_a_module_that_changes_while_others_are_imported_is_not_handed_on(launcher: Launcher):
+    launcher.write("library.py", "import pathlib\nversion = 1\npathlib.Path(__file__).write_text('version = 22')\n")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    launcher.known["modules"] = ["library"]
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "import library\nprint(library.version)\n"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "22\n", "")]
+    assert "library.py has changed" in launcher.reasons()[0]
+
+
+def test_a_package_that_was_installed_since_the_imports_is_not_missed(launcher: Launcher):
+    packages = launcher.folder / "site-packages"
+    packages.mkdir()
+    launcher.write("site-packages/library.py", "import importlib.util\nfound = importlib.util.find_spec('optional')\n")
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{packages}"
+    launcher.known["modules"] = ["library"]
+    (launcher.folder / "job").mkdir()
+    child = launcher.write("job/child.py", "import library\nprint(library.found is not None)\n")
+    launcher.remember(child)
+    launcher.before = (
+        f"subprocess.run([sys.executable, {child!r}], stdout=2)\nopen({str(packages / 'optional.py')!r}, 'w').close()"
+    )
+    assert launcher.run((["job/child.py"], {})) == [(0, "True\n", "")]
+    assert [bool(reason) for reason in launcher.reasons()] == [False, True]
+    assert "site-packages has changed" in launcher.reasons()[1]
+
+
 _AWAIT_GO = """
 import time
 while not os.path.exists("go"):

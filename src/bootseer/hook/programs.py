@@ -11,7 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import socket
 
 SCHEMA = "bootseer.imports/1"
 RECORD = "imports-"
@@ -130,6 +133,15 @@ def open_files() -> list[int]:
             continue
         found.append(int(word))
     return found
+
+
+def peer(end: socket.socket) -> tuple[int, int]:
+    """Process id and user at the other end of a Unix socket."""
+    import socket
+    import struct
+
+    pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 class Recorder:

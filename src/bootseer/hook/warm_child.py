@@ -117,8 +117,16 @@ def become(
     return program
 
 
+def capture_output() -> None:
+    """In the warm parent: redirect the imports' output to memory; each copy prints it."""
+    for target in (1, 2):
+        memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
+        os.dup2(memory, target)
+        os.close(memory)
+
+
 def _captured_output() -> list[bytes]:
-    """The imports' output on stdout and stderr (see `warm_parent.capture_output`)."""
+    """The imports' output on stdout and stderr."""
     found = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):

@@ -20,12 +20,12 @@ import ctypes
 import gc
 import importlib
 import marshal
+import math
 import os
 import random
 import select
 import signal
 import socket
-import struct
 import time
 import weakref
 from typing import Any
@@ -35,6 +35,8 @@ from bootseer.hook.warm_reads import RecordingEnviron, record_draws
 
 _IDLE_S = 1800.0
 """After this time without a request, the warm parent ends and frees its memory."""
+_CLOCK_NS = 20_000_000
+"""Tolerance for file times, which are of the kernel's last tick."""
 _PR_SET_PDEATHSIG = 1
 _SAME_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 _SAME_FILES = ("cgroup", "attr/current", "personality")
@@ -70,6 +72,7 @@ class Imports:
         watch.prepare()
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
+        since_ns = time.time_ns() - _CLOCK_NS
         self._record_generators()
         os.environ.__class__ = RecordingEnviron
         stop_recording = record_draws(self._drawn)
@@ -92,7 +95,11 @@ class Imports:
         self.reads = dict(RecordingEnviron.reads)
         self._check()
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
-        self.files = [(path, _stamp(path)) for path in origins if isinstance(path, str) and path.startswith("/")]
+        files = (path for path in origins if isinstance(path, str) and path.startswith("/"))
+        self.files = [(path, _stamp(path, since_ns)) for path in files]
+        # Imports look for optional packages, too. These folders change with an installation.
+        folders = (entry for entry in sys.path if entry.endswith(("/site-packages", "/dist-packages")))
+        self.files += [(folder, _stamp(folder)) for folder in folders]
 
     def _record_generators(self) -> None:
         """Collect the random generators that imports create without a seed, because each copy must reseed them."""
@@ -139,9 +146,9 @@ class Imports:
             raise UnfitError("an import created a random generator of numpy")
 
     def files_differ(self) -> str:
-        """Name a module's file that has changed since its import; empty if there is none."""
+        """Name a module's file, or a folder of packages, that has changed since the imports; empty if none has."""
         changed = next((path for path, stamp in self.files if _stamp(path) != stamp), "")
-        return f"{changed} has changed since it was imported" if changed else ""
+        return f"{changed} has changed since the imports" if changed else ""
 
 
 def _generators() -> list[Any]:
@@ -151,12 +158,13 @@ def _generators() -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in kinds and one is not own] if numpy_random else []
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
+def _stamp(path: str, since_ns: float = math.inf) -> tuple[int, int, int] | None:
+    """What changes with a file; None if it does not exist or has changed since this time."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if found.st_ctime_ns < since_ns else None
 
 
 def _state() -> dict[str, Any]:
@@ -311,7 +319,7 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     """
     os.set_inheritable(number, False)
     end = socket.socket(fileno=number)
-    if _peer(end) != (os.getppid(), os.getuid()):
+    if programs.peer(end) != (os.getppid(), os.getuid()):
         raise UnfitError("the socket is not the launcher's")
     for other in programs.open_files():
         if other > 2 and other != number:
@@ -325,19 +333,6 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     return end, run
 
 
-def capture_output() -> None:
-    """Redirect the imports' output to memory; each copy prints it (`warm_child`)."""
-    for target in (1, 2):
-        memory = os.memfd_create("bootseer-printed", os.MFD_CLOEXEC)
-        os.dup2(memory, target)
-        os.close(memory)
-
-
-def _peer(end: socket.socket) -> tuple[int, int]:
-    pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
-
-
 def _run(launcher: int) -> socket.socket | None:
     """A socket to `bootseer run --restarts`, if it restarts this launcher; else None."""
     above = _status(launcher).get("PPid", "")
@@ -346,7 +341,7 @@ def _run(launcher: int) -> socket.socket | None:
     run = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         run.connect(f"{programs.AGAIN}{above}")
-        if _peer(run) == (int(above), os.getuid()):
+        if programs.peer(run) == (int(above), os.getuid()):
             return run
     except OSError:
         pass
@@ -488,7 +483,7 @@ def serve(number: int, folder: str, launcher: str) -> Any:
     """Import, then answer until the launcher ends. Returns only in copies: the function that runs their program."""
     try:
         end, run = prepare(number)
-        capture_output()
+        warm_child.capture_output()
     except (UnfitError, OSError):
         os._exit(1)
     return Server(end, run, Imports(programs.read_known(folder).get(launcher, {}))).serve()

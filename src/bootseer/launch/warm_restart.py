@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +56,7 @@ class WarmRestart:
                 end, _ = self._socket.accept()
             except OSError:
                 break
-            pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, uid = programs.peer(end)
             if uid == os.getuid():
                 self._waiting[pid] = end
             else:
