@@ -229,7 +229,10 @@ class LazyImages:
         for point in points:
             if kernel.is_mount(point):
                 return point
-        raise PermanentError(f"{state.what}: layer {identity} is not mounted: this kernel does not mount EROFS files")
+        raise PermanentError(
+            f"{state.what}: layer {identity} is not mounted: this kernel does not mount EROFS files, or the image was"
+            " converted again after it was pulled; then remove it from this node and pull it again"
+        )
 
     def _look_up(self, digest: str, reference: str) -> Future[_KnownImage | None]:
         with self._lock:
