@@ -2,7 +2,22 @@
 
 import threading
 
-from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, StartReport
+import pytest
+
+from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, Observers, StartReport
+
+
+def test_a_thread_that_cannot_be_started_costs_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    observers = Observers()
+    observers.start(lambda ended: None)
+    assert observers.finish(0.0)
+    assert "not watched to its end: can't start new thread" in capfd.readouterr().err
 
 
 def test_a_second_report_waits_until_the_first_one_is_written() -> None:

@@ -42,7 +42,10 @@ class Observers:
         join: bool = True,
         load: Callable[[], object] = lambda: None,
     ) -> None:
-        """Run `load()` and `work(ended)` in a new thread, with signals blocked. `finish` waits for it if `join`."""
+        """Run `load()` and `work(ended)` in a new thread, with signals blocked. `finish` waits for it if `join`.
+
+        Where no thread can be started there is only a message: the command runs already.
+        """
         loaded = threading.Event()
 
         def run() -> None:
@@ -53,7 +56,11 @@ class Observers:
             work(self.ended)
 
         thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            say(f"the start is not watched to its end: {error}")
+            return
         if join:
             self._threads.append(thread)
             self._loaded.append(loaded)
