@@ -244,7 +244,10 @@ class LazyImages:
                     return future
             future = Future()
             self._lookups[digest] = (time.monotonic(), future)
-        threading.Thread(target=self._find, args=(digest, reference, future), name="find", daemon=True).start()
+        try:
+            threading.Thread(target=self._find, args=(digest, reference, future), name="find", daemon=True).start()
+        except RuntimeError as error:  # no thread can be started
+            future.set_exception(TransientError(str(error)))
         return future
 
     def _find(self, digest: str, reference: str, future: Future[_KnownImage | None]) -> None:

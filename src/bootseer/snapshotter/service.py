@@ -109,12 +109,11 @@ def _accept(passed: network.socket, socket: Path, stop: threading.Event) -> None
         try:
             link, own = passed.accept()[0], network.socket(network.AF_UNIX)
             own.connect(str(socket))
-        except OSError as error:
+            for ends in ((link, own), (own, link)):
+                threading.Thread(target=_copy, args=ends, name="bootseer-relay", daemon=True).start()
+        except (OSError, RuntimeError) as error:  # no thread can be started
             _LOG.warning("a connection cannot be relayed: %s", error)
             stop.wait(_LOOK_S)
-            continue
-        for ends in ((link, own), (own, link)):
-            threading.Thread(target=_copy, args=ends, name="bootseer-relay", daemon=True).start()
 
 
 def _copy(source: network.socket, target: network.socket) -> None:
