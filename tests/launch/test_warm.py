@@ -9,6 +9,9 @@ import msgspec
 import pytest
 
 from bootseer.hook.programs import KNOWN, RECORD, SCHEMA
+from bootseer.launch.command import Options
+from bootseer.launch.run import _warm_start
+from bootseer.launch.session import Session
 from bootseer.launch.warm import Known, Record, merge_records, shared
 
 RECORDED = Record(
@@ -78,6 +81,17 @@ def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str],
     assert done.stderr.count("what the program imported is not recorded") == 2
     assert (tmp_path / "mine").read_text() == "keep me"
     assert "torchrun" in Path((tmp_path / "spool").read_text().strip(), KNOWN).read_text()
+
+
+def test_without_a_folder_for_records_a_start_is_not_warm(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 64321)  # root's folder does not depend on a home
+    options = Options(spool=str(tmp_path), warm="auto")
+    session = Session(["true"], options, {})
+    with _warm_start(["true"], options, session, {"HOME": "nowhere"}):
+        assert session.warm is None
+    assert "not warm: user 64321 has no home folder" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"schema": SCHEMA, "launcher": 3}), "x" * ((1 << 20) + 1)])

@@ -89,7 +89,11 @@ def _warm_start(
 
     image = str(options.image.request.reference) if options.image is not None else ""
     environment = "\0".join((image, options.setup or "", *options.requirements))
-    session.warm = WarmStart(session, command, env, environment, options.warm)
+    try:
+        session.warm = WarmStart(session, command, env, environment, options.warm)
+    except BootseerError as error:  # there is no folder for records
+        say(f"not warm: {error}")
+        return nullcontext()
     return session.warm
 
 

@@ -246,7 +246,8 @@ class _ImageStart:
             say("a restart makes the container anew: the image's PATH has no python3 of version 3.11 or later")
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
-            _share_spool(session.folder, user.uid)
+            with reporting_errors("the container cannot write events"):
+                _share_spool(session.folder, user.uid)
         return container
 
     def _command_ended(self, code: int, seconds: float) -> None:
