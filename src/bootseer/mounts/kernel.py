@@ -94,6 +94,11 @@ def mount_points() -> list[str]:
     return [_unescape(line.split(b" ", 5)[4]) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
 
 
+def mounts_below(folder: Path | str) -> list[str]:
+    """The mount points below a folder, given as the mount table has it: without links. The last mounted is last."""
+    return [point for point in mount_points() if point.startswith(f"{folder}/")]
+
+
 def unshare_mounts() -> None:
     """Give this process its own mount namespace: mounts made in it end with its last process, even after kill -9.
 

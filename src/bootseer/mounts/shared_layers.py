@@ -58,8 +58,7 @@ def mount_layer(runtime: Runtime, folder: Path, file: CachedFile, *, loop: bool 
 
 def unmount_own(folder: Path) -> None:
     """Unmount the layers that are mounted in this mount's own folder, each with its last user."""
-    prefix = f"{folder}/{OWN}/"
-    for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
+    for point in kernel.mounts_below(folder / OWN):
         try:
             kernel.unmount(Path(point), lazy=True)
         except BootseerError as error:  # the others go on; the daemon of this one does not end
@@ -107,8 +106,7 @@ def mount_shared(
 
 def mounted_layers(runtime: Runtime) -> list[str]:
     """Identities of the layers that are mounted."""
-    prefix = f"{runtime.layers}/"
-    return sorted({point.removeprefix(prefix) for point in kernel.mount_points() if point.startswith(prefix)})
+    return sorted({point.removeprefix(f"{runtime.layers}/") for point in kernel.mounts_below(runtime.layers)})
 
 
 def unmount_idle(

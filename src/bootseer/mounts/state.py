@@ -147,9 +147,9 @@ class Runtime:
 
         Raises `PermanentError` for a mount that remains, and then deletes nothing: that would hit its content.
         """
-        for point in reversed(_mounts_in(folder)):
+        for point in reversed(kernel.mounts_below(folder)):
             kernel.unmount(Path(point), lazy=True)
-        if left := _mounts_in(folder):  # one of a parent namespace cannot be unmounted
+        if left := kernel.mounts_below(folder):  # one of a parent namespace cannot be unmounted
             raise PermanentError(f"{left[0]} is still mounted")
         shutil.rmtree(folder, onerror=_unless_missing)
 
@@ -212,10 +212,6 @@ def _read(folder: Path) -> MountState:
     if msgspec.json.decode(data, type=_Versioned).schema != SCHEMA or state.id != folder.name:
         raise ValueError
     return state
-
-
-def _mounts_in(folder: Path) -> list[str]:
-    return [point for point in kernel.mount_points() if point.startswith(f"{folder}/")]
 
 
 def _unless_missing(_: object, path: str, error: tuple[object, BaseException, object]) -> None:

@@ -93,7 +93,7 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
 
 def _delete_changes(state: MountState) -> None:
     changes = state.details.get(CHANGES)
-    if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
+    if changes and not kernel.mounts_below(os.path.realpath(changes)):
         shutil.rmtree(changes, ignore_errors=True)
 
 
