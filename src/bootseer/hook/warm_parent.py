@@ -390,9 +390,8 @@ class Server:
     def _answer(self, fds: list[int], *, again: bool) -> Any:
         """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program.
 
-        The copy is made before the comparison, which takes as long as a third of the copy's own preparations: the two
-        run in parallel, and a copy that would differ answers with the difference and ends. Only a launcher's restart is
-        compared first, because its copy forks again.
+        Program and files are compared while the copy prepares itself; one that would differ answers with the difference
+        and ends. A launcher's restart is compared before, as its copy forks.
         """
         answer = socket.socket(fileno=fds[0])
         with open(fds[1], "rb") as file:
@@ -401,14 +400,19 @@ class Server:
         if again:
             request.update(self._began)
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
+        imports, folder = self._imports, _link(f"/proc/self/fd/{fds[2]}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         copy = -1
         try:
-            reason = self._reason or unfit() or (self._differs(request, fds[2], again=True) if again else "")
+            reason = self._reason or unfit()
+            if again:
+                reason = reason or _launcher_differs(imports, request, folder) or imports.files_differ()
+            else:
+                reason = reason or _privileges_differ(request, self._launcher)
             if not reason:
                 copy = self._cloner.clone()
             if copy > 0 and not again:
-                reason = self._differs(request, fds[2], again=False)
+                reason = _program_differs(imports, request, folder) or imports.files_differ()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         if copy == 0:
@@ -449,15 +453,6 @@ class Server:
                     os.close(other)
                 return self.serve()
         return warm_child.become(imports, request, answer, comparison, fds, launcher, facts, successor)
-
-    def _differs(self, request: dict[str, Any], folder: int, *, again: bool) -> str:
-        """The first difference between a copy of this process and a fresh one started in this folder; empty if none."""
-        imports, place = self._imports, _link(f"/proc/self/fd/{folder}")
-        if again:
-            found = _launcher_differs(imports, request, place)
-        else:
-            found = _privileges_differ(request, self._launcher) or _program_differs(imports, request, place)
-        return found or imports.files_differ()
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
         """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""
