@@ -133,6 +133,18 @@ def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, 
     until(lambda: list((node.cache / "containers").iterdir()) == [])
 
 
+def test_what_a_run_left_that_was_killed_with_its_guard_is_deleted_by_the_next(
+    run: Run, image: str, node: Node
+) -> None:
+    left = node.cache / "containers" / "run-dead" / "upper" / "large"
+    left.parent.mkdir(parents=True)
+    left.write_text("what its container had written")
+    for folder in (left.parent, left.parent.parent, left.parent.parent.parent):
+        folder.chmod(0o700)
+    assert run("run", "-q", "--image", image, "--", "true").returncode == 0
+    nothing_is_left(node)
+
+
 def test_open_files_of_the_caller_are_closed_in_the_container(image: str, env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of the host")
     words = ["image", "run", "--entrypoint", "none", image, "--", "sh", "-c", "cat /proc/*/fd/9/../*/secret; ls /"]

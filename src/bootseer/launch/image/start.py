@@ -15,8 +15,6 @@ The record of reads is complete when the hook's `training_began` event is found 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,9 +24,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 import bootseer
-from bootseer.artifact.places import CACHE, cache_root, containers_folder, own_folder
+from bootseer.artifact.owned_folder import OwnedFolder
+from bootseer.artifact.places import cache_root, containers_folder
 from bootseer.artifact.workload import is_publisher, workload_key
-from bootseer.errors import BootseerError, Interrupted, PermanentError
+from bootseer.errors import BootseerError, Interrupted
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.process import ProcessOptions
@@ -125,7 +124,7 @@ class _ImageStart:
         self._command = tuple(command)
         self._session = session
         self._env = env
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
         self._mounted: MountedImage | None = None
         self._container: Container | None = None
         self._report = StartReport(session, self._record)
@@ -173,24 +172,21 @@ class _ImageStart:
         above = environment.layers() if environment is not None else ()
         began_s = time.monotonic()
         with interruptible(), session_stage(self._session, STAGE) as facts:
-            root = own_folder(containers_folder(cache_root(os.environ, os.getuid())))
-            try:
-                self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
-            except OSError as error:
-                raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
-            if environment is None:
-                self._mounted = self._mount(self._folder)
-            else:
-                self._mounted = environment.mount(self._mount, self._folder, above)
+            # Also deletes the changes of containers whose run was killed together with their guard, or by a power cut.
+            self._folder = OwnedFolder.made(containers_folder(cache_root(os.environ, os.getuid())), "run-")
+            folder = self._folder.path
+            self._mounted = (
+                self._mount(folder) if environment is None else environment.mount(self._mount, folder, above)
+            )
             facts.update(self._mounted.facts)
             self._seconds = time.monotonic() - began_s
             if environment is None:
-                return 0, self._start_container(self._folder, self._mounted, env)
+                return 0, self._start_container(folder, self._mounted, env)
         code, self._mounted = environment.set_up(self._mounted, dict(env), self._mount)
         if code:
             return code, None
         with interruptible(), session_stage(self._session, STAGE):
-            return 0, self._start_container(self._folder, self._mounted, env)
+            return 0, self._start_container(folder, self._mounted, env)
 
     def _mount(self, writable: Path, above: Sequence[Path] = (), setup: bool = False) -> MountedImage:
         # Imported here, so that the imports are part of the measured stage.
@@ -291,7 +287,7 @@ class _ImageStart:
         if self._mounted is not None:
             self._mounted.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         if self._container is not None:
             self._container.dismiss_guard()
 
