@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING
 from bootseer.errors import BootseerError
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
-from bootseer.trace.event import Event
-from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import plural
 
 if TYPE_CHECKING:
-    from bootseer.launch.session import Session
+    from bootseer.launch.session import RunEvents, Session
     from bootseer.trace.ship import Link
 
 
@@ -86,13 +84,7 @@ def load_exporter() -> None:
         from bootseer.trace import otlp_wire  # noqa: F401
 
 
-def export_spool(
-    folder: str,
-    owns: Callable[[Event], bool],
-    endpoint: str | None,
-    ended: threading.Event,
-    say: Callable[[str], None],
-) -> None:
+def export_spool(run: RunEvents, endpoint: str | None, ended: threading.Event, say: Callable[[str], None]) -> None:
     """Export the run's own events to the collector until `ended` is set, then flush within two seconds. Never raises.
 
     Events are read from the spool, which keeps them whatever becomes of the export.
@@ -105,14 +97,15 @@ def export_spool(
         hint = getattr(error, "hint", "")
         say(f"no export: {error}{f' ({hint})' if hint else ''}")
         return
-    tail = SpoolTail(folder)
+    tail = run.tail()
     has_ended = False
     while not has_ended:
         has_ended = ended.wait(_POLL_S)
-        exporter.feed(filter(owns, tail.poll(last=has_ended)))
+        exporter.feed(tail.poll(last=has_ended))
     if not exporter.close(CLOSE_S):
         text = f" ({exporter.last_error})" if exporter.last_error else ""
-        say(f"{plural(exporter.lost, 'span')} did not reach the collector{text}; the spool keeps the events: {folder}")
+        kept = f"the spool keeps the events: {run.folder}"
+        say(f"{plural(exporter.lost, 'span')} did not reach the collector{text}; {kept}")
 
 
 class Shipping:
@@ -210,9 +203,9 @@ class StartReport:
 
 def report_when_training_begins(session: Session, ended: threading.Event) -> None:
     """Send the session's reports when the hook's `training_began` event is found, unless the command has ended."""
-    tail = SpoolTail(session.folder)
+    tail = session.tail()
     while not ended.wait(_POLL_S):
-        if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
+        if any(event.stage == TRAINING_BEGAN for event in tail.poll()):
             for report in session.reports:
                 report.send(TRAINING_BEGAN)
             return

@@ -156,10 +156,7 @@ class Restarts:
         """The number of the last restart of the command's processes; an elastic launcher counts its own too."""
         if (session := self._session) is None:
             return self._restart_number
-        from bootseer.trace.spool_tail import SpoolTail
-
-        found = (event.restart for event in SpoolTail(session.folder).poll(last=True) if session.owns(event))
-        return max([self._restart_number, *found])
+        return max([self._restart_number, *(event.restart for event in session.tail().poll(last=True))])
 
     def spawn_warm(
         self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool | None = None

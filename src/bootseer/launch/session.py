@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bootseer.launch.observers import Observers, Shipping, StartReport
     from bootseer.launch.peers import PeersStart
     from bootseer.launch.warm import WarmStart
+    from bootseer.trace.spool_tail import SpoolTail
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
@@ -68,6 +69,12 @@ class RunEvents:
         mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
         # The scheduler's stages lie before the run, and have it as their parent.
         return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
+
+    def tail(self) -> SpoolTail:
+        """Reads this run's events. Of a spool that a thousand nodes share, each reads only its own files."""
+        from bootseer.trace.spool_tail import SpoolTail
+
+        return SpoolTail(self.folder, self.tracer.identity.node, self.owns)
 
 
 class Session(RunEvents):
@@ -203,7 +210,7 @@ class Session(RunEvents):
         from bootseer.launch.observers import export_spool
 
         url = (self.otlp or "").partition("=")[2]
-        export_spool(self.folder, self.owns, url or None, ended, say)
+        export_spool(self, url or None, ended, say)
 
     def close(self, code: int) -> None:
         """Write the end event, and wait a moment for the observers."""

@@ -29,7 +29,6 @@ from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
-from bootseer.trace.spool_tail import SpoolTail
 from bootseer.units import plural
 
 EVENT = "warm_start"
@@ -172,8 +171,7 @@ class WarmStart:
             self._recorded.set()
 
     def _save(self) -> None:
-        events = [event for event in SpoolTail(self._session.folder).poll(last=True) if event.stage == EVENT]
-        events = [event for event in events if self._session.owns(event)]
+        events = [event for event in self._session.tail().poll(last=True) if event.stage == EVENT]
         refusals = [event.attrs for event in events if "why_not" in event.attrs]
         if self._mode == "on":
             self._say(len(events) - len(refusals), [str(attrs["why_not"]) for attrs in refusals])

@@ -7,11 +7,12 @@ passes the events to `trace.otlp`. No file stays open between polls.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 from bootseer.trace.event import Event, Malformed, decode
-from bootseer.trace.sinks import SUFFIX
+from bootseer.trace.sinks import SUFFIX, safe_name
 
 _MAX_BYTES_PER_LOOK = 1 << 20
 """Limit in bytes per file and poll; the rest is read by the next poll."""
@@ -26,15 +27,20 @@ class Part(NamedTuple):
     end: int
 
 
-def spool_files(folder: str) -> dict[str, tuple[int, int]]:
-    """Inode and size of the spool files, by name in order. Links, pipes and folders are ignored. Raises `OSError`."""
+def spool_files(folder: str, node: str = "") -> dict[str, tuple[int, int]]:
+    """Inode and size of the spool files (of one node, if named), by name in order. Links, pipes and folders are
+    ignored. Raises `OSError`."""
     found = {}
+    begin = f"{safe_name(node)}." if node else ""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False):
+            name = entry.name
+            if not name.startswith(begin) or name.startswith(".") or not name.endswith(SUFFIX):
+                continue
+            if entry.is_file(follow_symlinks=False):
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    found[entry.name] = (status.st_ino, status.st_size)
+                    found[name] = (status.st_ino, status.st_size)
     return dict(sorted(found.items()))
 
 
@@ -72,8 +78,12 @@ def new_lines(
 class SpoolTail:
     """New events of a folder. Lines that are no events are skipped."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, node: str = "", keeps: Callable[[Event], bool] = lambda event: True) -> None:
+        """`node`: only this node's files are read, of a folder that all nodes of a job may share. `keeps` selects
+        events."""
         self._folder = folder
+        self._node = node
+        self._keeps = keeps
         self._files: dict[str, tuple[int, int]] = {}
         """Inode and offset of what was read."""
 
@@ -86,7 +96,7 @@ class SpoolTail:
         events: list[Event] = []
         listing: dict[str, tuple[int, int]] = {}
         with suppress(OSError):
-            listing = spool_files(self._folder)
+            listing = spool_files(self._folder, self._node)
         for name in self._files.keys() - listing.keys():
             del self._files[name]
         for name, status in listing.items():
@@ -96,7 +106,9 @@ class SpoolTail:
                     self._files[name] = (part.inode, part.end)
                     for line in data.split(b"\n"):
                         with suppress(Malformed):
-                            events.append(decode(line)[0])
+                            event = decode(line)[0]
+                            if self._keeps(event):
+                                events.append(event)
                     if not last:
                         break
         return events

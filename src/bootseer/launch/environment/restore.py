@@ -36,7 +36,6 @@ from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT, Event
-from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import format_seconds, listed
 
@@ -207,7 +206,7 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
     session = task.session
     if seconds > _EARLY_S or session is None:
         return
-    events = [event for event in SpoolTail(session.folder).poll(last=True) if session.owns(event)]
+    events = session.tail().poll(last=True)
     if any(event.stage == TRAINING_BEGAN for event in events):
         return
     reason = _evidence(events, code)
