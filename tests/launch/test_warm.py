@@ -83,6 +83,13 @@ def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str],
     assert "torchrun" in Path((tmp_path / "spool").read_text().strip(), KNOWN).read_text()
 
 
+def test_nodes_that_share_a_spool_have_records_of_their_own(run) -> None:
+    words = ["run", "-q", "--warm", "auto", "--job", "x", "--attempt", "0", "--", "sh", "-c", "echo $BOOTSEER_WARM"]
+    one, other = (run(*words, more={"BOOTSEER_NODE": node}).stdout.strip() for node in ("a", "b"))
+    assert one != other
+    assert Path(one).parent == Path(other).parent
+
+
 def test_without_a_folder_for_records_a_start_is_not_warm(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

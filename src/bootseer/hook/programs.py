@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "bootseer.imports/1"
 RECORD = "imports-"
-"""Name prefix of the files with records in the spool folder, which `bootseer run` reads at its end."""
+"""Name prefix of the files with records in the folder for them, which `bootseer run` reads at its end."""
 KNOWN = "warm.json"
 """File with the records of earlier starts, written by `bootseer run`."""
 MAX_BYTES = 1 << 20

@@ -91,7 +91,7 @@ def _warm_start(
     environment = "\0".join((image, options.setup or "", *options.requirements))
     try:
         session.warm = WarmStart(session, command, env, environment, options.warm)
-    except BootseerError as error:  # there is no folder for records
+    except (BootseerError, OSError) as error:  # there is no folder for records
         say(f"not warm: {error}")
         return nullcontext()
     return session.warm

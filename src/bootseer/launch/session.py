@@ -130,6 +130,12 @@ class Session(RunEvents):
         self.reports: list[StartReport] = []
         """Sent when training begins, in this order."""
 
+    @property
+    def warm_folder(self) -> str:
+        """The folder for records of imports, hidden in the spool. Nodes may share a spool, and have their own caches of
+        records."""
+        return os.path.join(self.folder, f".warm-{safe_name(self.tracer.identity.node)}")
+
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
         """The environment for the setup and the command."""
         identity = self.tracer.identity
@@ -145,7 +151,7 @@ class Session(RunEvents):
         child.pop("BOOTSEER_SERVICE_TOKEN", None)  # a secret that the job does not need
         if hook and env.get("BOOTSEER_HOOK") != "0":
             if self._warm != "off":
-                child["BOOTSEER_WARM"] = self.folder
+                child["BOOTSEER_WARM"] = self.warm_folder
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 

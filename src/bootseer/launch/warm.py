@@ -120,8 +120,10 @@ class WarmStart:
     def __init__(
         self, session: Session, command: Sequence[str], env: Mapping[str, str], environment: str, mode: str
     ) -> None:
-        """`environment` distinguishes environments in which the same command runs."""
+        """`environment` distinguishes environments in which the same command runs. Raises `BootseerError` and
+        `OSError` if there is no folder for records."""
         self._session = session
+        os.makedirs(session.warm_folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - as in the spool
         self._mode = mode
         name = f"{workload_key(command, setup=environment)}.json"
         self._path = cache_root(env, os.getuid()) / "warm" / name
@@ -140,7 +142,7 @@ class WarmStart:
             if known.launchers:
                 self._give(known)
                 return
-            Path(self._session.folder, KNOWN).unlink(missing_ok=True)
+            Path(self._session.warm_folder, KNOWN).unlink(missing_ok=True)
             if self._mode == "on":
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
@@ -188,11 +190,11 @@ class WarmStart:
     def _give(self, known: Known) -> None:
         """Write a record where launchers find it. A container's user may write to that folder, so a link there must not
         be followed, and reads the file."""
-        replace_file(Path(self._session.folder, KNOWN), _text(known).encode(), mode=0o644)
+        replace_file(Path(self._session.warm_folder, KNOWN), _text(known).encode(), mode=0o644)
 
     def _records(self) -> list[Record]:
         found = []
-        for path in sorted(Path(self._session.folder).glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
+        for path in sorted(Path(self._session.warm_folder).glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
             try:
                 # A container's user may have put a link or a named pipe there.
                 opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

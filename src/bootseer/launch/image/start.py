@@ -224,7 +224,7 @@ class _ImageStart:
             binds.append(Bind(session.folder, _SPOOL))
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
             if self._options.warm != "off":
-                env["BOOTSEER_WARM"] = _SPOOL
+                env["BOOTSEER_WARM"] = f"{_SPOOL}/{Path(session.warm_folder).name}"
                 # A pattern is searched for outside of the container, once for each start of a command there.
                 if self._options.restarts is not None and prepend and self._options.began_pattern is None:
                     numbers = (str(self._options.restarts), str(self._options.restart_delay))
@@ -243,7 +243,9 @@ class _ImageStart:
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
             with reporting_errors("the container cannot write events"):
-                _share_spool(session.folder, user.uid)
+                _give_folder(session.folder, user.uid)
+                if session.warm is not None:
+                    _give_folder(session.warm_folder, user.uid)
         return container
 
     def _command_ended(self, code: int, seconds: float) -> None:
@@ -292,9 +294,9 @@ class _ImageStart:
             self._container.dismiss_guard()
 
 
-def _share_spool(spool: str, uid: int) -> None:
-    """Let the container's user write events into the attempt's folder, readable by this process's group."""
-    folder = os.open(spool, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _give_folder(path: str, uid: int) -> None:
+    """Let the container's user write into a folder of the spool, readable by this process's group."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(folder).st_uid == os.geteuid():  # unless another node has done this already
             os.fchown(folder, uid, -1)
