@@ -32,6 +32,14 @@ def test_what_a_living_start_holds_is_left_alone_and_what_a_dead_one_left_goes(t
     held.remove()
 
 
+def test_a_folder_of_another_machine_that_shares_the_cache_is_left_alone(tmp_path: Path) -> None:
+    host, boot = os.uname().nodename, Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    for name in (f"{host}-2@00000000-a", f"{host}@00000000-before_a_boot", f"pod@{boot}-a"):
+        (tmp_path / f"run-{name}").mkdir()
+    OwnedFolder.made(tmp_path, "run-").remove()
+    assert [path.name for path in tmp_path.iterdir()] == [f"run-{host}-2@00000000-a"]
+
+
 def test_a_child_that_keeps_the_lock_keeps_the_folder(tmp_path: Path) -> None:
     folder = OwnedFolder.made(tmp_path, "run-")
     child = os.dup(folder.lock)

@@ -136,7 +136,7 @@ def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, 
 def test_what_a_run_left_that_was_killed_with_its_guard_is_deleted_by_the_next(
     run: Run, image: str, node: Node
 ) -> None:
-    left = node.cache / "containers" / "run-dead" / "upper" / "large"
+    left = node.cache / "containers" / "start-dead" / "upper" / "large"
     left.parent.mkdir(parents=True)
     left.write_text("what its container had written")
     for folder in (left.parent, left.parent.parent, left.parent.parent.parent):

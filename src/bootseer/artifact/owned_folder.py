@@ -1,10 +1,12 @@
 """A temporary folder on the node's disk owned by a process: of a run, or of a capture.
 
-    <parent>/<prefix><letters>/lock    flocked by the owner, and by children that inherit the descriptor
-                              /...     the owner's files
+    <parent>/<prefix><host>@<boot>-<letters>/lock    flocked by the owner, and by children that inherit the descriptor
+                                            /...     the owner's files
 
 The owner deletes it; if the owner was killed, the next process that creates such a folder does. A folder with mounted
-content is never deleted: processes left running by a setup or command may still use it.
+content is never deleted: processes left running by a setup or command may still use it. Nor is one of another machine:
+machines may share a cache, on a file system whose locks are known to each of them alone. A machine knows its folders by
+its kernel's boot id, which its pods share, and after a boot by its host name.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from bootseer.errors import PermanentError
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
 from bootseer.mounts.kernel import is_mounted_anywhere
+from bootseer.trace.sinks import safe_name
 
 _LOCK, _NEW = "lock", "new-"
 _LEFT_OVER_S = 3600.0
@@ -44,7 +47,8 @@ class OwnedFolder:
             lock = _open_lock(new)
             try_flock(lock)
             # Abandoned folders are recognized by this name, and it is locked before it gets the name.
-            return cls(new.rename(parent / (prefix + new.name.removeprefix(_NEW))), lock)
+            name = f"{prefix}{_host()}@{_boot()}-{new.name.removeprefix(_NEW)}"
+            return cls(new.rename(parent / name), lock)
         except OSError as error:
             raise PermanentError(f"{parent}: {error.strerror}; set {CACHE} to another folder") from error
 
@@ -57,8 +61,11 @@ class OwnedFolder:
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete folders without an owner. What cannot be deleted is retried by the next owner."""
+    """Delete this machine's folders without an owner. What cannot be deleted is retried by the next owner."""
     for path in parent.glob(f"{prefix}*"):
+        host, at, rest = path.name.removeprefix(prefix).partition("@")
+        if at and host != _host() and not rest.startswith(f"{_boot()}-"):
+            continue
         with contextlib.suppress(OSError):
             lock = _open_lock(path)
             try:
@@ -71,6 +78,14 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _host() -> str:
+    return safe_name(os.uname().nodename)
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def _open_lock(folder: Path) -> int:

@@ -53,6 +53,8 @@ _IN_CONTAINER = "/run/bootseer"
 _HOOK = f"{_IN_CONTAINER}/package"
 _SPOOL = f"{_IN_CONTAINER}/spool"
 _OF_SETUP = "-setup"
+_PREFIX = "start-"
+"""Of folders of containers. Earlier versions called them `run-`, and locked none."""
 _MAX_WORKLOAD = 94
 
 
@@ -173,7 +175,7 @@ class _ImageStart:
         began_s = time.monotonic()
         with interruptible(), session_stage(self._session, STAGE) as facts:
             # Also deletes the changes of containers whose run was killed together with their guard, or by a power cut.
-            self._folder = OwnedFolder.made(containers_folder(cache_root(os.environ, os.getuid())), "run-")
+            self._folder = OwnedFolder.made(containers_folder(cache_root(os.environ, os.getuid())), _PREFIX)
             folder = self._folder.path
             self._mounted = (
                 self._mount(folder) if environment is None else environment.mount(self._mount, folder, above)
