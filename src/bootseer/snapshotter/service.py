@@ -13,7 +13,6 @@ import socket as network
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from bootseer.artifact.places import own_folder
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.io.locks import claim
+from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 from bootseer.machine.check import Check
 from bootseer.snapshotter.lazy import LazyImages, Settings
@@ -71,9 +71,9 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         probe.connect(str(socket))  # a killed process leaves a socket that refuses connections
         raise UsageError(f"another process answers on {socket}", hint="name another socket with --socket")
     socket.unlink(missing_ok=True)
-    server = grpc.server(
-        ThreadPoolExecutor(_THREADS, "bootseer-snapshotter"), options=[("grpc.so_reuseport", 0)], handlers=()
-    )
+    # Not `ThreadPoolExecutor`, whose threads would hold up the end of this process while a mount hangs.
+    pool = Tasks("bootseer-snapshotter", _THREADS)
+    server = grpc.server(pool, options=[("grpc.so_reuseport", 0)], handlers=())
     server.add_generic_rpc_handlers((_handlers(grpc, snapshots),))
     before = os.umask(0o177)
     try:
