@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,8 @@ from bootseer.launch.relay import Relay
 
 
 def passed(output: bytes, pattern: bytes, found: Callable[[], None]) -> bytes:
-    """What comes out of a relay when a command writes this."""
+    """What comes out of a relay when a command writes this. No descriptor stays open."""
+    opened = len(list(Path("/proc/self/fd").iterdir()))
     read, write = os.pipe()
     between = Relay(write, re.compile(pattern), found)
     command = os.dup(between.write)
@@ -33,10 +35,12 @@ def passed(output: bytes, pattern: bytes, found: Callable[[], None]) -> bytes:
     between.start()
     for thread in threads:
         thread.start()
-    threads[0].join(60)
+    for thread in threads:
+        thread.join(60)
     between.finish(time.monotonic() + 60)
     os.close(write)
     os.close(read)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
     return b"".join(pieces)
 
 

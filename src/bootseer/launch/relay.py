@@ -44,7 +44,7 @@ class Relay:
             self.resize()
         else:
             self._read, self.write = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._forward, name=f"relay-{target}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"relay-{target}", daemon=True)
 
     def resize(self) -> None:
         """Give the pseudo terminal the size of the real one."""
@@ -76,6 +76,13 @@ class Relay:
                 return True
         return self._is_forwarding  # looked at last: what is not in the pipe any more was read after it was set
 
+    def _run(self) -> None:
+        try:
+            self._forward()
+        finally:
+            self._terminal = False  # `resize` must not use the number any more
+            os.close(self._read)  # if the reader has gone, the command's next write gets EPIPE, as without the relay
+
     def _forward(self) -> None:
         line, poll = b"", select.poll()
         poll.register(self._read, select.POLLIN)
@@ -90,8 +97,6 @@ class Relay:
             if not data:
                 return
             if not self._write(data):
-                self._terminal = False
-                os.close(self._read)  # the command's next write gets EPIPE, as it would without the relay
                 return
             if self._pattern is not None:
                 line = self._match(line + data)
