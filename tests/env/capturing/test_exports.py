@@ -230,3 +230,13 @@ def test_values_around_a_present_one_are_put_around_it_again() -> None:
 def test_half_a_file_counts_as_none(tmp_path: Path) -> None:
     (tmp_path / "environment").write_bytes(b"A=1\0B=")
     assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS
+
+
+def test_a_link_or_a_pipe_that_a_script_put_in_the_place_of_its_exports_is_none(tmp_path: Path) -> None:
+    (tmp_path / "host").write_bytes(b"NAME=of the host\0\0")
+    output = tmp_path / exports.OUTPUT
+    output.symlink_to("host")
+    assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS
+    output.unlink()
+    os.mkfifo(output)
+    assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS

@@ -183,8 +183,10 @@ def read_exports(folder: Path, before: Mapping[str, str], *, node_words: Iterabl
     has not run: the script was killed, called `exec`, or is not a shell script.
     """
     try:
-        with (folder / OUTPUT).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        # An image's programs can write to the folder: a link would lead to a file of the host, a pipe hold this up.
+        opened = os.open(folder / OUTPUT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(opened, "rb") as file:
+            data = file.read(MAX_BYTES + 1) or b""
     except OSError:
         return NO_EXPORTS
     if len(data) > MAX_BYTES:
