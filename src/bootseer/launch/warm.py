@@ -124,6 +124,9 @@ class WarmStart:
         `OSError` if there is no folder for records."""
         self._session = session
         os.makedirs(session.warm_folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - as in the spool
+        # By descriptor: a container's user may write to the spool, and put a link in this folder's place later.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._folder = Path(f"/proc/self/fd/{os.open(session.warm_folder, flags)}")
         self._mode = mode
         name = f"{workload_key(command, setup=environment)}.json"
         self._path = cache_root(env, os.getuid()) / "warm" / name
@@ -142,7 +145,7 @@ class WarmStart:
             if known.launchers:
                 self._give(known)
                 return
-            Path(self._session.warm_folder, KNOWN).unlink(missing_ok=True)
+            (self._folder / KNOWN).unlink(missing_ok=True)
             if self._mode == "on":
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
@@ -188,15 +191,14 @@ class WarmStart:
                 path.unlink(missing_ok=True)
 
     def _give(self, known: Known) -> None:
-        """Write a record where launchers find it. A container's user may write to that folder, so a link there must not
-        be followed, and reads the file."""
-        replace_file(Path(self._session.warm_folder, KNOWN), _text(known).encode(), mode=0o644)
+        """Write a record where launchers find it, also a container's. A link in its place is not followed."""
+        replace_file(self._folder / KNOWN, _text(known).encode(), mode=0o644)
 
     def _records(self) -> list[Record]:
         found = []
-        for path in sorted(Path(self._session.warm_folder).glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
+        for path in sorted(self._folder.glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
             try:
-                # A container's user may have put a link or a named pipe there.
+                # It may be a link or a named pipe.
                 opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 with os.fdopen(opened, "rb") as file:
                     data = file.read(MAX_BYTES + 1)
