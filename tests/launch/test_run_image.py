@@ -133,6 +133,24 @@ def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, 
     until(lambda: list((node.cache / "containers").iterdir()) == [])
 
 
+def test_a_run_that_was_killed_with_its_guard_is_cleaned_up_after_by_the_next(
+    run: Run, image: str, env: dict[str, str], node: Node
+) -> None:
+    """Schedulers kill all processes of a job at once."""
+    words = [*BOOTSEER, "run", "-q", "--image", image, "--", "sh", "-c", "echo up; exec sleep 600.98"]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (guard,) = (pid for pid in children if b"trap ''" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(int(guard), signal.SIGKILL)
+        process.kill()
+    until(lambda: running("sleep 600.98") == [])
+    assert [point for point in kernel.mount_points() if f"{node.cache}/containers/start-" in point]
+    assert run("run", "-q", "--image", image, "--", "true").returncode == 0
+    nothing_is_left(node)
+
+
 def test_what_a_run_left_that_was_killed_with_its_guard_is_deleted_by_the_next(
     run: Run, image: str, node: Node
 ) -> None:

@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.artifact.places import CACHE, own_folder
@@ -38,11 +39,12 @@ class OwnedFolder:
         self.lock = lock
 
     @classmethod
-    def made(cls, parent: Path, prefix: str) -> OwnedFolder:
-        """Create a folder below `parent`. Raises `PermanentError` when that fails, or others could change it."""
+    def made(cls, parent: Path, prefix: str, release: Callable[[Path], None] = lambda path: None) -> OwnedFolder:
+        """Create a folder below `parent`. `release` is called with each abandoned one before it is deleted. Raises
+        `PermanentError` when that fails, or others could change it."""
         try:
             parent = own_folder(parent)
-            delete_abandoned(parent, prefix)
+            delete_abandoned(parent, prefix, release)
             new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
             lock = _open_lock(new)
             try_flock(lock)
@@ -60,8 +62,9 @@ class OwnedFolder:
             os.close(self.lock)
 
 
-def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete this machine's folders without an owner. What cannot be deleted is retried by the next owner."""
+def delete_abandoned(parent: Path, prefix: str, release: Callable[[Path], None] = lambda path: None) -> None:
+    """Delete this machine's folders without an owner, after `release`. What cannot be deleted is retried by the next
+    owner."""
     for path in parent.glob(f"{prefix}*"):
         host, at, rest = path.name.removeprefix(prefix).partition("@")
         if at and host != _host() and not rest.startswith(f"{_boot()}-"):
@@ -71,6 +74,7 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
             try:
                 if try_flock(lock):
                     _log.info("%s: its owner has ended without deleting it; deleting it", path)
+                    release(path)
                     _delete(path)
             finally:
                 os.close(lock)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -174,8 +175,8 @@ class _ImageStart:
         above = environment.layers() if environment is not None else ()
         began_s = time.monotonic()
         with interruptible(), session_stage(self._session, STAGE) as facts:
-            # Also deletes the changes of containers whose run was killed together with their guard, or by a power cut.
-            self._folder = OwnedFolder.made(containers_folder(cache_root(os.environ, os.getuid())), _PREFIX)
+            containers = containers_folder(cache_root(os.environ, os.getuid()))
+            self._folder = OwnedFolder.made(containers, _PREFIX, self._unmount_left)
             folder = self._folder.path
             self._mounted = (
                 self._mount(folder) if environment is None else environment.mount(self._mount, folder, above)
@@ -189,6 +190,15 @@ class _ImageStart:
             return code, None
         with interruptible(), session_stage(self._session, STAGE):
             return 0, self._start_container(folder, self._mounted, env)
+
+    def _unmount_left(self, folder: Path) -> None:
+        """Unmount an image of a run that was killed together with its guard, as by Slurm's proctrack/cgroup."""
+        from bootseer.image.mounting.mounted import find_mount, unmount
+        from bootseer.mounts.state import Runtime
+
+        with suppress(BootseerError):
+            runtime = Runtime(self._request.runtime)
+            unmount(runtime, find_mount(runtime, folder / "root"), force=True)
 
     def _mount(self, writable: Path, above: Sequence[Path] = (), setup: bool = False) -> MountedImage:
         # Imported here, so that the imports are part of the measured stage.
