@@ -390,7 +390,7 @@ def _changed_since(bind: Bind, since_s: float) -> str:
     """The first file below a mount that has changed since then; empty if there is none among the first thousands."""
     num_looked_at = 0
     for folder, folders, files in os.walk(bind.source):
-        for name in (*files, ""):
+        for name in ("", *files[:_MAX_LOOKED_AT]):  # a new file changes the folder, too: a data set may have millions
             path = Path(folder, name)
             num_looked_at += 1
             try:
