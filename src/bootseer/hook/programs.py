@@ -7,6 +7,7 @@ launcher that starts it the next time (`warm_launcher`), and the warm parent (`w
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -63,26 +64,37 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
     digest = hashlib.sha256()
     words: set[str] = set()
     found, queue = {main}, [main]
+    tops = {folder, os.path.dirname(main)}
     for path in queue:
-        with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES or len(queue) > _MAX_FILES:
-            raise OSError(f"{os.path.basename(path)}: too large to be searched for imports")
-        for line in _IMPORT_LINE.findall(text):
-            digest.update(line.strip() + b"\n")
-            if _SETS.search(line):
-                words.update(word.decode() for word in _WORD.findall(line))
-        for group in _IMPORT.findall(text):
-            for name in (group[0] or group[1]).decode().split(","):
-                parts = name.split(" as ")[0].strip().lstrip(".").split(".")
-                bases = [
-                    os.path.join(top, *parts[:end]) for top in (folder, os.path.dirname(main)) for end in range(1, 9)
-                ]
-                near = {f"{base}{end}" for base in bases for end in (".py", "/__init__.py")} - found
-                near = {path for path in near if os.path.isfile(path)}
-                found |= near
-                queue += sorted(near)
+        if len(queue) > _MAX_FILES:
+            raise OSError(f"{os.path.basename(path)}: too many modules to be searched for imports")
+        status = os.stat(path)
+        lines, of_file, names = _search(path, (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino))
+        digest.update(lines)
+        words |= of_file
+        for name in names:
+            parts = name.split(".")
+            bases = [os.path.join(top, *parts[:end]) for top in tops for end in range(1, min(len(parts), 8) + 1)]
+            near = {f"{base}{end}" for base in bases for end in (".py", "/__init__.py")} - found
+            near = {path for path in near if os.path.isfile(path)}
+            found |= near
+            queue += sorted(near)
     return digest.hexdigest(), words
+
+
+@functools.lru_cache(maxsize=_MAX_FILES)
+def _search(path: str, stamp: tuple[int, ...]) -> tuple[bytes, set[str], list[str]]:
+    """The lines of a file that may change imports, the words of those that set variables, and the names of the modules
+    that it imports. A warm parent searches a file once for all ranks, unless its `stamp` changes."""
+    with open(path, "rb") as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise OSError(f"{os.path.basename(path)}: too large to be searched for imports")
+    lines = _IMPORT_LINE.findall(text)
+    words = {word.decode() for line in lines if _SETS.search(line) for word in _WORD.findall(line)}
+    groups = [(group[0] or group[1]).decode().split(",") for group in _IMPORT.findall(text)]
+    names = [name.split(" as ")[0].strip().lstrip(".") for group in groups for name in group]
+    return b"".join(line.strip() + b"\n" for line in lines), words, names
 
 
 def own_module(folder: str) -> str:
