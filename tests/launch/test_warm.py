@@ -75,12 +75,12 @@ def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str],
     (tmp_path / "mine").write_text("keep me")
     script = f"""cp record $BOOTSEER_WARM/{RECORD}a.json && mkfifo $BOOTSEER_WARM/{RECORD}b.json
         ln -s $PWD/record $BOOTSEER_WARM/{RECORD}c.json && ln -s $PWD/mine $BOOTSEER_WARM/{KNOWN}
-        echo $BOOTSEER_WARM >spool; mkdir other; mv $BOOTSEER_WARM aside; ln -s $PWD/other $BOOTSEER_WARM"""
+        echo $BOOTSEER_WARM >where; mkdir other; mv $BOOTSEER_WARM aside; ln -s $PWD/other $BOOTSEER_WARM"""
     done = run("run", "--warm", "auto", "--job", "x", "--", "sh", "-c", script, timeout=60)
     assert done.returncode == 0
     assert done.stderr.count("what the program imported is not recorded") == 2
     assert (tmp_path / "mine").read_text() == "keep me"
-    assert Path((tmp_path / "spool").read_text().strip()).is_symlink()
+    assert Path((tmp_path / "where").read_text().strip()).is_symlink()
     assert list((tmp_path / "other").iterdir()) == []
     assert "torchrun" in (tmp_path / "aside" / KNOWN).read_text()
 

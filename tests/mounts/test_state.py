@@ -268,7 +268,7 @@ from bootseer.mounts.shared_layers import mount_shared
 from bootseer.mounts.state import Runtime
 def pin():
     print("pinned", flush=True)
-mount_shared(Runtime(Path(sys.argv[1])), sys.argv[3], Path(sys.argv[2]), pin)
+mount_shared(Runtime(Path(sys.argv[1])), sys.argv[3], Path(sys.argv[2]), pin, pin)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -281,7 +281,7 @@ def test_what_a_killed_process_left_mounted_is_used(place: Path) -> None:
     )
     assert (ended.returncode, ended.stdout) == (-9, b"pinned\n")
     pins: list[str] = []
-    layer = mount_shared(runtime, IDENTITY, image, lambda: pins.append("again"))
+    layer = mount_shared(runtime, IDENTITY, image, lambda: not pins.append("again"), pins.clear)
     assert (layer / "a").read_bytes() == b"alpha"
     assert pins == []
 

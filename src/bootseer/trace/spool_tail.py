@@ -7,6 +7,7 @@ passes the events to `trace.otlp`. No file stays open between polls.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from typing import NamedTuple
 from bootseer.trace.event import Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
 
+_NAME = re.compile(rf"(.+)\.\d+\.\d+{re.escape(SUFFIX)}")
+"""The name of a `SpoolSink`'s file; its group is the node. Other programs may write files of other names."""
 _MAX_BYTES_PER_LOOK = 1 << 20
 """Limit in bytes per file and poll; the rest is read by the next poll."""
 
@@ -28,19 +31,18 @@ class Part(NamedTuple):
 
 
 def spool_files(folder: str, node: str = "") -> dict[str, tuple[int, int]]:
-    """Inode and size of the spool files (of one node, if named), by name in order. Links, pipes and folders are
-    ignored. Raises `OSError`."""
+    """Inode and size of the spool files, by name in order. Links, pipes and folders are ignored, and with `node` the
+    files of other nodes. Raises `OSError`."""
     found = {}
-    begin = f"{safe_name(node)}." if node else ""
     with os.scandir(folder) as entries:
         for entry in entries:
-            name = entry.name
-            if not name.startswith(begin) or name.startswith(".") or not name.endswith(SUFFIX):
+            writer = _NAME.fullmatch(entry.name) if node else None
+            if writer is not None and writer[1] != safe_name(node):
                 continue
-            if entry.is_file(follow_symlinks=False):
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False):
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    found[name] = (status.st_ino, status.st_size)
+                    found[entry.name] = (status.st_ino, status.st_size)
     return dict(sorted(found.items()))
 
 
@@ -79,8 +81,7 @@ class SpoolTail:
     """New events of a folder. Lines that are no events are skipped."""
 
     def __init__(self, folder: str, node: str = "", keeps: Callable[[Event], bool] = lambda event: True) -> None:
-        """`node`: only this node's files are read, of a folder that all nodes of a job may share. `keeps` selects
-        events."""
+        """`node`: files of other nodes are not read, which may share the folder. `keeps` selects events."""
         self._folder = folder
         self._node = node
         self._keeps = keeps
