@@ -80,6 +80,16 @@ def test_a_killed_process_that_the_kernel_holds_is_not_left_running(tmp_path: Pa
     os.waitpid(pid, 0)
 
 
+def test_a_process_whose_name_is_no_text_is_found() -> None:
+    words = "import ctypes, signal; ctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0); print(flush=True); signal.pause()"
+    environment = {**os.environ, effects.MARK: "mark-of-this-test"}
+    with subprocess.Popen([sys.executable, "-c", words], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert leftover_processes("mark-of-this-test", None, grace_s=0) == {process.pid: "\udcff"}
+        process.kill()
+
+
 @pytest.mark.root
 def test_mounts_of_the_setup_are_told_and_those_of_the_host_are_not(machine: Machine) -> None:
     (machine.work / "theirs").mkdir()

@@ -126,7 +126,7 @@ def _describe(
     passing = {*pid_files, *(text.removeprefix("unix ") for text in sockets.values()), output}
     if gone := [path for path in _paths(argv, at) if _is_transient(path) and path not in passing]:
         raise _NotRestartable(f"it uses {gone[0]}, which is not kept")
-    stat_fields = (at / "stat").read_text().rpartition(")")[2].split()
+    stat_fields = (at / "stat").read_text(errors="replace").rpartition(")")[2].split()
     times = [setup.listening_since.get(str(number), setup.ended_s) for number in sockets]
     times += [_written_s(at, path) for path in pid_files]
     daemon = Daemon(
@@ -154,7 +154,7 @@ def _environment(at: Path) -> dict[str, str]:
 
 
 def _status(at: Path, name: str) -> str:
-    lines = (line.partition(":") for line in (at / "status").read_text().splitlines())
+    lines = (line.partition(":") for line in (at / "status").read_text(errors="replace").splitlines())
     return next((value.strip() for field, _, value in lines if field == name), "")
 
 

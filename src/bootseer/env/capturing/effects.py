@@ -157,7 +157,7 @@ def _shared_memory() -> Iterator[str]:
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text(errors="replace").splitlines()
     except OSError:
         return []
 
@@ -363,10 +363,7 @@ def _mounts() -> list[Mounted]:
 
 
 def _account_names(path: str) -> list[str]:
-    try:
-        return [line.partition(":")[0] for line in Path(path).read_text(errors="replace").splitlines() if line]
-    except OSError:
-        return []
+    return [line.partition(":")[0] for line in _lines(path) if line]
 
 
 def _listed(folder: str) -> list[str]:
