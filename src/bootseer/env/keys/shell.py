@@ -337,8 +337,8 @@ class Paths:
     def candidates(self, word: str) -> list[str]:
         """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders; it
         may also be empty, as any other that may be unset."""
-        values = {**self._values, **{name: ["", *self._values[name]] for name in self._maybe_unset}}
-        meanings = self.meanings(word, values)
+        unset = {name: ["", *self._values[name]] for name in self._maybe_unset} if "$" in word else {}
+        meanings = self.meanings(word, {**self._values, **unset})
         meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
         return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
 
@@ -377,7 +377,7 @@ def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
     """What the word may be when `$NAME`, `${NAME}` and `${NAME:-default}` are replaced by known values: one word for
     each combination, those with the last values first."""
     words = [word]
-    for _ in range(_MAX_STEPS):  # values may contain further variables, and themselves
+    for _ in range(_MAX_STEPS if "$" in word else 0):  # values may contain further variables, and themselves
         after = list(dict.fromkeys(changed for each in words for changed in _replaced(each, values)))[:_MAX_EXPANSIONS]
         if after == words or max(map(len, after)) > _MAX_WORD:
             break
