@@ -40,7 +40,8 @@ def test_a_file_that_does_not_fit_leaves_what_was_there_and_its_room(small_disk:
         with pytest.raises(NoSpaceError):
             desk.writing.write_file("job/file", *in_memory(b"n" * 9 * MIB), policy=SMALL)
         writer = desk.writing.open("job/file", policy=SMALL)
-        writer.write_at(0, b"n" * 9 * MIB)
+        with contextlib.suppress(NoSpaceError):  # if the sending has failed before all of it is spooled
+            writer.write_at(0, b"n" * 9 * MIB)
         with pytest.raises(NoSpaceError):
             writer.commit()
         assert desk.read("job/file") == b"o" * 2 * MIB
