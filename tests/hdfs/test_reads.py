@@ -236,6 +236,8 @@ FORKS = """
     from bootseer.hdfs.namenode import NameNode
     from bootseer.hdfs.reads import HdfsReads
     from hdfs.asking import Waiting, read
+    # Whatever a thread imports while the process is copied is half imported in the copy, in any program.
+    import numpy
 
     namenode = NameNode(Cluster.of({authority!r}))
     reads = HdfsReads(namenode)

@@ -103,7 +103,9 @@ class Analysis:
         self._overviews = [overview(startup, self._prepared[startup.key]) for startup in self.startups]
         if read is None:
             read = model.Input(files=0, bytes=0, lines=0, events=len(events) + duplicates, duplicates=0, skipped={})
-        skipped = {**read.skipped, "many_nodes": num_cut} if num_cut else read.skipped
+        skipped = dict(read.skipped)
+        if num_cut:
+            skipped["many_nodes"] = num_cut
         self._read = replace(read, duplicates=duplicates, skipped=skipped)
 
     def report(self, picked: StartupSpans) -> model.Report:
