@@ -219,8 +219,8 @@ class CachedFile:
             entries.add_use(self.entry, flags)
 
     def pin(self, name: str) -> bool:
-        """Protect the entry after `close`, until `Cache.unpin` or a reboot: for a mount that no process serves. Returns
-        whether the pin is new."""
+        """Protect the entry after `close`, until `unpin`, `Cache.unpin` or a reboot: for a mount that no process
+        serves. Returns whether the pin is new."""
         self._check_open()
         with mapped("pin", self.entry):
             is_new = name not in entries.pins_of(self.entry, self._boot)

@@ -92,7 +92,7 @@ _numpy: ModuleType | None = None
 
 @cache
 def make_ready() -> None:
-    """Import numpy for `xor_into`, which takes 0.2 s: in a thread that no read or write waits for. Until then, and
+    """Import numpy for `xor_into`, which takes 0.2 s: not in a thread that receives from DataNodes. Until then, and
     without numpy, a row of four chunks takes 4 ms instead of 0.2."""
     global _numpy  # noqa: PLW0603 - of the whole process
     with suppress(ImportError):

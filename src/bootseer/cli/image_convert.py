@@ -41,7 +41,7 @@ class _Settings(NamedTuple):
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="[DST]", required=False)
 @click.option(
-    "--jobs", type=click.IntRange(1, 64), help="Layers to convert in parallel (default: one per CPU, up to 4)."
+    "--jobs", type=click.IntRange(1, 64), help="Layers to convert in parallel (default: two per CPU, up to 8)."
 )
 @click.option("--platform", metavar="OS/ARCH", help="Platform of a multi-platform image (default: this machine's).")
 @click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")

@@ -127,10 +127,12 @@ def serve_command(
     bootseer serve --listen 0.0.0.0:8765 --tls-cert host.pem --tls-key host.key
     Jobs send with: bootseer run --trace-to service=http://HOST:8765 -- ...
     """
+    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # why nothing is stored or analysed belongs in the journal
     if ctx.invoked_subcommand is not None:
-        for name in place:  # the verb would use another database
-            if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
-                raise UsageError(f"--{name} must come after the verb", hint=f"bootseer serve VERB --{name} ...")
+        for option in ctx.command.params:  # the verb would not see it: another database, other days to keep
+            if ctx.get_parameter_source(option.name or "") == click.core.ParameterSource.COMMANDLINE:
+                name = option.opts[0]
+                raise UsageError(f"{name} must come after the verb", hint=f"bootseer serve VERB {name} ...")
         return
     if tls_key is not None and tls_cert is None:
         raise UsageError("--tls-key needs --tls-cert")
@@ -148,7 +150,6 @@ def serve_command(
         sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
         sys.stderr.flush()
 
-    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # why nothing is stored or analysed belongs in the journal
     hooks, stages = tuple(webhook(one) for one in alert_to), tuple(of_stages(patterns))
     settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, raw_days=raw_days, patterns=stages)
     serve(settings, ready)

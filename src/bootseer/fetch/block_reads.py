@@ -336,8 +336,9 @@ class Reads:
     def _is_overdue(self, key: Key, now: float) -> bool:
         """Whether another process has claimed a block for so long that it must hang. Without a hedge, a reader would
         wait for it until its deadline."""
-        limit_s = self._settings.deadline_s / 2 if key in self._scheduler.demanded else self._settings.claim_s
-        return self._other_claims.held_s(key, now) >= min(limit_s, self._settings.claim_s)
+        claim_s = self._settings.claim_s
+        limit_s = min(self._settings.deadline_s / 2, claim_s) if key in self._scheduler.demanded else claim_s
+        return self._other_claims.held_s(key, now) >= limit_s
 
     # One request, on a worker thread
 

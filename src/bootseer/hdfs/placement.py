@@ -324,7 +324,7 @@ def has_distinct_nodes(files: Sequence[Nodes], share: int) -> bool:
 
 
 _IDLE_S: Final = 30.0
-"""DataNodes disconnect writers that are idle for longer; they are not to blame for it."""
+"""DataNodes, which close silent connections after 60 s, are not blamed for losing a writer that was idle for longer."""
 _RESEND_BYTES: Final = 1 << 20
 _SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 

@@ -203,7 +203,8 @@ class PausedPieces:
         """Pause a piece, unless no DataNode is expected to recover in time; returns whether it is paused."""
         is_last = piece.num_pauses == len(self._pauses_s)
         if not piece.block.nodes:
-            self._lost_until_s = now_s + _LOST_S if is_last else self._lost_until_s
+            if is_last:
+                self._lost_until_s = now_s + _LOST_S
             piece.may_recover = now_s >= self._lost_until_s
         if not piece.may_recover or is_last:
             return False

@@ -3,9 +3,9 @@ each of them ("copies").
 
 Run as a program by `warm_launcher`, with the launcher's environment: `warm_parent.py SOCKET FOLDER LAUNCHER`. A copy is
 made by `clone(CLONE_PARENT)` and so is the launcher's child: exit codes, signals and `getppid` are as after fork and
-exec. `warm_child` then sets in the copy what exec would have set. Before each copy, everything in which a fresh process
-could differ is compared. At the first difference no copy is made: the difference is the answer, and the launcher starts
-the program by exec.
+exec. `warm_child` then sets in the copy what exec would have set. Before a copy runs its program, everything in which a
+fresh process could differ is compared. At the first difference the copy ends, or none is made: the difference is the
+answer, and the launcher starts the program by exec.
 """
 
 from __future__ import annotations

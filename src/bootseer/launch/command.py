@@ -208,12 +208,13 @@ def _run_once(
     gc.enable()  # off until here: see `cli.run_options.start`
     for relay in relays:
         relay.start()
+    reaps = restarts is not None and restarts.adopts_orphans
     if session is not None:
-        session.start_observers(env)  # after the spawn, so that the job does not wait for it
+        session.start_observers(env, reaps_children=reaps)  # after the spawn, so that the job does not wait for it
     tracer = session.tracer if session is not None else None
     code = supervise.wait(
         pid,
-        reaps_orphans=restarts is not None and restarts.adopts_orphans,
+        reaps_orphans=reaps,
         on_signal=on_signal,
         on_restart_request=restarts.request if restarts is not None else None,
         tracer=tracer,

@@ -118,7 +118,6 @@ class Session(RunEvents):
         super().__init__(tracer, new_span(), folder)
         self.quiet = options.quiet
         self._initial_identity = identity
-        self._warm = options.warm
         self.warm: WarmStart | None = None
         self.peers: PeersStart | None = None
         tracer.emit("run", BEGIN, span=self.span, attrs=_run_attributes(command, identity, options, env))
@@ -150,7 +149,7 @@ class Session(RunEvents):
         }
         child.pop("BOOTSEER_SERVICE_TOKEN", None)  # a secret that the job does not need
         if hook and env.get("BOOTSEER_HOOK") != "0":
-            if self._warm != "off":
+            if self.warm is not None:
                 child["BOOTSEER_WARM"] = self.warm_folder
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
@@ -163,8 +162,9 @@ class Session(RunEvents):
         """Emit that the user's pattern was found in the output."""
         self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern"})
 
-    def start_observers(self, env: Mapping[str, str]) -> None:
-        """Start the threads beside the command, once."""
+    def start_observers(self, env: Mapping[str, str], *, reaps_children: bool) -> None:
+        """Start the threads beside the command, once. `reaps_children`: this process takes the exit status of any
+        child, also of a program that such a thread would run."""
         if self._observers is not None:
             return
         scheduled = (
@@ -186,17 +186,14 @@ class Session(RunEvents):
             self._shipping = Shipping(self.folder, self.service.partition("=")[2], self._env)
             self._observers.start(self._shipping.watch, join=False)
         if scheduled:
-            self._observers.start(lambda ended: self._scheduler_times(env, ended))
+            may_run_programs = os.getpid() != 1 and not reaps_children  # PID 1 reaps all, too
+            self._observers.start(lambda ended: self._scheduler_times(env, ended, may_run_programs))
 
-    def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event) -> None:
+    def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event, may_run_programs: bool) -> None:
         from bootseer.launch import queue_times
 
-        # PID 1 reaps all children, and would take the exit status of a program that runs beside the command.
-        found = queue_times.times(
-            {**env, "BOOTSEER_PODINFO": env.get("BOOTSEER_PODINFO") or PODINFO},
-            ended,
-            may_run_programs=os.getpid() != 1,
-        )
+        podinfo = env.get("BOOTSEER_PODINFO") or PODINFO
+        found = queue_times.times({**env, "BOOTSEER_PODINFO": podinfo}, ended, may_run_programs=may_run_programs)
         began_ns = self.began_ns
         log(__name__, "the scheduler's times: %s", found)
         if found.submitted_ns and found.submitted_ns <= began_ns:

@@ -87,8 +87,8 @@ class OfferedObject:
             time.sleep(_POLL_S)
 
     def get(self, on_wrong: Callable[[str], None]) -> bytes | None:
-        """Its bytes from another node, within `_WAIT_S`; None if this node must read it from its store. `on_wrong` is
-        called with a message when a node sent wrong bytes."""
+        """Its bytes from another node, within little more than `_WAIT_S`; None if this node must read it from its
+        store. `on_wrong` is called with a message when a node sent wrong bytes."""
         members, without, until_s = self.job.members(), "", time.monotonic() + _WAIT_S
         if all(peer.name == members.own for peer in members.peers):
             return None
@@ -96,7 +96,7 @@ class OfferedObject:
             for _ in range(_SOURCES):
                 name = self._node_with_it(client, without)
                 peer = next((peer for peer in members.peers if peer.name == name), None)
-                if peer is None or name == without:
+                if peer is None or name == without or time.monotonic() >= until_s:
                     return None
                 try:
                     data = self._read(client, _RANDOM.choice(peer.addresses), until_s)

@@ -23,7 +23,7 @@ import obstore
 from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.io.executor import Executor
+from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.pooled_reads import DEADLINE_S, ReadOptions, ReadOutcome
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
@@ -105,7 +105,7 @@ class _Read:
         self._tell(error)
 
     def _tell(self, error: BootseerError | None) -> None:
-        self._done(ReadOutcome(error, ""))
+        run_reported(partial(self._done, ReadOutcome(error, "")))  # its error must not end the reads joined to it
 
 
 class _Request:
@@ -283,7 +283,11 @@ class ObjectReads:
         try:
             is_first = self._receive(request)
         except BaseException as error:  # panics of Rust code are not Exceptions
-            failure = error if isinstance(error, BootseerError) else TransientError(f"{request.file.what}: {error}")
+            if isinstance(error, BootseerError):
+                failure = error
+            else:
+                report_exception()
+                failure = TransientError(f"{request.file.what}: {type(error).__name__}: {error}")
         with self._lock:
             request.num_running -= 1
             is_alone = not request.num_running

@@ -405,9 +405,11 @@ class ObjectPlace(SmallReads):
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
         keys, claim = self._bucket.keys(prefix), f"{prefix}{_OWNER}"
+        seen = {*keys}
 
         def owner(key: str) -> tuple[str, str]:
-            link, here = self._bucket.read_small(key)[0], key.removesuffix(_OWNER)
+            here = key.removesuffix(_OWNER)
+            link = self._read_owner(here)[0]
             return here, link if self._bucket.read_small(link)[0] == here else prefix
 
         def look(link: str) -> None:
@@ -424,6 +426,8 @@ class ObjectPlace(SmallReads):
             list(threads.map(look, [key for key in keys if name_of(folder_of(key)) == _LINKS]))
         # What says whose they are goes last: a removal that was cut short goes on with the same owner.
         self._bucket.remove(sorted(keys, key=lambda key: key == claim))
+        if not seen.issuperset(self._bucket.keys(prefix)):
+            return  # another process has written a file into it meanwhile, which must stay visible
         plain = _plain_link(prefix)
         if self._bucket.read_small(plain)[0] in ("", prefix):  # otherwise the name is that of another folder by now
             self._take_away(plain)

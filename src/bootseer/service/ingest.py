@@ -308,7 +308,7 @@ class Ingest:
 
 
 def _pieces(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """The lines in pieces that one object of raw lines can hold."""
+    """The lines in pieces as large as a body may be: one object of raw lines holds them."""
     begin = size = 0
     for end, line in enumerate(lines):
         if size + len(line) > MAX_PLAIN_BYTES:

@@ -17,7 +17,6 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
@@ -25,6 +24,7 @@ from typing import Final, NamedTuple
 import zstandard
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.io.tasks import Tasks
 from bootseer.store.file import STORE_GROUP, FileStore
 from bootseer.store.store import MAX_CREATE_BYTES, Store
 from bootseer.trace.sinks import SUFFIX, safe_name
@@ -151,7 +151,7 @@ class RawStore:
             return None
 
         rest = iter(names)
-        with ThreadPoolExecutor(_READERS) as pool:  # starts no thread before it is used
+        with Tasks("bootseer-raw", _READERS) as pool:  # starts no thread before it is used
             while some := list(islice(rest, _READERS)):
                 found = map(read, some) if self._folder is not None else pool.map(read, some)
                 for name, lines in zip(some, found, strict=True):
@@ -161,7 +161,7 @@ class RawStore:
                         yield name, lines
 
     def delete(self, names: Sequence[str]) -> None:
-        with ThreadPoolExecutor(_READERS) as pool:
+        with Tasks("bootseer-raw", _READERS) as pool:
             for first in range(0, len(names), _AT_ONCE):
                 list(pool.map(self.store.delete, names[first : first + _AT_ONCE]))
 

@@ -264,7 +264,8 @@ class Upkeep:
                     with _logged():
                         task()
                     now_s = time.monotonic()
-                    due_s[name] = now_s + max(_EVERY_S[name], _PACE * (now_s - began_s))
+                    pace_s = 0.0 if name == "sum" else _PACE * (now_s - began_s)
+                    due_s[name] = now_s + max(_EVERY_S[name], pace_s)
 
     def _find_days(self) -> None:
         """A killed service may have left sums that were not recomputed."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bootseer.env.keys import shell
 from bootseer.env.keys.files import FactCache, NodeFiles
+from bootseer.env.keys.requirements import is_requirements_name
 from bootseer.env.keys.script import Inputs, Script, gather, read_program, read_script
 
 
@@ -328,3 +329,21 @@ def test_no_text_makes_the_shell_reader_fail(text: str) -> None:
 @pytest.mark.parametrize("text", ["$(" * 20_000, '"$(\n' * 2_000, "`" * 20_001 + "$(" * 30])
 def test_what_is_nested_too_deeply_is_a_problem(tmp_path: Path, text: str) -> None:
     assert any("too deeply" in problem for problem in _read(tmp_path, text).requirements.problems)
+
+
+def test_a_variable_that_grows_by_itself_is_followed(folder: Path) -> None:
+    """Each expansion of a value that names its own variable would multiply the meanings."""
+    appended = "".join(f'ARGS="$ARGS -r reqs.txt --pre{number}"; ' for number in range(30))
+    found = _read(folder, f"{appended}pip install $ARGS; ls $ARGS; cat $LIST/reqs.txt; LIST=$LIST/..")
+    assert found.variables >= {"ARGS", "LIST"}
+
+
+def test_a_command_that_grows_in_eval_and_a_home_that_is_read_end(folder: Path) -> None:
+    _read(folder, 'RUN="pip install x"; RUN="eval $RUN"; $RUN; eval "$RUN"')
+    _read(folder, "unset HOME; for HOME in; do :; done; cat ~/x", {"HOME": ""})
+
+
+def test_setup_py_stays_a_requirement(folder: Path) -> None:
+    assert is_requirements_name("/a/setup.py")
+    assert is_requirements_name("requirements.yml")
+    assert not is_requirements_name("requirements.sh")

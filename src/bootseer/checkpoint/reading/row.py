@@ -423,7 +423,7 @@ class _RowChunk(ChunkRead):
     def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         super()._part_opened(file, error)
         if self.remaining_s() == inf:  # its node is excluded, or no node has it: parity need not wait for a late chunk
-            self._row.check()
+            run_effects([self._row.check])
 
     def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
         self._row.own_ended(self, error, keep=keep)

@@ -270,9 +270,9 @@ class SegmentWriter:
     def begin(self) -> None:
         """Start creating the files, in the background."""
         try:
+            self.lane.run_blocking(self._begin)
             if self.publication.policy.parity:
                 self.lane.run_blocking(make_ready)  # until it has ended, parity is computed more slowly
-            self.lane.run_blocking(self._begin)
         except TransientError as error:
             self.fail(error)
 

@@ -248,8 +248,9 @@ def is_requirements_name(path: str) -> bool:
         name in LOCKS
         or name in _PROJECTS
         or bool(_LOCK_NAME.fullmatch(name))
-        or bool(re.fullmatch(r".*(requirements|constraints|reqs)[^/]*\.(txt|in)|(requirements|constraints).*", name))
-    ) and not name.endswith((".sh", ".bash", ".py"))
+        or bool(re.fullmatch(r".*(requirements|constraints|reqs)[^/]*\.(txt|in)", name))
+        or (name.startswith(("requirements", "constraints")) and not name.endswith((".sh", ".bash", ".py")))
+    )
 
 
 def relevant_lines(data: bytes) -> tuple[str, ...]:

@@ -105,8 +105,11 @@ class _Reader:
         self._look = look
         self._inputs = inputs
         self._paths = Paths(script.cwd, posixpath.dirname(script.path), look)
+        self._length = 0
+        """Of the text that is being read: those within it are shorter, also if `eval` expands variables."""
 
     def read(self, text: str) -> None:
+        before, self._length = self._length, len(text)
         parsed = shell.parse(text)
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
@@ -128,6 +131,7 @@ class _Reader:
             self._command(command)
         for word in dict.fromkeys(word for text in parsed.texts for word in _WORD_OF_TEXT.findall(text)):
             self.add_candidate(word, folders=False)
+        self._length = before
 
     def _unwrapped(self, command: Command) -> Command:
         """What wrappers such as `sudo`, and `python -m` and `uv`, run, also if variables hold them."""
@@ -211,7 +215,7 @@ class _Reader:
         inner = "" if words[0] != "eval" else " ".join(words[1:])
         inner = inner or next((after for word, after in pairwise(words) if re.fullmatch(r"-\w*c", word)), "")
         if inner:
-            if len(inner) < len(self._script.text):
+            if len(inner) < self._length:
                 self.read(inner)
             return
         for word in words[1:]:
@@ -245,8 +249,8 @@ class _Reader:
             elif self._look.kind(path) == "file":
                 self._inputs.requirement_files[path] = constraint
 
-    def _wanted(self, word: str, *, editable: bool, no_deps: bool) -> None:
-        text, asked = self._paths.expand(word), self._inputs.requirements
+    def _wanted(self, text: str, *, editable: bool, no_deps: bool) -> None:
+        asked = self._inputs.requirements
         wanted = requirement.parse(text, editable=editable)
         if wanted is not None and wanted.kind == "path":
             found = self._paths.existing(wanted.target)
@@ -255,9 +259,9 @@ class _Reader:
             if not found and not self._inputs.outputs.intersection(self._paths.candidates(wanted.target)):
                 asked.add(wanted, self._look, (), no_deps=no_deps)
         elif wanted is None or "$" in text:
-            asked.unpinned[f"{without_credentials(word)} (known when the setup runs)"] = None
+            asked.unpinned[f"{without_credentials(text)} (known when the setup runs)"] = None
         else:
-            self.add_candidate(word, folders=False)  # the value of an option that is not known here
+            self.add_candidate(text, folders=False)  # the value of an option that is not known here
             asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
             if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._script.env:
                 self._depends_on_cwd("a checkout that is installed in place lies in it")

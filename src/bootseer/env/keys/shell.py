@@ -1,7 +1,7 @@
 """A shell script as commands and words, as far as they are known without running it, and the paths that words may mean.
 
 This is no shell: control flow is dropped, substitutions become separate commands, and unknown parts of a word are
-written as `$`. Parsing never fails: a quote that is not closed is left out. Does no I/O.
+written as `$`. Parsing never fails: a quote that is not closed is left out. Does no I/O itself: `NodeFiles` does.
 """
 
 from __future__ import annotations
@@ -304,12 +304,15 @@ class Paths:
                 self._values.setdefault(name, [value])
         for name, assigned in assignments.items():
             if not looks_secret(name):
-                before = self._values.get(name, [])
-                if not before:
+                known = [*self._values.get(name, [])]
+                if not known:
                     self._maybe_unset.add(name)
-                # `A=${A:-1}` and `A=$A/x` read the value before.
-                values = (each for value in assigned for each in _expansions(value, {name: before}))
-                self._values[name] = list(dict.fromkeys((*before, *values)))
+                for value in assigned:
+                    # `A=${A:-1}` and `A=$A/x` read the value before, in a branch perhaps the first. No value may name
+                    # the variable itself: each expansion would multiply the meanings.
+                    texts = _expansions(value, {name: [*known[:1], *known[-1:]]})
+                    known += [_expansions(each, {name: ["${}"]})[0] for each in reversed(texts)]
+                self._values[name] = list(dict.fromkeys(known))
 
     def meanings(self, word: str, values: Mapping[str, Sequence[str]] | None = None) -> list[str]:
         """What a word may mean, the likeliest first."""
@@ -356,7 +359,7 @@ class Paths:
     def _plain(self, word: str) -> str:
         word = _OWN_FOLDER.sub(lambda _: self._folder, word)
         if word == "~" or word.startswith("~/"):
-            word = self._values.get("HOME", ["~"])[-1] + word[1:]
+            word = (self._values.get("HOME") or ["~"])[-1] + word[1:]
         return word.removeprefix("file://")
 
     def _absolute(self, word: str) -> list[str]:

@@ -65,6 +65,13 @@ def resolve_image(
             document, uri = _document(request, metadata, local_uri, store)
         except SignatureError as error:
             document, uri, reason = None, "", str(error)
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
+    if store is not None and uri != request.store:
+        store.close()
+        store = None
     if document is None:
         _check_may_pull(request, reason or f"{request.reference} is not converted, so it has no signature")
         reason = reason or f"{request.reference} is not converted"
@@ -75,9 +82,6 @@ def resolve_image(
             facts["reason"] = reason
             say(f"{reason}; it is pulled and converted on this node")
             document, uri = _convert_here(request, local_uri, show), local_uri
-    if store is not None and uri != request.store:
-        store.close()
-        store = None
     if store is None:
         store = open_store(uri, plain_http=request.plain_http)
     with stage("index"):

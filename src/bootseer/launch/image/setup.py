@@ -347,7 +347,7 @@ class UpperLayer:
         files = [
             f"/{Path(folder, name).relative_to(layer)}"
             for top in tops
-            if not top.is_symlink()  # from here it would lead to this machine's files
+            if top.resolve() == layer.resolve() / top.relative_to(layer)  # a link would lead to this machine's files
             for folder, _, names in os.walk(top)
             for name in names
         ]

@@ -235,7 +235,7 @@ class _ImageStart:
         if session is not None and "spool" in session.sinks:
             binds.append(Bind(session.folder, _SPOOL))
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
-            if self._options.warm != "off":
+            if session.warm is not None:
                 env["BOOTSEER_WARM"] = f"{_SPOOL}/{Path(session.warm_folder).name}"
                 # A pattern is searched for outside of the container, once for each start of a command there.
                 if self._options.restarts is not None and prepend and self._options.began_pattern is None:
