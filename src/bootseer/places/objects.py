@@ -397,19 +397,16 @@ class ObjectPlace(SmallReads):
         return self._put(f"{prefix}{_OWNER}", link.encode(), e_tag=e_tag or None, create=not e_tag)
 
     def _read_owner(self, prefix: str) -> tuple[str, str]:
-        """The link that owns what lies under a prefix, and the entity tag of what says so; "" where nothing does: then
-        it is the link of the folder that is called so."""
+        """The link that owns what lies under a prefix, and the entity tag of what says so; by default its own, and ""."""
         data, e_tag, _ = self._bucket.read_small(f"{prefix}{_OWNER}")
         return data or _plain_link(prefix), e_tag or ""
 
     def _erase(self, prefix: str) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
-        keys, claim = self._bucket.keys(prefix), f"{prefix}{_OWNER}"
-        seen = {*keys}
+        found, claim = self._bucket.keys(prefix), f"{prefix}{_OWNER}"
 
         def owner(key: str) -> tuple[str, str]:
-            here = key.removesuffix(_OWNER)
-            link = self._read_owner(here)[0]
+            link = self._read_owner(here := key.removesuffix(_OWNER))[0]
             return here, link if self._bucket.read_small(link)[0] == here else prefix
 
         def look(link: str) -> None:
@@ -417,19 +414,18 @@ class ObjectPlace(SmallReads):
             if below and not below.startswith(prefix) and self._owner(_Folder(below, link, "", 0)) is not None:
                 self._erase(below)
 
-        with Tasks("bootseer-links", min(_LINKS_AT_ONCE, len(keys)) or 1) as threads:
-            owners = list(threads.map(owner, [key for key in keys if name_of(key) == _OWNER and key != claim]))
+        with Tasks("bootseer-links", min(_LINKS_AT_ONCE, len(found)) or 1) as threads:
+            owners = list(threads.map(owner, [key for key in found if name_of(key) == _OWNER and key != claim]))
             moved = [here for here, link in owners if not link.startswith(prefix)]
             for folder in moved:  # with what was moved into it
                 moved += [here for here, link in owners if link.startswith(folder) and here not in moved]
-            keys = [key for key in keys if not key.startswith(tuple(moved))]
+            keys = [key for key in found if not key.startswith(tuple(moved))]
             list(threads.map(look, [key for key in keys if name_of(folder_of(key)) == _LINKS]))
         # What says whose they are goes last: a removal that was cut short goes on with the same owner.
         self._bucket.remove(sorted(keys, key=lambda key: key == claim))
-        if not seen.issuperset(self._bucket.keys(prefix)):
-            return  # another process has written a file into it meanwhile, which must stay visible
         plain = _plain_link(prefix)
-        if self._bucket.read_small(plain)[0] in ("", prefix):  # otherwise the name is that of another folder by now
+        # The name may be that of another folder by now, and what another process has written meanwhile stays visible.
+        if self._bucket.read_small(plain)[0] in ("", prefix) and {*found}.issuperset(self._bucket.keys(prefix)):
             self._take_away(plain)
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
