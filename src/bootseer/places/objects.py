@@ -397,7 +397,7 @@ class ObjectPlace(SmallReads):
         return self._put(f"{prefix}{_OWNER}", link.encode(), e_tag=e_tag or None, create=not e_tag)
 
     def _read_owner(self, prefix: str) -> tuple[str, str]:
-        """The link that owns what lies under a prefix, and the entity tag of what says so; by default its own, and ""."""
+        """The link that owns what lies under a prefix, and the entity tag of what says so; else its own, and ""."""
         data, e_tag, _ = self._bucket.read_small(f"{prefix}{_OWNER}")
         return data or _plain_link(prefix), e_tag or ""
 
