@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.artifact.places import CACHE, own_folder
+from bootseer.cache.disk import boot_id
 from bootseer.errors import PermanentError
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
@@ -89,7 +90,7 @@ def _host() -> str:
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return boot_id()[:8]
 
 
 def _open_lock(folder: Path) -> int:
