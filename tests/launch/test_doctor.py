@@ -26,16 +26,18 @@ def test_what_works_is_said_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_bundle_for_a_bug_report_has_no_secrets(tmp_path: Path) -> None:
+    (tmp_path / "etc" / "hadoop").mkdir(parents=True)
     site = "<property><name>fs.azure.sas.c.a.blob.core.windows.net</name><value>?sv=1&amp;sig=h4nter</value></property>"
-    (tmp_path / "core-site.xml").write_text(f"<configuration>{site}</configuration>")
+    (tmp_path / "etc" / "hadoop" / "core-site.xml").write_text(f"<configuration>{site}</configuration>")
     secret = {"SLURM_JWT": "h4nter", "BOOTSEER_ALERT_TO": "slack=https://hooks.example/T0/h4nter"}
     secret |= {"BOOTSEER_STORE": "https://me:h4nter@host/x", "HADOOP_OPTS": "-Dx.password=h4nter"}
-    places = {"HADOOP_CONF_DIR": str(tmp_path), "BOOTSEER_RUNTIME": str(tmp_path / "run"), "SLURM_JOB_ID": "77"}
+    places = {"HADOOP_HOME": str(tmp_path), "BOOTSEER_RUNTIME": str(tmp_path / "run"), "SLURM_JOB_ID": "77"}
     names = write_bundle(tmp_path / "bug.tar.gz", {}, secret | places)
     assert (tmp_path / "bug.tar.gz").stat().st_mode & 0o777 == 0o600
     with tarfile.open(tmp_path / "bug.tar.gz") as bundle:
         texts = [bundle.extractfile(entry).read() for entry in bundle.getmembers()]
     assert len(texts) == len(names)
+    assert "hadoop/core-site.xml.txt" in names
     assert all(b"h4nter" not in text for text in texts)
     assert any(b"SLURM_JOB_ID=77" in text for text in texts)
 

@@ -142,6 +142,13 @@ def test_hdfs_needs_the_modules_of_its_extra(tmp_path: Path, monkeypatch: pytest
     assert (check.status, check.install) == ("missing", "pip install 'bootseer[hdfs]'")
 
 
+def test_buckets_need_both_modules_of_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="extra s3")
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    check = probes.check_buckets()
+    assert (check.status, check.why) == ("missing", "Python has no module botocore")
+
+
 @pytest.mark.torch
 def test_torch_of_the_python_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")

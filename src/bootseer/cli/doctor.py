@@ -46,6 +46,7 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
     bootseer doctor --bundle bug.tar.gz     # without secrets; check it before you send it
     """
     from bootseer.artifact.places import cache_root, runtime_root
+    from bootseer.hdfs.addresses import configuration
     from bootseer.image.mounting import methods
     from bootseer.launch import doctor
     from bootseer.snapshotter import service
@@ -59,7 +60,7 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
         (doctor.STACKS, doctor.check_stacks),
         (service.CHECK, lambda: service.check(runtime_root(os.environ, os.getuid()))),
     ]
-    if os.environ.get("HADOOP_CONF_DIR"):
+    if configuration():
         more.append((doctor.HDFS_LOGIN, doctor.check_hdfs_login))
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)

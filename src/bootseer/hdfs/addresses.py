@@ -51,7 +51,7 @@ class Cluster:
     @classmethod
     def of(cls, authority: str, conf_dir: str | None = None) -> Cluster:
         """The cluster of `hdfs://<authority>`. Raises `UsageError`."""
-        settings = _settings(conf_dir or _conf_dir())
+        settings = _settings(conf_dir or configuration())
         found = tuple(_host_port(address) for address in _addresses(authority, settings))
         if not found:
             raise UsageError("an HDFS URI without a host", hint="write hdfs://host:port/path")
@@ -66,7 +66,7 @@ class Cluster:
 
 def default_authority(uri: str) -> str:
     """The authority of `fs.defaultFS`, for an address without one. Raises `UsageError` if that is not HDFS."""
-    named = _settings(_conf_dir()).get("fs.defaultFS", "")
+    named = _settings(configuration()).get("fs.defaultFS", "")
     scheme, _, rest = named.partition("://")
     authority = rest.partition("/")[0]
     if "@" in authority:  # not shown: it may be a password
@@ -90,7 +90,7 @@ def behind_mount_table(uri: str) -> str:
     if scheme != "viewfs":
         return uri
     table, _, path = rest.partition("/")
-    settings = _settings(_conf_dir())
+    settings = _settings(configuration())
     kind, _, named = settings.get("fs.defaultFS", "").partition("://")
     table = table or (named.partition("/")[0] if kind == "viewfs" else "")
     prefix = f"fs.viewfs.mounttable.{table or 'default'}."
@@ -108,10 +108,11 @@ def behind_mount_table(uri: str) -> str:
                      hint=f"see {prefix}link.* in core-site.xml (HADOOP_CONF_DIR)")  # fmt: skip
 
 
-def _conf_dir() -> str | None:
-    if conf_dir := os.environ.get("HADOOP_CONF_DIR"):
+def configuration(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The folder of Hadoop's configuration that the variables name."""
+    if conf_dir := environ.get("HADOOP_CONF_DIR"):
         return conf_dir
-    home = os.environ.get("HADOOP_HOME")
+    home = environ.get("HADOOP_HOME")
     return str(Path(home, "etc", "hadoop")) if home else None
 
 

@@ -28,7 +28,7 @@ from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.keys.key_settings import looks_secret
 from bootseer.errors import BootseerError, UsageError
-from bootseer.hdfs.addresses import Cluster, default_authority
+from bootseer.hdfs.addresses import Cluster, configuration, default_authority
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
@@ -171,8 +171,8 @@ def _texts(doctor: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tu
     shown = {name: _HIDDEN if looks_secret(name) or name == _WEBHOOKS else environ[name] for name in ours}
     yield "environment.txt", "\n".join(f"{name}={shown[name]}" for name in sorted(shown))
     for name in ("core-site.xml", "hdfs-site.xml"):
-        with contextlib.suppress(KeyError, OSError):
-            text = Path(environ["HADOOP_CONF_DIR"], name).read_text(encoding="utf-8", errors="replace")
+        with contextlib.suppress(OSError):
+            text = Path(configuration(environ) or os.devnull, name).read_text(encoding="utf-8", errors="replace")
             properties = {key: _HIDDEN if _is_secret(key) else value for key, value in _PROPERTY.findall(text)}
             yield f"hadoop/{name}.txt", "\n".join(f"{key} = {value}" for key, value in sorted(properties.items()))
     yield "mountinfo.txt", Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")

@@ -148,8 +148,9 @@ def check_hdfs() -> Check:
 
 def check_buckets() -> Check:
     install, opens = "pip install 'bootseer[s3]'", ("checkpoints, images and environments in s3://, gs:// and az://",)
-    if importlib.util.find_spec("obstore") is None:
-        return Check("buckets", "missing", "", "Python has no module obstore", install, opens)
+    for module in ("obstore", "botocore"):
+        if importlib.util.find_spec(module) is None:
+            return Check("buckets", "missing", "", f"Python has no module {module}", install, opens)
     return Check("buckets", "ok", f"obstore {importlib.metadata.version('obstore')}", opens=opens)
 
 
