@@ -97,6 +97,12 @@ def test_logins_of_enroot_are_found_and_its_commands_not_run(
     assert find_credentials("nvcr.io") == Credentials("docker", "first")
 
 
+def test_a_password_of_enroot_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path))
+    (tmp_path / ".credentials").write_bytes(b"machine nvcr.io login me password pass\xe9\n")
+    assert base64.b64decode(find_credentials("nvcr.io").basic.removeprefix("Basic ")) == b"me:pass\xe9"
+
+
 def test_user_and_password_may_be_written_out(config: Callable[[Any], None]) -> None:
     config({"auths": {HOST: {"username": "me", "password": "word"}}})
     assert find_credentials(HOST) == Credentials("me", "word")

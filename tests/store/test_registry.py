@@ -278,6 +278,18 @@ class TestRedirects:
                 assert read(redirected, 10, 10) == DATA[10:20]
             assert len(front.requests) == 2
 
+    def test_the_registry_is_asked_again_when_a_storage_host_is_gone(self, client: Client, registry: Registry) -> None:
+        with FaultProxy(registry.host) as storage, FaultProxy("") as front:
+            with FaultProxy(registry.host) as gone:
+                front.plan = lambda request: _elsewhere(gone, request)
+                redirected = open_registry(front.host, client.repository)
+                assert read(redirected, 0, 10) == DATA[:10]
+            front.plan = lambda request: _elsewhere(storage, request)
+            with closing(redirected):
+                with pytest.raises(TransientError, match="connect"):
+                    read(redirected, 10, 10)
+                assert read(redirected, 10, 10) == DATA[10:20]
+
     def test_a_login_is_not_shown_to_the_storage(
         self, client: Client, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

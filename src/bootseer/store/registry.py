@@ -344,7 +344,12 @@ class Registry:
         with self._lock:
             address, good_until = self._addresses.get(digest, ("", 0.0))
         if good_until > time.monotonic():
-            answer = self._transport.send("GET", address, until=until, headers=headers)
+            try:
+                answer = self._transport.send("GET", address, until=until, headers=headers)
+            except TransientError:  # the registry may redirect the next attempt to another host
+                with self._lock:
+                    self._addresses.pop(digest, None)
+                raise
             if answer.status in (200, 206, 416):
                 return answer
             answer.finish()  # its signature may have expired: ask the registry for a new address

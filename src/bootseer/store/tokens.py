@@ -65,7 +65,7 @@ class Credentials:
     @property
     def basic(self) -> str:
         """The value of an `Authorization` header with user and password."""
-        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode(errors="surrogateescape")).decode()
 
 
 def find_credentials(host: str, repository: str = "") -> Credentials:
