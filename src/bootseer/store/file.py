@@ -23,7 +23,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
@@ -44,7 +44,7 @@ from bootseer.io.deadline import within
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.logs import logger
 from bootseer.places.folder import FolderFile, FolderPlace
-from bootseer.places.place import Entry, OpenFile, Place, folder_of, name_of
+from bootseer.places.place import Entry, OpenFile, Place, Ticket, folder_of, name_of
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -339,8 +339,7 @@ class PlaceUpload:
 
 def _pieces_ahead(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:
     """The bytes from `start` to `end`, with a few windows in flight."""
-    cancels: list[Callable[[], None]] = []
-    waiting: collections.deque[tuple[bytearray, Future[ReadOutcome]]] = collections.deque()
+    waiting: collections.deque[tuple[bytearray, Future[ReadOutcome], Ticket]] = collections.deque()
     try:
         asked = start
         while waiting or asked < end:
@@ -349,22 +348,21 @@ def _pieces_ahead(file: OpenFile, start: int, end: int, until: float, late: Tran
                 future: Future[ReadOutcome] = Future()
                 left_s = max(until - time.monotonic(), 0.0)
                 ticket = file.read_into(asked, memoryview(buffer), future.set_result, deadline_s=left_s)
-                cancels.append(ticket.cancel)
-                waiting.append((buffer, future))
+                waiting.append((buffer, future, ticket))
                 asked += len(buffer)
-            buffer, future = waiting.popleft()
+            buffer, future, _ = waiting[0]
             try:
                 outcome = future.result(max(until - time.monotonic(), 0))
             except LateError:
                 raise late from None
             if outcome.error is not None:
                 raise outcome.error
-            del cancels[0]
+            waiting.popleft()
             for at in range(0, len(buffer), PIECE_BYTES):
                 yield bytes(memoryview(buffer)[at : at + PIECE_BYTES])
     finally:
-        for cancel in cancels:
-            cancel()
+        for *_, ticket in waiting:
+            ticket.cancel()
 
 
 def _checked_group(group: str) -> str:
