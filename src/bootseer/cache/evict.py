@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from itertools import pairwise
+import re
 from pathlib import Path
 
 from bootseer.blocks.index import Index
@@ -19,6 +19,8 @@ from bootseer.cache.eviction_plan import Step, cold_blocks
 from bootseer.cache.states import MISSING, Durable, LiveMap
 from bootseer.io import locks
 from bootseer.io.files import punch, sync_path
+
+_MISSING_RUN = re.compile(b"%c+" % MISSING)
 
 
 def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
@@ -84,8 +86,8 @@ def _punch(entry: Path, index: Index, states: bytes, data: int, num_bytes: int, 
         durable = Durable.from_states(bytes(map(min, durable.states, left)))
         _forget(entry, index, durable)
     # All missing blocks, including space written by a process that died before it marked them ready.
-    for first, behind in _runs(left):
-        punch(data, first * index.block_size, (behind - first) * index.block_size)
+    for run in _MISSING_RUN.finditer(left):
+        punch(data, run.start() * index.block_size, len(run[0]) * index.block_size)
     if durable is not None and not (entry / disk.DURABLE).exists():
         durable.store(entry, index)
     return True
@@ -100,11 +102,3 @@ def _forget(entry: Path, index: Index, durable: Durable) -> None:
             raise
         (entry / disk.DURABLE).unlink()
         sync_path(entry)
-
-
-def _runs(states: bytes | bytearray) -> list[tuple[int, int]]:
-    """Runs of missing blocks: first, and one after the last."""
-    changes = [0, *(i for i, (one, two) in enumerate(pairwise(states), 1) if (one == MISSING) != (two == MISSING))]
-    return [
-        (first, behind) for first, behind in pairwise([*changes, len(states)]) if behind > first and not states[first]
-    ]
