@@ -286,23 +286,23 @@ _Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 _Identity = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-class _Run(msgspec.Struct):
+class _Run(msgspec.Struct, kw_only=True):
     """One record, as columns."""
 
     started_s: Annotated[float, msgspec.Meta(ge=0)]
     duration_ms: Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
+    coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     file: _Column
     block: _Column
     t_ms: _Column
     found: _Column
-    coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
 
 class _Versioned(msgspec.Struct):
     schema: str
 
 
-class _Document(msgspec.Struct):
+class _Document(_Versioned, omit_defaults=True):
     image: _Key
     workload: _Key
     files: Annotated[list[_Identity], msgspec.Meta(max_length=MAX_FILES)]
@@ -321,30 +321,20 @@ def encode_hot_set(hot_set: HotSet) -> bytes:
 
 def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
     files: dict[str, int] = {}
-    runs = []
-    for record in records:
-        numbers = [files.setdefault(need.file, len(files)) for need in record.needs]
-        runs.append(
-            {
-                "started_s": record.started_s,
-                "duration_ms": record.duration_ms,
-                "coverage": record.coverage,
-                "file": _deltas(numbers),
-                "block": _deltas([need.block for need in record.needs]),
-                "t_ms": _deltas([need.t_ms for need in record.needs]),
-                "found": _deltas([need.found for need in record.needs]),
-            }
+    runs = [
+        _Run(
+            started_s=record.started_s,
+            duration_ms=record.duration_ms,
+            coverage=record.coverage,
+            file=_deltas([files.setdefault(need.file, len(files)) for need in record.needs]),
+            block=_deltas([need.block for need in record.needs]),
+            t_ms=_deltas([need.t_ms for need in record.needs]),
+            found=_deltas([need.found for need in record.needs]),
         )
-    document = {
-        "schema": SCHEMA,
-        "image": hot_set.image,
-        "workload": hot_set.workload,
-        "files": list(files),
-        "runs": runs,
-    }
-    if hot_set.imports:
-        document["imports"] = hot_set.imports
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        for record in records
+    ]
+    document = _Document(SCHEMA, hot_set.image, hot_set.workload, list(files), runs, hot_set.imports)
+    return json.dumps(msgspec.to_builtins(document), separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_hot_set(data: bytes) -> HotSet:
