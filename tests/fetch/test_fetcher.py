@@ -105,6 +105,22 @@ def test_after_prefetch_was_stopped_only_what_is_read_is_fetched(fetching, data)
     assert fetcher.read_blocking(0, 99 * BLOCK, 10) == data[99 * BLOCK : 99 * BLOCK + 10]
 
 
+def test_claims_of_others_are_looked_at_soon_and_many_less_often_than_few(fetching):
+    fetcher, *_ = fetching()
+    claims = fetcher._scheduler.claims
+    with fetcher._lock:
+        claims[0, 1] = 10.0
+        assert fetcher._claims_to_check(10.0) == [(0, 1)]
+        few_s = fetcher._next_check_s - 10.0
+        assert few_s <= 0.01
+        assert fetcher._claims_to_check(10.0 + few_s / 2) == []
+        claims.update({(0, block): 10.0 for block in range(10_000)})
+        assert len(fetcher._claims_to_check(11.0)) == 10_000
+        assert few_s < fetcher._next_check_s - 11.0 <= 0.1
+        claims.clear()
+        assert fetcher._claims_to_check(12.0) == []
+
+
 def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching):
     fetcher, _, cached = fetching()
     hot = [50, 51, 7, 8, 10]

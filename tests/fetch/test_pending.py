@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.fetch.pending import OtherClaims, PendingRead, PendingReads
+from bootseer.fetch.pending import PendingRead, PendingReads
 
 
 def ticket(deadline=10.0, file=0):
@@ -83,33 +83,3 @@ def test_a_read_that_is_over_keeps_no_blocks_until_its_deadline():
     tickets.arrived((0, 1), b"one")
     tickets.close(gone)
     assert gone.held == {}
-
-
-def test_blocks_of_others_are_looked_at_soon_and_many_less_often_than_few():
-    elsewhere = OtherClaims()
-    elsewhere.watch((0, 1), 0.0)
-    assert elsewhere.due(0.001) == []
-    first = elsewhere.next_check
-    assert first <= 0.005
-    assert elsewhere.due(first) == [(0, 1)]
-    few = elsewhere.next_check - first
-    for block in range(10_000):
-        elsewhere.watch((0, block), first)
-    again = elsewhere.next_check
-    assert len(elsewhere.due(again)) == 10_000
-    assert few < elsewhere.next_check - again <= 0.1
-
-
-def test_a_forgotten_block_is_not_looked_at():
-    elsewhere = OtherClaims()
-    elsewhere.watch((0, 1), 0.0)
-    elsewhere.forget((0, 1))
-    assert elsewhere.due(1.0) == []
-    assert elsewhere.next_check is None
-
-
-def test_how_long_a_claim_has_been_held():
-    elsewhere = OtherClaims()
-    elsewhere.watch((0, 1), 10.0)
-    assert elsewhere.held_s((0, 1), 70.0) == 60.0
-    assert elsewhere.held_s((0, 2), 70.0) == 0.0

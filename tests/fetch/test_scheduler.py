@@ -382,9 +382,11 @@ def test_a_block_that_another_process_brings_is_not_fetched_here() -> None:
     w.run(until=0.15)
     assert not answers
     assert w.here == {(0, 3), (0, 5)}
+    assert list(w.scheduler.claims) == [(0, 4)]
     w.settings = replace(w.settings)
     w.run()
     assert answers == [b""]
+    assert not w.scheduler.claims
 
 
 def test_a_block_whose_other_loader_died_is_fetched_here() -> None:
@@ -394,6 +396,7 @@ def test_a_block_whose_other_loader_died_is_fetched_here() -> None:
     w.run()
     assert answers == [b""]
     assert w.asked[0, 4] == 2
+    assert not w.scheduler.claims
 
 
 def test_one_slow_block_does_not_hold_up_others() -> None:

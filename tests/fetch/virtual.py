@@ -182,7 +182,7 @@ class World:
             if block in fault.claimed_elsewhere and not fetch.hedge:
                 after_s, brings = fault.claimed_elsewhere[block]
                 self.excused[fetch.file, block] += 1
-                self.scheduler.claimed_elsewhere(fetch.number, block)
+                self.scheduler.claimed_elsewhere(fetch.number, block, self.now)
                 self.at(self.now + after_s, lambda block=block, brings=brings: self._other(fetch.file, block, brings))
             else:
                 blocks.append((block, float(place.length)))

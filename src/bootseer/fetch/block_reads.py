@@ -37,7 +37,7 @@ from bootseer.fetch.block_request import ArrivedBlock, Claim, File, Peers, Store
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import Availability
 from bootseer.fetch.ledger import Fetch, Key
-from bootseer.fetch.pending import Done, OtherClaims, PendingRead, PendingReads
+from bootseer.fetch.pending import Done, PendingRead, PendingReads
 from bootseer.fetch.routed import RoutedScheduler
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.logs import logger
@@ -49,6 +49,9 @@ OnNeed = Callable[[int, int, Availability], None]
 
 _CLOSE_S = 5.0
 _MAX_SECONDS = 3600
+_CHECK_S = 0.005
+_CHECK_PER_BLOCK_S = 50e-6
+_MAX_CHECK_S = 0.05
 
 
 class _Actions(Struct):
@@ -86,7 +89,8 @@ class Reads:
         self._files: list[File] = []
         self._scheduler = RoutedScheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
         self._pending = PendingReads()
-        self._other_claims = OtherClaims()
+        self._next_check_s = 0.0
+        """When to look at the claims of other processes again."""
         self._distrusted: set[Key] = set()
         """Blocks that the cache lists and could not deliver, and those with an overdue claim: fetched without a
         claim."""
@@ -237,7 +241,8 @@ class Reads:
             self._stats.failed_reads += 1
             self._stats.waited_s += now - read.since
             _LOG.info("a read of %d bytes failed after %.1f s: %s", read.length, now - read.since, error)
-        times = (plan.wake_at, self._pending.next_deadline, self._other_claims.next_check)
+        next_check_s = self._next_check_s if self._scheduler.claims else None
+        times = (plan.wake_at, self._pending.next_deadline, next_check_s)
         wake_at = min((at for at in times if at is not None), default=None)
         earlier = wake_at is not None and (self._wake_at is None or wake_at < self._wake_at)
         self._wake_at = wake_at
@@ -247,7 +252,6 @@ class Reads:
 
     def _block_available(self, key: Key, data: Buffer | None, now: float) -> list[PendingRead]:
         """A block is in the cache, or at least in memory. Returns the complete reads."""
-        self._other_claims.forget(key)
         complete = self._pending.arrived(key, data)
         for read in complete:
             self._stats.waited_s += now - read.since
@@ -258,6 +262,15 @@ class Reads:
         self._stats.blocks_from_others += 1
         self._scheduler.mark_present(*key)
         return self._block_available(key, None, now)
+
+    def _claims_to_check(self, now: float) -> list[Key]:
+        """The blocks claimed by other processes, if it is time to look at them. Processes do not notify each other, so
+        claims are polled, less often the more there are."""
+        claims = self._scheduler.claims
+        if not claims or now < self._next_check_s:
+            return []
+        self._next_check_s = now + min(_CHECK_S + len(claims) * _CHECK_PER_BLOCK_S, _MAX_CHECK_S)
+        return list(claims)
 
     def _timeout_error(self, read: PendingRead, missing: set[int]) -> TransientError:
         file, block = self._files[read.file], min(missing)
@@ -306,7 +319,7 @@ class Reads:
                 if self._wake_at is None or self._wake_at > now:
                     self._changed.wait(None if self._wake_at is None else self._wake_at - now)
                     continue
-                look_at = self._other_claims.due(now)
+                look_at = self._claims_to_check(now)
                 actions = self._advance(now)
             # Without this thread no read would ever time out.
             for job in (partial(self._run_actions, actions), *(partial(self._check_claim, key) for key in look_at)):
@@ -325,7 +338,6 @@ class Reads:
                 if state == "claimed" and self._scheduler.in_flight(*key):
                     _LOG.info("another process has claimed block %d for too long: fetching it here too", key[1])
                     self._distrusted.add(key)
-                self._other_claims.forget(key)
                 self._scheduler.claim_released(*key)
             else:
                 return
@@ -338,7 +350,7 @@ class Reads:
         wait for it until its deadline."""
         claim_s = self._settings.claim_s
         limit_s = min(self._settings.deadline_s / 2, claim_s) if key in self._scheduler.demanded else claim_s
-        return self._other_claims.held_s(key, now) >= limit_s
+        return now - self._scheduler.claims.get(key, now) >= limit_s
 
     # One request, on a worker thread
 
@@ -387,8 +399,7 @@ class Reads:
                 for block in step.ready:
                     complete += self._brought_by_other((fetch.file, block), now)
                 for block in step.claimed_elsewhere:
-                    self._scheduler.claimed_elsewhere(fetch.number, block)
-                    self._other_claims.watch((fetch.file, block), now)
+                    self._scheduler.claimed_elsewhere(fetch.number, block, now)
             else:
                 complete = self._arrived(fetch, step, now)
             actions = self._advance(now)

@@ -284,6 +284,8 @@ class Ledger:
         """Outstanding bytes of the running requests."""
         self.demanded: set[Key] = set()
         """Blocks with waiting readers."""
+        self.claims: dict[Key, float] = {}
+        """Blocks that other processes are fetching, and since when that is known."""
         self.hot_left = 0
         """Hot blocks that are neither cached nor given up."""
         self.redundant: list[int] = []
@@ -403,6 +405,7 @@ class Ledger:
     def _forget(self, key: Key) -> None:
         """Remove the entry of a block that is not wanted any more, or was given up."""
         wanted = self.wanted.pop(key)
+        self.claims.pop(key, None)
         self.hot_left -= wanted.prefetch is Purpose.HOT
         if wanted.readers:
             self._remove_demand(key, wanted)

@@ -1,4 +1,4 @@
-"""What is waited for: reads that wait for blocks, with their deadlines, and blocks that other processes fetch.
+"""Reads that wait for blocks, with their deadlines.
 
 Used with the fetcher's lock held. Decides and touches nothing.
 """
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from bootseer.blocks.codec import Buffer
 
 Done = Callable[["Buffer | BootseerError"], None]
-_CHECK_S = 0.005
-_CHECK_PER_BLOCK_S = 50e-6
-_MAX_CHECK_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -116,40 +113,3 @@ class PendingReads:
         while self._deadlines and not self._deadlines[0][2].open:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
-
-
-class OtherClaims:
-    """Blocks that other processes are fetching, and when to check them again.
-
-    Processes do not notify each other: a block appears in the shared cache, or its claim is released. So claims are
-    polled, less often the more there are.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[Key, float] = {}
-        self._next_check_s = 0.0
-
-    def watch(self, key: Key, now: float) -> None:
-        """Another process has claimed this block."""
-        if not self._since:
-            self._next_check_s = now + _CHECK_S
-        self._since.setdefault(key, now)
-
-    def forget(self, key: Key) -> None:
-        """The block is cached, or not wanted any more."""
-        self._since.pop(key, None)
-
-    def due(self, now: float) -> list[Key]:
-        """The blocks to check now."""
-        if not self._since or now < self._next_check_s:
-            return []
-        self._next_check_s = now + min(_CHECK_S + len(self._since) * _CHECK_PER_BLOCK_S, _MAX_CHECK_S)
-        return list(self._since)
-
-    def held_s(self, key: Key, now: float) -> float:
-        """For how long the claim has been held, as far as known."""
-        return now - self._since.get(key, now)
-
-    @property
-    def next_check(self) -> float | None:
-        return self._next_check_s if self._since else None

@@ -26,7 +26,7 @@ from msgspec import field
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.ledger import Fetch, Geometry, Key, OriginQueues, Pace, Wanted
+from bootseer.fetch.ledger import Geometry, Key, OriginQueues, Pace, Wanted
 from bootseer.fetch.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -136,9 +136,9 @@ class RoutedScheduler(Scheduler):
             super().want_cold(file, run, now)
         self._peers.blocked_until = _NEVER
 
-    def claimed_elsewhere(self, number: int, block: int) -> None:
+    def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
         self._reset_tried(number, (block,))
-        super().claimed_elsewhere(number, block)
+        super().claimed_elsewhere(number, block, now)
 
     def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         request = self.running[number]
@@ -255,10 +255,10 @@ class RoutedScheduler(Scheduler):
 
     # What to start
 
-    def _start_demand(self, origin: OriginQueues, now: float, fetches: list[Fetch]) -> None:
+    def _start_demand(self, origin: OriginQueues, now: float) -> None:
         peers, settings = self._peers, self._settings
         if peers is None or origin is not peers:
-            super()._start_demand(origin, now, fetches)
+            super()._start_demand(origin, now)
             return
         for key in list(peers.demand):
             if key not in peers.demand:
@@ -278,7 +278,7 @@ class RoutedScheduler(Scheduler):
             blocks, sizes = self._adjacent(key, min(settings.demand_bytes, room), eligible)
             if sum(sizes) > room and self.inflight_bytes:
                 continue
-            fetches.append(self._start_request(peers, step, key[0], blocks, sizes, Purpose.DEMAND, now))
+            self._start_request(peers, step, key[0], blocks, sizes, Purpose.DEMAND, now)
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
         if origin is not self._peers:
@@ -286,12 +286,10 @@ class RoutedScheduler(Scheduler):
         limit = self._settings.max_requests + self._settings.reserved_requests
         return origin.num_running < self._settings.total_peer_requests and len(self.running) < limit
 
-    def _start_prefetch(
-        self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
-    ) -> None:
+    def _start_prefetch(self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float) -> None:
         peers, settings = self._peers, self._settings
         if peers is None or origin is not peers:
-            super()._start_prefetch(origin, purpose, window_bytes, now, fetches)
+            super()._start_prefetch(origin, purpose, window_bytes, now)
             return
         if not window_bytes or now < peers.blocked_until or self._is_full(peers, window_bytes):
             return
@@ -310,7 +308,7 @@ class RoutedScheduler(Scheduler):
             # A single block may always go, however small the window.
             if sum(sizes) > (room if peers.num_prefetch else left) and self.inflight_bytes:
                 return
-            fetches.append(self._start_request(peers, step, key[0], blocks, sizes, purpose, now))
+            self._start_request(peers, step, key[0], blocks, sizes, purpose, now)
         # All blocks were examined: nothing changes before a request ends, a block is queued or a route changes.
         if purpose is Purpose.COLD or self._cold_from(now) > now:
             peers.blocked_until = now + _RETRY_S
@@ -339,12 +337,11 @@ class RoutedScheduler(Scheduler):
         sizes: list[int],
         purpose: Purpose,
         now: float,
-    ) -> Fetch:
-        fetch = self._launch(peers, file, blocks, sizes, purpose, now, step=step)
+    ) -> None:
+        self._launch(peers, file, blocks, sizes, purpose, now, step=step)
         peers.running[step] += 1
         for block in blocks:
             self.wanted[file, block].tried += (step,)
-        return fetch
 
     def _wake_at(self, now: float) -> float | None:
         wake_at = super()._wake_at(now)

@@ -61,6 +61,7 @@ class Scheduler(Ledger):
             Purpose.COLD: settings.cold_timeout_s,
         }
         self._attempts = {Purpose.HOT: settings.hot_attempts, Purpose.COLD: settings.cold_attempts}
+        self._started: list[Fetch] = []
         self._given_up: list[tuple[int, int, BootseerError]] = []
         self._last_need: float | None = None
         self._hedge_credit = settings.first_hedge_credit
@@ -127,19 +128,22 @@ class Scheduler(Ledger):
         self._detach(number, key)
         self.mark_present(*key)
 
-    def claimed_elsewhere(self, number: int, block: int) -> None:
+    def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
         """Another process fetches a block of this request. `mark_present` or `claim_released` follows."""
         request = self.running[number]
         self._remove_outstanding(request, block)
-        wanted = self._detach(number, (request.fetch.file, block))
+        key = request.fetch.file, block
+        wanted = self._detach(number, key)
         if wanted is not None:
             wanted.claimed_elsewhere = True
+            self.claims.setdefault(key, now)
 
     def claim_released(self, file: int, block: int) -> None:
         """The other process stopped without fetching the block."""
         wanted = self.wanted.get((file, block))
         if wanted is not None and wanted.claimed_elsewhere:
             wanted.claimed_elsewhere = False
+            del self.claims[file, block]
             self._requeue((file, block))
 
     def block_failed(self, number: int, block: int, error: BootseerError, now: float) -> None:
@@ -191,7 +195,6 @@ class Scheduler(Ledger):
 
     def tick(self, now: float) -> Plan:
         """The requests to start now, and when to call again."""
-        fetches: list[Fetch] = []
         origins = list(self.origins.values())
         for origin in origins:
             for key in origin.due(now):
@@ -199,20 +202,21 @@ class Scheduler(Ledger):
                 if wanted is not None and wanted.postponed:
                     wanted.postponed = False
                     self._requeue(key)
-        self._start_hedges(now, fetches)
+        self._start_hedges(now)
         for origin in origins:
-            self._start_demand(origin, now, fetches)
+            self._start_demand(origin, now)
         for origin in origins:
             if origin.hot:
-                self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin, now), now, fetches)
+                self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin, now), now)
         if self._cold_from(now) <= now:
             for origin in origins:
-                self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now, fetches)
+                self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now)
+        fetches, self._started = self._started, []
         cancelled, self.redundant = self.redundant, []
         given_up, self._given_up = self._given_up, []
         return Plan(fetches, cancelled, given_up, self._wake_at(now))
 
-    def _start_demand(self, origin: OriginQueues, now: float, fetches: list[Fetch]) -> None:
+    def _start_demand(self, origin: OriginQueues, now: float) -> None:
         if now < origin.pace.paused_until:
             return
 
@@ -225,11 +229,9 @@ class Scheduler(Ledger):
             blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
             if sum(sizes) > room and self.inflight_bytes:
                 return
-            fetches.append(self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now))
+            self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now)
 
-    def _start_prefetch(
-        self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
-    ) -> None:
+    def _start_prefetch(self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float) -> None:
         if now < max(origin.pace.paused_until, origin.pace.prefetch_after) or not window_bytes:
             return
 
@@ -249,9 +251,9 @@ class Scheduler(Ledger):
             # prefetch at all. Then only the memory limits it, and with nothing in flight not even that.
             if sum(sizes) > (room if origin.num_prefetch else max_bytes) and self.inflight_bytes:
                 return
-            fetches.append(self._launch(origin, key[0], blocks, sizes, purpose, now))
+            self._launch(origin, key[0], blocks, sizes, purpose, now)
 
-    def _start_hedges(self, now: float, fetches: list[Fetch]) -> None:
+    def _start_hedges(self, now: float) -> None:
         late = sorted((self.wanted[key].late_at, key) for key in self.demanded if self.wanted[key].late_at <= now)
         for _, key in late:
             wanted = self.wanted[key]
@@ -280,7 +282,7 @@ class Scheduler(Ledger):
             self._hedge_credit -= 1
             for block in blocks:
                 self.wanted[key[0], block].hedges += 1
-            fetches.append(self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True))
+            self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True)
 
     def _may_hedge(self, wanted: Wanted) -> bool:
         return wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
@@ -323,10 +325,11 @@ class Scheduler(Ledger):
         *,
         hedge: bool = False,
         step: Hashable = None,
-    ) -> Fetch:
+    ) -> None:
         place = self.files[file].origins.index(origin)
         fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], place, step)
         self._next_number += 1
+        self._started.append(fetch)
         self.running[fetch.number] = Request(fetch, origin, dict(zip(blocks, sizes, strict=True)), now)
         total = sum(sizes)
         self.inflight_bytes += total
@@ -347,7 +350,6 @@ class Scheduler(Ledger):
             wanted.requests.append(fetch.number)
             if purpose is Purpose.DEMAND:
                 self._watch(key, now)
-        return fetch
 
     def _watch(self, key: Key, now: float) -> None:
         """A reader's block is in flight: set the time at which it is hedged."""

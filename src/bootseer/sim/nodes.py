@@ -316,7 +316,7 @@ class Loader:
             if key in self.node.here:
                 self.scheduler.mark_present(fetch.file, block)
             elif self.node.claims.get(key, self) is not self:
-                self.scheduler.claimed_elsewhere(fetch.number, block)
+                self.scheduler.claimed_elsewhere(fetch.number, block, self._engine.now)
             else:
                 self.node.claims[key] = self
                 mine.append(block)
