@@ -146,12 +146,8 @@ class JobPeers:
 
     def registered(self, identity: str) -> dict[str, Any] | None:
         """The registration: `kind` and its fields. None if the file is not registered, or its record is damaged."""
-        path = self._file(identity, "json")
-        try:
-            fields = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            return None
-        return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
+        fields = _object(self._file(identity, "json"))
+        return fields if isinstance(fields.get("kind"), str) else None
 
     def note_ahead(self, identity: str, node: str) -> None:
         """Record that a node has blocks of a file that this one lacks. For the service."""
@@ -203,11 +199,7 @@ class JobPeers:
 
     def state(self) -> dict[str, Any]:
         """The service's statistics; empty if unknown."""
-        try:
-            state = json.loads((self.folder / "state.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
+        return _object(self.folder / "state.json")
 
     def write_stage(self, stage: str) -> None:
         """Publish the stage of this node's start to the service."""
@@ -258,3 +250,12 @@ class JobPeers:
             self._limit = limit if type(limit) is int else None
         except (OSError, ValueError, KeyError, TypeError):
             return
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; empty if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
