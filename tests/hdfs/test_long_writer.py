@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +16,7 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs import placement
 from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import Native, NativeWriter
@@ -101,6 +103,20 @@ def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(
     finally:
         cluster.restart(number) if how == "killed" else cluster.resume(number)
     assert read_all(client, path) == DATA
+
+
+def test_a_file_that_is_written_slowly_may_lose_its_connection_any_number_of_times(
+    client: HdfsClient, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_IDLE_S", 0.0)  # DataNodes close connections that are silent for a minute
+    writer = begin(client, f"{folder}/a")
+    for start in range(0, MIB, MIB // 8):
+        writer.write(DATA[start : start + MIB // 8])
+        assert writer._block is not None
+        writer._block._socket.shutdown(socket.SHUT_RDWR)
+    writer.close()
+    assert read_all(client, f"{folder}/a") == DATA[:MIB]
+    assert not client._excluded.names()
 
 
 class TestLate:

@@ -73,7 +73,7 @@ class BlockWriter:
         self._pending = bytearray()
         """Bytes that do not fill a packet yet: checksums require all packets but the last to be full."""
         self._new = new
-        self._nodes = new.block.nodes
+        self.nodes = new.block.nodes
         self._holder = holder
         self._by_hostname = by_hostname
         self._defaults = defaults
@@ -81,7 +81,7 @@ class BlockWriter:
         self._sequence = 0
         self._confirmed = 0
         self._answers = bytearray()
-        first = self._nodes[0]
+        first = self.nodes[0]
         self._first = first.host_port
         try:
             self._socket = socket.create_connection(self._address(first), timeout=setup_s)
@@ -161,7 +161,7 @@ class BlockWriter:
 
     def _failed_node(self, bad: str) -> str:
         """The node that another one reports as failed; the first one if it reports none."""
-        known = {name: node.host_port for node in self._nodes for name in _names(node)}
+        known = {name: node.host_port for node in self.nodes for name in _names(node)}
         return known.get(bad, self._first if not bad else "")
 
     def _packet_header(self, length: int, sums: bytes, *, last: bool = False) -> list[memoryview]:
@@ -201,7 +201,7 @@ class BlockWriter:
         poll.register(self._socket, events)
         ready = poll.poll(max(left_s, 0) * 1000)
         if not ready:
-            names = ", ".join(node.host_port for node in self._nodes)
+            names = ", ".join(node.host_port for node in self.nodes)
             raise SilentPipelineError(
                 f"{names}: nothing was received for {self._stall_s:.0f} s", self._find_silent_node()
             )
@@ -209,11 +209,11 @@ class BlockWriter:
 
     def _find_silent_node(self) -> str:
         """Find the node that answers no request; "" if all answer, and the first one does not forward."""
-        if len(self._nodes) == 1:
+        if len(self.nodes) == 1:
             return self._first
         base = field(1, identity(self._new.block)) + field(2, self._new.block.token)
         question = field(1, field(1, base) + field(2, self._holder)) + field(2, 0) + field(3, 1)
-        for node in self._nodes:
+        for node in self.nodes:
             try:
                 with socket.create_connection(self._address(node), timeout=_PROBE_S) as probe:
                     probe.sendall(_READ_BLOCK + delimited(question))
@@ -258,10 +258,10 @@ class BlockWriter:
         statuses = answer.numbers(2)
         for number, status in enumerate(statuses):
             if status != _SUCCESS:
-                node = self._nodes[min(number, len(self._nodes) - 1)].host_port
+                node = self.nodes[min(number, len(self.nodes) - 1)].host_port
                 raise PipelineError(f"{node} failed with status {status}", node)
-        if len(statuses) != len(self._nodes):
-            raise MalformedError(f"{len(statuses)} of {len(self._nodes)} nodes acknowledge packet {sequence}")
+        if len(statuses) != len(self.nodes):
+            raise MalformedError(f"{len(statuses)} of {len(self.nodes)} nodes acknowledge packet {sequence}")
         # Heartbeat acknowledgements would have other numbers, but only answer heartbeats, and none is sent.
         if sequence != self._confirmed or sequence == self._sequence:
             raise MalformedError(
@@ -341,12 +341,11 @@ class ExcludedDataNodes(ExcludedNodes):
 
     def remember(self, new: NewBlock) -> None:
         """Remember the NameNode's ids of the block's nodes."""
-        with self._lock:
-            if len(self._ids) > _MAX_KNOWN:
-                self._ids.clear()
-            self._ids.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
+        if len(self._ids) > _MAX_KNOWN:
+            self._ids = {}
+        self._ids.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
 
     def ids_of(self, names: Iterable[str]) -> list[bytes]:
         """The NameNode's ids of these nodes. Nodes that it has never named cannot be excluded."""
-        with self._lock:
-            return [self._ids[name] for name in names if name in self._ids]
+        ids = self._ids
+        return [ids[name] for name in names if name in ids]

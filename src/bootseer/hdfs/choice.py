@@ -50,7 +50,6 @@ class _NodeStats:
     """Bytes per second over all its connections; 0 while unknown."""
     measured_s: float = 0.0
     failures: int = 0
-    is_open: bool = False
     probe_s: float = 0.0
     """The next probe of an excluded node."""
     pause_s: float = _FIRST_PAUSE_S
@@ -149,9 +148,8 @@ class NodeChoice:
         """A request failed. Returns whether the circuit opens. `at_once`: without waiting for a second failure."""
         stats = self._stats.setdefault(node, _NodeStats())
         stats.failures += 1
-        if stats.is_open or (stats.failures < _FAILURES and not at_once):
+        if node in self._open or (stats.failures < _FAILURES and not at_once):
             return False
-        stats.is_open = True
         stats.probe_s = now_s + stats.pause_s
         self._open.add(node)
         return True

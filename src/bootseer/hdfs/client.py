@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TypeVar
 
 from bootseer.errors import AlreadyExistsError, PermanentError, TransientError, UsageError
@@ -58,12 +57,9 @@ class HdfsClient(Names):
         """The minimum block size, once the NameNode has refused a smaller one."""
         self._native = Native(self.uri, self.settings, server=_server(self.cluster))
         self._reads = HdfsReads(self._namenode, fallback=NativeReads(self._native))
+        self._excluded = ExcludedDataNodes()
         self.fallback = ""
         """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
-
-    @cached_property
-    def _excluded(self) -> ExcludedDataNodes:
-        return ExcludedDataNodes()
 
     def put(
         self,

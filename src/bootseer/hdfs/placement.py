@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, Final
 
 from msgspec.structs import replace
@@ -95,8 +95,40 @@ class BlockFileWriter:
         )  # fmt: skip
         self._new: NewBlock | None = None
         self._block: BlockWriter | None = None
+        self._last: Block | None = None
+        """The last complete block."""
+        self._at = 0
+        """Bytes written to the current block."""
+        self._used_s = time.monotonic()
+        """When the block was last written to."""
         self._is_usable = True
         self._is_over = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append. Blocks while HDFS is slower. After an error the file cannot be used."""
+        self._check_usable()
+        view = memoryview(data).cast("B")
+        try:
+            while view:
+                if self._at == self._settings.block_size:
+                    self._end_block()
+                piece = view[: self._settings.block_size - self._at]
+                self._append(piece)
+                view = view[len(piece) :]
+        except BaseException:
+            self._is_usable = False
+            raise
+        self._lease.renew()
+
+    def close(self) -> tuple[str, ...]:
+        """Complete the file: acknowledged by all DataNodes, and of the length that was written. Returns its `nodes`."""
+        self._check_usable()
+        self._is_usable = False
+        if self._at:
+            self._end_block()
+        self.status = self._lease.complete(self._last, self.size_bytes, self._settings.close_s)
+        self._is_over = True
+        return self.nodes
 
     def abort(self) -> None:
         """Discard the file. Never raises; does nothing after `close`. A file that cannot be removed stays."""
@@ -114,12 +146,49 @@ class BlockFileWriter:
     def _release(self) -> None:
         """Release other resources of the file."""
 
-    def _begin_block(self, allocate: Callable[[Nodes], NewBlock]) -> BlockWriter:
-        """Start a block on nodes that accept it. `allocate` gets one from the NameNode, avoiding the failed nodes."""
+    def _check_usable(self) -> None:
+        if not self._is_usable:
+            raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
+
+    def _allocate(self, failed: Nodes) -> NewBlock:
+        """A block from the NameNode, if possible not on nodes that failed just now."""
+        raise NotImplementedError
+
+    def _recover(self, error: PipelineError) -> None:
+        """A node has failed: restart the block, or raise `TransientError`."""
+        raise NotImplementedError
+
+    def _append(self, piece: memoryview) -> None:
+        """Append bytes to the current block, or to a new one."""
+        block = self._block or self._begin_block()
+        self._at += len(piece)
+        self.size_bytes += len(piece)
+        try:
+            block.write(piece)
+        except PipelineError as error:
+            self._recover(error)
+        self._used_s = time.monotonic()
+
+    def _end_block(self) -> None:
+        while True:
+            block, new = self._block, self._new
+            assert block is not None and new is not None  # noqa: S101 - it has bytes
+            try:
+                block.finish()
+                break
+            except PipelineError as error:
+                self._recover(error)
+        block.close()
+        self._last = replace(new.block, length=self._at)
+        self._block, self._at = None, 0
+        self._used_s = time.monotonic()
+
+    def _begin_block(self) -> BlockWriter:
+        """Start a block on nodes that accept it."""
         failed: set[str] = set()
         failures = 0
         while True:
-            new = allocate(frozenset(failed))
+            new = self._allocate(frozenset(failed))
             try:
                 self._block = BlockWriter(
                     new, self._settings.defaults, self._lease.holder, by_hostname=self._namenode.cluster.by_hostname,
@@ -137,16 +206,6 @@ class BlockFileWriter:
             else:
                 self._new = new
                 return self._block
-
-    def _complete(self, last: Block | None) -> None:
-        """Complete the file: acknowledged by all DataNodes, and of the length that was written."""
-        self._is_usable = False
-        self.status = self._lease.complete(last, self.size_bytes, self._settings.close_s)
-        self._is_over = True
-
-    def _check_usable(self) -> None:
-        if not self._is_usable:
-            raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
 
 
 class PlacementGroup:
@@ -248,54 +307,34 @@ class PlacementGroup:
 
 
 class PlacedWriter(BlockFileWriter):
-    """One file of a group. Its `nodes` are known after the first `write`."""
+    """One file of a group. Its `nodes` are known after the first `write`. A failed node ends it."""
 
     def __init__(self, apart: PlacementGroup, namenode: NameNode, path: str) -> None:
         super().__init__(namenode, path, apart.settings)
         self._apart = apart
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append; the first call allocates the block. Blocks while HDFS is slower. An error ends the file."""
+        """As `BlockFileWriter.write`; the first call allocates the block."""
         self._check_usable()
         if self.size_bytes + len(data) > self._settings.block_size:
             raise UsageError(f"{self._uri}: more than one block", hint="begin it with a larger block size")
-        view = memoryview(data)
-        if not view:
-            return
-        block = self._block or self._begin()
-        self.size_bytes += len(view)
-        with self._guard():
-            block.write(view)
-        self._lease.renew()
-
-    def close(self) -> tuple[str, ...]:
-        """Complete the file: acknowledged by all DataNodes, and of the length that was written. Returns its nodes."""
-        self._check_usable()
-        if self._block is not None:
-            with self._guard():
-                self._block.finish()
-            self._block.close()
-        self._complete(replace(self._new.block, length=self.size_bytes) if self._new else None)
-        return self.nodes
+        super().write(data)
 
     def _release(self) -> None:
         self._apart.give_back(self.path)
 
-    def _begin(self) -> BlockWriter:
-        block = self._begin_block(partial(self._apart.add_block, self._lease))
-        assert self._new is not None  # noqa: S101 - it was drawn
-        self.nodes = tuple(node.host_port for node in self._new.block.nodes)
+    def _allocate(self, failed: Nodes) -> NewBlock:
+        return self._apart.add_block(self._lease, failed)
+
+    def _begin_block(self) -> BlockWriter:
+        block = super()._begin_block()
+        self.nodes = tuple(node.host_port for node in block.nodes)
         return block
 
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except PipelineError as error:
-            _LOG.info("%s: DataNode %s is excluded: %s", self._uri, error.node or "unknown", error)
-            self._is_usable = False
-            self._excluded.exclude([error.node])
-            raise TransientError(f"{self._uri}: {error}") from error
+    def _recover(self, error: PipelineError) -> None:
+        _LOG.info("%s: DataNode %s is excluded: %s", self._uri, error.node or "unknown", error)
+        self._excluded.exclude([error.node])
+        raise TransientError(f"{self._uri}: {error}") from error
 
 
 def nodes_at_capacity(files: Sequence[Nodes], share: int) -> Nodes:
@@ -324,81 +363,36 @@ def has_distinct_nodes(files: Sequence[Nodes], share: int) -> bool:
 
 
 _IDLE_S: Final = 30.0
-"""DataNodes, which close silent connections after 60 s, are not blamed for losing a writer that was idle for longer."""
+"""DataNodes close connections that are silent for 60 s. Losing a writer that was idle for longer is no failure."""
 _RESEND_BYTES: Final = 1 << 20
 _SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 
 
 class MultiBlockWriter(BlockFileWriter):
     """A file of any length: visible under its name from the beginning, complete after `close`. Each block has its own
-    nodes."""
+    nodes, and is restarted on others when one of them fails."""
 
     def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
         super().__init__(namenode, path, settings)
-        self._last: Block | None = None
-        """The last complete block."""
-        self._at = 0
-        """Bytes written to the current block."""
         self._failures = 0
-        self._used_s = time.monotonic()
         self._spool = _BlockSpool()
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. Blocks while HDFS is slower. After an error the file cannot be used."""
-        self._check_usable()
-        view = memoryview(data).cast("B")
-        try:
-            while view:
-                piece = view[: self._settings.block_size - self._at]
-                self._write(piece)
-                view = view[len(piece) :]
-                if self._at == self._settings.block_size:
-                    self._end_block()
-        except BaseException:
-            self._is_usable = False
-            raise
-        self._lease.renew()
-
     def close(self) -> tuple[str, ...]:
-        """Complete the file: acknowledged by all DataNodes, and of the length that was written."""
-        self._check_usable()
-        self._is_usable = False
-        if self._at:
-            self._end_block()
-        self._complete(self._last)
+        """See `BlockFileWriter.close`. Its nodes are not returned."""
+        super().close()
         self._spool.close()
         return ()
 
     def _release(self) -> None:
         self._spool.close()
 
-    def _write(self, piece: memoryview) -> None:
-        block = self._block or self._begin()
+    def _append(self, piece: memoryview) -> None:
         self._spool.write(self._at, piece)
-        self._at += len(piece)
-        self.size_bytes += len(piece)
-        try:
-            block.write(piece)
-        except PipelineError as error:
-            self._restart_block(error)
-        self._used_s = time.monotonic()
+        super()._append(piece)
 
     def _end_block(self) -> None:
-        while True:
-            block, new = self._block, self._new
-            assert block is not None and new is not None  # noqa: S101 - it has bytes
-            try:
-                block.finish()
-                break
-            except PipelineError as error:
-                self._restart_block(error)
-        block.close()
-        self._last = replace(new.block, length=self._at)
-        self._block, self._at, self._failures = None, 0, 0
-        self._used_s = time.monotonic()
-
-    def _begin(self) -> BlockWriter:
-        return self._begin_block(self._allocate)
+        super()._end_block()
+        self._failures = 0
 
     def _allocate(self, failed: Nodes) -> NewBlock:
         """A block avoiding nodes that failed recently, or else those that failed just now."""
@@ -409,12 +403,12 @@ class MultiBlockWriter(BlockFileWriter):
                 return new
         return self._lease.add_block([], self._last)
 
-    def _restart_block(self, error: PipelineError) -> None:
+    def _recover(self, error: PipelineError) -> None:
         """Restart the block on other nodes, and write its bytes so far there."""
         while True:
             if time.monotonic() - self._used_s < _IDLE_S:
                 self._excluded.exclude([error.node])
-            self._failures += 1
+                self._failures += 1
             _LOG.info("%s: block %d starts over: %s", self._uri, self.size_bytes // self._settings.block_size, error)
             if self._block is not None:
                 self._block.close()
@@ -422,8 +416,8 @@ class MultiBlockWriter(BlockFileWriter):
                 raise TransientError(f"{self._uri}: {error}") from error
             if self._new is not None:
                 self._lease.abandon(self._new.block)
-            self._used_s = time.monotonic()
-            block = self._begin()
+            self._used_s = math.inf  # the next failure will be one
+            block = self._begin_block()
             try:
                 for start in range(0, self._at, _RESEND_BYTES):
                     block.write(memoryview(self._spool.read(start, min(_RESEND_BYTES, self._at - start))))

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
@@ -54,6 +54,7 @@ class ReadThreads:
             "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
         )
         self._timer = Timer("bootseer-hdfs-clock", 1)
+        self._reports = BadBlockReports(namenode)
         self._closed = False
         self._schedule = Schedule(settings)
         in_each_process(self._begin)
@@ -73,10 +74,6 @@ class ReadThreads:
         for run in parents:
             if run.connection is not None:
                 run.connection.close()
-
-    @cached_property
-    def _reports(self) -> BadBlockReports:
-        return BadBlockReports(self.namenode)
 
     @contextmanager
     def schedule(self) -> Iterator[Schedule]:
@@ -196,8 +193,7 @@ class ReadThreads:
         self._timer.close(_CLOSE_S, drop=True)
         self._threads.close(_CLOSE_S)
         self._connections.close()
-        if "_reports" in self.__dict__:
-            self._reports.close()
+        self._reports.close()
 
     # Threads
 

@@ -7,7 +7,6 @@ server asked for.
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -60,21 +59,18 @@ def retrying(
 
 
 class ExcludedNodes:
-    """Nodes that failed recently, each excluded for `for_s`. Safe to use from many threads."""
+    """Nodes that failed recently, each excluded for `for_s`. Without a lock, which a fork could leave held: single
+    operations on a dictionary are safe from many threads."""
 
     def __init__(self, for_s: float) -> None:
         self._for_s = for_s
         self._until: dict[str, float] = {}
-        self._lock = threading.Lock()
 
     def exclude(self, nodes: Iterable[str]) -> None:
         """Exclude these nodes from now on; "" has no effect."""
         until_s = time.monotonic() + self._for_s
-        with self._lock:
-            self._until.update((node, until_s) for node in nodes if node)
+        self._until.update({node: until_s for node in nodes if node})
 
     def names(self) -> frozenset[str]:
         now_s = time.monotonic()
-        with self._lock:
-            self._until = {node: until_s for node, until_s in self._until.items() if until_s > now_s}
-            return frozenset(self._until)
+        return frozenset(node for node, until_s in self._until.copy().items() if until_s > now_s)
