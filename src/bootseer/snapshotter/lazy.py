@@ -2,6 +2,8 @@
 
     <root>/images/<hex>.json    what is needed to mount an image again after a boot: see `_KnownImage`
     <root>/images/<hex>/        mount point of the whole image; containers mount its layers
+    <root>/l/<20 hex>/<number>  link to the mount point of a layer, for containerd: it passes the names of all layers of
+                                a container to the kernel in one page, which is full with 62 names of 64 digits
 
 An image is mounted once per node for all its containers, by a separate program (this module as a script): mount daemons
 are forked, which a process with threads must not do, and they outlive the snapshotter. Containers get the layers
@@ -15,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -54,6 +57,7 @@ _UNKNOWN_S = 10.0
 """For how long an unknown image is not looked up again: the layers of one pull come within this time."""
 _MOUNT_S = 120.0
 _LOCK_S = 2 * _MOUNT_S
+_LINK_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class LazyImages:
 
     def __init__(self, root: Path, settings: Settings) -> None:
         self._folder = own_folder(own_folder(root) / "images")
+        self._links = own_folder(root / "l")
         self._settings = settings
         self._runtime = Runtime(Path(settings.runtime))
         self._lock = threading.Lock()
@@ -142,7 +147,7 @@ class LazyImages:
         return layer
 
     def lowers(self, name: str) -> list[Path]:
-        """The mount points of the layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
+        """Links to the mounted layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
         digest, _, depth = name.partition("-")
         known = self._load(digest)
         with self._mount_turn(digest):
@@ -156,8 +161,11 @@ class LazyImages:
                 state = self._mounted(digest)
                 if state is None:
                     raise TransientError(f"sha256:{digest}: it was unmounted again")
-        wanted = dict.fromkeys(reversed(known.identities[: int(depth)]))
-        return [self._point(state, identity) for identity in wanted]
+            mounted = set(kernel.mount_points())
+            return [
+                self._link(digest, known.identities.index(identity), self._point(state, identity, mounted))
+                for identity in dict.fromkeys(reversed(known.identities[: int(depth)]))
+            ]
 
     def begin(self, name: str) -> None:
         """A container of the image is created: schedule the end of its start's record."""
@@ -188,6 +196,7 @@ class LazyImages:
             if not kernel.is_mount(self._folder / digest):
                 (self._folder / f"{digest}.json").unlink(missing_ok=True)
                 (self._folder / f"{digest}.lock").unlink(missing_ok=True)
+                shutil.rmtree(self._links / digest[:_LINK_DIGITS], ignore_errors=True)
                 with contextlib.suppress(OSError):
                     (self._folder / digest).rmdir()
                 self._lookups.pop(f"sha256:{digest}", None)
@@ -224,15 +233,26 @@ class LazyImages:
         state = self._runtime.find(self._folder / digest)
         return state if state is not None and self._runtime.health(state) == "mounted" else None
 
-    def _point(self, state: MountState, identity: str) -> Path:
+    def _point(self, state: MountState, identity: str, mounted: Collection[str]) -> Path:
         points = (self._runtime.folder(state) / OWN / identity, self._runtime.layers / identity)
         for point in points:
-            if kernel.is_mount(point):
+            if str(point) in mounted:
                 return point
         raise PermanentError(
             f"{state.what}: layer {identity} is not mounted: this kernel does not mount EROFS files, or the image was"
             " converted again after it was pulled; then remove it from this node and pull it again"
         )
+
+    def _link(self, digest: str, number: int, point: Path) -> Path:
+        """The link to a layer of the image, which leads to `point` from now on."""
+        link = self._links / digest[:_LINK_DIGITS] / str(number)
+        if not link.is_symlink() or link.readlink() != point:
+            link.parent.mkdir(exist_ok=True)
+            new = link.with_suffix(".new")
+            new.unlink(missing_ok=True)
+            new.symlink_to(point)
+            new.replace(link)
+        return link
 
     def _look_up(self, digest: str, reference: str) -> Future[_KnownImage | None]:
         with self._lock:
