@@ -48,3 +48,14 @@ def test_options_of_a_verb_with_a_command_are_completed_before_the_command_is_th
         check=False,
     )
     assert ran.stdout.split() == ["plain,--cap-add", "plain,--cap-drop"], ran.stderr
+
+
+def test_a_path_that_may_not_be_read_is_one_line(tmp_path: Path) -> None:
+    far = tmp_path / ("x" * 300)
+    ran = subprocess.run(
+        [Path(sys.executable).parent / "bootseer", "image", "convert", f"dir:{far}", str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (1, f"bootseer: {far}: File name too long\n")

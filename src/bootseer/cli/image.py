@@ -140,10 +140,10 @@ def mount_command(
     from bootseer.launch.supervise import say
     from bootseer.mounts import kernel
 
+    if kernel.is_mount(folder.absolute()):  # first: one whose daemon is dead has no attributes
+        raise UsageError(f"{folder}: already a mount point", hint=f"bootseer image umount {folder}")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: not a folder", hint="name a folder to mount on")
-    if kernel.is_mount(folder.absolute()):
-        raise UsageError(f"{folder}: already a mount point", hint=f"bootseer image umount {folder}")
     asked = request(reference, {**values, "workload": workload})
     changes = None
     if writable:

@@ -38,6 +38,12 @@ def main() -> None:
     except BrokenPipeError:  # `bootseer report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141
+    except OSError as error:  # a path that the user named, which may not be read, or a mount whose daemon is dead
+        if error.filename is None:
+            raise
+        _log_failure()
+        _say(f"bootseer: {error.filename}: {error.strerror}")
+        code = 1
     _end(code)
 
 
