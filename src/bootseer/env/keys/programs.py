@@ -89,6 +89,8 @@ def read_install(words: Sequence[str]) -> Install | None:
             install.wanted.append((value, True))
         elif option in FIND_LINKS:
             install.find_links.append(value)
+        elif option == "--group":  # [FILE:]NAME
+            install.files.append((value.rpartition(":")[0] or "pyproject.toml", False))
         elif option in _PLACES:
             install.places.append(value)
         elif option:

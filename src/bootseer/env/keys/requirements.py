@@ -226,9 +226,12 @@ class Requirements:
         folder, name = posixpath.split(path)
         if name == "pyproject.toml":
             try:
-                asked = tomllib.loads(data.decode()).get("project", {}).get("dependencies", [])
-            except (ValueError, AttributeError):
-                asked = ["?"]
+                table = tomllib.loads(data.decode())
+                project = table.get("project", {})
+                asked = project.get("dependencies") or project.get("optional-dependencies")
+                asked = asked or table.get("dependency-groups")
+            except (ValueError, AttributeError, RecursionError):
+                asked = True
             if not asked:
                 return []
         self._dependencies(name)
