@@ -59,12 +59,27 @@ def test_what_an_installation_leaves_in_a_tree_is_no_change_of_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "name", ["build/tool.sh", "dist/notes.txt", "src/build/rules.py", "library/x", "a/dist.py", "build/docs/x.md"]
+    "name",
+    [
+        "build/tool.sh",
+        "build/scripts/install.sh",
+        "dist/notes.txt",
+        "src/build/rules.py",
+        "library/x",
+        "a/dist.py",
+        "build/docs/x.md",
+        "a/whole.pyc",
+        "cpp/more.cpp",
+    ],
 )
 def test_files_of_somebodys_own_making_count_wherever_they_are(tmp_path: Path, name: str) -> None:
     write(tmp_path, "setup.py")
     write(tmp_path, "build/lib.linux/x")
     write(tmp_path, "dist/a.whl")
+    write(tmp_path, "a/b.py")
+    write(tmp_path, "build/scripts/other.sh")
+    write(tmp_path, "cpp/CMakeLists.txt")
+    write(tmp_path, "cpp/CMakeCache.txt")
     before = digest(tmp_path)
     write(tmp_path, name)
     assert digest(tmp_path) != before

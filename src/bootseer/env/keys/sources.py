@@ -31,14 +31,14 @@ _JUNK_FOLDERS = frozenset(
     .venv .idea .vscode node_modules _skbuild
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
-_JUNK = re.compile(r".*\.(pyc|pyo|swp|egg-info)|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
+_JUNK = re.compile(r".*\.(swp|egg-info)|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
 # Build folders of setuptools, scikit-build and meson-python; other content of such folders counts.
 _BUILT = {
-    "build": re.compile(r"(lib|temp|bdist|scripts)([.-].*)?|__editable__\..*|(cp|pp|py)\d.*"),
+    "build": re.compile(r"lib([.-].*)?|(temp|bdist)\..*|scripts-\d.*|__editable__\..*|(cp|pp|py)\d.*"),
     "dist": re.compile(r".*\.(whl|tar\.gz|zip|egg)"),
 }
 _BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta")
-"""A folder with one of these entries was built from something else."""
+"""A folder with one of these entries was built from something else, unless it has sources of CMake itself."""
 _MAX_LINES = 500
 _VERSIONED = re.compile(
     rb"setuptools[_-]scm|hatch-vcs|versioneer|\bpbr\b|vcs-versioning|dunamai|versioningit|git describe|rev-parse"
@@ -87,6 +87,7 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
         raise PermanentError(f"{folder}: {os.strerror(error.errno or 0)}") from error
     if own in above or len(above) > 100:
         return  # a link to a folder above
+    names = {entry.name for entry in entries}
     below = os.path.basename(prefix.rstrip("/"))  # noqa: PTH119 - a string; empty for the tree itself, whose name is nothing
     for entry in entries:
         name = f"{prefix}{entry.name}"
@@ -104,6 +105,8 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
                 yield from _walk(entry.path, (*above, own), f"{name}/")
         elif _JUNK.fullmatch(entry.name) or _is_built(below, entry.name):
             continue
+        elif entry.name.endswith((".pyc", ".pyo")) and entry.name[:-1] in names:
+            continue  # bytecode without a source is a module itself
         elif stat.S_ISREG(mode):
             yield name, f"file{' x' if mode & 0o111 else ''}{link}", entry.path
         else:
@@ -113,7 +116,8 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
 def _is_junk(folder: str, name: str, path: str) -> bool:
     if name in _JUNK_FOLDERS or _JUNK.fullmatch(name) or _is_built(folder, name):
         return True
-    if any(os.path.lexists(f"{path}/{mark}") for mark in _BUILD_FOLDER):
+    is_source = os.path.lexists(f"{path}/CMakeLists.txt")
+    if not is_source and any(os.path.lexists(f"{path}/{mark}") for mark in _BUILD_FOLDER):
         return True
     if name in _BUILT:
         with contextlib.suppress(OSError):  # found by the walk
