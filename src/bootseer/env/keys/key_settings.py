@@ -113,7 +113,7 @@ def is_irrelevant(name: str) -> bool:
     return (
         name in _IDENTITY
         or name in _INSTALLER_BEHAVIOUR
-        or name.startswith(_IRRELEVANT_PREFIXES)
+        or (name.startswith(_IRRELEVANT_PREFIXES) and not name.endswith("_VERSION"))  # `libnccl2=$NCCL_VERSION`
         or bool(_NUMBERED.search(name))
     )
 

@@ -45,6 +45,7 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _CHANGE_FOLDER = ("cd", "pushd")
 _PIP = re.compile(r"pip[\d.]*")
 _VARIABLE = re.compile(r"\$(\{[^}]*\}|\w+)")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_WRAPPERS = 16
 _WORD_OF_TEXT = re.compile(r"[^\s'\"()\[\],;=]{1,500}")
 _INSTALLS = re.compile(r"\b(pip|uv|conda|mamba|apt|apt-get|npm)\b.{0,40}\b(install|sync)\b")
@@ -65,7 +66,7 @@ class Inputs(Struct):
     outputs: set[str] = field(default_factory=set)
     """Paths that the setup writes: what an earlier start left there is not an input."""
     variables: set[str] = field(default_factory=set)
-    """Names of variables that it reads."""
+    """Names of variables that it may read."""
     cwd_reason: str = ""
     """A short reason why the working folder matters; empty if it does not."""
 
@@ -85,15 +86,12 @@ def read_script(script: Script, look: NodeFiles, inputs: Inputs) -> None:
 
 
 def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
-    """Add inputs of a program in another language: quoted words that are files, variables read by common idioms."""
+    """Add inputs of a program in another language: quoted words that are files."""
     reader, name = _Reader(script, look, inputs), posixpath.basename(script.path)
-    for found in re.finditer(r"(?:environ(?:\.get)?\s*[\[(]|getenv\s*\()\s*['\"](\w+)['\"]", script.text):
-        inputs.variables.add(found[1])
     for found in re.finditer(r"['\"]([^'\"\n]{1,500})['\"]", script.text):
         for word in dict.fromkeys((found[1], *found[1].split())):
             reader.add_candidate(word, folders=False)
-    if _INSTALLS.search(script.text):
-        inputs.requirements.unpinned[f"what {name} installs"] = None
+    reader.note_installations(script.text)
     inputs.cwd_reason = inputs.cwd_reason or f"{name} may write to it"
 
 
@@ -104,19 +102,19 @@ class _Reader:
         self._script = script
         self._look = look
         self._inputs = inputs
-        self._paths = Paths(script.cwd, posixpath.dirname(script.path), look)
+        self._paths = Paths(script.cwd, posixpath.dirname(script.path), script.env, look)
         self._length = 0
         """Of the text that is being read: those within it are shorter, also if `eval` expands variables."""
+        # Each word that names a variable of the start, whether or not it is read, and in whatever way: `${!X}`, a
+        # quoted heredoc, `os.environ["X"]`. One that is not set has no component.
+        inputs.variables.update(script.env.keys() & {*_NAME.findall(script.text)})
 
     def read(self, text: str) -> None:
         before, self._length = self._length, len(text)
         parsed = shell.parse(text)
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
-        self._inputs.variables |= parsed.variables
-        env = self._script.env
-        names = ("HOME", "VIRTUAL_ENV", "CONDA_PREFIX", *parsed.variables)
-        self._paths.learn({name: env[name] for name in names if name in env}, parsed.assignments)
+        self._paths.learn(parsed.assignments)
         commands = [self._unwrapped(command) for command in parsed.commands]
         # Outputs first: a file may be named before the command that writes it.
         for command in commands:
@@ -129,8 +127,10 @@ class _Reader:
                     self._depends_on_cwd(f"`{command.program or 'a redirection'}` writes to it")
         for command in commands:
             self._command(command)
-        for word in dict.fromkeys(word for text in parsed.texts for word in _WORD_OF_TEXT.findall(text)):
-            self.add_candidate(word, folders=False)
+        for inner in parsed.texts:
+            for word in dict.fromkeys(_WORD_OF_TEXT.findall(inner)):
+                self.add_candidate(word, folders=False)
+            self.note_installations(inner)
         self._length = before
 
     def _unwrapped(self, command: Command) -> Command:
@@ -152,6 +152,11 @@ class _Reader:
             inputs.append(".venv")  # uv installs into it if there is one
             words = words[1:]
         return Command(tuple(words), command.outputs, tuple(inputs))
+
+    def note_installations(self, text: str) -> None:
+        """Note that a text that no shell reads here may install something in any version."""
+        if _INSTALLS.search(text):
+            self._inputs.requirements.unpinned[f"what {posixpath.basename(self._script.path)} installs"] = None
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -222,7 +227,9 @@ class _Reader:
             self.add_candidate(word, folders=False, script=True)
 
     def _pip(self, words: Sequence[str]) -> None:
-        install = read_install(words[1:])
+        variables = [word for word in words if _VARIABLE.fullmatch(word)]
+        several = [text for word in variables for text in self._paths.meanings(word) if " " in text]
+        install = read_install([*words[1:], *" ".join(several).split()])
         if install is None:
             return
         asked = self._inputs.requirements

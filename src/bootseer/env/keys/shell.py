@@ -21,26 +21,23 @@ if TYPE_CHECKING:
 
 SHELL = re.compile(r"(ba|da|z|k)?sh|su|eval")
 """Programs that run a script given as an argument or as their input."""
-_OPENING, _CLOSING = frozenset(("if", "while", "until", "{")), frozenset(("fi", "done", "esac", "}"))
-_KEYWORDS = _OPENING | _CLOSING | {"then", "else", "elif", "do", "function", "time", "coproc", "!"}
+_KEYWORDS = frozenset("if while until { fi done esac } then else elif do function time coproc !".split())  # noqa: SIM905
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
-_LOOPS = frozenset(("for", "select", "case"))
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
 _EXPANDED = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^${}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
-_MAX_DEPTH = 20
-_BLANKS = re.compile(r"[ \t]+|#[^\n]*")
+_MAX_DEPTH = 25
+"""Of quotes, braces and substitutions within each other."""
+_BLANKS = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*")
 _REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
 _OPERATORS = ";&|()\n"
-_ARITHMETIC = re.compile(r"\((\([^\n]*?\))\)")
+_ARITHMETIC = re.compile(r"\((\([^\n]{0,1000}?\))\)")
 _TWO_WORDS = re.compile(r"[A-Za-z]\s+[A-Za-z./~]")
 """Not in arithmetic, but in two subshells."""
-_PART = r"\\(?P<escaped>.?)|(?P<opening>\$[({]|`)|(?P<reference>\$[A-Za-z_]\w*)"
-_SINGLE = r"'(?P<single>[^']*)'|(?P<stray>')"
+_PART = r"\\(?P<escaped>.?)|(?P<opening>\$[({]|`)"
+_SINGLE = r"'(?P<single>[^']*)'|\$'(?P<ansi>(?:[^'\\]|\\.)*)'|(?P<stray>')"
 _PART_OF_WORD = re.compile(rf"{_PART}|{_SINGLE}|(?P<other>[^\s{_OPERATORS}<>\\'\"`$]+|.)", re.DOTALL)
 _PART_OF_BRACES = re.compile(rf"{_PART}|{_SINGLE}|(?P<other>[^}}\\'\"`$]+|.)", re.DOTALL)
-_PART_OF_QUOTED = re.compile(rf"{_PART}|(?P<other>[^\\\"`$]+|.)", re.DOTALL)
+_PART_OF_QUOTED = re.compile(rf"{_PART}|(?P<other>[^}}\\\"`$]+|.)", re.DOTALL)
 
 
 class Command(Struct, frozen=True):
@@ -63,11 +60,7 @@ class Shell(Struct):
 
     commands: list[Command] = field(default_factory=list)
     assignments: dict[str, dict[str, None]] = field(default_factory=dict)
-    """The values that each name is given, without quotes, in the order of the text; empty if they are not known."""
-    assigned: set[str] = field(default_factory=set)
-    """Names that are assigned in any case, not in a branch."""
-    variables: set[str] = field(default_factory=set)
-    """Names that are read before they are: the default in `${X:-1}` reads the caller's."""
+    """The values that each name is given, without quotes, in the order of the text."""
     texts: list[str] = field(default_factory=list)
     """Heredocs that no shell reads."""
     complete: bool = True
@@ -75,76 +68,77 @@ class Shell(Struct):
     budget: int = 1 << 22
     """Characters that may be scanned more than once."""
 
-    def read(self, text: str) -> None:
-        """Note the variables of a text."""
-        found = {found[1] or found[2] for found in _REFERENCE.finditer(text)}
-        self.variables |= found - self.assigned
-
-    def assign(self, name: str, *values: str, certain: bool) -> None:
+    def assign(self, name: str, *values: str) -> None:
         known = self.assignments.setdefault(name, {})
         for value in values:
             known.pop(value, None)
             known[value] = None
-        if certain:
-            self.assigned.add(name)
+
+    def spend(self, count: int) -> None:
+        """Note that this many characters are scanned again."""
+        self.budget -= count
+        if self.budget < 0:
+            raise _TooComplexError
+
+
+class _TooComplexError(Exception):
+    pass
 
 
 def parse(text: str) -> Shell:
     shell = Shell()
-    _Scanner(text.replace("\r\n", "\n").replace("\\\n", " "), shell).run()
+    try:
+        _Scanner(text.replace("\r\n", "\n"), shell).run()
+    except _TooComplexError:
+        shell.complete = False
     return shell
 
 
 class _Scanner:
-    """One pass over the characters. Nested parts are scanned again, with bounded depth and budget."""
+    """One pass over the characters. A substitution is read where it stands, up to its end; other nested commands are
+    texts of their own."""
 
-    def __init__(self, text: str, shell: Shell, depth: int = 0) -> None:
+    def __init__(self, text: str, shell: Shell, at: int = 0, depth: int = 0, *, is_substitution: bool = False) -> None:
         self._text = text
-        self._depth = depth
         self._shell = shell
-        self._at = 0
+        self._at = at
+        self._depth = depth
+        self._is_substitution = is_substitution
         self._words: list[str] = []
         self._outputs: list[str] = []
         self._inputs: list[str] = []
         self._redirection = ""
-        self._enclosing = 0
-        """Number of quotes and braces around this place."""
-        self._assigned: list[re.Match[str]] = []
-        self._operator = ""
-        """The one before this command, with the letter before it."""
-        self._blocks = self._parentheses = 0
-        """Numbers of blocks or functions, and of subshells, around it."""
-        self._heredocs: list[tuple[str, bool]] = []
-        """Delimiters of the heredocs that begin after this line, and whether they are quoted."""
+        self._parentheses = 0
+        """Number of subshells around this place."""
+        self._heredocs: list[str] = []
+        """Delimiters of the heredocs that begin after this line."""
         self._line = len(shell.commands)
         """Number of the first command of this line."""
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Note all commands; where they end."""
         text = self._text
         while self._at < len(text):
-            if self._shell.budget < 0:
-                self._shell.complete = False
-                return
             if found := _BLANKS.match(text, self._at):
                 self._at = found.end()
             elif found := _REDIRECTION.match(text, self._at):
                 self._redirection = found[1]
                 self._at = found.end()
-            elif (found := _ARITHMETIC.match(text, self._at)) and not _TWO_WORDS.search(found[1]):
-                self._at = found.end()
-                self._scan(f': "{found[1]}"')
+            elif self._arithmetic(self._at):
+                continue
             elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
-                if self._end_command() or operator != "\n":  # a line may end with an operator
-                    self._operator = text[self._at - 2 : self._at]
+                self._end_command()
+                if operator == ")" and not self._parentheses and self._is_substitution:
+                    break
                 if operator in "()":  # without an opening one for a pattern of `case`
                     self._parentheses = max(self._parentheses + (1 if operator == "(" else -1), 0)
                 if operator == "\n":
                     self._skip_heredocs()
             else:
-                start = self._at
-                self._take(self._word(), is_quoted=text[start] in "'\"\\")
+                self._take(self._word())
         self._end_command()
+        return self._at
 
     def _word(self) -> str:
         """The word that begins here; command substitutions in it become commands."""
@@ -157,17 +151,21 @@ class _Scanner:
         """What is here up to a closing quote or brace; None, and nothing is read, if there is none."""
         text, start = self._text, self._at
         parts: list[str] = []
-        self._enclosing += 1
-        while self._at < len(text) and self._enclosing <= _MAX_DEPTH and self._shell.budget >= 0:
-            if text[self._at] == end:
-                self._at += 1
-                self._enclosing -= 1
-                return "".join(parts)
+        self._deepen(1)
+        while self._at < len(text) and text[self._at] != end:
             parts.append(self._part(pattern))
-        self._enclosing -= 1
-        self._shell.budget -= len(text) - start
+        self._deepen(-1)
+        self._at += 1
+        if self._at <= len(text):
+            return "".join(parts)
+        self._shell.spend(len(text) - start)
         self._at = start
         return None
+
+    def _deepen(self, levels: int) -> None:
+        self._depth += levels
+        if self._depth > _MAX_DEPTH:
+            raise _TooComplexError
 
     def _part(self, pattern: re.Pattern[str]) -> str:
         if self._text[self._at] == '"':
@@ -177,100 +175,85 @@ class _Scanner:
         assert found is not None  # noqa: S101 - for the type checker: any letter matches
         self._at = found.end()
         if found["opening"] == "${":
-            inside = self._enclosed("}", _PART_OF_BRACES) or ""
-            self._shell.read(f"${{{inside}}}")
+            inside = self._enclosed("}", pattern if pattern is _PART_OF_QUOTED else _PART_OF_BRACES)
             return f"${{{inside}}}" if inside else "$"
         if found["opening"]:
             return self._substitution(found["opening"])
-        if found["reference"]:
-            self._shell.read(found["reference"])
-        return "" if found.lastgroup == "stray" else found[found.lastgroup or 0]
+        return "" if found.lastgroup == "stray" or found[0] == "\\\n" else found[found.lastgroup or 0]
 
     def _substitution(self, opening: str) -> str:
         """`$(...)`: its commands are noted; in the word it is `$`, or the script's own folder if that is its value."""
-        text, start, depth = self._text, self._at, 1
-        end = len(text)
-        for found in re.compile("`" if opening == "`" else "[()]").finditer(text, start):
-            depth += 1 if found[0] == "(" else -1
-            if not depth:
-                end = found.start()
-                break
-        inner, self._at = text[start:end], end + 1
-        if _ARITHMETIC.fullmatch(f"({inner})") and not _TWO_WORDS.search(inner):
-            inner = f': "{inner}"'
+        text, start, before = self._text, self._at, len(self._shell.commands)
+        if opening == "`":
+            end = text.find("`", start)
+            self._at = (len(text) if end < 0 else end) + 1
+            self._scan(text[start : self._at - 1])
+        elif not self._arithmetic(start - 1):
+            self._at = self._scan(text, start, is_substitution=True)
+        inner = text[start : self._at - 1]
         if re.search(r"\bdirname\b.*(\$0|BASH_SOURCE)", inner):
+            del self._shell.commands[before:]  # its `cd` is no change of the folder
             return "${0%/*}" if ".." not in inner else "${0%/*}/.."
-        if inner.strip() in ("pwd", "pwd -P"):
-            return "${PWD}"
-        self._scan(inner)
-        return "$"
+        return "${PWD}" if inner.strip() in ("pwd", "pwd -P") else "$"
 
-    def _scan(self, text: str) -> None:
-        self._shell.budget -= len(text)
-        if self._depth >= _MAX_DEPTH or self._shell.budget < 0:
-            self._shell.complete = False
-        else:
-            _Scanner(text, self._shell, self._depth + 1).run()
+    def _arithmetic(self, at: int) -> bool:
+        """Read `((...))`, whose substitutions are commands; whether it is there."""
+        found = _ARITHMETIC.match(self._text, at)
+        if found is None or _TWO_WORDS.search(found[1]):
+            return False
+        self._at = found.end()
+        self._scan(f': "{found[1]}"')
+        return True
 
-    def _take(self, word: str, *, is_quoted: bool) -> None:
+    def _scan(self, text: str, at: int = 0, *, is_substitution: bool = False) -> int:
+        """Read nested commands; where they end."""
+        self._deepen(1)
+        end = _Scanner(text, self._shell, at, self._depth, is_substitution=is_substitution).run()
+        self._deepen(-1)
+        return end
+
+    def _take(self, word: str) -> None:
         redirection, self._redirection = self._redirection, ""
         if redirection == "<":
             self._inputs.append(word)
         elif redirection in ("<<", "<<-"):
-            self._heredocs.append((word, is_quoted))
+            self._heredocs.append(word)
         elif redirection:
             if ">" in redirection and not (redirection == ">&" and not word.strip("0123456789-")):
                 self._outputs.append(word)
                 self._inputs += [word] if ">>" in redirection else []
         elif not self._words and (assigned := _ASSIGNMENT.fullmatch(word)):
-            self._assigned.append(assigned)
+            self._shell.assign(assigned[1], assigned[2])
         elif self._words or word not in _KEYWORDS:
             self._words.append(word)
-        else:
-            self._blocks = max(self._blocks + (word in _OPENING) - (word in _CLOSING), 0)
 
-    def _end_command(self) -> bool:
-        """Note the command that ends here; whether there is one."""
+    def _end_command(self) -> None:
+        """Note the command that ends here, if there is one."""
         shell, words = self._shell, self._words
-        program = words[0] if words else ""
-        in_any_case = not (
-            self._depth or self._blocks or self._parentheses or self._operator == "&&" or self._operator[-1:] == "|"
-        )
-        assigned = [*self._assigned]
-        if program in _DECLARING:
-            assigned += filter(None, map(_ASSIGNMENT.fullmatch, words[1:]))
-        for each in assigned:  # `A=1 make` sets it for one command
-            shell.assign(each[1], each[2], certain=in_any_case and (not words or program in _DECLARING))
-        if program == "read":
-            for name in filter(_NAME.fullmatch, words[1:]):
-                shell.assign(name, certain=True)
-        elif program in _LOOPS or words[-1:] == ["{"]:
-            self._blocks += 1
-            if words[2:3] == ["in"] and _NAME.fullmatch(words[1]):
-                shell.assign(words[1], *words[3:], certain=True)
-        found = bool(words or self._assigned or self._outputs or self._inputs)
+        if words and words[0] in _DECLARING:
+            for assigned in filter(None, map(_ASSIGNMENT.fullmatch, words[1:])):
+                shell.assign(assigned[1], assigned[2])
+        elif words and words[0] in ("for", "select") and words[2:3] == ["in"]:
+            shell.assign(words[1], *words[3:])
         if words or self._outputs or self._inputs:
             shell.commands.append(Command(tuple(words), tuple(self._outputs), tuple(self._inputs)))
-        self._words, self._outputs, self._inputs, self._assigned, self._redirection = [], [], [], [], ""
-        return found
+        self._words, self._outputs, self._inputs, self._redirection = [], [], [], ""
 
     def _skip_heredocs(self) -> None:
         """Skip the heredocs of the line that has just ended; one that a shell reads is a script."""
         shell, text = self._shell, self._text
         words = (word for command in shell.commands[self._line :] for word in command.words)
         of_shell = any(SHELL.fullmatch(word.rpartition("/")[2]) for word in words)
-        for delimiter, is_quoted in self._heredocs:
+        for delimiter in self._heredocs:
             end = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(text, self._at)
             if end is None:  # it was a shift (`1 << N`): nothing may be skipped
-                shell.budget -= len(text) - self._at
+                shell.spend(len(text) - self._at)
                 continue
             body, self._at = text[self._at : end.start()], end.end()
             if of_shell:
                 self._scan(body)
             else:
                 shell.texts.append(body)
-            if not is_quoted:
-                shell.read(body)
         self._heredocs, self._line = [], len(shell.commands)
 
 
@@ -286,22 +269,20 @@ _MAX_PATH = 4096
 class Paths:
     """The paths of one script."""
 
-    def __init__(self, cwd: str, folder: str, look: NodeFiles) -> None:
+    def __init__(self, cwd: str, folder: str, env: Mapping[str, str], look: NodeFiles) -> None:
         """`cwd` is where the script runs, `folder` contains it."""
         self.bases = list(dict.fromkeys((cwd, folder)))
         """Folders that relative words may start from, the likeliest first."""
-        self._values = {"PWD": [cwd]}
+        # Values of secrets must not get into addresses, file names or messages.
+        self._values = {name: [value] for name, value in env.items() if not looks_secret(name)} | {"PWD": [cwd]}
         """Known values of variables, the likeliest last: branches of a script may give different ones."""
         self._maybe_unset: set[str] = set()
         """Variables that only the script sets, perhaps in a branch."""
         self._folder = folder
         self._look = look
 
-    def learn(self, env: Mapping[str, str], assignments: Mapping[str, Iterable[str]]) -> None:
-        """Learn values of variables. Those of secrets must not get into addresses, file names or messages."""
-        for name, value in env.items():
-            if not looks_secret(name):
-                self._values.setdefault(name, [value])
+    def learn(self, assignments: Mapping[str, Iterable[str]]) -> None:
+        """Learn the values that the script gives to variables."""
         for name, assigned in assignments.items():
             if not looks_secret(name):
                 known = [*self._values.get(name, [])]
@@ -338,11 +319,12 @@ class Paths:
                 self.bases = [path, *(base for base in self.bases if base != path)]
 
     def candidates(self, word: str) -> list[str]:
-        """Absolute paths that a word may mean. An unknown variable at its beginning stands for any of the folders; it
-        may also be empty, as any other that may be unset."""
+        """Absolute paths that a word may mean, or several words in a variable. An unknown variable at its beginning
+        stands for any of the folders; it may also be empty, as any other that may be unset."""
         unset = {name: ["", *self._values[name]] for name in self._maybe_unset} if "$" in word else {}
         meanings = self.meanings(word, {**self._values, **unset})
         meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
+        meanings += [part for each in meanings if "$" in word for part in each.split()]
         return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
 
     def existing(self, word: str) -> list[str]:
