@@ -13,12 +13,13 @@ was installed. `REASONS` has the meaning of each code; codes are stable, as they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.artifact import kind
 from bootseer.env import Mode
@@ -137,13 +138,12 @@ def decide(
     (`Quarantine.reason`), empty if it is not. Without `may_publish` signatures are required and this start has no key:
     its snapshot would be unusable, and would prevent others from publishing one.
     """
-    decision = _first(mode, found, now_s, problems, refusal, quarantined)
+    decision = replace(next(_applicable(mode, found, now_s, problems, refusal, quarantined)), mode=mode)
     if decision.action is Action.BUILD and not may_publish:
-        if decision.code == "unsigned":
-            decision = Decision(Action.INSTALL, decision.code, decision.reason, mode=mode)
-        else:
-            decision = Decision(Action.INSTALL, "no-key", f"{decision.reason}; {_NO_KEY}", mode=mode)
-    return _with_required_mode(decision, mode)
+        unsigned = decision.code == "unsigned"
+        words = decision.reason if unsigned else f"{decision.reason}; {_NO_KEY}"
+        decision = Decision(Action.INSTALL, "unsigned" if unsigned else "no-key", words, mode=mode)
+    return _with_required_mode(decision)
 
 
 def after_election(decision: Decision, lease: Literal["ours", "held", "unavailable"], words: str = "") -> Decision:
@@ -182,75 +182,55 @@ def after_wait(
 
 def fall_back(decision: Decision, code: str, words: str) -> Decision:
     """The decision after the snapshot could not be used, or the setup not be captured; `code` is one of `FALLBACKS`."""
-    return _with_required_mode(_follow_up(decision, Action.INSTALL, code, words), decision.mode)
+    return _with_required_mode(_follow_up(decision, Action.INSTALL, code, words))
 
 
-def _first(
+def _applicable(
     mode: Mode,
     found: Lookup,
     now_s: float,
     problems: tuple[str, ...],
     refusal: tuple[str, str] | None,
     quarantined: str,
-) -> Decision:
-    reason = _not_applicable(mode, found, problems)
-    if reason is not None:
-        return Decision(Action.INSTALL, *reason, mode=mode)
-    document = found.document
-    if mode == "refresh":
-        return Decision(Action.BUILD, mode, REASONS[mode], replaces=document, replace=True, mode=mode)
-    if found.kind in ("broken", "unsigned"):
-        return Decision(Action.BUILD, found.kind, found.why or REASONS[found.kind], replace=True, mode=mode)
-    if document is None:
-        return Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"], mode=mode)
-    return _by_document(mode, document, found, now_s, refusal, quarantined)
-
-
-def _not_applicable(mode: Mode, found: Lookup, problems: tuple[str, ...]) -> tuple[str, str] | None:
-    """Code and reason if neither an existing nor a new snapshot can be used."""
+) -> Iterator[Decision]:
+    """The decisions that apply: the first one counts."""
+    document, kind = found.document, found.kind
     if mode == "bypass":
-        return mode, REASONS[mode]
+        yield Decision(Action.INSTALL, mode, REASONS[mode])
     if problems:
-        return "unkeyable", "; ".join(problems)
-    if found.kind == "unreachable" and (found.document is None or mode == "refresh"):
-        return "store-down", found.why or REASONS["store-down"]
-    if found.kind == "other-version":
-        # Left for starts with that version; there is one snapshot for a key.
-        return found.kind, found.why or REASONS[found.kind]
-    return None
-
-
-def _by_document(
-    mode: Mode,
-    document: EnvironmentDocument,
-    found: Lookup,
-    now_s: float,
-    refusal: tuple[str, str] | None,
-    quarantined: str,
-) -> Decision:
+        yield Decision(Action.INSTALL, "unkeyable", "; ".join(problems))
+    if kind == "unreachable" and (document is None or mode == "refresh"):
+        yield Decision(Action.INSTALL, "store-down", found.why or REASONS["store-down"])
+    if kind == "other-version":  # left for starts with that version: there is one snapshot for a key
+        yield Decision(Action.INSTALL, kind, found.why or REASONS[kind])
+    if mode == "refresh":
+        yield Decision(Action.BUILD, mode, REASONS[mode], replaces=document, replace=True)
+    if kind in ("broken", "unsigned"):
+        yield Decision(Action.BUILD, kind, found.why or REASONS[kind], replace=True)
+    if document is None:
+        yield Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"])
+        return
     if document.trust == "untrusted":
         paths = ", ".join(document.unaccounted[:_MAX_PATHS])
-        words = f"{REASONS['untrusted']}: {paths}" if paths else REASONS["untrusted"]
-        return Decision(Action.INSTALL, "untrusted", words, mode=mode)
+        yield Decision(Action.INSTALL, "untrusted", REASONS["untrusted"] + (f": {paths}" if paths else ""))
     if refusal is not None:
         # A rebuild would be refused where this one is used, and the two platforms would replace it in turns.
-        return Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1], mode=mode)
-    stale = "quarantined" if quarantined else "expired" if document.expired(now_s) else ""
-    if not stale:
-        if found.kind == "unreachable":
-            words = f"{REASONS['hit-on-node']}: {found.why}" if found.why else REASONS["hit-on-node"]
-            return Decision(Action.RESTORE, "hit-on-node", words, document, mode=mode)
-        return Decision(Action.RESTORE, "hit", REASONS["hit"], document, mode=mode)
-    words = quarantined or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
-    if found.kind == "unreachable":
-        return Decision(Action.INSTALL, stale, words, mode=mode)  # a new one could not be published now
-    return Decision(Action.BUILD, stale, words, replaces=document, replace=True, mode=mode)
+        yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])
+    if stale := "quarantined" if quarantined else "expired" if document.expired(now_s) else "":
+        words = quarantined or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
+        if kind == "unreachable":  # a new one could not be published now
+            yield Decision(Action.INSTALL, stale, words)
+        yield Decision(Action.BUILD, stale, words, replaces=document, replace=True)
+    if kind == "unreachable":
+        words = REASONS["hit-on-node"] + (f": {found.why}" if found.why else "")
+        yield Decision(Action.RESTORE, "hit-on-node", words, document)
+    yield Decision(Action.RESTORE, "hit", REASONS["hit"], document)
 
 
-def _with_required_mode(decision: Decision, mode: Mode) -> Decision:
-    if mode != "require" or decision.action is Action.RESTORE:
+def _with_required_mode(decision: Decision) -> Decision:
+    if decision.mode != "require" or decision.action is Action.RESTORE:
         return decision
-    return Decision(Action.FAIL, decision.code, decision.reason, mode=mode)
+    return Decision(Action.FAIL, decision.code, decision.reason, mode=decision.mode)
 
 
 def _follow_up(decision: Decision, action: Action, code: str, words: str) -> Decision:
