@@ -223,8 +223,7 @@ def _translate_setting(setting: Setting, sources: _Sources, done: Translation) -
     known = (
         _is_irrelevant(name, value)
         or _take_source(name, value, sources)
-        or _take_choice(name, value, done)
-        or _take_connection(name, value, done)
+        or _take_option(name, value, done)
     )
     if not known:
         done.refusals.append(f"pip's setting {name} ({setting.where}) has no counterpart in uv")
@@ -257,11 +256,21 @@ def _take_source(name: str, value: str, sources: _Sources) -> bool:
     return True
 
 
-def _take_choice(name: str, value: str, done: Translation) -> bool:
-    """Selection of versions, and how packages are built."""
-    if without_credentials(value) != value:
+def _take_option(name: str, value: str, done: Translation) -> bool:
+    """Connections to servers and caching of their answers; selection of versions, and how packages are built."""
+    if name in ("cert", "client-cert"):
+        done.environment["SSL_CERT_FILE" if name == "cert" else "SSL_CLIENT_CERT"] = value
+    elif name in _NUMBERS and value.isdigit():
+        done.environment[_NUMBERS[name]] = value
+    elif name == "proxy":
+        done.environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), value)
+    elif name == "keyring-provider" and value == "subprocess":
+        done.environment["UV_KEYRING_PROVIDER"] = value
+    elif name == "no-cache-dir":
+        done.environment["UV_NO_CACHE"] = "1"
+    elif without_credentials(value) != value:
         return False  # uv would get the password as an argument
-    if name in _FLAGS and value.lower() in _TRUE:
+    elif name in _FLAGS and value.lower() in _TRUE:
         _add_flag(done, _FLAGS[name])
     elif name in ("no-binary", "only-binary"):
         done.arguments += [word for each in value.replace(",", " ").split() for word in (f"--{name}", each)]
@@ -278,23 +287,6 @@ def _take_choice(name: str, value: str, done: Translation) -> bool:
 def _add_flag(done: Translation, word: str) -> None:
     if word not in done.arguments:  # uv accepts each of them once
         done.arguments.append(word)
-
-
-def _take_connection(name: str, value: str, done: Translation) -> bool:
-    """Connections to servers, and caching of their answers."""
-    if name in ("cert", "client-cert"):
-        done.environment["SSL_CERT_FILE" if name == "cert" else "SSL_CLIENT_CERT"] = value
-    elif name in _NUMBERS and value.isdigit():
-        done.environment[_NUMBERS[name]] = value
-    elif name == "proxy":
-        done.environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), value)
-    elif name == "keyring-provider" and value == "subprocess":
-        done.environment["UV_KEYRING_PROVIDER"] = value
-    elif name == "no-cache-dir":
-        done.environment["UV_NO_CACHE"] = "1"
-    else:
-        return False
-    return True
 
 
 def _translate_requirements(requirements: Requirements, done: Translation) -> None:

@@ -107,12 +107,8 @@ def divide(changes: Iterable[Change], folders: Folders) -> Division:
         if not (roots and lies_in(root, roots[-1:])):
             roots.append(root)
     # A path without a root of its own may lie in the root of another path.
-    loose = [path for path, root in found.items() if not root and not _lies_in_root(path, set(roots))]
+    loose = [path for path, root in found.items() if not root and not lies_in(path, roots)]
     return Division(tuple(sorted(roots)), tuple(sorted(loose)))
-
-
-def _lies_in_root(path: str, roots: set[str]) -> bool:
-    return any(folder in roots for folder in _with_parents(path))
 
 
 def _with_parents(path: str) -> list[str]:

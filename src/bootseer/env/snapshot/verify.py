@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 from bootseer.env.snapshot.contents import digest_of_file, xattrs_of
@@ -21,7 +19,6 @@ from bootseer.io.tasks import Tasks
 Tier = Literal["quick", "full"]
 MAX_DIFFERENCES = 1000
 _BATCH = 128
-_BATCHES_PER_THREAD = 4
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo"}
 _MARK = b"trusted.overlay.opaque"
 
@@ -67,23 +64,14 @@ def verify(
     """
     threads = threads or min(len(os.sched_getaffinity(0)), 8)
     run = _Comparison(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full")
-    waiting: deque[tuple[int, Future[list[Difference]]]] = deque()
     found: list[Difference] = []
-    done = 0
-    batches = (entries[at : at + _BATCH] for at in range(0, len(entries), _BATCH))
+    batches = [entries[at : at + _BATCH] for at in range(0, len(entries), _BATCH)]
     with Tasks("bootseer-verify", threads) as pool:
-        try:
-            while len(found) < MAX_DIFFERENCES:
-                while len(waiting) < threads * _BATCHES_PER_THREAD and (batch := next(batches, None)):
-                    waiting.append((len(batch), pool.submit(run.compare, batch)))
-                if not waiting:
-                    break
-                count, future = waiting.popleft()
-                found += future.result()
-                done += count
-                progress(done, len(entries))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for number, differences in enumerate(pool.map(run.compare, batches)):
+            found += differences
+            progress(min((number + 1) * _BATCH, len(entries)), len(entries))
+            if len(found) >= MAX_DIFFERENCES:
+                break
     if layer:
         found += run.unknown(entries)
     return sorted(found, key=lambda difference: path_bytes(difference.path))[:MAX_DIFFERENCES]
