@@ -7,6 +7,7 @@ same.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.machine import child
+from bootseer.store.addresses import without_credentials
 
 DEADLINE_S = 300.0
 _NETWORK = ("error sending request", "failed to fetch", "connection", "timed out", "dns error")
@@ -86,7 +88,7 @@ def resolve(
 
 
 def _refuse(output: str) -> None:
-    words = " ".join(output.replace("\u00d7", " ").replace("\u2570\u2500\u25b6", " ").split())[:500]
+    words = without_credentials(re.sub("[\u00d7\u2570\u2500\u25b6\\s]+", " ", output).strip())[:500]
     if any(sign in words.lower() for sign in _NETWORK):
         raise TransientError(f"uv pip compile: {words}")
     raise UsageError(f"uv pip compile: {words}", hint="change the requirements so that they can be met together")
