@@ -421,3 +421,12 @@ def test_who_asks_for_no_threads_gets_none(machine: Machine) -> None:
 
     apply_plan(plan(machine.entries(), machine.setup.at, root=str(machine.root)), at)
     assert threads_seen == [threading.main_thread()]
+
+
+def test_a_hard_link_to_a_file_that_is_mounted_becomes_a_file_of_its_own(machine: Machine) -> None:
+    machine.setup.write("/home/u/a/first", "new")
+    os.link(machine.setup.at("/home/u/a/first"), machine.setup.at("/home/u/b"))
+    machine.at("/home/u/a").mkdir()
+    machine.at("/home/u/a/first").write_text("old")
+    machine.restore(machine.entries(), roots=("/home/u/a",))
+    assert machine.at("/home/u/b").read_text() == "new"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.env.changes import lies_in
 from bootseer.env.keys.files import FactCache, is_settled, stamp_of
@@ -131,7 +132,9 @@ class _Planner(Struct):
             return
         if entry.kind == "directory" and action in ("make", "replace"):
             self._new.add(entry.path)
-        chosen = self.deletions if action == "delete" else self.links if entry.link in self.entries else self.steps
+        if entry.link not in self.entries:  # here the first path has other content: what is mounted there is not
+            entry = replace(entry, link="")
+        chosen = self.deletions if action == "delete" else self.links if entry.link else self.steps
         chosen.append(Step(action, entry))
 
     def check_deletions(self) -> None:

@@ -30,8 +30,8 @@ _STALE_S = 3600.0
 _PIECE = 1 << 20
 _KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 # Hard links are refused by file systems without them (EPERM, ENOTSUP: FAT, some of FUSE and of shared disks), across
-# mounts (EXDEV), and beyond a file system's limit (EMLINK). ENOENT: the first file lies in a folder that is mounted.
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
+# mounts (EXDEV), and beyond a file system's limit (EMLINK).
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
 
 
 def apply_plan(planned: Plan, source_of: SourceOf, *, threads: int = 1) -> None:
