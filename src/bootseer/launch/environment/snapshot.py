@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from bootseer.artifact.places import runtime_root
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.capture_base import Capture
+from bootseer.env.capturing.effects import Baseline
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.catalog import NodeCatalog
 from bootseer.env.life.decide import Action, Decision
@@ -27,6 +28,7 @@ from bootseer.errors import Interrupted, PermanentError
 from bootseer.launch import supervise
 from bootseer.launch.command import run_program
 from bootseer.launch.environment.capture import capture
+from bootseer.launch.environment.relaunch import end_processes
 from bootseer.launch.environment.restore import restore
 from bootseer.launch.environment.setup import SetupHost, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
@@ -135,7 +137,12 @@ class SavedSnapshot:
         """Run the setup again, in a capture, and compare its changes with the snapshot."""
 
         def install(view: Capture, more: Mapping[str, str]) -> int:
-            return SetupRun(SetupHost(task, enter=view.enter, root=str(view.root), more_env=more)).run().code
+            baseline = Baseline.take(view.enter)
+            more_env = {**more, **baseline.environment}
+            try:
+                return SetupRun(SetupHost(task, enter=view.enter, root=str(view.root), more_env=more_env)).run().code
+            finally:
+                end_processes(lambda: {*baseline.running()})
 
         with self._task(setup, requirements) as task, self._mounted() as (layer, entries):
             return fresh_install_differs(
