@@ -220,11 +220,7 @@ def translate(
 
 def _translate_setting(setting: Setting, sources: _Sources, done: Translation) -> None:
     name, value = setting.name, setting.value
-    known = (
-        _is_irrelevant(name, value)
-        or _take_source(name, value, sources)
-        or _take_option(name, value, done)
-    )
+    known = _is_irrelevant(name, value) or _take_source(name, value, sources) or _take_option(name, value, done)
     if not known:
         done.refusals.append(f"pip's setting {name} ({setting.where}) has no counterpart in uv")
 
