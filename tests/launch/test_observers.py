@@ -1,10 +1,17 @@
 """What watches a start beside its command."""
 
 import threading
+import time
 
 import pytest
 
 from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, Observers, StartReport
+from bootseer.launch.session import RunEvents
+from bootseer.trace.event import Event
+from bootseer.trace.identity import Identity
+from bootseer.trace.sinks import FanOut
+from bootseer.trace.tracer import Tracer, new_span
+from bootseer.units import NS_PER_S
 
 
 def test_a_thread_that_cannot_be_started_costs_a_line(
@@ -39,3 +46,15 @@ def test_a_second_report_waits_until_the_first_one_is_written() -> None:
     assert written == [TRAINING_BEGAN]
     watcher.join()
     ender.join()
+
+
+def test_a_run_owns_its_events_although_the_clock_was_set_back_and_none_of_before_a_boot() -> None:
+    run = RunEvents(Tracer(FanOut([]), Identity(job="moe", node="a"), trace=""), new_span(), "")
+    event = Event(wall_ns=run.began_ns, mono_ns=time.monotonic_ns(), job="moe", node="a", stage="x", phase="instant",
+                  span=new_span())  # fmt: skip
+    minute_ns = 60 * NS_PER_S
+    assert run.owns(event)
+    assert run.owns(event._replace(wall_ns=event.wall_ns - 5 * minute_ns))
+    assert not run.owns(event._replace(wall_ns=event.wall_ns - minute_ns, mono_ns=event.mono_ns - minute_ns))
+    assert not run.owns(event._replace(wall_ns=event.wall_ns - 100 * minute_ns, mono_ns=event.mono_ns + minute_ns))
+    assert not run.owns(event._replace(node="b"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from datetime import UTC, datetime
@@ -19,8 +21,8 @@ from conftest_launch import stages
 from registry import make_certificate
 
 
-def told(env: dict[str, str], **kwargs: bool):
-    return times(env, threading.Event(), **kwargs)
+def told(env: dict[str, str]):
+    return times(env, threading.Event())
 
 
 def ago(seconds: float) -> str:
@@ -156,8 +158,29 @@ def test_only_the_first_task_asks_slurm(tmp_path):
     found = told({**env, "SLURM_PROCID": "3"})
     assert not (tmp_path / "asked").exists()
     assert (found.started_ns, found.started_by) == (1795197266 * NS_PER_S, "slurm environment")
-    told(env, may_run_programs=False)
-    assert not (tmp_path / "asked").exists()
+
+
+REAPS = """
+import os, sys, threading
+from bootseer.launch.queue_times import times
+found = []
+thread = threading.Thread(target=lambda: found.append(times(dict(os.environ), threading.Event())))
+thread.start()
+while thread.is_alive():
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        pass
+print(found[0].submitted_by)
+"""
+
+
+def test_slurm_is_asked_where_the_main_thread_reaps_all_children(tmp_path):
+    _program(tmp_path, "sacct", "exit 3")
+    _program(tmp_path, "scontrol", "echo SubmitTime=2026-11-20T10:00:00 EligibleTime=x StartTime=2026-11-20T10:05:00")
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run([sys.executable, "-c", REAPS], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "scontrol\n", done.stderr
 
 
 def test_a_hung_program_ends_with_the_run(tmp_path):

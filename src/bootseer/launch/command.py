@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -188,7 +189,7 @@ def _run_once(
     if options.began_pattern is not None and session is not None:
         from bootseer.launch.relay import Relay, forward_window_size
 
-        found = _call_once(session.training_began)
+        found = functools.cache(session.training_began)  # once, whichever output it is found in
         try:
             relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
         except OSError as error:  # out of pseudo terminals or descriptors
@@ -208,13 +209,12 @@ def _run_once(
     gc.enable()  # off until here: see `cli.run_options.start`
     for relay in relays:
         relay.start()
-    reaps = restarts is not None and restarts.adopts_orphans
     if session is not None:
-        session.start_observers(env, reaps_children=reaps)  # after the spawn, so that the job does not wait for it
+        session.start_observers(env)  # after the spawn, so that the job does not wait for it
     tracer = session.tracer if session is not None else None
     code = supervise.wait(
         pid,
-        reaps_orphans=reaps,
+        reaps_orphans=restarts is not None and restarts.adopts_orphans,
         on_signal=on_signal,
         on_restart_request=restarts.request if restarts is not None else None,
         tracer=tracer,
@@ -223,15 +223,3 @@ def _run_once(
     for relay in relays:
         relay.finish(deadline_s)
     return code
-
-
-def _call_once(function: Callable[[], None]) -> Callable[[], None]:
-    import threading
-
-    lock = threading.Lock()
-
-    def first() -> None:
-        if lock.acquire(blocking=False):
-            function()
-
-    return first

@@ -47,12 +47,9 @@ class Times(NamedTuple):
     started_by: str = ""
 
 
-def times(env: Mapping[str, str], ended: threading.Event, *, may_run_programs: bool = True) -> Times:
-    """The scheduler's times; never raises. Runs in a thread, at most until `ended` is set.
-
-    Without `may_run_programs` only variables, files and the API server are read.
-    """
-    found = _slurm(env, ended, may_run_programs=may_run_programs) if env.get("SLURM_JOB_ID") else _kubernetes(env)
+def times(env: Mapping[str, str], ended: threading.Event) -> Times:
+    """The scheduler's times; never raises. Runs in a thread, at most until `ended` is set."""
+    found = _slurm(env, ended) if env.get("SLURM_JOB_ID") else _kubernetes(env)
     given = parse_time(env.get("BOOTSEER_SUBMITTED", ""))
     if given is not None:
         found = found._replace(submitted_ns=given, submitted_by="BOOTSEER_SUBMITTED")
@@ -75,9 +72,9 @@ def parse_time(text: str) -> int | None:
         return None
 
 
-def _slurm(env: Mapping[str, str], ended: threading.Event, *, may_run_programs: bool) -> Times:
+def _slurm(env: Mapping[str, str], ended: threading.Event) -> Times:
     job = env["SLURM_JOB_ID"]
-    if may_run_programs and env.get("SLURM_PROCID", "0") in ("", "0"):
+    if env.get("SLURM_PROCID", "0") in ("", "0"):
         for source, command, form in (
             ("sacct", ["sacct", "-X", "-n", "-P", "-j", job, "-o", "Submit,Eligible,Start"], _SACCT),
             ("scontrol", ["scontrol", "-o", "show", "job", job], _SCONTROL),
@@ -108,6 +105,7 @@ def _output_of(command: list[str], env: Mapping[str, str], ended: threading.Even
         for _ in range(round(_DEADLINE_S / _POLL_S)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 answer, _ = process.communicate(timeout=_POLL_S)
+                # 0 also if the main thread has reaped it, as PID 1 and a subreaper do: `answer` is matched in full.
                 log(__name__, "%s ended with exit code %d", command[0], process.returncode)
                 return answer[-65536:].decode("utf-8", "replace") if process.returncode == 0 else ""
             if ended.is_set():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bootseer.trace.spool_tail import SpoolTail
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
+_SET_BACK_NS = 3600 * 10**9
 PODINFO = "/etc/podinfo"
 """Where Kubernetes' own examples mount the downward API volume."""
 
@@ -61,14 +62,16 @@ class RunEvents:
     def __init__(self, tracer: Tracer, span: str, folder: str) -> None:
         """`span` is the run's, `folder` the spool of the attempt."""
         self.tracer, self.span, self.folder = tracer, span, folder
-        self.began_ns = time.time_ns()
+        self.began_ns, self._began_mono_ns = time.time_ns(), time.monotonic_ns()
 
     def owns(self, event: Event) -> bool:
         """Whether an event of the spool belongs to this run."""
         identity = self.tracer.identity
         mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
+        # The clock may have been set back meanwhile. The monotonic one alone does not tell: it restarts at a boot.
+        is_later = event.mono_ns >= self._began_mono_ns and event.wall_ns >= self.began_ns - _SET_BACK_NS
         # The scheduler's stages lie before the run, and have it as their parent.
-        return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
+        return mine and (is_later or event.wall_ns >= self.began_ns or event.parent == self.span)
 
     def tail(self) -> SpoolTail:
         """Reads this run's events. Of a spool that a thousand nodes share, each reads only its own files."""
@@ -162,9 +165,8 @@ class Session(RunEvents):
         """Emit that the user's pattern was found in the output."""
         self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern"})
 
-    def start_observers(self, env: Mapping[str, str], *, reaps_children: bool) -> None:
-        """Start the threads beside the command, once. `reaps_children`: this process takes the exit status of any
-        child, also of a program that such a thread would run."""
+    def start_observers(self, env: Mapping[str, str]) -> None:
+        """Start the threads beside the command, once."""
         if self._observers is not None:
             return
         scheduled = (
@@ -186,14 +188,13 @@ class Session(RunEvents):
             self._shipping = Shipping(self.folder, self.service.partition("=")[2], self._env)
             self._observers.start(self._shipping.watch, join=False)
         if scheduled:
-            may_run_programs = os.getpid() != 1 and not reaps_children  # PID 1 reaps all, too
-            self._observers.start(lambda ended: self._scheduler_times(env, ended, may_run_programs))
+            self._observers.start(lambda ended: self._scheduler_times(env, ended))
 
-    def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event, may_run_programs: bool) -> None:
+    def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event) -> None:
         from bootseer.launch import queue_times
 
         podinfo = env.get("BOOTSEER_PODINFO") or PODINFO
-        found = queue_times.times({**env, "BOOTSEER_PODINFO": podinfo}, ended, may_run_programs=may_run_programs)
+        found = queue_times.times({**env, "BOOTSEER_PODINFO": podinfo}, ended)
         began_ns = self.began_ns
         log(__name__, "the scheduler's times: %s", found)
         if found.submitted_ns and found.submitted_ns <= began_ns:
