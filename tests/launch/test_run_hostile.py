@@ -56,6 +56,14 @@ def test_the_exit_code_survives_lost_streams(env, closed):
     assert subprocess.run(["bash", "-c", script], env=env, check=False, timeout=180).returncode == 7
 
 
+def test_no_message_is_written_into_a_file_that_has_the_number_of_a_closed_stream(env, tmp_path):
+    script = f"{sys.executable} -m bootseer run --spool {tmp_path / 'spool'} -- readlink -q /proc/self/fd/2 2>&-"
+    done = subprocess.run(["bash", "-c", script], env=env, check=False, timeout=180, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (1, b""), "the command's stream is closed, too"
+    (file,) = (tmp_path / "spool").rglob("*.events")
+    assert all(line.startswith(b"@bootseer1 ") for line in file.read_bytes().splitlines())
+
+
 def test_kill_9_of_bootseer_ends_the_command(env):
     """`timeout -k`, subprocess.run(timeout=...) and supervisors kill the process that they started."""
     with _started(env, SLEEP) as (process, command):

@@ -85,6 +85,24 @@ def test_a_subreaper_reaps_orphans_while_the_command_runs() -> None:
     assert subprocess.run([sys.executable, "-c", SUBREAPER, script], check=False).returncode == 7
 
 
+ALIVE = """
+import os, sys
+from bootseer.launch import supervise
+class Counted:
+    def emit(self, stage, phase):
+        print(stage, flush=True)
+supervise.block_signals()
+pid = supervise.spawn(["sh", "-c", sys.argv[1]], os.environ, own_group=True)
+supervise.wait(pid, own_group=True, tracer=Counted())
+"""
+
+
+def test_a_run_is_alive_where_signals_come_all_the_time() -> None:
+    script = "for _ in $(seq 30); do kill -CHLD $PPID; sleep 0.1; done"
+    done = subprocess.run([sys.executable, "-c", ALIVE, script], check=False, capture_output=True, text=True)
+    assert set(done.stdout.split()) == {"alive"}, done.stderr
+
+
 @needs_fuse
 def test_a_command_that_never_starts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_START_S", 0.5)

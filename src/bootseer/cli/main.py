@@ -17,6 +17,11 @@ from bootseer.errors import BootseerError, Interrupted, UsageError
 
 def main() -> None:
     """Entry point of the `bootseer` program."""
+    with suppress(OSError):
+        # Fill closed standard streams: a file opened later would get the number, and messages would be written to it.
+        while (number := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
+            pass
+        os.close(number)
     try:
         if os.environ.get("BOOTSEER_LOG"):
             set_up_log()

@@ -19,11 +19,10 @@ from typing import Any, NoReturn
 
 from bootseer import logs
 from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError, UsageError
-from bootseer.launch.supervise import FORWARDED
+from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl
 from bootseer.mounts.process import end_child
 
 Send = Callable[[dict[str, Any]], None]
-_PR_SET_PDEATHSIG = 1
 _MAX_LINE = 65_536
 _KILL_AFTER_S = 5.0
 _log = logs.logger(__name__)
@@ -191,8 +190,6 @@ def _terminate_with(parent: int) -> None:
 def end_with_parent(parent: int) -> None:
     """Have the kernel send SIGTERM when `parent` dies. To be called again after entering a namespace, which clears it.
     Raises `Interrupted` if the parent has died already."""
-    import ctypes
-
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != parent:
         raise Interrupted(signal.SIGTERM, "SIGTERM")

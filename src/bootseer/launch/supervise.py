@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import math
 import os
@@ -60,7 +59,7 @@ _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
 """Interval of `alive` events, by which the end of a run that SIGKILL ended is known: a second, or a tenth of the time
 that it has run."""
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 EXIT_FLUSH_S = 2.0
 """How long the end of the run waits for exporters and relays."""
 RESTART_GRACE_S = 30.0
@@ -146,7 +145,7 @@ def spawn(
     parent = os.getpid()
     own_group = leads_group() if own_group is None else own_group
     try:
-        answer, report = _pipe()
+        answer, report = os.pipe2(os.O_CLOEXEC)
         with os.fdopen(answer, "rb") as file:
             try:
                 pid = os.fork()
@@ -185,16 +184,6 @@ def _kill(pid: int) -> None:
     until_s = time.monotonic() + _KILL_S
     while _reap(pid) is None and time.monotonic() < until_s:
         time.sleep(0.001)
-
-
-def _pipe() -> tuple[int, int]:
-    """A pipe with descriptors above 2, also when this process was started without standard streams."""
-    low = os.pipe2(os.O_CLOEXEC)
-    try:
-        return fcntl.fcntl(low[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(low[1], fcntl.F_DUPFD_CLOEXEC, 3)
-    finally:
-        for end in low:
-            os.close(end)
 
 
 def _exec_command(
@@ -255,13 +244,17 @@ def _call_enter(enter: Callable[[], None], report: int) -> None:
 def _die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when `parent` dies; skipped for a Python without ctypes."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
-        # Only the C core of ctypes: importing the whole package takes three times as long.
-        from _ctypes import call_function, dlopen, dlsym
-
-        prctl = dlsym(dlopen(None, 0), "prctl")  # type: ignore[arg-type]
-        call_function(prctl, (_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prctl(option: int, value: int) -> bool:
+    """Whether prctl(2) succeeds. Raises `ImportError`, `OSError` or `AttributeError` in a Python without ctypes."""
+    # Only the C core of ctypes: importing the whole package takes three times as long.
+    from _ctypes import call_function, dlopen, dlsym
+
+    return not call_function(dlsym(dlopen(None, 0), "prctl"), (option, value, 0, 0, 0))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -300,7 +293,7 @@ def wait(
     `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
     began_s = time.monotonic()
-    kill_s = math.inf
+    alive_s, kill_s = began_s + _ALIVE_S, math.inf
     own_group = leads_group() if own_group is None else own_group
     awaited = {*FORWARDED, signal.SIGCHLD}
     if on_restart_request is not None:
@@ -311,17 +304,17 @@ def wait(
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid, orphans=reaps_orphans)) is None:
         # With a timeout: SIGCHLD may be delivered to a thread that has not blocked it, and would never arrive here.
-        share = _ALIVE_SHARE if tracer is not None else 0
+        info = signal.sigtimedwait(awaited, max(0.0, min(alive_s, kill_s) - time.monotonic()))
         now_s = time.monotonic()
-        info = signal.sigtimedwait(awaited, max(0.0, min(max(_ALIVE_S, (now_s - began_s) * share), kill_s - now_s)))
-        if time.monotonic() >= kill_s:
+        if now_s >= kill_s:
             kill_s = math.inf
             _send(pid, signal.SIGKILL, own_group=own_group)
-        if info is None or not info.si_signo:  # 0 when a debugger attaches
+        if now_s >= alive_s:  # also where a signal comes more often, such as SIGCHLD of adopted orphans
+            alive_s = now_s + _ALIVE_S
             if tracer is not None:
                 tracer.emit(ALIVE, INSTANT)
-            continue
-        if info.si_signo == signal.SIGCHLD:
+                alive_s = max(alive_s, now_s + (now_s - began_s) * _ALIVE_SHARE)
+        if info is None or info.si_signo in (0, signal.SIGCHLD):  # 0 when a debugger attaches
             continue
         if on_restart_request is not None and info.si_signo == RESTART_REQUEST:
             on_restart_request()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
-from bootseer.launch.supervise import leads_group, log
+from bootseer.launch.supervise import leads_group, log, prctl
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ class WarmRestart:
         self._waiting: dict[int, socket.socket] = {}
         self._socket: socket.socket | None = None
         try:
-            from _ctypes import call_function, dlopen, dlsym
-
-            prctl = dlsym(dlopen(None, 0), "prctl")  # type: ignore[arg-type]
-            if call_function(prctl, (_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)):
+            if not prctl(_PR_SET_CHILD_SUBREAPER, 1):
                 return
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             self._socket.bind(f"{programs.AGAIN}{os.getpid()}")
