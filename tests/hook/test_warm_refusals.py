@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.hook import warm_parent
+from bootseer.hook import programs, warm_parent
 from hook.test_warm import HOOK, Launcher
 
 pytestmark = pytest.mark.slow
@@ -107,17 +107,44 @@ def test_what_may_change_imports_is_named_and_the_program_started_by_exec(launch
         (["job/child.py"], {"env": {**base, "OTHER": "2"}}),
         (["job/child.py"], {"env": {**base, "LEVEL": "3"}}),
         (["job/child.py"], {"env": {**base, "OMP_NUM_THREADS": "3"}}),
+        (["job/child.py"], {"env": {**base, "FSSPEC_S3_SECRET": "3"}}),
         (["-u", "job/child.py"], {}),
         (["-c", "print('other')"], {}),
     ]
     found = launcher.run(*runs)
-    assert [out for _, out, _ in found] == ["None []\n", "3 []\n", "None []\n", "None []\n", "other\n"]
-    warm, level, native, flags = launcher.reasons()
+    assert [out for _, out, _ in found] == ["None []\n", "3 []\n", "None []\n", "None []\n", "None []\n", "other\n"]
+    warm, level, native, settings, flags = launcher.reasons()
     assert warm == ""
     assert "LEVEL" in level
     assert "library" in level
     assert "OMP_NUM_THREADS" in native
+    assert "FSSPEC_S3_SECRET" in settings
+    assert [programs.recorded(name) for name in ("OMP_NUM_THREADS", "FSSPEC_S3_SECRET", "NVIDIA_API_KEY")] == [
+        True,
+        False,
+        False,
+    ]
     assert "flags" in flags
+
+
+@pytest.mark.parametrize("member", ["near", "far", "sibling", "cousin"])
+def test_modules_that_are_imported_as_members_of_packages_are_searched_too(tmp_path: Path, member: str):
+    texts = {
+        "train": "from pkg import (\n    near,  # first\n    far as other,\n)\nfrom pkg.deep import module\n",
+        **dict.fromkeys(
+            ("pkg/__init__", "pkg/near", "pkg/far", "pkg/deep/__init__", "pkg/deep/sibling", "pkg/cousin"), ""
+        ),
+        "pkg/deep/module": "from .sibling import name\nfrom .. import cousin\n",
+    }
+    (tmp_path / "pkg" / "deep").mkdir(parents=True)
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    main, found = str(tmp_path / "train.py"), next(tmp_path.rglob(f"{member}.py"))
+    digest, words = programs.import_lines(main, str(tmp_path))
+    found.write_text("import os\nos.environ['OMP_NUM_THREADS'] = '3'\n")
+    changed, words = programs.import_lines(main, str(tmp_path))
+    assert changed != digest
+    assert "OMP_NUM_THREADS" in words
 
 
 @pytest.mark.parametrize("text", ["import library, os\nos.environ['LEVEL'] = '3'\n", "import json, library\n"])

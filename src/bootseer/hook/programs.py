@@ -6,7 +6,6 @@ launcher that starts it the next time (`warm_launcher`), and the warm parent (`w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -29,7 +28,7 @@ AGAIN = "\0bootseer-restart-"
 """Abstract socket address of `bootseer run --restarts`, for warm parents, without the process id that follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
-_IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import|import\s+([\w., ]+))", re.MULTILINE)
+_IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import\s+(\([^)]*|[\w, ]*)|import\s+([\w., ]+))", re.MULTILINE)
 _IMPORT_LINE = re.compile(
     rb"^.*(?:^\s*(?:import|from)\s|environ|putenv|unsetenv|dotenv|sys\.(?:path|modules|meta_path|path_hooks|set)"
     rb"|importlib|__import__|setlocale|monkey|ctypes|\bexec\(|\beval\().*$",
@@ -64,7 +63,6 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
     digest = hashlib.sha256()
     words: set[str] = set()
     found, queue = {main}, [main]
-    tops = {folder, os.path.dirname(main)}
     for path in queue:
         if len(queue) > _MAX_FILES:
             raise OSError(f"{os.path.basename(path)}: too many modules to be searched for imports")
@@ -73,7 +71,8 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
         digest.update(lines)
         words |= of_file
         for name in names:
-            parts = name.split(".")
+            parts, dots = name.strip(".").split("."), len(name) - len(name.lstrip("."))
+            tops = {path.rsplit("/", dots)[0]} if dots else {folder, os.path.dirname(main)}
             bases = [os.path.join(top, *parts[:end]) for top in tops for end in range(1, min(len(parts), 8) + 1)]
             near = {f"{base}{end}" for base in bases for end in (".py", "/__init__.py")} - found
             near = {path for path in near if os.path.isfile(path)}
@@ -92,9 +91,12 @@ def _search(path: str, stamp: tuple[int, ...]) -> tuple[bytes, set[str], list[st
         raise OSError(f"{os.path.basename(path)}: too large to be searched for imports")
     lines = _IMPORT_LINE.findall(text)
     words = {word.decode() for line in lines if _SETS.search(line) for word in _WORD.findall(line)}
-    groups = [(group[0] or group[1]).decode().split(",") for group in _IMPORT.findall(text)]
-    names = [name.split(" as ")[0].strip().lstrip(".") for group in groups for name in group]
-    return b"".join(line.strip() + b"\n" for line in lines), words, names
+    names = []
+    for package, members, modules in _IMPORT.findall(text):
+        names += [package] if package else [module.partition(b" as ")[0].strip() for module in modules.split(b",")]
+        # A member may be a module, too.
+        names += [b"%s.%s" % (package.rstrip(b".") or package[:-1], name) for name in _WORD.findall(members)]
+    return b"".join(line.strip() + b"\n" for line in lines), words, [name.decode() for name in names]
 
 
 def own_module(folder: str) -> str:
@@ -191,15 +193,20 @@ class Recorder:
             self._before_device = self._modules()
 
     def write(self) -> None:
-        """Write the record, unless another process of the same program did. Never raises."""
+        """Write the record, unless another process of the same program did; an event says why it cannot be written.
+        Never raises."""
         launcher, self._launcher = self._launcher, ""
         own = parse(sys.orig_argv)
         if launcher and own is not None and os.getpid() == self._pid:
-            with contextlib.suppress(Exception):
+            try:
                 name = re.sub(r"[^\w.-]", "_", f"{launcher}-{own[1]}")[:100]
                 target = os.path.join(self._folder, f"{RECORD}{name}.json")
                 if not os.path.exists(target):
                     self._write(target, launcher, *own)
+            except Exception as error:
+                from bootseer.hook import warm_launcher
+
+                warm_launcher.emit({"program": own[1], "why_not": f"its imports are not recorded: {error}"})
 
     def _write(self, target: str, launcher: str, flags: Sequence[str], program: str, rest: Sequence[str]) -> None:
         import json
@@ -218,7 +225,7 @@ class Recorder:
             "program": program,
             "flags": flags,
             "modules": (self._early or self._before_device or []) if touched else self._modules(),
-            "native": {name: value for name, value in set_above.items() if native(name)},
+            "native": {name: value for name, value in set_above.items() if recorded(name)},
             "changed": sorted(os.fsdecode(name) for name in begun.keys() | now if begun.get(name) != now.get(name)),
             "telling": import_lines(main, self._begun_in if is_module else os.path.dirname(main))[0],
             "main": main,
@@ -251,16 +258,22 @@ def _environment(process: str) -> dict[bytes, bytes]:
 
 
 _NATIVE = re.compile(
-    r"(?!.*(?:TOKEN|SECRET|PASSW|CREDENTIAL|_KEYS?(?:_|$)))"  # NVIDIA_API_KEY: secrets are read by programs only
+    r"FSSPEC_|(?!.*(?:TOKEN|SECRET|PASSW|CREDENTIAL|_KEYS?(?:_|$)))"  # NVIDIA_API_KEY: only programs read it
     r"(?:LD_|GLIBC_|MALLOC_|PYTHON|LC_|LANG|TZ$|TZDIR|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|DNNL_"
     r"|ONEDNN_|ATEN_|C10_|TORCH_SHOW|TORCH_CPP|PYTORCH_|CUDA_MODULE|CUDA_LAUNCH|CUDA_CACHE|NVIDIA_|HSA_|HIP_|TBB"
-    r"|OPENSSL_|SSL_|UCX_|FI_|GRPC_|ARROW_|JE_|TCMALLOC|MIMALLOC|JAX_|XLA_|TQDM_|NETWORKX_|FSSPEC_)"
+    r"|OPENSSL_|SSL_|UCX_|FI_|GRPC_|ARROW_|JE_|TCMALLOC|MIMALLOC|JAX_|XLA_|TQDM_|NETWORKX_)"
 )
 
 
 def native(name: str) -> bool:
     """Whether native libraries may read this variable while they are loaded, without Python's knowledge."""
     return _NATIVE.match(name) is not None
+
+
+def recorded(name: str) -> bool:
+    """Whether the value of this variable may be recorded: a native one that is no secret. fsspec's are the settings of
+    storage, among them keys, which it reads when it is imported."""
+    return native(name) and not name.startswith("FSSPEC_")
 
 
 def differing_variable(names: set[str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

@@ -23,8 +23,7 @@ from bootseer.artifact import document
 from bootseer.artifact.places import cache_root, own_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError
-from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA
-from bootseer.hook.programs import native as is_native
+from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, recorded
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.session import Session
@@ -108,7 +107,7 @@ def shared(known: Known) -> Known:
     launchers = {}
     for name, one in known.launchers.items():
         native = {
-            key: value for key, value in one.native.items() if is_native(key) and _SHARED.fullmatch(f"{key}={value}")
+            key: value for key, value in one.native.items() if recorded(key) and _SHARED.fullmatch(f"{key}={value}")
         }
         launchers[name] = msgspec.structs.replace(one, native=native)
     return Known(launchers)
