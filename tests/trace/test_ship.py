@@ -321,14 +321,18 @@ def test_the_log_of_a_job_without_bootseer_becomes_a_start(service, run, tmp_pat
     assert done.returncode == 0, done.stderr
     (start,) = service.rows(schema.start, 1)
     assert start.job == "ungemessen/7"
+    (tmp_path / "bar.log").write_text("one line without an end")
+    done = run("ship", "--to", service.url, "--json", "--job", "bar", "bar.log")
+    assert (done.returncode, json.loads(done.stdout)["lines"]) == (0, 1), done.stderr
 
 
-def test_following_goes_on_until_a_signal(service, env, tmp_path):
+@pytest.mark.parametrize("also", [[], ["-"]])
+def test_following_goes_on_until_a_signal(service, env, tmp_path, also):
     root = Path(env["BOOTSEER_SPOOL"])
     root.mkdir()
-    command = [*BOOTSEER, "ship", "--follow", "--to", service.url, str(root)]
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as sender:
-        threading.Event().wait(1)
+    command = [*BOOTSEER, "ship", "--follow", "--to", service.url, *also, str(root)]
+    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as sender:
+        threading.Event().wait(3 if also else 1)
         _, lines = spool(root)
         until = time.monotonic() + 300
         while service.raw_lines() != lines and time.monotonic() < until:

@@ -142,17 +142,14 @@ def serve_command(
     from dataclasses import replace
 
     from bootseer.cli.pattern import of_stages
+    from bootseer.launch.supervise import say
     from bootseer.service.access import networks
     from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
 
-    def ready(address: str) -> None:
-        sys.stderr.write(f"bootseer: the service is at {address} (data in {settings.data})\n")
-        sys.stderr.flush()
-
     hooks, stages = tuple(webhook(one) for one in alert_to), tuple(of_stages(patterns))
     settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, raw_days=raw_days, patterns=stages)
-    serve(settings, ready)
+    serve(settings, lambda address: say(f"the service is at {address} (data in {settings.data})"))
 
 
 @click.command("reindex")

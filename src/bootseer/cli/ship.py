@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import click
 from bootseer.cli.output import Output
 from bootseer.cli.verb_parts import Amount, json_option, stop_event
 from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.launch.supervise import say
 from bootseer.units import plural
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def ship_command(
         raise UsageError(f"no spool files in {', '.join(folders)}", hint="give --job NAME to send logs", exit_code=1)
     sender = Spools(folders, link)
     if follow:
-        lines = _follow(sender, files, job, link, where, stop_event())
+        lines = _follow(sender, files, job, link, where, stop_event(), alone=named == ["-"])
         waiting = 0
     else:
         until = time.monotonic() + within
@@ -82,8 +82,10 @@ def ship_command(
         output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {message}")
 
 
-def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event) -> int:
-    """Send what is written until a signal, or until standard input ends if nothing else is followed. Returns the number
+def _follow(
+    sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event, *, alone: bool
+) -> int:
+    """Send what is written until a signal, or until standard input ends if it is followed `alone`. Returns the number
     of lines sent from standard input."""
     from bootseer.report import inputs
     from bootseer.trace.ship import pause_s
@@ -95,7 +97,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
     piped = _Lines(f"stdin-{time.time_ns()}", lambda: next(inputs.new_blocks(stdin, 0), None), job, link)
     for place in named:
         if not Path(place).exists():
-            sys.stderr.write(f"bootseer: {place} does not exist yet\n")
+            say(f"{place} does not exist yet")
     reported = ""
     try:
         while True:
@@ -106,7 +108,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
             is_over = "-" in files and piped.step()
             if link.problem != reported:
                 reported = _report(link.problem)
-            if is_last or (is_over and len(files) == 1):
+            if is_last or (is_over and alone):
                 return piped.lines
             ended.wait(pause_s(link))
     finally:
@@ -117,8 +119,7 @@ def _follow(sender: Spools, files: list[str], job: str, link: Link, where: Targe
 
 def _report(problem: str) -> str:
     """Print the state of the service after it has changed. Returns `problem`."""
-    state = f"the service: {problem}; retrying" if problem else "the service is reachable again"
-    sys.stderr.write(f"bootseer: {state}\n")
+    say(f"the service: {problem}; retrying" if problem else "the service is reachable again")
     return problem
 
 
@@ -157,7 +158,7 @@ class _Lines:
                 if not self._link.send(lines, self._sender, self._sequence, self._more):
                     return False
                 self._sequence += 1
-                self.lines += lines.count(b"\n")
+                self.lines += lines.count(b"\n") + (not lines.endswith(b"\n"))
             del self._held[: len(piece)]
         return self._is_over
 
@@ -221,5 +222,5 @@ def _blocks(source: Source) -> Iterator[bytes]:
     try:
         yield from inputs.blocks(source)
     except inputs.Cut:
-        sys.stderr.write(f"bootseer: {source.name}: truncated or damaged; what is before the damage is sent\n")
+        say(f"{source.name}: truncated or damaged; what is before the damage is sent")
     yield b""

@@ -95,9 +95,10 @@ class SpoolTail:
         their writers have ended. Never raises.
         """
         events: list[Event] = []
-        listing: dict[str, tuple[int, int]] = {}
-        with suppress(OSError):
+        try:
             listing = spool_files(self._folder, self._node)
+        except OSError:  # a deleted folder, or one to try again; what was read must not be read again
+            return events
         for name in self._files.keys() - listing.keys():
             del self._files[name]
         for name, status in listing.items():
