@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,13 +60,7 @@ def env_command() -> None:
 @click.option("--refresh", is_flag=True, help="Make a new snapshot even if there is one.")
 @json_option("bootseer.environment-capture/1")
 def capture_command(
-    setup: str | None,
-    requirements: tuple[str, ...],
-    store: str | None,
-    plain_http: bool,
-    refresh: bool,
-    output: Output,
-    **values: Any,
+    setup: str | None, requirements: tuple[str, ...], refresh: bool, output: Output, **values: Any
 ) -> None:
     """Run a setup as `bootseer run` would, without a job, and publish its snapshot, so that even the first job can use
     it.
@@ -82,8 +76,7 @@ def capture_command(
     from bootseer.launch.environment.snapshot import make_snapshot
 
     _check_setup(setup, requirements)
-    source = {**values, "store": store, "plain_http": plain_http}
-    asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, source, os.environ)
+    asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, values, os.environ)
     made = make_snapshot(setup, requirements, asked, os.environ)
     size = f"{made.num_files:,} files, {format_bytes(made.size_bytes)}, kept in {format_seconds(made.seconds)}"
     output(asdict(made), made.key or "no key", size if made.published else made.why_not)
@@ -112,15 +105,7 @@ _MAX_LINES = 3
 @click.option("--diff", "old", metavar="KEY|FILE", help="Show what changed since this snapshot or this JSON output.")
 @click.option("--all", "show_all", is_flag=True, help="Show all lines of each part, not only the first.")
 @json_option(KEY_SCHEMA)
-def key_command(
-    store: str | None,
-    plain_http: bool,
-    image: str | None,
-    old: str | None,
-    show_all: bool,
-    output: Output,
-    **values: Any,
-) -> None:
+def key_command(image: str | None, old: str | None, show_all: bool, output: Output, **values: Any) -> None:
     """Explain the request key of a setup: setups with equal keys share a snapshot. The exit code is 1 if no snapshot
     can be used for it.
 
@@ -136,13 +121,13 @@ def key_command(
 
     _check_setup(values["setup"], values["requirements"])
     base = None
-    asked = wanted(values, {"plain_http": plain_http}, os.environ)
+    asked = wanted(values, {"plain_http": values["plain_http"]}, os.environ)
     if image is not None:
-        base = base_of_image(request_of_verb(image, None, plain_http))
+        base = base_of_image(request_of_verb(image, None, values["plain_http"]))
     key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, base=base))
     changed = None
     if old is not None:
-        components, details = _old_key(old, store, plain_http)
+        components, details = _old_key(old, values)
         changed = difference(components, key, details)
     output(
         {
@@ -161,11 +146,11 @@ def key_command(
         raise SystemExit(1)
 
 
-def _old_key(old: str, store: str | None, plain_http: bool) -> tuple[dict[str, str], dict[str, list[str]]]:
+def _old_key(old: str, source: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Components and details of a key printed earlier, or of a snapshot's key."""
     path = Path(old)
     if not path.is_file():
-        with catalog_of(store, plain_http) as catalog:
+        with catalog_of(source) as catalog:
             return dict(document_of(catalog, old).components), {}
     try:
         value = json.loads(path.read_text())
@@ -214,16 +199,7 @@ def _explained(key: RequestKey, limit: int | None) -> Iterator[Text]:
 @with_options(TRUST)
 @json_option("bootseer.environment-restored/1")
 @click.pass_context
-def restore_command(
-    ctx: click.Context,
-    /,
-    key: str,
-    folder: Path | None,
-    store: str | None,
-    plain_http: bool,
-    output: Output,
-    **trust: Any,
-) -> int:
+def restore_command(ctx: click.Context, /, key: str, folder: Path | None, output: Output, **source: Any) -> int:
     """Write the files of the snapshot KEY below the new folder DIR, or run COMMAND with them in place.
 
     DIR gets a copy for inspection: paths below it are those of the setup, and files deleted by the setup are ignored.
@@ -237,15 +213,16 @@ def restore_command(
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
         raise UsageError("give either a folder or a command", hint="name a folder, or put a command after --")
-    with catalog_of(store, plain_http, trust) as catalog:
+    plain_http = source["plain_http"]
+    with catalog_of(source) as catalog:
         document = document_of(catalog, key)
         snapshot = SavedSnapshot(
             document, catalog.store.uri, cache(), os.environ, plain_http=plain_http, signatures=catalog.signatures
         )
     if folder is None:
         return snapshot.run(words)
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder}: not empty", hint="name a new folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: not an empty folder", hint="name a new folder")
     num_files = snapshot.copy_to(folder)
     result = {"key": document.key, "target": str(folder.absolute()), "num_files": num_files}
     output(result, f"{folder}: {num_files:,} files of {document.key[:12]}")
@@ -270,13 +247,11 @@ _MAX_SHOWN = 20
 @json_option("bootseer.environment-verified/1")
 def verify_command(
     key: str,
-    store: str | None,
-    plain_http: bool,
     setup: str | None,
     requirements: tuple[str, ...],
     tier: Literal["quick", "full", "oracle"],
     output: Output,
-    **trust: Any,
+    **source: Any,
 ) -> None:
     """Verify the snapshot whose key begins with KEY. The exit code is 1 if something differs.
 
@@ -300,9 +275,9 @@ def verify_command(
 
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("--tier oracle needs a setup to run", hint="give --setup SCRIPT or --requirements FILE")
-    with catalog_of(store, plain_http, trust) as catalog:
+    with catalog_of(source) as catalog:
         document = document_of(catalog, key)
-        snapshot = SavedSnapshot(document, catalog.store.uri, cache(), os.environ, plain_http=plain_http)
+        snapshot = SavedSnapshot(document, catalog.store.uri, cache(), os.environ, plain_http=source["plain_http"])
     with Progress("verifying") as progress:
         if tier == "oracle":
             found = snapshot.compare_with_fresh(setup, requirements)

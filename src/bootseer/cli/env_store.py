@@ -44,8 +44,9 @@ def cache() -> Path:
 
 
 @contextmanager
-def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
-    """The snapshots of a store. `trust`: the values of `TRUST`, for verbs that use the content of a snapshot."""
+def catalog_of(source: Mapping[str, Any]) -> Iterator[Catalog]:
+    """The snapshots of a store. `source`: the values of `STORE`, and of `TRUST` for verbs that use the content of a
+    snapshot."""
     from bootseer.artifact.places import STORE as VARIABLE
     from bootseer.artifact.signatures import UNSIGNED
     from bootseer.env.life.catalog import Catalog
@@ -53,10 +54,10 @@ def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | N
     from bootseer.launch.supervise import say
     from bootseer.store.open import open_store
 
-    uri = given or os.environ.get(VARIABLE)
-    with closing(open_store(uri or own_store(cache()), plain_http=plain_http)) as store:
+    uri = source["store"] or os.environ.get(VARIABLE)
+    with closing(open_store(uri or own_store(cache()), plain_http=source["plain_http"])) as store:
         # The node's own store contains only what this node made, so it needs no signatures.
-        yield Catalog(store, say, UNSIGNED if trust is None or not uri else signatures(trust, os.environ))
+        yield Catalog(store, say, signatures(source, os.environ) if uri and "trusted_keys" in source else UNSIGNED)
 
 
 def full_key(catalog: Catalog, digits: str) -> str:
@@ -91,7 +92,7 @@ def document_of(catalog: Catalog, digits: str) -> EnvironmentDocument:
 @click.command("list")
 @with_options(STORE)
 @json_option("bootseer.environments/1")
-def list_command(store: str | None, plain_http: bool, output: Output) -> None:
+def list_command(output: Output, **source: Any) -> None:
     """List the snapshots of a store, newest first: key, age, size, builder, content.
 
     \b
@@ -99,7 +100,7 @@ def list_command(store: str | None, plain_http: bool, output: Output) -> None:
     """
     from rich.text import Text
 
-    with catalog_of(store, plain_http) as catalog:
+    with catalog_of(source) as catalog:
         listing = catalog.all()
         where = catalog.store.uri
     documents = sorted(listing.documents, key=lambda document: document.built_s, reverse=True)
@@ -157,13 +158,13 @@ def _row(document: EnvironmentDocument, now_s: float) -> dict[str, Any]:
 @click.argument("key", metavar="KEY")
 @with_options(STORE)
 @json_option("bootseer.environments/1")
-def show_command(key: str, store: str | None, plain_http: bool, output: Output) -> None:
+def show_command(key: str, output: Output, **source: Any) -> None:
     """Show the snapshot whose key begins with KEY: packages, folders, exports, parts of the key.
 
     \b
     bootseer env show 3fa9
     """
-    with catalog_of(store, plain_http) as catalog:
+    with catalog_of(source) as catalog:
         document = document_of(catalog, key)
     now_s = time.time()
     output(
@@ -229,13 +230,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
 @click.option("--dry-run", "-n", is_flag=True, help="Only list what would be removed.")
 @json_option("bootseer.environments-removed/1")
 def remove_command(
-    keys: tuple[str, ...],
-    store: str | None,
-    plain_http: bool,
-    package: str | None,
-    older_than: str | None,
-    dry_run: bool,
-    output: Output,
+    keys: tuple[str, ...], package: str | None, older_than: str | None, dry_run: bool, output: Output, **source: Any
 ) -> None:
     """Remove snapshots: later starts run the setup again. Mounted ones stay usable.
 
@@ -248,7 +243,7 @@ def remove_command(
     if not keys and package is None and older_than is None:
         raise UsageError("nothing to remove", hint="give a KEY, --package NAME or --older-than 30d")
     now_s = time.time()
-    with catalog_of(store, plain_http) as catalog:
+    with catalog_of(source) as catalog:
         found = [full_key(catalog, key) for key in keys]
         if package is not None or older_than is not None:
             found += [document.key for document in _chosen(catalog.all().documents, package, older_than, now_s)]
@@ -287,7 +282,7 @@ def _plain(name: str) -> str:
 @with_options(STORE)
 @click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Keep what was removed more recently.")
 @json_option("bootseer.environments-removed/1")
-def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:
+def prune_command(grace: str, output: Output, **source: Any) -> None:
     """Delete the files of removed and expired snapshots. Snapshots mounted on this node are kept.
 
     Mounts of other nodes are unknown: the grace period must be longer than such a node takes to fetch a snapshot.
@@ -303,7 +298,7 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     from bootseer.mounts.state import Runtime
 
     runtime = Runtime(runtime_root(os.environ, os.getuid()))
-    with catalog_of(store, plain_http) as catalog:
+    with catalog_of(source) as catalog:
         done = prune(
             catalog,
             time.time(),
