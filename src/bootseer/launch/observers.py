@@ -117,7 +117,6 @@ class Shipping:
         self._url = url
         self._env = env
         self._link: Link | None = None
-        self._is_unusable = False
         self._done = threading.Event()
         self._is_pid_1 = os.getpid() == 1
         self._is_last = self._is_pid_1 or "SLURM_JOB_ID" in env
@@ -131,7 +130,6 @@ class Shipping:
             self._link = link = Link(target(self._url, self._env))
         except BootseerError as error:
             hint = getattr(error, "hint", "")
-            self._is_unusable = True
             self._done.set()
             say(f"nothing is sent to the service: {error}{f' ({hint})' if hint else ''}")
             return
@@ -151,11 +149,9 @@ class Shipping:
         link = self._link
         if self._is_last and not (link is not None and link.problem):
             self._done.wait(_LAST_S)
-        if self._is_unusable:
-            return
         if link is not None and link.is_refused:
             say(f"the service refuses the events ({link.problem}); the spool keeps them: {self._folder}")
-        elif not self._is_pid_1:
+        elif not self._is_pid_1 and (link is not None or not self._done.is_set()):  # the address can be used
             words = [sys.executable, "-P", "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
             # A lock or a pipe of the caller that it held open would make others wait for it.
             inherited = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - numbers, not paths

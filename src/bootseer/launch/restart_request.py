@@ -56,8 +56,10 @@ def find_runs(job: str = "") -> list[Run]:
         line = _read(parent, "cmdline")
         is_run = _INSIDE in line or (b"bootseer" in line and RUN_ID not in _environment(parent))
         if is_run and _INSIDE not in _read(pid, "cmdline"):
-            found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), restarts)
-    return [run for run in found.values() if _may_signal(run.pid)]
+            with contextlib.suppress(OSError):  # it has ended, or this user may not signal it
+                os.kill(parent, 0)
+                found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), restarts)
+    return list(found.values())
 
 
 def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: None) -> list[Run]:
@@ -120,11 +122,3 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
-
-
-def _may_signal(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
