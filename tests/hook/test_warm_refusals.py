@@ -147,6 +147,14 @@ def test_modules_that_are_imported_as_members_of_packages_are_searched_too(tmp_p
     assert "OMP_NUM_THREADS" in words
 
 
+def test_a_program_that_cannot_be_recorded_says_why(launcher: Launcher):
+    text = "import os, sys\nfrom bootseer.hook.programs import Recorder\n"
+    text += "Recorder(os.environ['BOOTSEER_WARM'], sys.path).write()\n"
+    launcher.write("child.py", text + "#" * (1 << 20))
+    assert launcher.run((["child.py"], {})) == [(0, "", "")]
+    assert launcher.reasons() == ["its imports are not recorded: child.py: too large to be searched for imports"]
+
+
 @pytest.mark.parametrize("text", ["import library, os\nos.environ['LEVEL'] = '3'\n", "import json, library\n"])
 def test_a_program_that_imports_otherwise_than_recorded_is_started_by_exec(launcher: Launcher, text: str):
     launcher.remember(launcher.write("child.py", "import json\ndef train():\n    return 1\n"))

@@ -198,6 +198,15 @@ def test_a_stage_of_a_sites_own_may_begin_in_one_batch_and_end_in_another(servic
     assert "node7" in {row.name for row in service.rows(schema.node)}
 
 
+def test_a_log_that_cannot_be_read_is_reported_once(tmp_path, caplog):
+    where = target("http://127.0.0.1:9", {})
+    logs = Logs(["/proc/self/mem"], "moe", Link(where), where, tmp_path)
+    for _ in range(2):
+        assert not logs.step()
+    logs.close()
+    assert [line.getMessage() for line in caplog.records] == ["/proc/self/mem cannot be read: Input/output error"]
+
+
 @pytest.mark.parametrize(("text", "said"), [("x", "line 1"), ("a.b=(", "line 1"), ("\n#\na.b=x", "line 3")])
 def test_a_file_of_patterns_is_checked_line_by_line(text, said, tmp_path):
     (tmp_path / "patterns").write_text(text)

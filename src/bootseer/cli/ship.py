@@ -15,6 +15,7 @@ from bootseer.cli.output import Output
 from bootseer.cli.verb_parts import Amount, json_option, stop_event
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.launch.supervise import say
+from bootseer.logs import set_up
 from bootseer.units import plural
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def ship_command(
         raise UsageError(f"no spool files in {', '.join(folders)}", hint="give --job NAME to send logs", exit_code=1)
     sender = Spools(folders, link)
     if follow:
+        set_up({"BOOTSEER_LOG": "warning", **os.environ})  # which logs cannot be read, or were cut
         lines = _follow(sender, files, job, link, where, stop_event(), alone=named == ["-"])
         waiting = 0
     else:

@@ -116,7 +116,7 @@ class Logs:
         path = state / f"{fingerprint(about)[:32]}.json"
         self._positions = claim(path, "another process follows the same logs for this job and service")
         self._streams = self._load()
-        self._lost: set[str] = set()
+        self._unreadable: set[str] = set()
 
     def step(self) -> bool:
         """Send new lines; returns whether there were any. Never raises."""
@@ -131,8 +131,10 @@ class Logs:
                     any_sent = True
             except FileNotFoundError:
                 del self._streams[path]
-            except OSError as error:
-                _LOG.info("%s: %s", path, error)  # retried at the next call
+            except OSError as error:  # retried at the next call
+                if path not in self._unreadable:
+                    _LOG.warning("%s cannot be read: %s", path, error.strerror)
+                    self._unreadable.add(path)
             if time.monotonic() < self._link.not_before:
                 break
         return any_sent
