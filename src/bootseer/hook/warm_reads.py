@@ -22,26 +22,28 @@ _IGNORED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
 """Our own span ids, and extension modules, which have no frame (each copy reseeds numpy's generator)."""
 
 
+def _caller(through: tuple[str, ...]) -> str:
+    """The module that calls the function that calls this one, through frames of these modules."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in through:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")) if frame is not None else ""
+
+
 class RecordingEnviron(type(os.environ)):  # type: ignore[misc]
     """The environment; records which variables are read, and by which module."""
 
     reads: dict[str, str] = {}  # noqa: RUF012 - there is only one environment
 
     def __getitem__(self, name: str) -> Any:
-        frame: Any = sys._getframe(1)
-        if frame.f_code.co_name != "__iter__":  # `__iter__` records an iteration over all variables
-            while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
-                frame = frame.f_back
-            reader = frame.f_globals.get("__name__", "") if frame is not None else ""
+        if sys._getframe(1).f_code.co_name != "__iter__":  # `__iter__` records an iteration over all variables
+            reader = _caller(_MAPPINGS)
             if reader != _COPIES_ALL or name.startswith("FSSPEC"):
                 self.reads.setdefault(name, reader)
         return super().__getitem__(name)
 
     def __iter__(self) -> Any:
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") in _MAPPINGS:
-            frame = frame.f_back
-        name = frame.f_globals.get("__name__", "") if frame is not None else ""
+        name = _caller(_MAPPINGS)
         if name not in _READ_OWN_PREFIX:
             self.reads.setdefault("*", name)
         return super().__iter__()
@@ -56,10 +58,7 @@ def record_draws(drawn: list[str]) -> Callable[[], None]:
     urandom = os.urandom
 
     def record(size: int, /) -> bytes:
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") in _STANDARD:
-            frame = frame.f_back
-        name = str(frame.f_globals.get("__name__", "")) if frame is not None else ""
+        name = _caller(_STANDARD)
         if name not in _HARMLESS and not name.startswith(_IGNORED):
             drawn.append(name)
         return urandom(size)

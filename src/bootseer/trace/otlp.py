@@ -88,7 +88,7 @@ class OtlpExporter:
         return self._delivery.last_error
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Add events, in the order in which each node wrote them."""
+        """Add events of this node, in their order."""
         if not self._closing:
             self._enqueue(self._pairing.feed(events))
 

@@ -15,7 +15,6 @@ from bootseer.trace.event import ALIVE, BEGIN, END, INSTANT, Event
 
 MAX_OPEN: Final = 10_000
 """Maximum number of open spans. Later begins are dropped: the outermost stages came first."""
-MAX_NODES: Final = 10_000
 
 _TRACE: Final = re.compile(r"(?!0{32})[0-9a-f]{32}")
 _SPAN: Final = re.compile(r"(?!0{16})[0-9a-f]{16}")
@@ -54,17 +53,18 @@ def _derived_id(text: str, num_bytes: int) -> int:
 
 
 class Pairing:
-    """Holds the open spans, at most `MAX_OPEN` of them."""
+    """Holds the open spans of one node, at most `MAX_OPEN` of them."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], Event] = {}
-        self._last_ns: dict[tuple[str, int, str], int] = {}
+        self._last_ns = 0
+        """Monotonic time of the last event."""
 
     def feed(self, events: Iterable[Event]) -> list[Finished]:
         """The spans that these events complete, in the order of their ends."""
         finished = []
         for event in events:
-            self._note_time(event)
+            self._last_ns = max(self._last_ns, event.mono_ns)
             key = (event.trace, event.span)
             if event.phase == INSTANT:
                 if event.stage != ALIVE:
@@ -78,26 +78,13 @@ class Pairing:
         return finished
 
     def finish(self) -> list[Finished]:
-        """Close open spans at the time of their node's last event."""
+        """Close open spans at the time of the last event."""
         finished = []
         for begin in self._open.values():
-            last_ns = self._last_ns.get(_place(begin), begin.mono_ns)
-            end_ns = begin.wall_ns + max(0, last_ns - begin.mono_ns)
+            end_ns = begin.wall_ns + max(0, self._last_ns - begin.mono_ns)
             finished.append(Finished(begin, begin.wall_ns, end_ns, "", begin.attrs, truncated=True))
         self._open.clear()
         return finished
-
-    def _note_time(self, event: Event) -> None:
-        place = _place(event)
-        known_ns = self._last_ns.get(place)
-        if known_ns is None and len(self._last_ns) >= MAX_NODES:
-            return
-        self._last_ns[place] = event.mono_ns if known_ns is None else max(known_ns, event.mono_ns)
-
-
-def _place(event: Event) -> tuple[str, int, str]:
-    """A node in an attempt: the scope of one monotonic clock."""
-    return event.job, event.attempt, event.node
 
 
 def _paired(begin: Event, end: Event) -> Finished:
