@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.checkpoint.attempts import Attempt
+from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, UsageError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import Place
+from bootseer.places.place import ChangedError, Place
+from checkpoint.striped_files import content_of, put_striped
 from places.contract import PlaceContract, opened, read
 
 
@@ -92,12 +94,26 @@ def test_a_file_that_is_written_to_or_cut_while_it_is_read_is_an_error(place: Pl
     place.write_bytes("file", b"0123456789")
     with opened(place, "file") as file:
         os.utime(tmp_path / "root" / "file", ns=(1, 1))
-        with pytest.raises(TransientError, match="changed"):
+        with pytest.raises(ChangedError, match="changed"):
             read(file, 0, 10)
     with opened(place, "file") as file:
         os.truncate(tmp_path / "root" / "file", 5)
-        with pytest.raises(TransientError, match="shorter"):
+        with pytest.raises(ChangedError, match="shorter"):
             read(file, 0, 10)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to groups that it is not in")
+def test_what_is_made_in_a_folder_of_a_group_belongs_to_it(place: Place, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    os.chown(root, -1, 5)
+    root.chmod(0o2770)
+    put_striped(place, "model", content_of(3 << 20), stripes=2)
+    with Attempt(place, "step-1") as attempt:
+        place.make_folder(f"{attempt.path}/sub", mode=0o700)
+        place.write_bytes(f"{attempt.path}/sub/file", b"x")
+        attempt.publish()
+    assert (root / "step-1/sub/file").exists()
+    assert {path.stat().st_gid for path in root.rglob("*")} == {5}
 
 
 def test_closing_a_file_does_not_block_and_reads_in_flight_end(place: Place) -> None:

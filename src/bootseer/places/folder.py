@@ -26,7 +26,6 @@ from bootseer.errors import (
     IsFolderError,
     NotFoundError,
     PermanentError,
-    TransientError,
 )
 from bootseer.io.fork import in_each_process
 from bootseer.io.pooled_reads import PooledRead, PooledReads, ReadOptions, ReadOutcome
@@ -44,6 +43,7 @@ from bootseer.places.local_files import (
 )
 from bootseer.places.place import (
     TEMPORARY_PREFIX,
+    ChangedError,
     Entry,
     OpenFile,
     PartWriter,
@@ -89,16 +89,14 @@ class FolderPlace(SmallReads):
         return entry
 
     def list(self, path: str) -> Iterator[Entry]:
+        entries = []
         with self._parent(path) as (folder, name):
             descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=folder)
-        prefix = f"{path}/" if path else ""
-        entries = []
-        with self._mapping(path):
             try:
                 with os.scandir(descriptor) as scan:
                     for found in scan:
                         with contextlib.suppress(FileNotFoundError):
-                            entries.append(_entry(prefix + found.name, found.stat(follow_symlinks=False)))
+                            entries.append(_entry(join(path, found.name), found.stat(follow_symlinks=False)))
             finally:
                 os.close(descriptor)
         return (entry for entry in entries if entry is not None)
@@ -194,7 +192,9 @@ class FolderPlace(SmallReads):
     def _make_folder(self, path: str, mode: int) -> None:
         with self._parent(path) as (folder, name):
             os.mkdir(name, mode, dir_fd=folder)
-            self._chmod(name, mode, folder)
+            # What is in the new folder belongs to the same group: parts, as the head that lists them.
+            inherited = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode & stat.S_ISGID
+            self._chmod(name, mode | inherited, folder)
             sync(folder)
 
     def set_mode(self, path: str, mode: int) -> None:
@@ -396,11 +396,11 @@ class FolderFile:
             while into:
                 count = os.preadv(self._descriptor, [into], offset)
                 if count == 0:
-                    raise TransientError(f"{self.uri} became shorter while it was read")
+                    raise ChangedError(f"{self.uri} became shorter while it was read")
                 offset, into = offset + count, into[count:]
             # Checked after the read: bytes read before a change belong to this version.
             if version_of(os.fstat(self._descriptor)) != self.version:
-                raise TransientError(f"{self.uri} was changed while it was read")
+                raise ChangedError(f"{self.uri} was changed while it was read")
         except OSError as error:
             raise mapped(error, self.uri) from error
 
