@@ -6,15 +6,16 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect
+from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect, lease_bytes
 from bootseer.checkpoint.head import STRIPES
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import Place
+from bootseer.places.place import Entry, Place
 from checkpoint.striped_files import content_of, put_striped
 from stepwise_place import StepwisePlace
 
@@ -42,6 +43,21 @@ def test_an_attempt_is_left_alone_as_long_as_its_writer_lives(place: Place, job:
     assert place.read_bytes("step-1/file", 9) == b"x"
     assert collect(place, "") == 0
     assert list((job / ".attempts").iterdir()) == []
+
+
+def test_an_attempt_that_begins_while_its_folder_is_listed_is_left_alone(place: Place, job: Path) -> None:
+    with Attempt(place, "step-1") as attempt:
+
+        class Listing(FolderPlace):
+            """Has passed the lease's name when that was made, and not the folder's."""
+
+            def list(self, path: str) -> Iterator[Entry]:
+                return (entry for entry in super().list(path) if not entry.path.endswith(".lease"))
+
+        with closing(Listing(job)) as other:
+            assert collect(other, "") == 0
+        attempt.publish()
+    assert (job / "step-1").is_dir()
 
 
 def test_users_of_a_job_share_the_folder_of_attempts(place: Place, job: Path) -> None:
@@ -161,6 +177,14 @@ def test_what_was_replaced_can_never_come_back_as_a_half(place: Place, job: Path
         write_attempt(place, attempt, b"new")
         attempt.publish(replace=True)
         assert [path.endswith(".gone") for path in deleted] == [True]
+    # The same where the writer has died before it has deleted that.
+    place.make_folder(".attempts/dead.old")
+    place.write_bytes(".attempts/dead.lease", lease_bytes("step-1"))
+    age(job / ".attempts/dead.lease", _HOUR_S)
+    deleted.clear()
+    collect(stepwise, "")  # type: ignore[arg-type]
+    assert [path.rpartition(".")[2] for path in deleted] == ["gone", "lease"]
+    assert list((job / ".attempts").iterdir()) == []
 
 
 def test_a_writer_that_goes_on_after_it_was_taken_for_dead_cannot_publish_the_rest(place: Place, job: Path) -> None:

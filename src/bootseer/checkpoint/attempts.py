@@ -86,6 +86,15 @@ def _machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
 
 
+def _lease_at(place: Place, path: str) -> dict[str, object]:
+    """What the lease of an attempt says; nothing if it is gone or damaged."""
+    try:
+        said = json.loads(place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))
+    except (PermanentError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
 def _has_ended(process: object) -> bool:
     """Whether the process that a lease names ran on this machine and has ended."""
     try:
@@ -161,15 +170,13 @@ class Attempt:
         return found
 
     def _can_take_over(self, path: str, lease: Entry) -> bool:
-        try:
-            said = json.loads(self._place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))
-            target, how, process = said["target"], said["how"], said["process"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return False
+        said = _lease_at(self._place, path)
         # Compare the name alone: the other writer's place may have had its root in another folder.
-        if how != self._how or str(target).rpartition("/")[2] != self._target.rpartition("/")[2]:
+        if said.get("how") != self._how or name_of(str(said.get("target"))) != name_of(self._target):
             return False
-        return _has_ended(process) or self._place.now_s(folder_of(path)) - lease.mtime_ns / 1e9 > self._lease_s
+        return (
+            _has_ended(said.get("process")) or self._place.now_s(folder_of(path)) - lease.mtime_ns / 1e9 > self._lease_s
+        )
 
     def publish(self, *, replace: bool = False) -> None:
         """Rename the folder to the target. Raises `AlreadyExistsError` if the target exists.
@@ -182,7 +189,7 @@ class Attempt:
             if replace:
                 self._replace_target()
             else:
-                self._rename_to_target()
+                rename(self._place, self.path, self._target, replace=False)
         except BaseException as error:
             self._put_back()
             if isinstance(error, AlreadyExistsError):
@@ -216,13 +223,10 @@ class Attempt:
         with contextlib.suppress(BootseerError):  # the new version is published; `collect` removes what is left
             visible.drop_parts(self._target, replaced)
 
-    def _rename_to_target(self) -> None:
-        rename(self._place, self.path, self._target, replace=False)
-
     def _replace_target(self) -> None:
         for _ in range(_TRIES):
             with contextlib.suppress(AlreadyExistsError):
-                self._rename_to_target()
+                rename(self._place, self.path, self._target, replace=False)
                 return
             # What we had moved away was replaced by another writer.
             self._drop_old()
@@ -236,22 +240,15 @@ class Attempt:
     def _put_back(self) -> None:
         if self._has_old:
             with contextlib.suppress(BootseerError):
-                try:
-                    self._place.rename(self.path + _OLD, self._target, replace=False)
-                except AlreadyExistsError:
-                    self._drop_old()
-                except NotFoundError:
-                    pass
+                with contextlib.suppress(NotFoundError):
+                    _restore(self._place, self.path, self._target)
                 self._has_old = False
 
     def _drop_old(self) -> None:
-        """Delete the replaced version. Renamed first: a partly deleted one must never be restored."""
         if self._has_old:
-            gone = f"{self.path}-{secrets.token_hex(4)}{GONE}"
             with contextlib.suppress(BootseerError):  # otherwise `collect` does it
-                self._place.rename(self.path + _OLD, gone, replace=False)
+                _drop_old(self._place, self.path)
                 self._has_old = False
-                _delete(self._place, gone)
 
     def _renew_periodically(self) -> None:
         while not self._ended.wait(min(_RENEW_S, self._lease_s / 5)):
@@ -308,6 +305,8 @@ def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
         if lease is not None and lease.mtime_ns / 1e9 >= oldest_s:
             continue
         path = f"{attempts}/{one}"
+        if lease is None and _is_there(place, path + _LEASE):
+            continue  # made after the listing had passed its name: an attempt that has just begun
         if one + _OLD in entries:
             _put_back(place, path)
         # The lease first: a writer that wakes up and re-creates the folder must not publish that.
@@ -323,20 +322,28 @@ def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
 
 def _put_back(place: Place, path: str) -> None:
     """Restore the previous version: its writer died between moving it away and replacing it, or just after."""
-    try:
-        target = json.loads(place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))["target"]
-    except (PermanentError, ValueError, LookupError, TypeError, RecursionError):
-        return  # its name is unknown: left to people
     # The name alone: the writer's place may have had its root in another folder.
-    name = target.rpartition("/")[2] if isinstance(target, str) else ""
+    target = _lease_at(place, path).get("target")
+    name = name_of(target) if isinstance(target, str) else ""
     if name in ("", ".", "..") or is_hidden(name):
-        return
+        return  # its name is unknown: left to people
+    with contextlib.suppress(PermanentError):  # another process was faster, or the name is invalid: left to people
+        _restore(place, path, join(folder_of(folder_of(path)), name))
+
+
+def _restore(place: Place, path: str, target: str) -> None:
+    """Give the version that the attempt `path` has moved away its name back, or delete it if there is a newer one."""
     try:
-        place.rename(path + _OLD, join(folder_of(folder_of(path)), name), replace=False)
+        place.rename(path + _OLD, target, replace=False)
     except AlreadyExistsError:
-        _delete(place, path + _OLD)
-    except PermanentError:
-        pass  # another process was faster, or the name is invalid: left to people
+        _drop_old(place, path)
+
+
+def _drop_old(place: Place, path: str) -> None:
+    """Delete the version that was moved away. Renamed first: a partly deleted one must never be restored."""
+    gone = f"{path}-{secrets.token_hex(4)}{GONE}"
+    place.rename(path + _OLD, gone, replace=False)
+    _delete(place, gone)
 
 
 def _is_dead_temporary(place: Place, entry: Entry, oldest_s: float) -> bool:
