@@ -97,6 +97,14 @@ def test_missing_parts_are_named_and_the_newest_whole_one_is_found(files: Files,
         assert newest_whole(files, "") is None
 
 
+def test_a_checkpoint_that_pytorch_has_only_begun_is_not_whole(files: Files, job: Path) -> None:
+    make(job, "step-1", model=1)
+    make(job, "step-2", **{"0_0.distcp": 1})
+    assert newest_whole(files, "") == "step-1"
+    make(job, "step-2", **{".metadata": 1})
+    assert newest_whole(files, "") == "step-2"
+
+
 def test_a_head_that_was_copied_without_its_parts_names_what_is_missing(files: Files, job: Path) -> None:
     head = put_striped(files.place, "step-1/model", content_of(3 * _MIB), stripes=2)
     (job / "copy").mkdir()
@@ -117,6 +125,22 @@ def test_removing_hides_first_and_leaves_nothing(files: Files, job: Path) -> Non
     assert [path for path in job.rglob("*") if path.is_file()] == []
     with pytest.raises(NotFoundError):
         remove(files, "", "step-1")
+
+
+def test_a_checkpoint_that_may_be_hidden_and_not_deleted_is_shown_again(files: Files, job: Path) -> None:
+    make(job, "step-1", model=1)
+    place = StepwisePlace(files.place)
+
+    def refuse(step: str, path: str) -> None:
+        if step == "delete" and path.endswith(".gone"):
+            raise AccessError("it is another user's")
+
+    place.before = refuse
+    files = Files(place)  # type: ignore[arg-type]
+    for drop in (lambda: remove(files, "", "step-1"), lambda: files.remove_folder("step-1", recursive=True)):
+        with pytest.raises(AccessError):
+            drop()
+        assert (job / "step-1" / "model").exists()
 
 
 def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one_then(files: Files, job: Path) -> None:

@@ -19,8 +19,8 @@ from functools import partial
 from msgspec import Struct
 
 from bootseer.checkpoint.attempts import collect
-from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
-from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, part_path, parts_folder
+from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible, delete_hidden
+from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, part_path
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
@@ -86,11 +86,13 @@ def missing_parts(files: Files, path: str) -> list[str]:
 
 
 def newest_whole(files: Files, folder: str, *, without: str | None = None) -> str | None:
-    """The name of the newest checkpoint with all its parts; None if there is none."""
+    """The name of the newest complete checkpoint; None if there is none."""
     for found in reversed(checkpoints(files, folder)):
         if found.name != without and found.num_files:
             with contextlib.suppress(CorruptError, NotFoundError):
-                if not missing_parts(files, found.path):
+                endings = {info.path.rpartition(".")[2] for info in walk(files, found.path)}
+                is_begun = "distcp" in endings and "metadata" not in endings  # PyTorch writes that last
+                if not is_begun and not missing_parts(files, found.path):
                     return found.name
     return None
 
@@ -123,23 +125,21 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
         hidden = f"{attempts}/{secrets.token_hex(8)}{GONE}"
         make_folder_like_parent(files.place, attempts)
         files.place.rename(path, hidden, replace=False)
-        # A collector may be deleting it too.
-        with contextlib.suppress(NotFoundError):
-            files.place.delete(hidden, recursive=True)
+        delete_hidden(files.place, hidden, path)
     else:
         files.remove(path)
     collect(files.place, folder)
     return found.size_bytes
 
 
-def superseded(files: Files, folder: str, name: str, keep: int) -> list[Checkpoint]:
-    """The checkpoints beyond the `keep` newest ones, among which `name` is counted, oldest first.
+def superseded(files: Files, folder: str, name: str, keep: int | None) -> list[Checkpoint]:
+    """The checkpoints beyond the `keep` newest ones, among which `name` is counted, oldest first; none for None.
 
     Only those whose names differ from `name` in their numbers alone, and have a lower step. Never what `latest` names,
     nor a job; none for a name without a step.
     """
     step, kind = step_of(name), _NUMBER.sub("#", name)
-    if step is None:
+    if step is None or keep is None:
         return []
     alike = [one for one in checkpoints(files, folder) if one.name != name and _NUMBER.sub("#", one.name) == kind]
     older = [one for one in alike if one.step is not None and one.step < step]
@@ -207,20 +207,7 @@ def _measured(files: Files, info: FileInfo, latest: str | None) -> Checkpoint:
 
 def _missing_of(files: Files, path: str) -> list[str]:
     head = files.head(path)
-    if head is None:
-        return []
-    return [part_path(path, head.id, name) for name in lost_parts(files, path, head)]
-
-
-def lost_parts(files: Files, path: str, head: Head) -> list[str]:
-    """Names of a striped file's parts that are missing or of the wrong length."""
-    try:
-        entries = list(files.place.list(parts_folder(path, head.id)))
-    except NotFoundError:
-        entries = []
-    sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
-    parts = [part for segment in head.segments for part in segment.all_parts]
-    return [part.name for part in parts if sizes.get(part.name) != part.size_bytes]
+    return [] if head is None else [part_path(path, head.id, name) for name in files.lost_parts(path, head)]
 
 
 _PARTS_AT_ONCE = 16
@@ -266,7 +253,7 @@ def anatomy(files: Files, path: str) -> Anatomy:
     head = files.head(path)
     if head is None:
         return Anatomy(info, "", [], _ordinary_nodes(files, path))
-    lost = set(lost_parts(files, path, head))
+    lost = set(files.lost_parts(path, head))
     with Tasks("bootseer-stat", _PARTS_AT_ONCE) as threads:
         look = partial(_part_found, files, path, head, lost)
         pending = [(one, [threads.submit(look, one, part) for part in one.all_parts]) for one in head.segments]

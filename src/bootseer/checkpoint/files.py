@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -34,6 +34,7 @@ from bootseer.checkpoint.head import (
 from bootseer.checkpoint.layout import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
 from bootseer.errors import (
     AccessError,
+    BootseerError,
     CorruptError,
     IsFolderError,
     NotEmptyError,
@@ -144,8 +145,7 @@ class Files:
         if not recursive and any(not is_hidden(name_of(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
             raise NotEmptyError(f"{self._uri_of(path)} is not empty")
-        with contextlib.suppress(NotFoundError):  # a collector may be deleting it too
-            self.place.delete(hidden, recursive=True)
+        delete_hidden(self.place, hidden, path)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder. A file replaces a file, a folder one that shows nothing.
@@ -227,6 +227,13 @@ class Files:
             if not is_named:
                 self.place.delete(parts_folder(path, head.id), recursive=True)
 
+    def lost_parts(self, path: str, head: Head) -> Sequence[str]:
+        """Names of a striped file's parts that are missing or of the wrong length."""
+        sizes = {}
+        with contextlib.suppress(NotFoundError):
+            sizes = {name_of(entry.path): entry.size_bytes for entry in self.place.list(parts_folder(path, head.id))}
+        return [part.name for part in head.parts if sizes.get(part.name) != part.size_bytes]
+
     def _check_visible(self, path: str) -> None:
         check_visible(f"{path}/".removeprefix(self._within))
 
@@ -305,7 +312,7 @@ class Files:
         entry = self.place.stat(path)
         head = None if entry.is_folder else self._head(entry)
         if head is not None:
-            parts = [part_path(path, head.id, part.name) for segment in head.segments for part in segment.all_parts]
+            parts = [part_path(path, head.id, part.name) for part in head.parts]
             with Tasks("bootseer-parts", min(_AT_ONCE, len(parts))) as threads:
                 for _ in threads.map(change, parts):
                     pass
@@ -314,6 +321,18 @@ class Files:
 
     def _uri_of(self, path: str) -> str:
         return f"{self.place.uri}/{path}" if path else self.place.uri
+
+
+def delete_hidden(place: Place, hidden: str, path: str) -> None:
+    """Delete the folder `path`, which was renamed to `hidden`. The right to rename it is not that to delete what is in
+    it: without the second one it gets its name back, before its owner's collector deletes it."""
+    try:
+        with contextlib.suppress(NotFoundError):  # a collector may be deleting it too
+            place.delete(hidden, recursive=True)
+    except AccessError:
+        with contextlib.suppress(BootseerError):
+            place.rename(hidden, path, replace=False)
+        raise
 
 
 def check_visible(path: str) -> None:

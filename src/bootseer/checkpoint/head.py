@@ -92,6 +92,11 @@ class Head(Struct, frozen=True):
     size_bytes: int
     segments: tuple[Segment, ...]
 
+    @property
+    def parts(self) -> list[Part]:
+        """Those of all segments."""
+        return [part for segment in self.segments for part in segment.all_parts]
+
     def segment_at(self, offset: int) -> int:
         """The index of the segment with the byte at `offset`. Raises `IndexError`."""
         if not 0 <= offset < self.size_bytes:

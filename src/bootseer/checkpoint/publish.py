@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
-from bootseer.checkpoint.catalog import is_job, lost_parts, missing_parts, remove, superseded, walk
+from bootseer.checkpoint.catalog import is_job, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
@@ -143,7 +143,7 @@ def put_checkpoint(
             ) from error
     removed = []
     try:
-        for old in superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []:
+        for old in superseded(files, folder, name, settings.keep_last):
             with suppress(NotFoundError):  # another writer was faster
                 removed.append((old.name, remove(files, folder, old.name)))
     except BootseerError as error:
@@ -157,7 +157,7 @@ def _dry_run(files: Files, folder: str, name: str, source: _LocalSource, policy:
     target = join(folder, name)
     _check_free(files, target, source, settings.replace)
     try:
-        old = superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []
+        old = superseded(files, folder, name, settings.keep_last)
     except NotFoundError:  # the job does not exist yet
         old = []
     num_striped = sum(policy.is_striped(file.size_bytes) for file in source.files)
@@ -376,7 +376,7 @@ def _reuse(files: Files, rest: str, root: str, file: _File, source: FileSource) 
     target_files = Files(files.place, within=rest)
     try:
         head = target_files.head(old)
-        if head is None or head.size_bytes != file.size_bytes or lost_parts(target_files, old, head):
+        if head is None or head.size_bytes != file.size_bytes or target_files.lost_parts(old, head):
             return False
         for at in range(0, head.size_bytes, _COMPARED_BYTES):
             data = source.read(at, min(_COMPARED_BYTES, head.size_bytes - at))

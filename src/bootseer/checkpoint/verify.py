@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any
 
 from bootseer.blocks.codec import digest_of
-from bootseer.checkpoint.catalog import lost_parts, walk
+from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import chunk_place, make_ready, row_of, xor_into
@@ -58,14 +58,8 @@ class Verdict:
     problems: Sequence[Problem]
 
 
-A = TypeVar("A")
-B = TypeVar("B")
-
-
-class Map(Protocol):
-    """`map`, or that of a pool of threads."""
-
-    def __call__(self, function: Callable[[A], B], of: Iterable[A], /) -> Iterator[B]: ...
+Map = Callable[..., Iterator[Any]]
+"""`map`, or that of a pool of threads."""
 
 
 def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | None = None) -> Verdict:
@@ -113,7 +107,7 @@ def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]
 
 
 def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> list[Problem]:
-    lost = set(lost_parts(files, path, head))
+    lost = set(files.lost_parts(path, head))
     make_ready()
 
     def opened(part: Part, stack: contextlib.ExitStack) -> OpenFile | BootseerError:

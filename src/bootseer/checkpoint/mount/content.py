@@ -26,7 +26,7 @@ from bootseer.checkpoint.mount.nodes import Node
 from bootseer.checkpoint.os_errors import number_of, os_error
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.writing.publication import Written
-from bootseer.checkpoint.writing.writing import FileWriter
+from bootseer.checkpoint.writing.writing import Check, FileWriter, no_check
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.filesystem import Data, Reply
 from bootseer.places.place import Entry
@@ -34,12 +34,6 @@ from bootseer.places.place import Entry
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5
 """Interval at which a caller that waits for `changing` checks whether it is being killed."""
-Check = Callable[[], None]
-"""Raises when the caller is being killed."""
-
-
-def no_check() -> None:
-    """For callers that cannot be interrupted."""
 
 
 class MountContext(Struct, frozen=True):

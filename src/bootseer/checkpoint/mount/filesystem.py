@@ -20,10 +20,11 @@ from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
-from bootseer.checkpoint.mount.content import Check, Content, MountContext
+from bootseer.checkpoint.mount.content import Content, MountContext
 from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
 from bootseer.checkpoint.mount.open_files import Handle, Listings, OpenFiles
 from bootseer.checkpoint.os_errors import LoggedOsErrors, os_error
+from bootseer.checkpoint.writing.writing import Check
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
@@ -106,13 +107,11 @@ class CheckpointFiles:
     def attributes(self, node: int) -> Attributes:
         found = self._nodes.get(node)
         path = found.path
-        if found.content is None or not found.content.is_live:
-            if path is None:
-                if found.content is None:
-                    raise os_error(errno.ESTALE)
-            else:
-                with self._logging_errors(f"looking at {path}"):
-                    self._refresh(found, path)
+        if path is None and found.content is None:
+            raise os_error(errno.ESTALE)
+        if path is not None and not found.is_live:
+            with self._logging_errors(f"looking at {path}"):
+                self._refresh(found, path)
         return self._attributes(found)
 
     def _refresh(self, node: Node, path: str) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec import Struct
 
 from bootseer.checkpoint.files import FileInfo
-from bootseer.checkpoint.mount.content import Check, Content, MountContext, no_check
+from bootseer.checkpoint.mount.content import Content, MountContext
 from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
 from bootseer.checkpoint.os_errors import os_error
+from bootseer.checkpoint.writing.writing import Check, no_check
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.callers import num_writers, process_of, was_killed
 from bootseer.fuse.filesystem import Opened

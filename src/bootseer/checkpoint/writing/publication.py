@@ -111,8 +111,8 @@ class Publication:
         # The first lease is written late: most files take less than a minute, and `collect` ignores folders that young.
         self._renewed_s = time.monotonic()
         self._has_lease = False
-        self._has_folder = False
-        """Whether a folder of parts may exist."""
+        self.has_folder = False
+        """Whether a folder of parts may exist, for `remove_unreferenced`."""
         self._is_over = False
         self._in_attempt = ATTEMPTS in path.split("/")
         self._lease_lock = threading.Lock()
@@ -122,7 +122,7 @@ class Publication:
         HDFS does not update the mtime of files that are being written. In an attempt, which has a lease, beside the
         file."""
         folder = f"{self.path.rpartition('/')[0]}/{TEMPORARY_PREFIX}" if self._in_attempt else f"{self.folder}/"
-        self.note_folder()
+        self.has_folder = True
         return f"{folder}{secrets.token_hex(8)}"
 
     def publish(self, segments: Sequence[Segment], *, verify: str) -> Written:
@@ -132,20 +132,19 @@ class Publication:
         """
         head = Head(self.id, sum(segment.size_bytes for segment in segments), tuple(segments))
         data = encode_head(head)
-        parts = [part for segment in segments for part in segment.all_parts]
-        self._check_lengths(parts)
+        lost = self.settings.retry(lambda: self._files.lost_parts(self.path, head), self.path)
+        if lost:
+            raise TransientError(
+                f"{self.place.uri}/{self.folder}/{lost[0]} is missing, or not as long as written; write it again"
+            )
         if verify == "read":
-            verify_parts(self.place, self.folder, parts)
-        names = frozenset(part.name for part in parts)
+            verify_parts(self.place, self.folder, head.parts)
+        names = frozenset(part.name for part in head.parts)
         self.publish_step(lambda: self._show(data, names), keep=self.id)
         self._referenced = names
         self.remove_unreferenced()
-        _LOG.info("%s is published: %d bytes in %d parts", self.path, head.size_bytes, len(parts))
+        _LOG.info("%s is published: %d bytes in %d parts", self.path, head.size_bytes, len(names))
         return Written(self.path, head.size_bytes, is_striped=True)
-
-    def note_folder(self) -> None:
-        """Files may exist in the folder of parts from now on, for `remove_unreferenced`."""
-        self._has_folder = True
 
     def read(self, segment: Segment, offset: int, end: int, take: Callable[[int, bytearray], None]) -> None:
         """Pass the bytes of the file from `offset` to `end`, which lie in one complete segment, to `take`, one verified
@@ -185,7 +184,7 @@ class Publication:
 
     def remove_unreferenced(self) -> None:
         """Remove parts that no head refers to. What cannot be removed is left to `collect`."""
-        if not self._has_folder:
+        if not self.has_folder:
             return
         with contextlib.suppress(BootseerError):
             if not self._referenced:
@@ -203,7 +202,7 @@ class Publication:
             if self._is_over or self._in_attempt or now_s < self._renewed_s + self.settings.lease_s:
                 return
             self._renewed_s = now_s
-            self.note_folder()
+            self.has_folder = True
             # Without a folder there is nothing to collect. After an error the next renewal may succeed.
             with contextlib.suppress(BootseerError):
                 self.place.write_bytes(f"{self.folder}/{LEASE_NAME}", lease_bytes(self.path))
@@ -229,17 +228,6 @@ class Publication:
         except BootseerError:
             self._referenced = before
             raise
-
-    def _check_lengths(self, parts: Sequence[Part]) -> None:
-        """Compare the lengths of the parts with what was written. Raises `TransientError`."""
-        entries = self.settings.retry(lambda: list(self.place.list(self.folder)), self.path)
-        sizes = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
-        for part in parts:
-            if sizes.get(part.name) != part.size_bytes:
-                raise TransientError(
-                    f"{self.place.uri}/{self.folder}/{part.name} has {sizes.get(part.name, 'no')} bytes "
-                    f"after {part.size_bytes} were written; write it again"
-                )
 
     def _replaced(self) -> Head | None:
         """The version to be replaced; None when there is none or its head cannot be read.

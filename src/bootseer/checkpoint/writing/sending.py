@@ -287,7 +287,7 @@ class Sending:
 
     def _start(self, writer: SegmentWriter) -> None:
         """Start a segment as soon as there is room for it. It may fail at once."""
-        self.publication.note_folder()
+        self.publication.has_folder = True
         self._in_flight.append(writer)
         self.begin_next()
 

@@ -51,7 +51,7 @@ class Budget:
         Raises `TooLargeError`, and `TransientError` when none was freed for `stuck_s`.
         """
         freed, until = self._freed, time.monotonic() + stuck_s
-        while not self._try_reserve(length):
+        while not self._try_reserve(length, self._soft):
             if not free_some():
                 self.reserve_extra(length)
                 return
@@ -64,13 +64,11 @@ class Budget:
 
     def reserve_extra(self, length: int) -> None:
         """Reserve space without waiting, out of the extra space for files that are written out of order."""
-        with self._change:
-            if self._used + length > self._hard:
-                raise TooLargeError(
-                    f"{self._used + length} bytes that cannot be sent yet do not fit into the spool's {self._hard}: "
-                    "the file is too large to be written out of order"
-                )
-            self._used += length
+        if not self._try_reserve(length, self._hard):
+            raise TooLargeError(
+                f"{self._used + length} bytes that cannot be sent yet do not fit into the spool's {self._hard}: "
+                "the file is too large to be written out of order"
+            )
 
     def free(self, length: int) -> None:
         with self._change:
@@ -78,9 +76,9 @@ class Budget:
             self._freed += length
             self._change.notify_all()
 
-    def _try_reserve(self, length: int) -> bool:
+    def _try_reserve(self, length: int, limit: int) -> bool:
         with self._change:
-            if self._used + length > self._soft:
+            if self._used + length > limit:
                 return False
             self._used += length
             return True

@@ -44,7 +44,7 @@ Check = Callable[[], None]
 """Called regularly during a wait; what it raises ends the wait."""
 
 
-def _no_check() -> None:
+def no_check() -> None:
     """For callers that cannot be interrupted."""
 
 
@@ -82,7 +82,7 @@ class FileWriter:
         with self._turn:
             self._publication.path = path
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = _no_check) -> None:
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = no_check) -> None:
         """Write bytes; gaps are zeros. Blocks while the spool is full of data in flight. After an error the file is
         no longer than before, but a part of a long write over old bytes may be in it.
 
@@ -146,7 +146,7 @@ class FileWriter:
             self._size_bytes = size_bytes
             self._mark_dirty()
 
-    def sync(self, check: Check = _no_check) -> Written:
+    def sync(self, check: Check = no_check) -> Written:
         """Publish what was written so far. The file may be written on, also after `check` has interrupted this."""
         with self._turn:
             self._check()
@@ -189,7 +189,7 @@ class FileWriter:
         if size_bytes % CHUNK_BYTES:
             self.sending.recall(size_bytes - 1, size_bytes)
 
-    def _publish(self, check: Check = _no_check) -> Written:
+    def _publish(self, check: Check = no_check) -> Written:
         if self._written is not None and not self._is_dirty:
             return self._written
         size_bytes = self._size_bytes
