@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 
 from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
+from bootseer.errors import UsageError  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 
 pytestmark = [
@@ -135,6 +136,15 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-1\n"
     save({"w": torch.zeros(3)}, tmp_path / "step-2", move_latest=True)
     assert (tmp_path / "latest").read_text() == "step-2\n"
+    with pytest.warns(UserWarning, match="`latest` still names step-2, which is later than step-0"):
+        save({"w": torch.zeros(3)}, tmp_path / "step-0", move_latest=True)
+
+
+def test_latest_is_not_moved_where_no_rank_knows_that_all_have_saved(tmp_path: Path) -> None:
+    writer = StripedWriter(tmp_path / "step-1", move_latest=True)
+    with pytest.raises(UsageError, match="no rank knows when the checkpoint is complete"):
+        dcp.save({"w": torch.zeros(3)}, storage_writer=writer, use_collectives=False)
+    assert not (tmp_path / "latest").exists()
 
 
 @pytest.mark.parametrize("move_latest", [True, False], ids=["moving it", "over it"])

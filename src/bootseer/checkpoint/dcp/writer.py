@@ -16,11 +16,14 @@ import math
 import os
 import pickle
 import threading
+import warnings
 from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from functools import partial
+from itertools import chain
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -189,11 +192,6 @@ _MAX_COPIED_BYTES = 256 << 20
 """Memory per file for tensors that must be copied to be saved."""
 
 
-class _NewFile(NamedTuple):
-    name: str
-    items: Sequence[WriteItem]
-
-
 class _PlannerData:
     """The data that a planner saves. Planners are not thread-safe: calls are serialized."""
 
@@ -249,6 +247,11 @@ class StripedWriter(filesystem.FileSystemWriter):
                 hint="save under a name of its own, with move_latest=True",
             )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if self._move_latest and not self.use_collectives:
+            raise UsageError(
+                f"{self.path}: without collectives no rank knows when the checkpoint is complete",
+                hint="move_latest=False, and `bootseer ckpt latest` when all ranks have saved",
+            )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs once, before any rank writes: an older checkpoint in the folder ceases to be one."""
@@ -264,12 +267,10 @@ class StripedWriter(filesystem.FileSystemWriter):
             groups = [group for group in _by_size(plan.items, self.thread_count) if group]
         else:
             groups = [[item] for item in plan.items]
-        files = [_NewFile(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}", group) for number, group in enumerate(groups)]
-        objects = _PlannerData(planner)
+        files = [f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}" for number in range(len(groups))]
         with Tasks("bootseer-dcp", self.thread_count) as threads:
-            results = [
-                one for written in threads.map(lambda file: self._write(file, objects), files) for one in written
-            ]
+            written = threads.map(partial(self._write, _PlannerData(planner)), files, groups)
+            results = list(chain.from_iterable(written))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -290,15 +291,17 @@ class StripedWriter(filesystem.FileSystemWriter):
         )
         if self._move_latest:
             folder, _, name = resolve(self.path).path.rpartition("/")
-            move_latest(target.system.files, folder, name)
+            named = move_latest(target.system.files, folder, name)
+            if named != name:
+                warnings.warn(f"`latest` still names {named}, which is later than {name}", stacklevel=2)
 
-    def _write(self, file: _NewFile, objects: _PlannerData) -> list[WriteResult]:
-        target = resolve(self._striped.concat_path(self.path, file.name))
-        if not self._can_replay(file.items, objects):
+    def _write(self, objects: _PlannerData, file: str, items: Sequence[WriteItem]) -> list[WriteResult]:
+        target = resolve(self._striped.concat_path(self.path, file))
+        if not self._can_replay(items, objects):
             with self._striped.create_stream(target.uri, "wb") as stream:
-                return [self._write_item(cast(AppendStream, stream), item, file.name, objects) for item in file.items]
+                return [self._write_item(cast(AppendStream, stream), item, file, objects) for item in items]
         recorded = RecordedFile()
-        results = [self._write_item(recorded, item, file.name, objects) for item in file.items]
+        results = [self._write_item(recorded, item, file, objects) for item in items]
         target.system.writing.write_file(target.path, recorded.size_bytes, recorded.replay)
         return results
 
