@@ -260,6 +260,11 @@ class PlaceContract:
         assert names(place, "") == {"a", "file"}
         assert names(place, "a") == set()
 
+    def test_asking_for_the_time_in_a_folder_does_not_make_it(self, place: Place) -> None:
+        with pytest.raises(NotFoundError):
+            place.now_s("nothing")
+        assert names(place, "") == set()
+
     @pytest.mark.parametrize("path", ["..", "../other", "a/../..", "/etc", "a//b", ".", "a/", "nul\0"])
     def test_a_path_cannot_leave_the_place(self, place: Place, path: str) -> None:
         place.make_folder("a")

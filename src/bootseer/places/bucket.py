@@ -127,31 +127,28 @@ class Bucket:
     def retry(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
         """As `call`, made again after transient errors and when there is no answer: the first attempt gets a twentieth
         of the time, each later one twice as much. For requests that may be made twice."""
-        tries = itertools.count()
-
-        def ask(left_s: float) -> T:
-            return self.call(name, call, min(timeout_s / 20 * 2 ** next(tries), left_s))
-
-        return self._retry(ask, timeout_s)
+        return self._retry(partial(self.call, name, call), timeout_s)
 
     def _items(self, name: str, produce: Callable[[], Iterable[Sequence[T]]], timeout_s: float = CALL_S) -> list[T]:
         """As `retry`, for a list of unknown length: the time of each attempt is for each page."""
-        tries = itertools.count()
 
-        def ask(left_s: float) -> list[T]:
+        def ask(page_s: float) -> list[T]:
             with self.mapping(name):
-                page_s = min(timeout_s / 20 * 2 ** next(tries), left_s)
                 pages = stream_within(page_s, f"{self.uri}: {name}", produce, each=True)
                 return [one for page in pages for one in page]
 
         return self._retry(ask, timeout_s)
 
     def _retry(self, ask: Callable[[float], T], timeout_s: float) -> T:
+        tries = itertools.count()
         self._probe()
         try:
-            return retrying(ask, attempts=None, deadline_s=timeout_s)
-        except TransientError:
-            self.note_silence()
+            return retrying(
+                lambda left_s: ask(min(timeout_s / 20 * 2 ** next(tries), left_s)), attempts=None, deadline_s=timeout_s
+            )
+        except TransientError as error:
+            if status_of(error) is None:  # a server that refuses is not silent: it may answer other requests
+                self.note_silence()
             raise
 
     def note_silence(self) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from bootseer.errors import (
-    AccessError,
     AlreadyExistsError,
     BootseerError,
     IsFolderError,
@@ -37,8 +34,6 @@ from bootseer.places.place import (
     names_of,
 )
 
-_CLOCK_S = 60.0
-"""How long a measured offset between the cluster's clock and the local one is trusted."""
 _MIB = 1 << 20
 _CHECKSUM_BYTES = 512
 """Block sizes must be multiples of the bytes that one HDFS checksum covers."""
@@ -51,9 +46,7 @@ class HdfsPlace(SmallReads):
         self._client = client
         self._root = "/".join(["", *names_of(root.strip("/"))])
         self.uri = f"{client.uri}{self._root}"
-        self._clock: tuple[float, float] | None = None
         self._may_copy = True
-        self._lock = threading.Lock()
 
     def name_problem(self, name: str) -> str:
         if ":" in name:
@@ -129,19 +122,14 @@ class HdfsPlace(SmallReads):
 
     def now_s(self, folder: str = "") -> float:
         """See `Place.now_s`. HDFS has no RPC for its clock: the mtime of a file that is written now tells it."""
-        with self._lock:
-            clock = self._clock
-        if clock is not None and time.monotonic() - clock[1] < _CLOCK_S:
-            return clock[0] + time.monotonic() - clock[1]
         full = self._full(join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"))
-        try:
-            now_s = self._client.put(full, b"").mtime_ms / 1000
+
+        def measure() -> float:
+            status = self._client.put(full, b"", parents=False)
             self._client.delete(full)
-        except AccessError:
-            return time.time()  # a caller without write access holds no lease there
-        with self._lock:
-            self._clock = (now_s, time.monotonic())
-        return now_s
+            return status.mtime_ms / 1000
+
+        return self._servers_clock_s(measure)
 
     def space(self) -> tuple[int, int]:
         return self._client.space()

@@ -11,6 +11,8 @@ import os
 import pwd
 import secrets
 import stat
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from bootseer.errors import (
     AccessError,
@@ -124,39 +126,23 @@ def mapped(error: OSError, subject: str) -> BootseerError:
 @functools.lru_cache(maxsize=1024)
 def owner_of(uid: int) -> str:
     """The name of a user, or the uid as a string."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return _name(pwd.getpwuid, uid)
 
 
 @functools.lru_cache(maxsize=1024)
 def group_of(gid: int) -> str:
     """The name of a group, or the gid as a string."""
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
+    return _name(grp.getgrgid, gid)
 
 
 def uid_of(name: str | None) -> int:
     """The uid of a user; -1 for None. Raises `PermanentError` for an unknown name."""
-    if name is None:
-        return -1
-    try:
-        return pwd.getpwnam(name).pw_uid
-    except KeyError:
-        return _number(name, "user")
+    return _number(pwd.getpwnam, name, "user")
 
 
 def gid_of(name: str | None) -> int:
     """The gid of a group; as `uid_of`."""
-    if name is None:
-        return -1
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        return _number(name, "group")
+    return _number(grp.getgrnam, name, "group")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,21 +150,33 @@ def shown_uid(owner: str) -> int:
     """The uid that a mount shows for an owner. Unknown owners are shown as the mounting user: the place checks access
     by that one identity."""
     try:
-        return pwd.getpwnam(owner).pw_uid
-    except KeyError:
-        return int(owner) if owner.isdecimal() else os.geteuid()
+        return uid_of(owner)
+    except PermanentError:
+        return os.geteuid()
 
 
 @functools.lru_cache(maxsize=4096)
 def shown_gid(group: str) -> int:
     """The gid that a mount shows; as `shown_uid`."""
     try:
-        return grp.getgrnam(group).gr_gid
+        return gid_of(group)
+    except PermanentError:
+        return os.getegid()
+
+
+def _name(find: Callable[[int], Sequence[Any]], number: int) -> str:
+    try:
+        return str(find(number)[0])
     except KeyError:
-        return int(group) if group.isdecimal() else os.getegid()
+        return str(number)
 
 
-def _number(name: str, kind: str) -> int:
-    if not name.isdecimal():
-        raise PermanentError(f"this machine has no {kind} {name!r}")
-    return int(name)
+def _number(find: Callable[[str], Sequence[Any]], name: str | None, kind: str) -> int:
+    if name is None:
+        return -1
+    try:
+        return int(find(name)[2])
+    except KeyError:
+        if name.isdecimal():
+            return int(name)
+        raise PermanentError(f"this machine has no {kind} {name!r}") from None

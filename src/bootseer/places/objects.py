@@ -54,7 +54,6 @@ _DATA = f"{TEMPORARY_PREFIX}data"
 _OWN = (_LINKS, _OWNER, _DATA)
 _BELIEVED_S = 2.0
 """So long, a folder on the way to what is asked for is where it was."""
-_CLOCK_S = 60.0
 _MANY_BYTES = 1 << 60  # a bucket is never full
 _SMALL_BYTES = 8 << 20
 _LINKS_AT_ONCE = 16
@@ -94,7 +93,6 @@ class ObjectPlace(SmallReads):
         self._reads = ObjectReads(self._bucket)
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, _Folder]] = {}
-        self._clock: tuple[float, float] | None = None
         self._is_conditional = False
         """Whether the server has refused to overwrite what it was to create."""
 
@@ -247,19 +245,15 @@ class ObjectPlace(SmallReads):
 
     def now_s(self, folder: str = "") -> float:
         """See `Place.now_s`. Only the time of an object that is put now tells the server's clock, in whole seconds."""
-        clock = self._clock
-        if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
+
+        def measure() -> float:
             key = f"{self._folder(folder).prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-            try:
-                self._put(key, b"")
-                now_s = self._bucket.head(key)["last_modified"].timestamp()
-                self._bucket.remove([key])
-            except AccessError:
-                return time.time()  # a caller that may not write there has no lease there
-            clock = (now_s, time.monotonic())
-            with self._lock:
-                self._clock = clock
-        return clock[0] + time.monotonic() - clock[1]
+            self._put(key, b"")
+            now_s: float = self._bucket.head(key)["last_modified"].timestamp()
+            self._bucket.remove([key])
+            return now_s
+
+        return self._servers_clock_s(measure)
 
     def space(self) -> tuple[int, int]:
         return _MANY_BYTES, _MANY_BYTES
@@ -483,6 +477,7 @@ class ObjectPlace(SmallReads):
                 raise AlreadyExistsError(f"{self._what(target)} is there already")
         else:
             self._bucket.retry(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
+        self._keep(folder_of(source))
         self._bucket.remove([key])
 
     def _what(self, path: str) -> str:

@@ -10,13 +10,14 @@ All methods raise `BootseerError`s only: `TransientError` for what may succeed l
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Protocol, Unpack
 
 from msgspec import Struct
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 from bootseer.io.pooled_reads import ReadOptions, ReadOutcome
 
 RESERVED_PREFIXES = (".stripes", ".attempts")
@@ -26,10 +27,10 @@ TEMPORARY_PREFIX = ".attempts-"
 SMALL_FILE_REPLICAS = 3
 """Minimum replicas of a small file, where a place replicates: losing a head or a checkpoint's metadata would make all
 other files useless."""
-
-
 _MAX_REOPENS = 4
 """How often a read of a small file that is being replaced starts over."""
+_CLOCK_S = 60.0
+"""How long a measured offset between a server's clock and the local one is trusted."""
 
 
 class ChangedError(TransientError):
@@ -250,6 +251,7 @@ class SmallReads:
     is_local = False
     shows_unfinished = True
     queue_bytes = 0
+    _clock: tuple[float, float] | None = None
 
     def max_rename_bytes(self, *, replace: bool) -> int | None:
         return None
@@ -261,27 +263,32 @@ class SmallReads:
         return 0.0
 
     def read_bytes(self, path: str, limit: int) -> bytes:
-        def length_of(size_bytes: int) -> int:
-            if size_bytes > limit:
-                raise PermanentError(f"{self.uri}/{path} has {size_bytes} bytes, more than the {limit} allowed")
-            return size_bytes
-
-        return self._read_small(path, length_of)
+        data = self.read_first(path, limit + 1)
+        if len(data) > limit:
+            raise PermanentError(f"{self.uri}/{path} has more than the {limit} bytes allowed")
+        return data
 
     def read_first(self, path: str, length: int) -> bytes:
-        return self._read_small(path, lambda size_bytes: min(length, size_bytes))
-
-    def _read_small(self, path: str, length_of: Callable[[int], int]) -> bytes:
-        """Starts over when the file is replaced after it was opened."""
+        """See `Place.read_first`. Starts over when the file is replaced after it was opened."""
         for _ in range(_MAX_REOPENS):
             with closing(self.open(path)) as file, suppress(ChangedError):
-                return self._read(file, path, length_of(file.size_bytes))
+                return self._read(file, path, min(length, file.size_bytes))
         raise ChangedError(f"{self.uri}/{path} is being replaced all the time")
 
     def _read(self, file: OpenFile, path: str, length: int) -> bytes:
         if length <= 0:
             return b""
         return bytes(read_blocking(file, 0, length, f"{self.uri}/{path}"))
+
+    def _servers_clock_s(self, measure: Callable[[], float]) -> float:
+        """What `measure` says, which needs requests and is trusted for a while, and the time since."""
+        clock = self._clock
+        if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
+            try:
+                clock = self._clock = (measure(), time.monotonic())
+            except AccessError:
+                return time.time()  # a caller without write access holds no lease there
+        return clock[0] + time.monotonic() - clock[1]
 
 
 def read_blocking(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:

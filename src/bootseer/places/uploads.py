@@ -152,6 +152,7 @@ class Uploads:
             )
         try:
             from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
             from botocore.session import get_session
         except ImportError as error:
             raise UsageError(f"{uri}: uploads need botocore", hint="install bootseer[s3]") from error
@@ -168,14 +169,16 @@ class Uploads:
             s3={"addressing_style": "path" if endpoint else "auto"},
         )  # fmt: skip
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        self._client: Any = get_session().create_client(
-            "s3", region_name=region or "us-east-1", endpoint_url=endpoint, config=config
-        )
+        try:
+            self._client: Any = get_session().create_client(
+                "s3", region_name=region or "us-east-1", endpoint_url=endpoint, config=config
+            )
+        except (BotoCoreError, ValueError) as error:  # an unknown AWS_PROFILE, an invalid endpoint
+            raise UsageError(f"{uri}: {error}", hint="check the AWS_ variables") from error
 
     def left(self, older_than_s: float) -> Iterator[Upload]:
         """Those that began so long ago. Raises `BootseerError`."""
-        pages = iter(self._client.get_paginator("list_multipart_uploads").paginate(**self._which, Prefix=self._prefix))
-        while (page := self._call("uploads", partial(next, pages, None))) is not None:
+        for page in self._pages("uploads", "list_multipart_uploads", Prefix=self._prefix):
             try:
                 now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
             except (KeyError, ValueError):
@@ -192,17 +195,19 @@ class Uploads:
 
     def listed(self, prefix: str) -> dict[str, list[Any]]:
         """As `Bucket.listed`, with the keys that obstore refuses; `prefix` from the bucket on."""
-        pages = iter(
-            self._client.get_paginator("list_objects_v2").paginate(**self._which, Prefix=prefix, Delimiter="/")
-        )
         found: dict[str, list[Any]] = {"common_prefixes": [], "objects": []}
-        while (page := self._call(prefix, partial(next, pages, None))) is not None:
+        for page in self._pages(prefix, "list_objects_v2", Prefix=prefix, Delimiter="/"):
             found["common_prefixes"] += [one["Prefix"] for one in page.get("CommonPrefixes", ())]
             found["objects"] += [
                 {"path": one["Key"], "size": one["Size"], "e_tag": one["ETag"], "last_modified": one["LastModified"]}
                 for one in page.get("Contents", ())
             ]
         return found
+
+    def _pages(self, name: str, operation: str, **options: str) -> Iterator[Any]:
+        pages = iter(self._client.get_paginator(operation).paginate(**self._which, **options))
+        while (page := self._call(name, partial(next, pages, None))) is not None:
+            yield page
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         from botocore.exceptions import ClientError, NoCredentialsError
