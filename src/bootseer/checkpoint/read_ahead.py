@@ -49,18 +49,16 @@ class Advice(NamedTuple):
     """To be passed to `refused`."""
 
 
-class _Stream:
+class _Stream(Struct, eq=False):
     """A sequential reader. `reached` is the end of what it has read."""
 
-    __slots__ = ("asked", "origin", "proven", "reached", "read", "used", "window")
-
-    def __init__(self, offset: int, end: int, window: int, used: int, *, proven: bool) -> None:
-        self.reached = end
-        self.asked = end
-        self.window = window
-        self.used = used
-        self.proven = proven
-        self.restart(offset, end - offset)
+    reached: int
+    asked: int
+    window: int
+    used: int
+    proven: bool
+    origin: int
+    read: int
 
     def restart(self, offset: int, length: int) -> None:
         """Start measuring from here."""
@@ -119,7 +117,8 @@ class ReadAhead:
         if len(self._streams) >= self._settings.max_streams:
             del self._streams[min(self._streams, key=lambda number: self._streams[number].used)]
         self._num_made += 1
-        self._streams[self._num_made] = _Stream(offset, end, self._settings.first_bytes, self._num_reads, proven=proven)
+        first_bytes = self._settings.first_bytes
+        self._streams[self._num_made] = _Stream(end, end, first_bytes, self._num_reads, proven, offset, end - offset)
         return self._num_made
 
     def _follow(self, stream: _Stream, offset: int, end: int) -> None:

@@ -358,41 +358,46 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         """
         if not isinstance(paths, (list, tuple)):
             raise TypeError("paths must be a list")
-        firsts, lasts = _for_each(paths, starts), _for_each(paths, ends)
+        bounds = [slice(*one) for one in zip(_for_each(paths, starts), _for_each(paths, ends), strict=True)]
         numbers: dict[str, list[int]] = {}
         for number, path in enumerate(paths):
             numbers.setdefault(self._strip_protocol(path), []).append(number)
-        ranges = _Ranges(firsts, lasts, GAP_BYTES if max_gap is None else max_gap)
+        results: list[bytes | OSError] = [b""] * len(paths)
+        files: dict[str, CheckpointFile] = {}
         with contextlib.ExitStack() as to_close, Tasks("bootseer-fsspec", _AT_ONCE) as threads:
 
-            def begin(path: str) -> CheckpointFile | OSError:
+            def begin(path: str) -> list[Span[int]]:
                 try:
                     with self._at(path) as (system, below):
-                        return to_close.enter_context(contextlib.closing(system.reading.open(below)))
+                        file = files[path] = to_close.enter_context(contextlib.closing(system.reading.open(below)))
                 except OSError as error:
-                    return error
+                    for number in numbers[path]:
+                        results[number] = error
+                    return []
+                inside = [(bounds[number].indices(file.size_bytes), number) for number in numbers[path]]
+                ranges = [Range(start, end, number) for (start, end, _), number in inside if end > start]
+                return join(ranges, max_bytes=_SPAN_BYTES, gap_bytes=GAP_BYTES if max_gap is None else max_gap)
 
             def read(job: tuple[str, Span[int]]) -> None:
                 path, span = job
                 try:
                     with os_errors(path):
-                        ranges.read(files[path], span)
+                        data = memoryview(files[path].read(span.start, span.end - span.start))
                 except OSError as error:
-                    ranges.failed((one.item for one in span.ranges), error)
+                    for one in span.ranges:
+                        results[one.item] = error
+                    return
+                for one in span.ranges:
+                    results[one.item] = bytes(data[one.start - span.start : one.end - span.start])
 
-            begun = dict(zip(numbers, threads.map(begin, numbers), strict=True))
-            files = {path: file for path, file in begun.items() if not isinstance(file, OSError)}
-            for path, file in begun.items():
-                if isinstance(file, OSError):
-                    ranges.failed(numbers[path], file)
-            spans = {path: ranges.spans(numbers[path], file.size_bytes) for path, file in files.items()}
+            spans = dict(zip(numbers, threads.map(begin, numbers), strict=True))
             for _ in threads.map(read, spread(spans)):
                 pass
         if on_error == "raise":
-            for one in ranges.results:
-                if isinstance(one, OSError):
-                    raise one
-        return ranges.results
+            for result in results:
+                if isinstance(result, OSError):
+                    raise result
+        return results
 
     @contextlib.contextmanager
     def _at(self, path: str, *, follow: bool = True) -> Iterator[tuple[FileSystem, str]]:
@@ -401,30 +406,6 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         with os_errors(stripped):
             found = resolve_below(f"{self.scheme}://{self.authority}/", stripped, follow=follow)
             yield found.system, found.path
-
-
-class _Ranges:
-    """The ranges of `cat_ranges`, by number. Threads write different results."""
-
-    def __init__(self, starts: Sequence[int | None], ends: Sequence[int | None], gap_bytes: int) -> None:
-        self._starts = starts
-        self._ends = ends
-        self._gap_bytes = gap_bytes
-        self.results: list[bytes | OSError] = [b""] * len(starts)
-
-    def spans(self, numbers: Iterable[int], size_bytes: int) -> list[Span[int]]:
-        bounds = [(slice(self._starts[one], self._ends[one]).indices(size_bytes), one) for one in numbers]
-        ranges = [Range(start, end, one) for (start, end, _), one in bounds if end > start]
-        return join(ranges, max_bytes=_SPAN_BYTES, gap_bytes=self._gap_bytes)
-
-    def read(self, file: CheckpointFile, span: Span[int]) -> None:
-        data = memoryview(file.read(span.start, span.end - span.start))
-        for one in span.ranges:
-            self.results[one.item] = bytes(data[one.start - span.start : one.end - span.start])
-
-    def failed(self, numbers: Iterable[int], error: OSError) -> None:
-        for number in numbers:
-            self.results[number] = error
 
 
 def _for_each(paths: Sequence[str], bounds: int | Sequence[int | None] | None) -> list[int | None]:

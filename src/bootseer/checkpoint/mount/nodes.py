@@ -14,11 +14,13 @@ import secrets
 import threading
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.os_errors import os_error
 from bootseer.fuse.protocol import ROOT
+from bootseer.places.place import folder_of
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.content import Content
@@ -27,23 +29,20 @@ _FIRST = 1 << 40
 """The smallest number of a node, except the root's."""
 
 
-class Node:
+class Node(Struct, eq=False):
     """One file or folder as the kernel knows it."""
 
-    __slots__ = ("cached_version", "content", "info", "lookup_count", "number", "path")
-
-    def __init__(self, number: int, path: str, info: FileInfo) -> None:
-        self.number = number
-        self.path: str | None = path
-        """None when the name leads to another node, or is gone."""
-        self.info = info
-        """The latest known attributes."""
-        self.content: Content | None = None
-        """Set while the file is open."""
-        self.lookup_count = 0
-        """The kernel's lookup count: references handed out minus references forgotten."""
-        self.cached_version: str | None = None
-        """The version that may be in the page cache; None: nothing is, "": what is there must be invalidated."""
+    number: int
+    path: str | None
+    """None when the name leads to another node, or is gone."""
+    info: FileInfo
+    """The latest known attributes."""
+    content: Content | None = None
+    """Set while the file is open."""
+    lookup_count: int = 0
+    """The kernel's lookup count: references handed out minus references forgotten."""
+    cached_version: str | None = None
+    """The version that may be in the page cache; None: nothing is, "": what is there must be invalidated."""
 
     @property
     def is_folder(self) -> bool:
@@ -162,9 +161,7 @@ class Nodes:
 
     def live_in(self, folder: str) -> list[Node]:
         """The nodes in a folder with unpublished content."""
-        with self._lock:
-            nodes = [(path, node) for path, node in self._by_path.items() if node.is_live]
-        return [node for path, node in nodes if path.rpartition("/")[0] == folder]
+        return [node for node in self.live_below(folder) if node.path and folder_of(node.path) == folder]
 
     def open_below(self, folder: str) -> list[Node]:
         """The nodes anywhere below a folder whose files are open."""

@@ -72,14 +72,6 @@ class MountRequest(Struct, frozen=True):
 
 
 _SPOOL = "spool"
-_FIGURES = {
-    "place_bytes": "place_bytes",
-    "cache_bytes": "cache_bytes",
-    "peer_bytes": "peer_bytes",
-    "rebuilt": "rebuilt",
-    "refused": "wrong_chunks",
-}
-"""Names in the daemon's status, and the counters of `Reading` they show."""
 
 
 class Serving(Struct, frozen=True):
@@ -151,7 +143,7 @@ class _MountedPlace:
             "uri": self._request.uri,
             "unpublished": self.shown.unpublished(),
             "lost": self.shown.lost(),
-            **{name: reading[theirs] for name, theirs in _FIGURES.items()},
+            "refused": reading["wrong_chunks"],
             **reading,
             "writing": self._writing.facts(),
             **self.shown.facts(),

@@ -16,6 +16,8 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
+from msgspec import Struct, field
+
 from bootseer.checkpoint.reading.transfer import Counters, Effect, Job, failure, run_effects
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.timer import Timer
@@ -47,39 +49,24 @@ class _State(Enum):
     READY = 3
 
 
-class BufferedPiece:
+class BufferedPiece(Struct, eq=False):
     """One piece. `data` may be read by holders while `error` is None."""
 
-    __slots__ = (
-        "consumed",
-        "data",
-        "dropped",
-        "error",
-        "job",
-        "key",
-        "length",
-        "load",
-        "offset",
-        "state",
-        "used_s",
-        "users",
-        "waiters",
-    )  # fmt: skip
-
-    def __init__(self, request: PieceRequest, load: Load) -> None:
-        self.key, self.offset, self.length = request
-        self.data = bytearray()
-        self.error: BootseerError | None = None
-        self.job: Job | None = None
-        """The read in flight that loads it. Set by `load`."""
-        self.load = load
-        self.state = _State.QUEUED
-        self.users = 0
-        self.waiters: list[Waiter] = []
-        self.used_s = 0.0
-        self.dropped = False
-        self.consumed = False
-        """Whether it was read to its end."""
+    key: Key
+    offset: int
+    length: int
+    load: Load
+    data: bytearray = field(default_factory=bytearray)
+    error: BootseerError | None = None
+    job: Job | None = None
+    """The read in flight that loads it. Set by `load`."""
+    state: _State = _State.QUEUED
+    users: int = 0
+    waiters: list[Waiter] = field(default_factory=list)
+    used_s: float = 0.0
+    dropped: bool = False
+    consumed: bool = False
+    """Whether it was read to its end."""
 
 
 Waiter = Callable[[BufferedPiece], None]
@@ -273,7 +260,7 @@ class ChunkBuffer:
                 raise
 
     def _add(self, request: PieceRequest, load: Load) -> BufferedPiece:
-        piece = self._pieces[request.key] = BufferedPiece(request, load)
+        piece = self._pieces[request.key] = BufferedPiece(*request, load)
         self._files.setdefault(request.key.file, set()).add(request.key)
         return piece
 

@@ -24,9 +24,9 @@ from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.peer_chunks import PeerChunks
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.transfer import Counters
+from bootseer.checkpoint.reading.transfer import Counters, failure
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
-from bootseer.io.executor import Executor, report_exception, run_reported
+from bootseer.io.executor import Executor, run_reported
 from bootseer.io.timer import Timer
 from bootseer.peers.job import JobPeers
 from bootseer.places.place import OpenFile, Place
@@ -87,11 +87,8 @@ class LazyPart:
                 )
         except NotFoundError:
             problem = TransientError(f"{self.path}: this part is gone; the file was replaced or removed: open it again")
-        except BootseerError as error:
-            problem = error
         except Exception as error:  # readers wait for this part, whatever the error
-            problem = TransientError(f"{self.path}: {type(error).__name__}: {error}")
-            report_exception()
+            problem = failure(error, self.path)
         if file is not None and problem is not None:
             with contextlib.suppress(BootseerError):
                 file.close()

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from bootseer.blocks.index import Index
 from bootseer.checkpoint.reading.transfer import Counters
@@ -59,13 +60,6 @@ class PeerRead(Struct, eq=False):
     num_sources: int = 0
 
 
-class _Queue(Struct):
-    """Chunks to be requested from one peer."""
-
-    reads: deque[tuple[Unit, PeerRead]] = field(default_factory=deque)
-    running: int = 0
-
-
 class PeerChunks:
     """Reads of chunks from the job's other nodes. For one process; safe to use from many threads."""
 
@@ -76,10 +70,11 @@ class PeerChunks:
         self._facts = facts
         self._client = Client(job.secret, self._job.pace, tls=job.tls)
         self._asking = Executor("bootseer-ask-peers", _ASKING)
-        self._receiving = Executor("bootseer-from-peers", _RECEIVING)
+        self._receiving: defaultdict[str, Executor] = defaultdict(partial(Executor, "bootseer-from-peer", _PER_PEER))
+        """The threads that receive from each peer."""
+        self._slots = threading.Semaphore(_RECEIVING)
         self._lock = threading.Lock()
         self._health = Health()
-        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._registered: set[str] = set()
         self._received: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
@@ -161,38 +156,17 @@ class PeerChunks:
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
         """Queue the read of a chunk from this peer."""
         with self._lock:
-            queue = self._queues[peer]
-            queue.reads.append((unit, read))
-            if queue.running >= _PER_PEER:
-                return
-            queue.running += 1
-        self._go_on(peer, queue)
-
-    def _go_on(self, peer: str, queue: _Queue) -> None:
+            threads = self._receiving[peer]
         try:
-            self._receiving.submit(partial(self._read_next, peer, queue))
+            threads.submit(partial(self._read, peer, unit, read))
         except TransientError:
-            with self._lock:
-                queue.running -= 1
-                left, queue.reads = queue.reads, deque()
-            for _, read in left:
-                read.done(False)
-
-    def _read_next(self, peer: str, queue: _Queue) -> None:
-        with self._lock:
-            if not queue.reads:
-                queue.running -= 1
-                return
-            unit, read = queue.reads.popleft()
-        try:
-            self._read(peer, unit, read)
-        finally:
-            self._go_on(peer, queue)
+            read.done(False)
 
     def _read(self, peer: str, unit: Unit, read: PeerRead) -> None:
         was_received = False
         try:
-            was_received = self._receive(peer, unit, read)
+            with self._slots:
+                was_received = self._receive(peer, unit, read)
         finally:
             if was_received:
                 self._facts.add("peer_bytes", len(read.into))
@@ -252,9 +226,8 @@ class Unit:
         self._peers = peers
         self._blocks = 0
         self._lock = threading.Lock()
-        self._waiting: list[PeerRead] = []
-        self._shareable = False
-        self._sources: dict[int, str] | None = None
+        self._shareable: bool | None = None
+        self._sources: Future[dict[int, str]] = Future()
 
     def add(self, block: int) -> None:
         """Add a wanted chunk, before any of them is read."""
@@ -264,19 +237,15 @@ class Unit:
         """Read a chunk from a peer, or have it read from the place: see `PeerRead.done`. `shareable`: whether this node
         will be able to serve what it reads."""
         with self._lock:
-            sources = self._sources
-            if sources is None:
-                self._waiting.append(read)
-                if len(self._waiting) > 1:
-                    return
+            is_first = self._shareable is None
+            if is_first:
                 self._shareable = shareable
-        if sources is not None:
-            self._go_on(read, sources)
-            return
-        try:
-            self._peers.submit_question(self._ask)
-        except TransientError:
-            self._set_sources({})
+        if is_first:
+            try:
+                self._peers.submit_question(partial(self._ask, shareable))
+            except TransientError:
+                self._sources.set_result({})
+        self._sources.add_done_callback(lambda sources: self._go_on(read, sources.result()))
 
     def failed(self, read: PeerRead, peer: str) -> None:
         """A peer did not deliver this chunk. Blocks for the answers of the next lookup."""
@@ -284,22 +253,15 @@ class Unit:
         sources: dict[int, str] = {}
         if read.num_sources < _MAX_SOURCES and not read.is_stopped():
             blocks = 1 << (read.block - self.first)
-            sources = self._peers.ask(self, blocks, shareable=self._shareable, without=peer)
+            sources = self._peers.ask(self, blocks, shareable=bool(self._shareable), without=peer)
         self._go_on(read, {block: source for block, source in sources.items() if source != peer})
 
-    def _ask(self) -> None:
+    def _ask(self, shareable: bool) -> None:
         sources: dict[int, str] = {}
         try:
-            sources = self._peers.ask(self, self._blocks, shareable=self._shareable)
+            sources = self._peers.ask(self, self._blocks, shareable=shareable)
         finally:
-            self._set_sources(sources)
-
-    def _set_sources(self, sources: dict[int, str]) -> None:
-        with self._lock:
-            self._sources = sources
-            waiting, self._waiting = self._waiting, []
-        for read in waiting:
-            self._go_on(read, sources)
+            self._sources.set_result(sources)
 
     def _go_on(self, read: PeerRead, sources: dict[int, str]) -> None:
         source = sources.get(read.block - self.first)

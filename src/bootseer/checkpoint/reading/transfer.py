@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import report_exception, show_threads
@@ -161,12 +161,9 @@ class Counters:
             return {name: self._counts[name] for name in NAMES}
 
 
-class _Lane:
-    __slots__ = ("in_flight", "jobs")
-
-    def __init__(self) -> None:
-        self.jobs: deque[Job] = deque()
-        self.in_flight = 0
+class _Lane(Struct, eq=False):
+    jobs: deque[Job] = field(default_factory=deque)
+    in_flight: int = 0
 
 
 class Transfer:
