@@ -119,3 +119,9 @@ def test_a_folder_with_the_marks_that_hadoop_leaves_is_removed_and_made_again(se
         place.make_folder("run/step-1")
         place.write_bytes("run/step-1/file", b"new")
         assert content(place, "run/step-1") == {"run/step-1/file": b"new"}
+
+
+def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_moved(place: ObjectPlace) -> None:
+    put_by_another_tool(place, "run/d/file")
+    place.rename("run/d/file", "run/file")
+    assert content(place) == {"run": None, "run/d": None, "run/file": b"run/d/file"}

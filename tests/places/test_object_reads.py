@@ -11,11 +11,13 @@ import threading
 import time
 from contextlib import closing
 
+import obstore
 import pytest
 
 from bootseer.errors import TransientError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import object_data, open_place
+from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import Place
 from fault_proxy import Fault, FaultProxy, once
 from places.contract import opened, read
@@ -261,3 +263,14 @@ def test_a_read_ends_also_when_the_timer_gets_no_thread(
             proxy.plan = lambda _: fault
             file.read_into(0, memoryview(bytearray(8)), outcomes.put)
             assert (outcomes.get(timeout=60).error is None) == (fault is None)
+
+
+def test_a_server_that_refuses_some_requests_is_not_taken_for_silent(proxy: FaultProxy, uri: str) -> None:
+    with closing(open_place(uri)) as place:
+        assert isinstance(place, ObjectPlace)
+        place.write_bytes("file", b"x")
+        key = place._key("file")
+        proxy.plan = lambda request: Fault(status=503) if request.path.endswith("/busy") else None
+        with pytest.raises(TransientError, match="503"):
+            place._bucket.retry("busy", lambda: obstore.head(place._bucket.reader, f"{key}/busy"), 1.0)
+        assert place.read_bytes("file", 1) == b"x"

@@ -34,7 +34,6 @@ from bootseer.errors import (
     CorruptError,
     NotFoundError,
     PermanentError,
-    TransientError,
     UsageError,
 )
 from bootseer.places import bucket, open_place
@@ -121,13 +120,6 @@ def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_removed
     assert names(place, "run") == {"run/d"}
     place.delete("run/d")
     assert names(place, "") <= {"run"}
-
-
-def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_moved(place: Place, uri: str) -> None:
-    obstore.put(from_url(uri, client_options={"allow_http": True}), "run/d/file", b"x")
-    place.rename("run/d/file", "run/file")
-    assert names(place, "run") == {"run/d", "run/file"}
-    assert names(place, "run/d") == set()
 
 
 def test_a_checkpoint_goes_there_and_back_is_replaced_and_leaves_nothing(
@@ -356,17 +348,6 @@ def test_a_name_that_is_asked_for_in_vain_is_asked_for_again_soon(
     with closing(open_place(uri)) as place:
         place.write_bytes("file", b"x")
         assert place.stat("file").size_bytes == 1
-
-
-def test_a_server_that_refuses_some_requests_is_not_taken_for_silent(proxy: FaultProxy, uri: str) -> None:
-    with closing(open_place(uri)) as place:
-        assert isinstance(place, ObjectPlace)
-        place.write_bytes("file", b"x")
-        key = place._key("file")
-        proxy.plan = lambda request: Fault(status=503) if request.path.endswith("/busy") else None
-        with pytest.raises(TransientError, match="503"):
-            place._bucket.retry("busy", lambda: obstore.head(place._bucket.reader, f"{key}/busy"), 1.0)
-        assert place.read_bytes("file", 1) == b"x"
 
 
 def test_of_what_was_made_though_its_answer_was_lost_it_is_known_who_made_it(proxy: FaultProxy, uri: str) -> None:
