@@ -103,3 +103,9 @@ def test_a_part_that_was_given_up_while_the_server_hung_leaves_nothing_when_it_a
         while left in s3_server.uploads("large"):
             assert time.monotonic() < until
             time.sleep(0.1)
+
+
+def test_a_profile_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nothing")
+    with pytest.raises(UsageError, match="profile"):
+        uploads.Uploads("s3://large")

@@ -466,9 +466,6 @@ def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(
     proxy.plan = lambda _: None
     assert list(Uploads(uri).left(0)) == []
     assert "Credential=file/" in proxy.requests[-1].headers["authorization"]
-    monkeypatch.setenv("AWS_PROFILE", "nothing")
-    with pytest.raises(UsageError, match="profile"):
-        Uploads(uri)
 
 
 def test_objects_behind_one_that_was_removed_meanwhile_are_removed_too(tmp_path: Path) -> None:
