@@ -459,8 +459,7 @@ class Reads:
 
 
 def _answer(read: PendingRead, answer: Buffer | BootseerError) -> None:
-    # The deadline heap may reference the read for a while after its answer: free its blocks.
-    read.held = {}
+    read.held = {}  # its caller may keep the object
     try:
         read.done(answer)
     except Exception:
