@@ -4,8 +4,7 @@ that they are such.
 
 Fork: a client that was created before a fork hangs in the child, and so does its destructor; the child leaks it and
 creates its own. The library also keeps connections to DataNodes for the whole process: a child that used them would
-receive its parent's answers, that is, bytes of other files. So the child waits until they have expired
-(`wait_for_inherited_connections`).
+receive its parent's answers, that is, bytes of other files. So the child waits until they have expired.
 
 Calls are bounded by `io.deadline`. Reading past the end panics, which is not an `Exception`. Most errors have no class:
 the name of the Java class in the text decides. Writes fail or hang when a DataNode dies that the NameNode still
@@ -107,26 +106,14 @@ def leak(value: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def note_read() -> None:
-    """The library has just read from a DataNode, and keeps the connection."""
-    _native_connections.last_read_s = time.monotonic()
-
-
-def wait_for_inherited_connections() -> None:
-    """In the child of a fork: wait until the library does not reuse connections of the parent any more."""
-    time.sleep(max(0.0, _native_connections.foreign_until_s - time.monotonic()))
-
-
 @contextlib.contextmanager
 def mapping(subject: str) -> Iterator[None]:
     """Maps errors of the library raised inside; `subject` they concern."""
     try:
         yield
-    except GeneratorExit:
+    except BootseerError:
         raise
     except BaseException as error:
-        if isinstance(error, BootseerError):
-            raise
         # Panics of Rust code are not Exceptions.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise mapped(error, subject) from error
@@ -293,13 +280,14 @@ class NativeReads(PooledReads):
         """Read a range. After an error the file is opened again, which lists the replicas in another order."""
 
         def receive(client: Client) -> list[bytes]:
-            wait_for_inherited_connections()
+            # In the child of a fork, until the library does not reuse connections of the parent any more.
+            time.sleep(max(0.0, _native_connections.foreign_until_s - time.monotonic()))
             reader = file.reader(client, again=tries > 0)
             try:
                 # Not read_range, which copies answers of several MiB three times.
                 return list(reader.read_range_stream(start, length))
             finally:
-                note_read()
+                _native_connections.last_read_s = time.monotonic()  # it keeps the connection
 
         tries = 0
         while True:
