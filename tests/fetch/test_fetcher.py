@@ -121,6 +121,22 @@ def test_claims_of_others_are_looked_at_soon_and_many_less_often_than_few(fetchi
         assert fetcher._claims_to_check(12.0) == []
 
 
+def test_a_reader_is_not_forgotten_when_its_block_is_found_in_the_cache_by_a_prefetch(fetching, data, cache, index):
+    fetcher, _, cached = fetching(settings=FetchSettings(max_hedges=0))
+    block = cached.missing(0, len(data))[3]
+    answers = []
+    with closing(cache.open(index)) as other:
+        assert other.claim(block)
+        fetcher.read(0, block * BLOCK, 10, answers.append)
+        until(lambda: fetcher._scheduler.claims)
+        with fetcher._lock:
+            fetcher._next_check_s = float("inf")
+        other.put(block, data[block * BLOCK : (block + 1) * BLOCK])
+        fetcher.prefetch([(0, block)])
+        until(lambda: answers)
+    assert answers == [data[block * BLOCK : block * BLOCK + 10]]
+
+
 def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching):
     fetcher, _, cached = fetching()
     hot = [50, 51, 7, 8, 10]

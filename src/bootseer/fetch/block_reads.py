@@ -252,6 +252,7 @@ class Reads:
 
     def _block_available(self, key: Key, data: Buffer | None, now: float) -> list[PendingRead]:
         """A block is in the cache, or at least in memory. Returns the complete reads."""
+        self._scheduler.mark_present(*key)
         complete = self._pending.arrived(key, data)
         for read in complete:
             self._stats.waited_s += now - read.since
@@ -260,7 +261,6 @@ class Reads:
     def _brought_by_other(self, key: Key, now: float) -> list[PendingRead]:
         """Another process has fetched a block."""
         self._stats.blocks_from_others += 1
-        self._scheduler.mark_present(*key)
         return self._block_available(key, None, now)
 
     def _claims_to_check(self, now: float) -> list[Key]:

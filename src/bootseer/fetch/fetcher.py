@@ -16,6 +16,7 @@ from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.block_reads import Reads, closed
 from bootseer.fetch.fetch_settings import Purpose
+from bootseer.fetch.pending import PendingRead
 from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import show_threads
 
@@ -62,12 +63,13 @@ class Fetcher(Reads):
             part = known[start : start + _PLANNED_AT_ONCE]
             here = [self._files[file].cached.ready(block) for file, block in part]
             with self._lock:
-                now = time.monotonic()
+                now, complete = time.monotonic(), list[PendingRead]()
                 for (file, block), is_here in zip(part, here, strict=True):
                     if is_here:
-                        self._scheduler.mark_present(file, block)
+                        complete += self._block_available((file, block), None, now)
                     self._scheduler.want(file, (block,), Purpose.HOT, now)
                 actions = self._advance(now)
+            actions.complete += complete
             self._run_actions(actions)
         for number, each in enumerate(self._files):
             try:
