@@ -76,10 +76,13 @@ class UsageError(BootseerError):
         self.exit_code = exit_code
 
 
-def error_named(kind: str, message: str) -> BootseerError:
+def error_named(kind: str, message: str, hint: str = "") -> BootseerError:
     """An error that another process reported by the name of its class; `PermanentError` for unknown names."""
     found = globals().get(kind)
-    return (found if isinstance(found, type) and issubclass(found, BootseerError) else PermanentError)(message)
+    error = (found if isinstance(found, type) and issubclass(found, BootseerError) else PermanentError)(message)
+    if isinstance(error, UsageError):
+        error.hint = hint
+    return error
 
 
 class Interrupted(BaseException):

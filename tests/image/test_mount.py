@@ -254,6 +254,9 @@ def test_without_a_fallback_an_image_that_is_not_converted_is_an_error_with_the_
     with pytest.raises(UsageError) as caught:
         mount(fallback="none")
     assert "bootseer image convert" in caught.value.hint
+    with pytest.raises(UsageError) as caught:
+        mount(reference=parse_reference(str(node.folder / "tree")), fallback="none")
+    assert "by the digest that this prints" in caught.value.hint
     assert list(Runtime(node.runtime).mounts.iterdir()) == []
 
 

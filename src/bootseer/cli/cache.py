@@ -12,7 +12,7 @@ import click
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, table
 from bootseer.cli.verb_parts import Group, json_option
-from bootseer.units import format_bytes, format_seconds
+from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from bootseer.cache.cache import Cache
@@ -79,7 +79,7 @@ def show_command(folder: Path | None, output: Output) -> None:
     output(
         {"folder": str(cache.root), "disk_bytes": total, "files": files},
         rows,
-        f"{len(entries)} files, {format_bytes(total)} in {cache.root}",
+        f"{plural(len(entries), 'file')}, {format_bytes(total)} in {cache.root}",
     )
 
 
@@ -102,7 +102,7 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
     output(
         {"folder": str(cache.root), "files": len(damaged), "dropped_blocks": dropped},
         *(f"{identity[:12]}: {len(blocks)} damaged blocks dropped" for identity, blocks in dropped.items()),
-        f"{len(damaged)} files verified, {sum(map(len, dropped.values()))} blocks dropped",
+        f"{plural(len(damaged), 'file')} verified, {sum(map(len, dropped.values()))} blocks dropped",
     )
     if dropped:
         raise SystemExit(1)
@@ -128,7 +128,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
         delete_idle_trees(cache.root.parent, runtime, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
     steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]
-    kept = f", {len(pruned.in_use)} files are in use" if pruned.in_use else ""
+    kept = f", {plural(len(pruned.in_use), 'file')} in use" if pruned.in_use else ""
     output(
         {
             "folder": str(cache.root),

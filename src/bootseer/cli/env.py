@@ -78,7 +78,7 @@ def capture_command(
     _check_setup(setup, requirements)
     asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, values, os.environ)
     made = make_snapshot(setup, requirements, asked, os.environ)
-    size = f"{made.num_files:,} files, {format_bytes(made.size_bytes)}, kept in {format_seconds(made.seconds)}"
+    size = f"{plural(made.num_files, 'file')}, {format_bytes(made.size_bytes)}, kept in {format_seconds(made.seconds)}"
     output(asdict(made), made.key or "no key", size if made.published else made.why_not)
     if made.code or not (made.published or made.was_there):
         raise SystemExit(made.code or 1)
@@ -225,7 +225,7 @@ def restore_command(ctx: click.Context, /, key: str, folder: Path | None, output
         raise UsageError(f"{folder}: not an empty folder", hint="name a new folder")
     num_files = snapshot.copy_to(folder)
     result = {"key": document.key, "target": str(folder.absolute()), "num_files": num_files}
-    output(result, f"{folder}: {num_files:,} files of {document.key[:12]}")
+    output(result, f"{folder}: {plural(num_files, 'file')} of {document.key[:12]}")
     return 0
 
 

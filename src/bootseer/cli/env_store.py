@@ -208,7 +208,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
         *(("folder", root) for root in document.roots),
     ]
     if document.num_loose:
-        rows.append(("elsewhere", f"{document.num_loose:,} files, copied to their paths"))
+        rows.append(("elsewhere", f"{plural(document.num_loose, 'file')}, copied to their paths"))
     rows += [("export", f"{export.kind} {export.name}={export.value}") for export in document.exports]
     rows += [
         ("daemon", printable(f"{one.name}: {' '.join(one.argv)} ({', '.join(one.sockets)})"))

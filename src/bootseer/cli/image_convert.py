@@ -142,7 +142,7 @@ def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, objec
     began_s = time.monotonic()
     with Progress("converting") as progress:
         opened = open_source(reference, platform=settings.platform, plain_http=settings.plain_http)
-        layers = f"{len(opened.layers) or 1} layers"
+        layers = plural(len(opened.layers) or 1, "layer")
         report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
         with closing(opened), closing(open_store(settings.uri, plain_http=settings.plain_http)) as store:
             document = convert(opened, store, progress=report, jobs=settings.jobs, options=settings.options)
@@ -156,8 +156,9 @@ def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, objec
             "stored_bytes": document.stored_bytes,
             "seconds": round(took_s, 3),
         },
-        f"{document.digest} in {settings.uri}: {len(document.layers)} layers, {format_bytes(document.size_bytes)}, "
-        f"stored as {format_bytes(document.stored_bytes)}, in {format_seconds(took_s)}",
+        f"{document.digest} in {settings.uri}: {plural(len(document.layers), 'layer')}, "
+        f"{format_bytes(document.size_bytes)}, stored as {format_bytes(document.stored_bytes)}, "
+        f"in {format_seconds(took_s)}",
     )
 
 

@@ -43,12 +43,14 @@ def main() -> None:
     except BrokenPipeError:  # `bootseer report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141
-    except OSError as error:  # a path that the user named, which may not be read, or a mount whose daemon is dead
-        if error.filename is None:
-            raise
+    except OSError as error:  # a path that may not be read, a full disk behind the help, a removed working folder
         _log_failure()
-        _say(f"bootseer: {error.filename}: {error.strerror}")
+        _say(f"bootseer: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
         code = 1
+        try:
+            sys.stdout.flush()
+        except OSError:  # the interpreter's end would fail in the same way
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _end(code)
 
 
@@ -90,7 +92,8 @@ def _say(line: str) -> None:
     from bootseer.trace.event import visible
 
     if sys.stderr is not None:  # None if it was closed: there is still the exit code
-        sys.stderr.write(visible(without_credentials(line)) + "\n")
+        with suppress(OSError):  # full, or a pipe without reader
+            sys.stderr.write(visible(without_credentials(line)) + "\n")
 
 
 def _quick_run(arguments: list[str]) -> int | None:

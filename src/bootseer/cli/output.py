@@ -120,9 +120,8 @@ def terminal(color: str = "auto") -> Iterator[Console]:
     forced = {"always": True, "never": False}.get(color)
     with _standard_output() as file:
         width = None if file.isatty() else _piped_width()
-        console = Console(
-            file=file, width=width, force_terminal=forced, no_color=forced is False, highlight=False, markup=False
-        )
+        plain = None if forced is None else not forced  # None: unless NO_COLOR is set
+        console = Console(file=file, width=width, force_terminal=forced, no_color=plain, highlight=False, markup=False)
         yield console
 
 

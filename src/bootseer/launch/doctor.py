@@ -33,6 +33,7 @@ from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
 from bootseer.machine.check import Check, Status
+from bootseer.machine.kernel import may_open_fuse
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
 from bootseer.peers.interfaces import PORT, chosen, listen_at
@@ -42,10 +43,6 @@ from bootseer.trace import stacks
 ENVIRONMENTS, PEERS, NAMES, HDFS_LOGIN, STACKS = "environments", "peers", "names", "HDFS login", "stack samples"
 _LOGIN_S = 8.0
 _NAMES_S, _SLOW_NAMES_S = 3.0, 0.05
-_FOUND = {
-    "overlay": "captured by an overlay over /, restored by a mount",
-    "user": "captured and restored in a user namespace",
-}
 
 
 def check_environments(cache: Path) -> Check:
@@ -58,9 +55,13 @@ def check_environments(cache: Path) -> Check:
             tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place) as folder,
             open_capture(Path(folder), private_capture_ways(), own=[cache]) as capture,
         ):
-            note = "without root only folders of this user can be in a snapshot" if capture.way == "user" else ""
-            status: Status = "limited" if note else "ok"
-            return Check(ENVIRONMENTS, status, _FOUND[capture.way], note, "run as root" if note else "", opens)
+            if capture.way == "overlay":
+                return Check(ENVIRONMENTS, "ok", "captured by an overlay over /, restored by a mount", "", "", opens)
+            found = "captured and restored in a user namespace"
+            note = "without root only folders of this user can be in a snapshot"
+            if not may_open_fuse():
+                found, note = "captured in a user namespace", f"{note}, and without /dev/fuse its files are written out"
+            return Check(ENVIRONMENTS, "limited", found, note, "run as root", opens)
     except OSError as error:
         todo = "set BOOTSEER_CACHE to another folder"
         return Check(ENVIRONMENTS, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)

@@ -100,13 +100,21 @@ def check_fuse() -> Check:
         is_new = (kernel_version(os.uname().release) or (0, 0)) >= RESENDS
         note = "" if is_new else "; before Linux 6.9, readers get errors when a daemon is killed"
         return Check("FUSE", "ok", f"mount works{note}", opens=opens)
+    if trial.forbidden and not may_open_fuse():
+        todo = "as root: chmod 666 /dev/fuse, its usual mode"
+        return Check("FUSE", "broken", "/dev/fuse exists", "this user may not open it", todo, opens)
     if attempt("fuse-user").worked:
         return Check("FUSE", "limited", "in user namespaces only", trial.reason, _AS_ROOT, opens)
-    if trial.forbidden and helper and os.access("/dev/fuse", os.R_OK | os.W_OK):
+    if trial.forbidden and helper:
         reason = f"{trial.reason}; mounts go through {Path(helper).name}"
         return Check("FUSE", "limited", Path(helper).name, reason, "", opens)
     install = f"apt-get install fuse3, or {_AS_ROOT}" if trial.forbidden else "modprobe fuse"
     return Check("FUSE", "broken", "/dev/fuse exists", trial.reason, install, opens)
+
+
+def may_open_fuse() -> bool:
+    """Whether the modes of /dev/fuse allow this user to open it."""
+    return os.access("/dev/fuse", os.R_OK | os.W_OK)
 
 
 _IMAGE = (

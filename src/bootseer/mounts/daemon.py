@@ -138,7 +138,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
                 if "pid" in reply:
                     process = ProcessId.of(reply["pid"])
                 elif "error" in reply:
-                    raise error_named(reply["kind"], reply["error"])
+                    raise error_named(reply["kind"], reply["error"], reply.get("hint", ""))
                 elif process is not None:
                     _LOG.info("mount daemon %d serves %s", process.pid, spec.at or spec.folder / FILES)
                     return Daemon(spec.folder, process)

@@ -158,7 +158,7 @@ def report_error(pipe: int, error: BaseException) -> None:
     """Report to the parent why there will be no mount."""
     own = isinstance(error, BootseerError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    send_message(pipe, {"kind": type(error).__name__, "error": message})
+    send_message(pipe, {"kind": type(error).__name__, "error": message, "hint": getattr(error, "hint", "")})
 
 
 def send_message(pipe: int, message: dict[str, object]) -> bool:

@@ -25,7 +25,10 @@ def check_slashes(uri: str) -> None:
     """Raise `UsageError` for an address with one slash, such as `pathlib.Path` makes: as a path it would name a local
     folder, and what is saved there is lost with the node."""
     if _ONE_SLASH.match(uri):
-        raise UsageError(f"{uri!r} is not a place: // is missing", hint="pass a str: pathlib.Path turns // into /")
+        raise UsageError(
+            f"{uri!r} is not a place: // is missing",
+            hint="write // after the colon; pathlib.Path turns it into /, so pass a str",
+        )
 
 
 def open_place(uri: str) -> Place:

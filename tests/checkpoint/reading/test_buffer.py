@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.checkpoint.reading.buffer import ChunkBuffer, Key, PieceRequest
 from bootseer.checkpoint.reading.transfer import Counters
-from bootseer.errors import TransientError
+from bootseer.errors import TransientError, UsageError
 from bootseer.io.timer import Timer
 
 MIB = 1 << 20
@@ -169,7 +169,7 @@ def test_private_pieces_are_dropped_after_use(buffer):
 
 
 def test_too_little_memory_is_refused(timer):
-    with pytest.raises(ValueError, match="reading needs"):
+    with pytest.raises(UsageError, match="reading needs"):
         ChunkBuffer(MIB, 1.0, timer, Counters())
 
 

@@ -268,7 +268,7 @@ def plain_folder(uri: str, way: Way) -> tuple[Path | None, str]:
         needed = reason = _needs_mount(folder)
     if way == "plain":
         if needed:
-            raise UsageError(f"it cannot be read plainly: {needed}", hint="leave --checkpoint-read out")
+            raise UsageError(f"the checkpoint cannot be read plainly: {needed}", hint="leave --checkpoint-read out")
         reason = "--checkpoint-read plain was given"
     elif needed or way == "mount":
         return None, reason if needed else "--checkpoint-read mount was given"

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from bootseer.checkpoint.reading.transfer import Counters, Effect, Job, failure, run_effects
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.io.timer import Timer
+from bootseer.units import format_bytes
 
 MIN_BYTES = 8 << 20
 """With less memory, the largest pieces would hardly fit."""
@@ -80,7 +81,7 @@ class ChunkBuffer:
 
     def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Counters) -> None:
         if limit_bytes < MIN_BYTES:
-            raise ValueError(f"{limit_bytes} bytes of memory; reading needs {MIN_BYTES} at least")
+            raise UsageError(f"{format_bytes(limit_bytes)} of memory: reading needs at least {format_bytes(MIN_BYTES)}")
         self._limit = limit_bytes
         self._idle_s = idle_s
         self._timer = timer

@@ -62,7 +62,7 @@ def _no_helper() -> str:
     if shutil.which(HELPER) is None:
         return f"there is no {HELPER}, and only root mounts without it"
     # The helper opens the device with its caller's permissions.
-    return "" if os.access(DEVICE, os.R_OK | os.W_OK) else f"{DEVICE} cannot be opened"
+    return "" if kernel.may_open_fuse() else f"{DEVICE} cannot be opened"
 
 
 def _try_erofs() -> tuple[str, str]:

@@ -77,7 +77,10 @@ def resolve_image(
         reason = reason or f"{request.reference} is not converted"
         if request.fallback != "convert":
             how = f"{request.reference} {request.store or 'DST'}{' --plain-http' if request.plain_http else ''}"
-            raise UsageError(reason, hint=f"bootseer image convert {how}")
+            named = (
+                ", then name it by the digest that this prints" if request.reference.kind is SourceKind.FOLDER else ""
+            )
+            raise UsageError(reason, hint=f"bootseer image convert {how}{named}")
         with stage("fallback") as facts:
             facts["reason"] = reason
             say(f"{reason}; it is pulled and converted on this node")

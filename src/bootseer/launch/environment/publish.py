@@ -37,7 +37,7 @@ from bootseer.launch.supervise import say
 from bootseer.logs import logger
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT
-from bootseer.units import format_bytes
+from bootseer.units import format_bytes, plural
 
 EVENT = "environment_publish"
 _NICENESS = 10
@@ -110,8 +110,8 @@ def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mappin
     """Report the outcome of the snapshot to the user and as an event."""
     task.outcome.update(outcome := {"published": published, "why_not": why_not, **(facts or {})})
     if published:
-        size = format_bytes(outcome["size_bytes"])
-        say(f"environment {outcome['key'][:12]} is published as a snapshot: {outcome['num_files']:,} files, {size}")
+        size = f"{plural(outcome['num_files'], 'file')}, {format_bytes(outcome['size_bytes'])}"
+        say(f"environment {outcome['key'][:12]} is published as a snapshot: {size}")
     elif why_not:
         say(f"no snapshot of the environment was published: {why_not}")
     if task.session is not None:
