@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +29,10 @@ from bootseer.service.raw import RawStore
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.service.upkeep import roll_up
 from bootseer.store.open import open_store
-from bootseer.trace.event import encode
+from bootseer.trace.event import Event, encode
 from bootseer.units import NS_PER_S
 from fleet import INSTALL, Fleet
-from startups import span
+from startups import EPOCH_S, moment, span
 from waiting import until
 
 _PATIENCE_S = 300.0
@@ -275,6 +276,66 @@ def test_late_lines_of_a_start_whose_lines_were_removed_leave_no_live_state(plac
         until(lambda: place.rows(schema.live), "the attempt was not claimed")
         until(lambda: not place.rows(schema.live), "its live state stays")
     finally:
+        deriver.close()
+
+
+def test_a_start_is_open_while_it_starts_whatever_the_attempt_did_before_and_does_afterwards(place: Place) -> None:
+    arrived: list[tuple[str, int]] = []
+    two_days_s = 2 * 86_400.0
+
+    def states(now_s: float, *parts: Sequence[Event]) -> list[str]:
+        """The states of the starts 3 s after these events, and so 2 s after their arrival."""
+        if parts:
+            place.put([encode(event) for part in parts for event in part], job="j")
+            arrived.append((place.batches[-1][0], round((EPOCH_S + now_s - 2) * NS_PER_S)))
+        now_ns = round((EPOCH_S + now_s) * NS_PER_S)
+        derive_attempt(place.raw, place.database, Attempt("j", 0), arrived, now_ns)
+        return [row.state for row in sorted(place.rows(schema.start), key=lambda row: row.restart)]
+
+    def both(begin_s: float, end_s: float | None, stage: str, **more: Any) -> list[Event]:
+        return span(begin_s, end_s, stage, node="n0", **more) + span(begin_s, end_s, stage, node="n1", **more)
+
+    began = [
+        both(-3600, 0, "queue"),
+        both(0, None, "run", attrs={"gpus": 8, "num_nodes": 2}),
+        both(0, 90, "environment_setup"),
+        span(90, 100, "first_step", node="n0"),
+    ]
+    assert states(103, *began) == [schema.OPEN]
+    assert states(113, span(90, 110, "first_step", node="n1")) == [schema.OPEN]
+    assert states(203, [moment(200, "alive"), moment(200, "alive", node="n1")]) == [schema.CLOSED], "it trains"
+    assert states(two_days_s, both(two_days_s - 3, None, "model_initialization.process_group", restart=1)) == [
+        schema.CLOSED,
+        schema.OPEN,
+    ]
+    again = span(two_days_s + 97, None, "model_initialization.process_group", restart=2, node="n0")
+    assert states(two_days_s + 100, again) == [schema.CLOSED, schema.OPEN, schema.OPEN]
+    assert states(two_days_s + 140) == [schema.CLOSED, schema.CLOSED, schema.OPEN], "n1 is gone"
+
+
+def test_attempts_whose_lines_keep_arriving_leave_the_others_their_turn(place: Place) -> None:
+    last, ended = 11, threading.Event()
+    for attempt in range(last + 1):
+        place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)
+
+    def keep_arriving() -> None:
+        while not ended.wait(0.1):
+            for attempt in range(last):
+                place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)
+
+    def computed() -> dict[int, int]:
+        return {row.attempt: row.computed_n for row in place.rows(schema.start)}
+
+    sender = threading.Thread(target=keep_arriving)
+    deriver = Deriver(place.database, place.url, str(place.folder))
+    sender.start()
+    deriver.start()
+    try:
+        until(lambda: max(computed().values(), default=0) > 2, "nothing was derived again")
+        assert last in computed()
+    finally:
+        ended.set()
+        sender.join()
         deriver.close()
 
 

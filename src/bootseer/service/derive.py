@@ -10,9 +10,10 @@ cost grows with the number of analyses, which `deriver` limits.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC
 from pathlib import Path
@@ -186,26 +187,36 @@ def _analysed(
     if not events:
         return [], None
     analysis = Analysis(events, Options(job=attempt.job), facts=found.facts, read=found.input(), duplicates=duplicates)
-    rows, open_until = [], []
-    for startup in analysis.startups:
+    first_ns, latest_ns = min(arrived_ns), max(arrived_ns)
+    last_ns = max(node.last_ns for startup in analysis.startups for node in startup.nodes.values())
+
+    def arrival_ns(at_ns: int) -> int:
+        """When a line of this moment arrived, if it was under way as long as the latest line."""
+        return min(max(latest_ns - (last_ns - at_ns), first_ns), latest_ns)
+
+    rows, open_until, next_ns = [], [], math.inf
+    for startup in reversed(analysis.startups):
         report = analysis.report(startup)
-        over_ns = closes_ns(_seen(report, startup, arrived_ns))
+        seen = _seen(report, startup, arrival_ns)
+        over_ns = min(closes_ns(seen), next_ns)
+        next_ns = seen.first_ns + AFTER_BEGAN_NS  # a later restart ends those before it
         is_closed = now_ns >= over_ns
         rows.append(rows_of(report, startup, is_closed=is_closed, report_json=report.to_text()))
-        open_until += [] if is_closed else [over_ns]
+        open_until += [] if is_closed else [int(over_ns)]
     set_run_s(rows, analysis.startups)
-    move_to_arrival(rows, min(arrived_ns))
+    move_to_arrival(rows, first_ns)
     return rows, max(open_until, default=None)
 
 
-def _seen(report: Report, startup: StartupSpans, arrived_ns: Sequence[int]) -> Seen:
-    ended = 0
+def _seen(report: Report, startup: StartupSpans, arrival_ns: Callable[[int], int]) -> Seen:
+    zero_ns, ended = report.startup.zero_ns, 0
+    begin_s, end_s = min((node.start_s for node in report.nodes), default=0.0), report.overhead.startup_s or 0.0
     for node in startup.nodes.values():
         runs = [span for span in node.structure if span.stage == RUN]
         ended += node.restarted or bool(runs and all(span.outcome != TRUNCATED for span in runs))
     return Seen(
-        first_ns=min(arrived_ns),
-        latest_ns=max(arrived_ns),
+        first_ns=arrival_ns(zero_ns + round(begin_s * NS_PER_S)),
+        latest_ns=arrival_ns(zero_ns + round(end_s * NS_PER_S)),
         nodes_expected=report.coverage.nodes_expected,
         nodes_heard=report.coverage.nodes_heard,
         nodes_began=sum(node.outcome == OK for node in report.nodes),
@@ -277,7 +288,7 @@ class Seen:
     first_ns: int
     """When its first line arrived."""
     latest_ns: int
-    """When its latest line arrived."""
+    """When its latest line arrived, without those of the training that followed."""
     nodes_expected: int | None
     nodes_heard: int
     nodes_began: int

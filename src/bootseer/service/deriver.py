@@ -245,7 +245,8 @@ class Deriver:
     def _submit(self) -> None:
         now_s, batch = time.monotonic(), schema.batch
         idle = self._workers - sum(state.running is not None for state in self._states.values())
-        for attempt, state in self._states.items():
+        # The one that has waited longest first: a few whose lines keep arriving would keep all others from their turn.
+        for attempt, state in sorted(self._states.items(), key=lambda item: item[1].ended_s):
             if state.running or not state.is_changed or not idle:
                 continue
             # Once lines pause and a second has passed since the last analysis; at the latest when its pace allows.
