@@ -43,7 +43,7 @@ class Truth:
     starts: int = 0
     teams: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     overheads: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of the starts on which training began, by scale."""
+    """Without the queue, of the starts on which training began, by scale."""
     stage_work_s: Counter[tuple[int, int]] = field(default_factory=Counter)
     stage_medians: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     last: Counter[int] = field(default_factory=Counter)
@@ -189,7 +189,7 @@ class Month:
                 {
                     "start_id": identity, "node_id": node, "day": day, "work_s": work_s * 0.7, "wait_s": work_s * 0.3,
                     "untracked_s": 0.0, "own_end_s": work_s, "outcome": "ok", "last_stage_id": len(STAGES),
-                    "is_last": node == last, "stage_id": INSTALL + 1 if node == last else None,
+                    "is_last": node == last and num > 1, "stage_id": INSTALL + 1 if node == last else None,
                     "delay_s": delay_s if node == last else None,
                 }
             )  # fmt: skip
@@ -225,13 +225,13 @@ class Month:
             truth.jobs[row["job"]].update(ended_s=row["overhead_s"] - row["queue_s"], run_s=row["run_s"])
         truth.jobs[row["job"]].update(starts=1, wait_s=row["wait_s"], work_s=row["work_s"], gpu_s=row["gpu_s"])
         if row["outcome"] == BEGAN:
-            truth.overheads[bucket].append(row["overhead_s"])
+            truth.overheads[bucket].append(row["overhead_s"] - row["queue_s"])
             truth.straggler_s[bucket] += delay_s
         elif row["state"] == schema.CLOSED:
             truth.failures[row["last_stage_id"] - 1] += 1
         truth.queue_s[bucket].append(row["queue_s"])
         truth.seen.update(nodes)
-        truth.last[last] += 1
+        truth.last[last] += len(nodes) > 1
         truth.delay_s[last] += delay_s
         truth.days[row["day"], row["kind"]] += 1
         truth.origin[row["began_ns"] // (3600 * NS_PER_S)] += row["origin_bytes"]

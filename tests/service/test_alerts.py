@@ -59,6 +59,7 @@ def test_figures_and_rules_of_a_month(month: Any) -> None:
     made, database = month
     with database.write() as connection:
         connection.execute(start.update().where(start.c.id <= 3).values(team='bad"\n{x="\\'))
+        of_open = connection.execute(select(func.sum(start.c.gpu_s)).where(start.c.state == "open")).scalar_one()
     with database.read() as connection:
         text = text_of(connection, OverTime(database), made.now_ns - 1)
         found = of_weeks(connection, Limits(), made.now_ns - 1)
@@ -68,7 +69,10 @@ def test_figures_and_rules_of_a_month(month: Any) -> None:
     infinite = [value for name, value in figures.items() if 'le="+Inf"' in name and "start_seconds" in name]
     assert sum(infinite) == counts
     gpu_s = sum(value for name, value in figures.items() if name.startswith("bootseer_start_gpu_seconds_total"))
-    assert gpu_s == pytest.approx(sum(sums["gpu_s"] for sums in made.truth.teams.values()), rel=1e-6)
+    assert of_open > 0
+    assert gpu_s == pytest.approx(sum(sums["gpu_s"] for sums in made.truth.teams.values()) - of_open, rel=1e-6)
+    over = sum(value for name, value in figures.items() if name.startswith("bootseer_starts_total"))
+    assert over == made.truth.starts - made.truth.open
     assert figures['bootseer_technique_uses_total{technique="image",result="hits"}'] == made.truth.hits["image"]
     assert "node-0" not in text
     assert "job-0" not in text

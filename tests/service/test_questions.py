@@ -80,6 +80,35 @@ def test_nodes_that_hold_others_back_come_first(place: Place) -> None:
     assert rows[0]["last_share"] == 0.75
 
 
+def test_a_node_is_suspicious_only_beside_the_nodes_of_the_same_starts(place: Place) -> None:
+    """Alone it is always the last one, and of two every second time."""
+    large = [f"large-{number:02}" for number in range(40)]
+    with place.database.write() as connection:
+        ids = place.database.ids(connection, schema.node, ["alone", "one", "two", *large])
+        for day in (DAY + 5, DAY + 6):
+            for number in range(30):
+                slow = large[7] if day == DAY + 6 and number < 8 else large[number]
+                for nodes, last in ((["alone"], "alone"), (["one", "two"], ["one", "two"][number % 2]), (large, slow)):
+                    values = {
+                        "job": nodes[0], "attempt": day * 100 + number, "restart": 0, "kind": "full", "state": "closed",
+                        "began_ns": 0, "ended_ns": 0, "day": day, "bucket": 0, "nodes_heard": len(nodes), "ranks": 1,
+                        "cache_state": "off", "last_node_id": ids[last],
+                    }  # fmt: skip
+                    made = insert(schema.start).values(values).returning(schema.start.c.id)
+                    identity = connection.execute(made).scalar_one()
+                    rows = [
+                        {"start_id": identity, "node_id": ids[node], "day": day, "is_last": node == last}
+                        for node in nodes
+                    ]
+                    connection.execute(insert(schema.node_start), rows)
+    for day in (DAY + 5, DAY + 6):
+        roll_up(place.database, day)
+    assert ask(place, over_time.lemons, Filter(DAY + 5, DAY + 5)) == []
+    (row,) = ask(place, over_time.lemons, Filter(DAY + 6, DAY + 6))
+    assert (row["node"], row["last"], row["starts"]) == (large[7], 8, 30)
+    assert row["expected_share"] == pytest.approx(1 / 40)
+
+
 def test_starts_are_listed_with_what_they_had(place: Place) -> None:
     rows = ask(place, questions.starts, ALL)
     assert [(row["job"], row["attempt"]) for row in rows[:2]] == [("big", 2), ("big", 1)]
@@ -92,7 +121,7 @@ def test_starts_are_listed_with_what_they_had(place: Place) -> None:
 def test_scales_beside_the_days_before_and_the_paper(place: Place) -> None:
     (row, other) = ask(place, questions.buckets, Filter(DAY, DAY))
     assert (row["bucket"], row["starts"], row["paper_s"], row["p50_before_s"]) == ("1-10", 1, 44, None)
-    took = sorted(start.overhead_s for start in place.rows(schema.start) if start.job == "big")
+    took = sorted(start.overhead_s - 12.0 for start in place.rows(schema.start) if start.job == "big")
     assert (other["starts"], other["p50_s"]) == (3, pytest.approx(took[1]))
     (later, _) = ask(place, questions.buckets, Filter(DAY + 1, DAY + 1))
     assert (later["starts"], later["p50_before_s"]) == (0, pytest.approx(row["p50_s"]))

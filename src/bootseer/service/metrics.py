@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -20,7 +21,7 @@ from bootseer.service.histogram import CLASSES, bound_s
 from bootseer.service.over_time import OverTime, now
 from bootseer.service.questions import Filter, bucket_name, own_s
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import alert, stage, stage_day, start
+from bootseer.service.schema import CLOSED, alert, stage, stage_day, start
 from bootseer.units import Figures
 
 _PERIOD_DAYS: Final = 28
@@ -35,10 +36,11 @@ _OTHER: Final = "other"
 def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
     today = day_of(now_ns)
     where = Filter(today - today % _PERIOD_DAYS)
+    closed = replace(where, state=CLOSED)  # the numbers of others may fall, which looks like a restart of the counter
     made = Figures()
-    _starts(made, connection, where)
+    _starts(made, connection, closed)
     _stages(made, connection, where)
-    _teams(made, connection, where)
+    _teams(made, connection, closed)
     _caches(made, connection, where)
     _now(made, connection, over_time, now_ns)
     return made.text()
@@ -56,10 +58,10 @@ def _starts(made: Figures, connection: Connection, where: Filter) -> None:
         above = int(num) - sum(numbers)
         labels = {"scale": bucket_name(scale), "kind": kind}
         made.histogram("bootseer_start_seconds", _BOUNDS_S, [*numbers, above], float(total_s), **labels)
-    made.family("bootseer_starts_total", "counter", "Starts by outcome.")
+    made.family("bootseer_starts_total", "counter", "Starts by outcome, once they are over.")
     ended = select(start.c.outcome, start.c.kind, func.count()).where(*where.of(start))
     for outcome, kind, num in connection.execute(ended.group_by(start.c.outcome, start.c.kind)):
-        made.value("bootseer_starts_total", num, outcome=outcome or "open", kind=kind)
+        made.value("bootseer_starts_total", num, outcome=outcome, kind=kind)
 
 
 def _stages(made: Figures, connection: Connection, where: Filter) -> None:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Double, Integer, cast, func, select
 
 from bootseer.errors import UsageError
 from bootseer.service import questions
@@ -25,7 +25,7 @@ from bootseer.service.database import Database
 from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import stage, stage_day
+from bootseer.service.schema import node_start, stage, stage_day, start
 from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
@@ -84,34 +84,52 @@ def lemons(
 
     `sums`: those of all nodes, if already known.
 
-    Null hypothesis: a node is last with the same probability as the other nodes. A node is listed if the probability of
-    being last as often as it was is then below one in a thousand, after Bonferroni's correction for all nodes.
+    Null hypothesis: a node is last with the same probability as the other nodes of the start. A node is listed if the
+    probability of being last as often as it was is then below one in a thousand, after Bonferroni's correction for all
+    nodes. Starts of different sizes have different probabilities; the binomial distribution with their mean is never
+    more extreme (Hoeffding 1956).
     """
     sums = questions.node_sums(connection, where) if sums is None else sums
-    num, num_last = sum(row.n for row in sums), sum(row.n_last for row in sums)
-    often = []
-    for row in sums:
-        # Plus one: if the others were never last, that is still not impossible.
-        share = (num_last - row.n_last + 1) / (num - row.n + 1)
-        if row.n_last < _LEAST_LAST or row.n_last <= share * row.n:
-            continue
-        chance = _at_least(row.n_last, row.n, share)
-        if chance * len(sums) < _CHANCE:
-            often.append((row, {"expected_share": share, "chance": chance}))
-    named = questions.named_nodes(connection, where, [row for row, _ in often])
-    return [{**row, **evidence} for row, (_, evidence) in zip(named, often, strict=True)]
+    largest = select(func.max(start.c.nodes_heard)).where(start.c.day.between(where.since_day, where.until_day))
+    least = 1 / (connection.execute(largest).scalar() or 1)  # of the probabilities: few nodes are left to look at
+    often = {
+        row.node_id: row
+        for row in sums
+        if row.n_last >= _LEAST_LAST and _at_least(row.n_last, row.n, least) * len(sums) < _CHANCE
+    }
+    found = []
+    for node_id, num, last, expected in _times_last(connection, where, list(often)):
+        if (chance := _at_least(last, num, expected / num)) * len(sums) < _CHANCE:
+            evidence = {"starts": num, "last": last, "last_share": last / num}
+            found.append((often[node_id], evidence | {"expected_share": expected / num, "chance": chance}))
+    found.sort(key=lambda one: (-one[0].delay_s, -one[0].n_last, one[0].node_id))
+    named = questions.named_nodes(connection, where, [row for row, _ in found])
+    return [{**row, **evidence} for row, (_, evidence) in zip(named, found, strict=True)]
+
+
+def _times_last(connection: Connection, where: Filter, ids: Sequence[int]) -> list[tuple[int, int, int, float]]:
+    """For each of these nodes: its id, its starts with other nodes, in how many of them it was last, and in how many it
+    would be if all nodes of a start were equally likely to be."""
+    of = node_start.c
+    fair = func.sum(1.0 / cast(start.c.nodes_heard, Double))
+    each = select(of.node_id, func.count(), func.sum(cast(of.is_last, Integer)), fair).join_from(node_start, start)
+    shared = (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
+    rows = connection.execute(each.where(*where.of(node_start), of.node_id.in_(ids), shared).group_by(of.node_id))
+    return [(node_id, num, last, expected) for node_id, num, last, expected in rows]
 
 
 def _at_least(hits: int, tries: int, share: float) -> float:
-    """The probability of at least this many hits; if it exceeds `_CHANCE`, some value above that."""
-    if share >= 1.0 or hits <= 0:
+    """The probability of at least this many hits; some value above `_CHANCE` if it is larger, or if they are not more
+    than expected."""
+    if share >= 1.0 or hits <= share * tries:
         return 1.0
     logs = math.log(share), math.log1p(-share)
     all_ = math.lgamma(tries + 1)
     chance = 0.0
     for k in range(hits, tries + 1):
-        chance += math.exp(all_ - math.lgamma(k + 1) - math.lgamma(tries - k + 1) + k * logs[0] + (tries - k) * logs[1])
-        if chance > _CHANCE:
+        ways = all_ - math.lgamma(k + 1) - math.lgamma(tries - k + 1)
+        chance += (more := math.exp(ways + k * logs[0] + (tries - k) * logs[1]))
+        if chance > _CHANCE or more < 1e-9 * chance:  # each is smaller than the one before
             break
     return chance
 

@@ -52,7 +52,7 @@ own_s: Final = start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects starts: by days (both inclusive), team, queue, job, scale and kind."""
+    """Selects starts: by days (both inclusive), team, queue, job, scale, kind and state."""
 
     since_day: int = 0
     until_day: int = 1 << 20
@@ -61,6 +61,7 @@ class Filter:
     job: str | None = None
     bucket: int | None = None
     kind: str | None = None
+    state: str | None = None
     words: str = ""
     """Part of a job's name, ignoring case."""
 
@@ -76,8 +77,8 @@ class Filter:
         return any(name not in table.c for name, _ in self._wanted()) or bool(self.words)
 
     def _wanted(self) -> list[tuple[str, str | int]]:
-        named = {"team": self.team, "queue": self.queue, "job": self.job, "bucket": self.bucket, "kind": self.kind}
-        return [(name, value) for name, value in named.items() if value is not None]
+        names = ("team", "queue", "job", "bucket", "kind", "state")
+        return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
     def before(self) -> Filter:
         """The same for the period of equal length before it."""
@@ -256,7 +257,7 @@ def stages_of(connection: Connection, start_id: int) -> Rows:
 
 
 def buckets(connection: Connection, where: Filter) -> Rows:
-    """50th and 95th percentile of the overhead by scale, with the previous period and the paper's median."""
+    """50th and 95th percentile of starts by scale, without the queue; the previous period's, and the paper's median."""
     now, before = (_overheads(connection, each) for each in (where, where.before()))
     found = []
     for number, (_, name, paper_s) in enumerate(BUCKETS):
@@ -270,7 +271,7 @@ def buckets(connection: Connection, where: Filter) -> Rows:
 
 def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
     values: dict[int, list[float]] = defaultdict(list)
-    each = select(start.c.bucket, start.c.overhead_s).where(*where.of(start), start.c.outcome == BEGAN)
+    each = select(start.c.bucket, own_s).where(*where.of(start), start.c.outcome == BEGAN)
     for number, took_s in connection.execute(each):
         values[number].append(took_s)
     return values

@@ -75,7 +75,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
     ]
     # A node may be a straggler at several barriers: take the largest delay.
     worst = {one.node: one for one in sorted(report.stragglers, key=lambda one: one.delay_s)}
-    last = start["last_node"]
+    last = start["last_node"] if len(report.nodes) > 1 else None
     nodes = [
         {
             "node": node.node,
