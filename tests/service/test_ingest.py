@@ -95,10 +95,18 @@ def test_lines_that_no_table_could_hold_are_rejected(service):
         fields = {"wall_ns": 1, "mono_ns": 2, "job": "j", "node": "n", "stage": "run", "phase": "begin", "span": "0a"}
         return b"@bootseer1 " + json.dumps({**fields, **more}).encode()
 
-    bad = [line(attempt=2**40), line(attempt=-1), line(job="a\0b"), line(node="\0"), line(job=""), b"@bootseer1 {"]
+    bad = [
+        line(attempt=2**40),
+        line(attempt=-1),
+        line(restart=2**31),
+        line(job="a\0b"),
+        line(node="\0"),
+        line(job=""),
+        b"@bootseer1 {",
+    ]
     good = [line(), b"pod/x " + line(attempt=7) + b" stderr", line(job="\ud800")]
     answer = service.post("/v1/lines", b"\n".join(bad + good), x_bootseer_sender="n")
-    assert (answer.json()["accepted"], answer.json()["rejected"]) == (3, 6)
+    assert (answer.json()["accepted"], answer.json()["rejected"]) == (3, 7)
 
 
 def test_more_than_fits_into_memory_is_asked_for_later(service, monkeypatch):
@@ -108,6 +116,15 @@ def test_more_than_fits_into_memory_is_asked_for_later(service, monkeypatch):
     assert int(answer.headers["retry-after"]) > 0
     monkeypatch.undo()
     assert service.post("/v1/lines", lines(), x_bootseer_sender="n").status_code == 202
+
+
+def test_a_log_that_grows_beyond_an_object_by_the_tokens_team_is_not_asked_for_again(service, monkeypatch):
+    _, token = service.service.tokens.add("ingest", team="llm")
+    headers = {"authorization": f"Bearer {token}", "x_bootseer_kind": "log", "x_bootseer_job": "moe"}
+    monkeypatch.setattr(ingest, "MAX_OBJECT_BYTES", len(lines()))
+    answer = service.post("/v1/lines", lines(), x_bootseer_sender="n", **headers)
+    assert (answer.status_code, "send less" in answer.json()["error"]) == (413, True)
+    assert service.raw() == {}
 
 
 def test_lines_that_cannot_be_kept_are_not_acknowledged(service):
@@ -169,10 +186,11 @@ def test_spans_become_lines_and_unfinished_ones_a_begin(service):
         span("Import Torch", end_ns=1790000003000000000, status={"code": 2}),
         span("first_step", end_ns=0),
         span("x", end_ns=1790000003000000000, job=""),
+        span("x", end_ns=0, job="a\0b"),
     ]
     answer = service.post("/v1/traces", json.dumps({"resourceSpans": spans}).encode(), content_type="application/json")
     assert answer.status_code == 200
-    assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
+    assert answer.json()["partialSuccess"]["rejectedSpans"] == "2"
     events = [decode(line)[0] for line in service.raw_lines()]
     assert sorted((event.stage, event.phase, event.outcome) for event in events) == [
         ("first_step", "begin", ""),

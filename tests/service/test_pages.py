@@ -263,6 +263,9 @@ def test_two_starts_are_compared(service: RunningService) -> None:
     assert INSTALL in [row["stage"] for row in both["stages"]]
     assert INSTALL in get(service, "/compare?a=0/0/moe&b=1/0/moe").text
     get(service, "/compare?a=x&b=y", 400)
+    link = f"{service.url}/start/0/0/{quote(HOSTILE, safe='')}"  # as a browser copies it
+    both = get(service, f"/api/v1/compare?a={quote(link, safe='')}&b=0/0/moe").json()
+    assert both["a"]["job"] == HOSTILE
 
 
 def test_names_are_shown_as_they_are_and_nothing_more(service: RunningService) -> None:

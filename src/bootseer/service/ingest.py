@@ -37,6 +37,7 @@ from bootseer.service import schema
 from bootseer.service.access import Grant, of_team, refusal
 from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
+from bootseer.service.raw import MAX_PLAIN_BYTES as MAX_OBJECT_BYTES
 from bootseer.service.rows import day_of
 from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable
 from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
@@ -76,6 +77,7 @@ class _Head(msgspec.Struct):
 
     job: str
     attempt: int = 0
+    restart: int = 0
 
 
 _head = msgspec.json.Decoder(_Head)
@@ -133,16 +135,16 @@ def _attempt(line: bytes) -> Attempt | None:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             head = _head.decode(memoryview(line)[place + len(_TAG) - 1 :])
     if head is not None:
-        job, attempt = encodable(head.job[:256]), head.attempt
+        job, attempt, restart = encodable(head.job[:256]), head.attempt, head.restart
     elif TAG_STEM in line:
         try:
             event = decode(line)[0]  # also handles wrappers of collectors
         except Malformed:
             return None
-        job, attempt = event.job, event.attempt
+        job, attempt, restart = event.job, event.attempt, event.restart
     else:
         return None
-    return (job, attempt) if job and 0 <= attempt < 2**31 else None
+    return (job, attempt) if job and 0 <= attempt < 2**31 and restart < 2**31 else None  # as columns are
 
 
 class Ingest:
@@ -288,6 +290,8 @@ class Ingest:
             # Lines made from spans are several times as long; of a log, each number stands for one object.
             for piece in _pieces(lines) if batch.suffix == EVENTS else [lines]:
                 data = b"\n".join([*piece, b""])
+                if len(data) > MAX_OBJECT_BYTES:  # with the team in each of its events
+                    raise Refused(413, "send less at once")
                 try:
                     kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,
                                          sequence=batch.sequence, suffix=batch.suffix)  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
@@ -39,32 +39,24 @@ _MAX_LINES_BYTES = 128 << 20
 """Of the lines made from the spans of one request, which are several times as long."""
 
 
-class Found(NamedTuple):
-    """The content of a request."""
-
-    lines: list[bytes]
-    refused: int
-    """Number of spans without a job."""
-
-
 async def answer(ingest: Ingest, kind: str, request: Request) -> Response:
     """The response to an export request, as specified by OTLP/HTTP."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     grant: Grant = request.state.grant
 
-    def work(data: bytes) -> tuple[Outcome, int]:
-        found = (lines_of_spans if kind == TRACES else lines_of_logs)(_parsed(data, media, kind))
-        parts, bad = sort_lines(found.lines)
-        outcome = ingest.keep(Batch("otlp", 0, grant.team, parts), bad) if parts else Outcome(0, bad, True)
-        return outcome, found.refused
+    def work(data: bytes) -> Outcome:
+        lines, refused = (lines_of_spans if kind == TRACES else lines_of_logs)(_parsed(data, media, kind))
+        parts, bad = sort_lines(lines)
+        rejected = bad + refused
+        return ingest.keep(Batch("otlp", 0, grant.team, parts), rejected) if parts else Outcome(0, rejected, True)
 
     try:
         if media not in (_JSON, _PROTOBUF):
             raise Refused(415, f"OTLP must be {_PROTOBUF} or {_JSON}")
-        outcome, refused = await ingest.take(request, work)
+        outcome: Outcome = await ingest.take(request, work)
     except Refused as error:
         return ingest.refuse(error)
-    return _answer(kind, media, refused if kind == TRACES else outcome.rejected)
+    return _answer(kind, media, outcome.rejected)
 
 
 def _answer(kind: str, media: str, refused: int) -> Response:
@@ -127,7 +119,8 @@ def _number(values: Mapping[str, Any], name: str, default: int) -> int:
     return value if type(value) is int and -_INT64 <= value < _INT64 else default
 
 
-def lines_of_spans(request: Any) -> Found:
+def lines_of_spans(request: Any) -> tuple[list[bytes], int]:
+    """The event lines of the spans in an `ExportTraceServiceRequest`, and the number of spans without a job."""
     lines: list[bytes] = []
     refused = size = 0
     for resource in request.resource_spans:
@@ -142,7 +135,7 @@ def lines_of_spans(request: Any) -> Found:
                 if (size := size + sum(map(len, made))) > _MAX_LINES_BYTES:
                     raise Refused(413, "send fewer spans at once")
                 lines += made
-    return Found(lines, refused)
+    return lines, refused
 
 
 def _events(span: Any, about: Mapping[str, Any], job: str, node: str) -> Iterator[Event]:
@@ -186,8 +179,8 @@ def _events(span: Any, about: Mapping[str, Any], job: str, node: str) -> Iterato
         )
 
 
-def lines_of_logs(request: Any) -> Found:
-    """The event lines in the bodies of an `ExportLogsServiceRequest`; other logs are ignored."""
+def lines_of_logs(request: Any) -> tuple[list[bytes], int]:
+    """The event lines in the bodies of an `ExportLogsServiceRequest`, and 0: other logs are ignored."""
     lines: list[bytes] = []
     for resource in request.resource_logs:
         for scope in resource.scope_logs:
@@ -195,7 +188,7 @@ def lines_of_logs(request: Any) -> Found:
                 for text in _texts(record.body, _DEPTH):
                     if "@bootseer" in text:
                         lines += text.encode("utf-8", "surrogatepass").splitlines()
-    return Found(lines, 0)
+    return lines, 0
 
 
 def _texts(value: Any, depth: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 import zstandard
@@ -322,11 +322,9 @@ class Pages:
             raise NotFoundError(f"no start of job {job!r}, attempt {attempt}, restart {restart} is known")
         return found[0]
 
-    def _report(self, request: Request) -> tuple[Answer, bytes]:
-        path = request.path_params
+    def _report(self, request: Request) -> bytes:
         with self._service.database.read() as connection:
-            start = self._found(connection, request, path["job"], path["attempt"], path["restart"])
-            return start, self._stored(connection, start["id"])
+            return self._stored(connection, self._found(connection, request, **request.path_params)["id"])
 
     @staticmethod
     def _stored(connection: Connection, number: int) -> bytes:
@@ -335,9 +333,8 @@ class Pages:
         return zstandard.decompress(packed)
 
     def _start(self, request: Request) -> Response:
-        path = request.path_params
         with self._service.database.read() as connection:
-            start = self._found(connection, request, path["job"], path["attempt"], path["restart"])
+            start = self._found(connection, request, **request.path_params)
         return self._drawn(*(start[name] for name in ("id", "computed_ns", "state", "job", "attempt", "restart")))
 
     def _draw(self, number: int, computed_ns: int, state: str, job: str, attempt: int, restart: int) -> Response:
@@ -350,10 +347,10 @@ class Pages:
         return HTMLResponse(page, headers={"content-security-policy": html.policy()})
 
     def _start_json(self, request: Request) -> Response:
-        return Response(self._report(request)[1], media_type="application/json")
+        return Response(self._report(request), media_type="application/json")
 
     def _perfetto(self, request: Request) -> Response:
-        report = msgspec.json.decode(self._report(request)[1], type=Report)
+        report = msgspec.json.decode(self._report(request), type=Report)
         headers = {"content-disposition": 'attachment; filename="start.perfetto.json"'}
         return Response(perfetto.render(report), media_type="application/json", headers=headers)
 
@@ -402,8 +399,9 @@ def start_link(start: Mapping[str, Any]) -> str:
 
 
 def _identity(text: str) -> tuple[str, int, int]:
-    """JOB, attempt and restart of `ATTEMPT/RESTART/JOB`, with or without `/start/` before it."""
-    attempt, _, rest = text.rpartition("/start/")[2].partition("/")
+    """JOB, attempt and restart of `ATTEMPT/RESTART/JOB`, or of the link of a page."""
+    _, link, path = text.rpartition("/start/")
+    attempt, _, rest = (unquote(path) if link else text).partition("/")
     restart, _, job = rest.partition("/")
     if not (job and attempt.isdecimal() and restart.isdecimal() and len(attempt) < 10 and len(restart) < 10):
         raise UsageError(f"{text!r} is not a start: give ATTEMPT/RESTART/JOB, or the link of its page")
