@@ -197,6 +197,13 @@ def test_the_whole_startup_is_judged_by_its_size(read_s, verdict):
     assert all(row.verdict == SAME for row in difference.stages)
 
 
+def test_a_longer_queue_is_no_slower_startup():
+    queued = of(Fleet(16, work_of=work(60.0), attempt=1, queue_s=3600.0))
+    difference = pair(of(Fleet(16, work_of=work(60.0))), queued)
+    assert not difference.slower
+    assert difference.b_s == pytest.approx(difference.a_s, abs=3.0)
+
+
 def test_a_startup_that_failed_early_is_not_faster():
     whole = of(Fleet(16))
     failed = of(Fleet(16, killed_in={4: INSTALL}))
@@ -246,7 +253,7 @@ def test_a_stage_named_like_the_whole_is_a_stage():
     ("num_runs", "slow", "advice"),
     [
         (4, 2.0, r"Proving environment_setup \+\d+\.\d\d s takes about 6 runs of each side\."),
-        (4, 1.0, r"10 runs of A would prove a factor of 2\.\d\d\."),
+        (4, 1.0, r"10 runs of A would prove a factor of 3\.\d\d\."),
         (1, 1.3, r"Proving environment_setup \+\d+\.\d\d s takes about \d+ runs of "),
     ],
 )

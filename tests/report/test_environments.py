@@ -75,6 +75,7 @@ def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
 def test_a_restore_that_took_longer_than_the_setup_has_saved_less_than_nothing() -> None:
     (row,) = rows(event("n0", **RESTORED | {"saved_s": -1.5}))
     assert row.saved_s == -1.5
+    assert rows(event("n0", **RESTORED | {"saved_s": 1e308}))[0].saved_s is None, "a sum of two is infinite"
     assert "(saved -1.50 s)" in environment_summary([row])[0]
 
 

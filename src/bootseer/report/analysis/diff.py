@@ -291,7 +291,9 @@ def _stage_change(
 
 
 def _whole_s(report: Report) -> float:
-    return report.overhead.startup_s or 0.0
+    """Without the wait for the scheduler, for which the job is not responsible."""
+    queued_s = sum(one.end_s - one.start_s for one in report.scheduler if one.stage == "queue")
+    return max((report.overhead.startup_s or 0.0) - queued_s, 0.0)
 
 
 def _fact_changes(a: Sequence[Report], b: Sequence[Report]) -> list[FactChange]:

@@ -40,6 +40,8 @@ _MAX_REASONS = 3
 _MAX_IMPORTS = 10
 _MAX_RESTARTS = 10
 _UNEVEN = 1.5
+_MAX_S = 1e12
+"""Sums of larger numbers may be infinite, which JSON cannot express."""
 _IMAGE_WAYS = {
     "hot": "loaded it lazily with a hot set",
     "lazy": "loaded it lazily without a hot set",
@@ -221,7 +223,8 @@ def _number(value: object) -> float | None:
 
 
 def _signed(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < _MAX_S else None
 
 
 def image_summary(images: Sequence[ImageStart]) -> list[str]:
