@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import msgspec
 import pytest
 
+from bootseer.sim.calibration import Report, calibrated
 from bootseer.sim.scenario import read_scenario
 
 pytestmark = pytest.mark.slow
@@ -68,3 +70,11 @@ def test_what_is_no_report_is_said_in_a_line(run: Run, tmp_path: Path, text: str
     assert ran.returncode == 2
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_what_all_nodes_load_at_once_is_no_part_of_an_install() -> None:
+    """32 nodes take 64 s to load 2.5 GB each from an index with 10 Gbit/s."""
+    stages = [{"stage": "environment_setup", "median_s": 109.0}]
+    document = {"startup": {"num_nodes": 32}, "stages": stages}
+    scenario, _ = calibrated(read_scenario("moe"), [msgspec.convert(document, Report)])
+    assert scenario.environment.install_s == pytest.approx(45.0)

@@ -175,6 +175,14 @@ def test_one_node_builds_the_first_snapshot_and_the_others_wait_for_it() -> None
     assert each.began_s > after.began_s
 
 
+def test_a_node_that_comes_after_the_snapshot_was_published_restores_it() -> None:
+    """It waited for its publication for ever."""
+    late = [Fault(node=1, work_factor=100.0)]
+    scenario = msgspec.structs.replace(read_scenario("moe", [*SMALL, "environment.install-s=0"]), fault=late)
+    spans = simulate(scenario, 2, "first").spans["node-0001"]
+    assert next(end_s - begin_s for stage, begin_s, end_s in spans if stage == "environment_setup") > 0
+
+
 def test_ranks_that_are_forked_do_not_import() -> None:
     scenario = read_scenario("moe", SMALL)
     stages = [simulate(scenario, 2, arm).stages()["model_initialization.imports"] for arm in ("warm", "restart")]

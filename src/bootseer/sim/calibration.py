@@ -82,14 +82,14 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
 
     of("rest.allocate-s", "allocation", "scheduler")
     of("rest.import-s", "model_initialization.imports")
-    installs = _medians(reports, "environment_setup.install", "environment_setup")
+    links, installs = scenario.links, []
+    for report in reports:
+        if (seconds := report.median_s("environment_setup.install", "environment_setup")) is not None:
+            rate = min(links.node_gbit, links.index_gbit / report.startup.num_nodes)  # all nodes load at once
+            installs.append(seconds - scenario.environment.gb * 8 / rate)
     if installs:
-        download_s = scenario.environment.gb * 8 / scenario.links.node_gbit
-        put(
-            "environment.install-s",
-            median(installs) - download_s,
-            f"environment_setup, median of {_starts(installs)}, less {download_s:.1f} s to download",
-        )
+        source = f"environment_setup, median of {_starts(installs)}, less the download"
+        put("environment.install-s", median(installs), source)
     pulls = _medians(reports, "image_loading.pull", "image_loading")
     if pulls and median(pulls) > scenario.image.fixed_s:
         rate = scenario.image.gb * 1000 / (median(pulls) - scenario.image.fixed_s)

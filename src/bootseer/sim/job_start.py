@@ -198,6 +198,7 @@ class _Start:
                         latency_s=links.peer_latency_ms / 1e3)  # fmt: skip
         self.is_leased = False
         """Whether a node holds the lease to build the snapshot of the environment."""
+        self.has_snapshot = not self.techniques.first
         self.waiting: list[Callable[[], None]] = []
         """Callbacks of nodes that wait for the snapshot, until it is `published`."""
         self.shared = Shared(engine, self.shared_bytes, links.peer_latency_ms / 1e3)
@@ -264,6 +265,7 @@ class _Start:
             self.datanodes.hung |= set() if fault.upload_factor else {name}
 
     def published(self) -> None:
+        self.has_snapshot = True
         for proceed in self.waiting:
             proceed()
 
@@ -335,12 +337,10 @@ class _NodeStart:
         if not self._techniques.environment:
             yield from self._install()
             return
-        found = Lookup("none")
-        if not self._techniques.first:
-            found = Lookup("found", environment_document("environment", self._scenario, -1.0))
+        document = environment_document("environment", self._scenario, -1.0)
+        found = Lookup("found", document) if start.has_snapshot else Lookup("none")
         decision = self._elected(decide("auto", found, now_s=self._engine.now))
         while decision.action not in (Action.RESTORE, Action.BUILD):  # another node is building it
-            document = environment_document("environment", self._scenario, self._engine.now)
             yield start.waiting.append
             decision = self._elected(after_wait(decision, "published", now_s=self._engine.now, document=document))
         if decision.action is Action.RESTORE:
