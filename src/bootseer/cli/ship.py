@@ -61,14 +61,14 @@ def ship_command(
     files = [place for place in named if place not in folders]
     if not follow and not any(found for place in folders for found in attempt_folders(place)) and not files:
         raise UsageError(f"no spool files in {', '.join(folders)}", hint="give --job NAME to send logs", exit_code=1)
-    sender = Spools(folders, link)
+    sender, damaged = Spools(folders, link), list[str]()
     if follow:
         set_up({"BOOTSEER_LOG": "warning", **os.environ})  # which logs cannot be read, or were cut
         lines = _follow(sender, files, job, link, where, stop_event(), alone=named == ["-"])
         waiting = 0
     else:
         until = time.monotonic() + within
-        lines = sum(_send_file(source, job, link, until, quiet) for source in inputs.sources(files)) if files else 0
+        lines = sum(_send_file(source, job, link, until, quiet, damaged) for source in inputs.sources(files))
         try:
             waiting = _send_spools(sender, link, until, quiet) if folders else 0
         finally:
@@ -80,8 +80,11 @@ def ship_command(
         raise TransientError(f"{plural(waiting, 'folder')} could not be sent completely{cause}. The spools keep them")
     if not quiet:
         sent = f"{link.batches:,} batch{'' if link.batches == 1 else 'es'}"
-        message = "the next call sends the rest" if follow else "the service has everything"
+        has = "what is before the damage" if damaged else "everything"
+        message = "the next call sends the rest" if follow else f"the service has {has}"
         output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {message}")
+    if damaged:
+        raise SystemExit(1)
 
 
 def _follow(
@@ -199,10 +202,11 @@ def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
         time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
 
 
-def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool) -> int:
-    """Send a file's event lines, or with `job` all its lines; returns their number."""
+def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool, damaged: list[str]) -> int:
+    """Send a file's event lines, or with `job` all its lines; returns their number. A file that is truncated or damaged
+    is sent up to there, and its name added to `damaged`."""
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
-    blocks, reported = _blocks(source), ""
+    blocks, reported = _blocks(source, damaged), ""
     sent = _Lines(name, lambda: next(blocks), job, link)
     while not sent.step():
         if link.is_refused:
@@ -217,12 +221,13 @@ def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool) 
     return sent.lines
 
 
-def _blocks(source: Source) -> Iterator[bytes]:
+def _blocks(source: Source, damaged: list[str]) -> Iterator[bytes]:
     """The uncompressed content, and an empty block at its end."""
     from bootseer.report import inputs
 
     try:
         yield from inputs.blocks(source)
     except inputs.Cut:
+        damaged.append(source.name)
         say(f"{source.name}: truncated or damaged; what is before the damage is sent")
     yield b""
