@@ -223,8 +223,9 @@ def _number(value: object) -> float | None:
 
 
 def _signed(value: object) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < _MAX_S else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) < _MAX_S else None
 
 
 def image_summary(images: Sequence[ImageStart]) -> list[str]:
