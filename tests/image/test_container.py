@@ -339,6 +339,16 @@ def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Pa
     assert ran.stdout == f"1\n{Path('/etc/hostname').read_text()}4\n"
 
 
+def test_a_folder_of_devices_brings_all_of_them(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "devices" / "more").mkdir(parents=True)
+    for name in ("null", "more/zero"):
+        os.mknod(tmp_path / "devices" / name, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    (tmp_path / "devices" / "README").touch()
+    options = Options(devices=(f"{tmp_path}/devices",))
+    ran = run("sh", "-c", f"cd {tmp_path}/devices && busybox find . -type c -o -type f", options=options)
+    assert sorted(ran.stdout.split()) == ["./more/zero", "./null"]
+
+
 @pytest.mark.parametrize(("program", "code"), [("nothing", 127), ("/etc/passwd", 126), ("./nothing", 127)])
 def test_a_program_that_is_not_there_is_told_with_a_shell_s_exit_code(run: Run, program: str, code: int) -> None:
     with pytest.raises(UsageError) as caught:

@@ -90,7 +90,7 @@ CONTAINER = (
     Option("--hostname", "Host name of the container (default: this machine's).", metavar="NAME"),
     Option("--entrypoint", "Replace the image's entrypoint; none removes it.", metavar="PROGRAM"),
     Option("--read-only", "Make the container's root file system read-only.", FLAG, default=False),
-    Option("--device", "Device node or CDI name to add.", metavar="DEVICE", many=True, dest="devices"),
+    Option("--device", "Device node, folder or CDI name to add.", metavar="DEVICE", many=True, dest="devices"),
     Option(
         "--cap-add", "Capability to add to the default ones, or ALL.", metavar="NAME", many=True, dest="capabilities"
     ),

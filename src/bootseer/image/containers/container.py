@@ -28,7 +28,14 @@ from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
 from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
 from bootseer.image.containers.process import Process, ProcessOptions, process_of
 from bootseer.image.containers.rootfs import User, is_executable, target_name
-from bootseer.image.containers.runtime_config import Bind, is_renamed, node_binds, runtime_config, without_root
+from bootseer.image.containers.runtime_config import (
+    Bind,
+    device_nodes,
+    is_renamed,
+    node_binds,
+    runtime_config,
+    without_root,
+)
 from bootseer.logs import logger
 from bootseer.mounts.user_namespace import is_host, num_owners
 
@@ -102,7 +109,7 @@ class Container:
         first = self.process
         if python:
             first = replace(first, args=(python, "-I", "-S", *options.parent, *first.args))
-        nodes = [name for name in options.devices if "=" not in name]
+        nodes = [node for name in options.devices if "=" not in name for node in device_nodes(name)]
         self._folder = folder
         self._state = folder / "state"
         # Random: nodes that are containers have equal process ids, and may share the cgroups named by this ID.

@@ -173,6 +173,12 @@ def _hooks(edits: Edits) -> dict[str, list[dict[str, Any]]]:
 _FROM_HOST = {"proc": [], "sysfs": ["ro", "rro"]}
 
 
+def device_nodes(path: str) -> list[str]:
+    """The devices below a folder such as /dev/infiniband, as for docker; any other path itself."""
+    files = [f"{folder}/{name}" for folder, _, names in os.walk(path) for name in names]
+    return sorted(file for file in files if Path(file).is_char_device() or Path(file).is_block_device()) or [path]
+
+
 def node_binds(nodes: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> list[Bind]:
     """Bind mounts for the device nodes of CDI files and for the paths in `devices`."""
     found = [(str(node.get("hostPath") or node.get("path") or ""), str(node.get("path") or "")) for node in nodes]
