@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -234,6 +235,25 @@ def test_a_layer_at_the_bottom_of_one_image_and_in_the_middle_of_another_is_not_
     assert bottom.layers[0].diff_id == middle.layers[1].diff_id
     assert bottom.layers[0].file != middle.layers[1].file
     assert open_merged(middle, store).lookup((b"usr", b"lib", b"n")) is not None
+
+
+def test_layers_that_wait_for_a_lower_one_leave_others_their_turn(tmp_path: Path) -> None:
+    source = _source(tmp_path, BASE, NEEDY, layer(file("lib/m", b"m")), MORE)
+    began = threading.Event()
+
+    def read_last(start: int) -> Generator[bytes, None, None]:
+        began.set()
+        yield from source.layers[3].read(start)
+
+    def read_first(start: int) -> Generator[bytes, None, None]:
+        assert began.wait(60)
+        yield from source.layers[0].read(start)
+
+    reads = (read_first, source.layers[1].read, source.layers[2].read, read_last)
+    layers = tuple(replace(each, read=read) for each, read in zip(source.layers, reads, strict=True))
+    store = MemoryStore(str(tmp_path))
+    document = convert(replace(source, layers=layers), store, jobs=2)
+    assert document == convert(source, MemoryStore(f"{tmp_path} again"), jobs=1)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 7])

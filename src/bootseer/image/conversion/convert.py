@@ -38,6 +38,8 @@ from bootseer.store.store import Store
 Progress = Callable[[int, int, int], None]
 """Called by any thread with a layer's number (0 is the lowest), its source bytes done, and in all (0: unknown)."""
 _MAX_JOBS = 8
+_THREADS_PER_JOB = 4
+"""Limits the layers that wait for lower ones: they are no jobs meanwhile, but each keeps an upload open."""
 _LEAVE_S = 5.0
 """How long to wait for cancelled layers: each ends at its next piece of data, or at its source's deadline."""
 
@@ -64,8 +66,8 @@ def convert(
             document = _convert_folder(source, source.folder, store, options, report)
         else:
             conversion = _Conversion(source, store, options, report)
-            # A layer's thread often waits: for its source, the store's disk, or the layers below. With one layer per
-            # processor a third of two processors was idle.
+            # A layer's thread often waits, for its source or the store's disk. With one layer per processor a third of
+            # two processors was idle.
             layers = conversion.run(jobs or min(_MAX_JOBS, 2 * len(os.sched_getaffinity(0))))
             assembled = _assemble(source, store, options, layers)
             document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
@@ -91,6 +93,9 @@ def all_layers(source: ImageSource, on_progress: ProgressCallback) -> Progress:
 class _Conversion:
     """The conversion of all layers of one image."""
 
+    _working: threading.Semaphore
+    """Held by the threads that do not wait for lower layers."""
+
     def __init__(self, source: ImageSource, store: Store, options: ConvertOptions, report: Progress) -> None:
         self._source = source
         self._store = store
@@ -104,7 +109,8 @@ class _Conversion:
     def run(self, jobs: int) -> list[ConvertedLayer]:
         # Layers start bottom first. A thread that waits for lower layers therefore waits for running threads only;
         # waiting for queued ones could deadlock.
-        with Tasks("bootseer-convert", jobs, leave_s=_LEAVE_S) as pool:
+        self._working = threading.Semaphore(jobs)
+        with Tasks("bootseer-convert", _THREADS_PER_JOB * jobs, leave_s=_LEAVE_S) as pool:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))
@@ -127,7 +133,9 @@ class _Conversion:
         where = f"{self._source.name}, layer {number + 1} of {len(self._source.layers)}"
         lower = (lambda: self._lower(number)) if number else None
         below = stack_digest([each.diff_id for each in self._source.layers[:number]])
-        return LayerJob(layer, self._store, self._options, where, below, lower, progress).run()
+        with self._working:
+            progress(0)
+            return LayerJob(layer, self._store, self._options, where, below, lower, progress).run()
 
     def _raise_first_error(self) -> None:
         """Raise the error of the lowest layer that failed by itself, not by cancellation."""
@@ -139,12 +147,13 @@ class _Conversion:
 
     def _lower(self, number: int) -> MergedLayers:
         """Wait for the layers below layer `number`; those below the uppermost opaque one are left out."""
-        converted = []
-        for result in self._results[:number]:
-            try:
-                converted.append(result.result())
-            except (Exception, FutureCancelledError) as error:
-                raise CancelledError(f"{self._source.name}: a lower layer failed") from error
+        self._working.release()
+        try:
+            converted = [result.result() for result in self._results[:number]]
+        except (Exception, FutureCancelledError) as error:
+            raise CancelledError(f"{self._source.name}: a lower layer failed") from error
+        finally:
+            self._working.acquire()
         first = max((place for place, layer in enumerate(converted) if layer.opaque), default=0)
         return MergedLayers([self._layer(layer) for layer in converted[first:]])
 
