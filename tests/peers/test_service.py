@@ -94,6 +94,24 @@ def test_registered_files_are_open_before_a_peer_asks(node: Node, source: BlockS
     assert list((tmp_path / "cache").rglob(f"*{source.index.identity}*"))
 
 
+def test_a_thread_that_the_system_refuses_ends_no_service(
+    node: Node, index: Index, source: BlockSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "bootseer-holders":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    node.job.register_blocks(source)
+    node.run_until_ready()
+    assert refused
+    assert node.ask(index, 8) == DATA[8 * BLOCK :]
+
+
 def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: Index, source: BlockSource) -> None:
     node.job.register_blocks(source)
     with pytest.raises(TransientError, match="could not get it"):

@@ -223,7 +223,8 @@ class Service:
                 content = self._find(identity)
                 if isinstance(content, _BlockFile):
                     ask = partial(self._ask_holders, identity, content)
-                    threading.Thread(target=ask, name="bootseer-holders", daemon=True).start()
+                    with contextlib.suppress(RuntimeError):  # no thread can be started: the holders are not asked
+                        threading.Thread(target=ask, name="bootseer-holders", daemon=True).start()
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()
