@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
@@ -44,14 +44,30 @@ def stream_within(
     `each`: the time is for each item; what goes on coming may go on for any time.
     The producer works ahead of the consumer by a few items, and stops soon after the consumer has closed this.
     """
-    pump = _Pump(produce)
+    items: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_AHEAD)
+    """Items in tuples; then None at the end, or the error that ended it."""
+    stopped = threading.Event()
+
+    def run() -> None:
+        try:
+            for item in produce():
+                items.put((item,))
+                if stopped.is_set():
+                    return
+            items.put(None)
+        except BaseException as error:  # panics of Rust code are not Exceptions
+            items.put(error)
+
     until = time.monotonic() + timeout_s
-    pump.start(label)
+    try:
+        _threads.submit(run, at_once=True)
+    except TransientError as error:
+        raise TransientError(f"{label}: {error}") from None
     try:
         while True:
             try:
                 # Looked at even when time is over: what has arrived has arrived in time.
-                item = pump.items.get(timeout=max(until - time.monotonic(), 0.0))
+                item = items.get(timeout=max(until - time.monotonic(), 0.0))
             except queue.Empty:
                 raise TransientError(f"{label}: no complete answer within {timeout_s:.1f} s") from None
             if isinstance(item, BaseException):
@@ -62,37 +78,7 @@ def stream_within(
             if each:
                 until = time.monotonic() + timeout_s
     finally:
-        pump.stop()
-
-
-class _Pump(Generic[T]):
-    """One producer's thread. Only the queue and the flag are shared."""
-
-    def __init__(self, produce: Callable[[], Iterable[T]]) -> None:
-        self.items: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_AHEAD)
-        """Items in tuples; then None at the end, or the error that ended it."""
-        self._produce = produce
-        self._stopped = threading.Event()
-
-    def start(self, label: str) -> None:
-        try:
-            _threads.submit(self._run, at_once=True)
-        except TransientError as error:
-            raise TransientError(f"{label}: {error}") from None
-
-    def stop(self) -> None:
-        """The consumer takes no more. Makes room for the one item that the producer may be about to put."""
-        self._stopped.set()
-        with contextlib.suppress(queue.Empty):
+        stopped.set()
+        with contextlib.suppress(queue.Empty):  # makes room for the item that the producer may be about to put
             while True:
-                self.items.get_nowait()
-
-    def _run(self) -> None:
-        try:
-            for item in self._produce():
-                self.items.put((item,))
-                if self._stopped.is_set():
-                    return
-            self.items.put(None)
-        except BaseException as error:  # panics of Rust code are not Exceptions
-            self.items.put(error)
+                items.get_nowait()
