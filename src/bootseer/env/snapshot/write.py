@@ -48,69 +48,6 @@ from bootseer.units import format_bytes
 
 # Root's mounts use the first, mounts in a user namespace (`userxattr`) the second; each ignores the other.
 OPAQUE_XATTRS: Mapping[bytes, bytes] = {b"trusted.overlay.opaque": b"y", b"user.overlay.opaque": b"y"}
-_NOTHING = Extent(0, 0)
-
-
-class SnapshotTree:
-    """The tree in `writer`. `root` is where all directories can be read."""
-
-    def __init__(self, writer: ErofsWriter, root: str, times: Times) -> None:
-        self._tree = writer.tree
-        self._root = os.fsencode(root).rstrip(b"/")
-        self._times = times
-        self._directories = {b"": ROOT}
-        self._whiteout: int | None = None  # one inode with many names
-        self._tree.update(ROOT, self._directory_attributes(b""))
-
-    def add(self, item: Item, extent: Extent = _NOTHING) -> int:
-        """Add a path whose data, if any, was written to `extent`; its inode. Directories come before their entries."""
-        if item.kind == "deleted":
-            return self.add_whiteout(item)
-        xattrs = item.xattrs
-        if item.change.opaque:
-            xattrs = {**xattrs, **OPAQUE_XATTRS}
-        attributes = Attributes(
-            item.mode, item.uid, item.gid, self._times.shown_ns(item.raw, item.mtime_ns), xattrs=xattrs
-        )
-        inode = self._tree.add(attributes, size=extent.size, first_block=extent.block, target=item.target)
-        self.link(item, inode)
-        if item.kind == "directory":
-            self._directories[item.raw] = inode
-        return inode
-
-    def add_whiteout(self, item: Item) -> int:
-        """Add a whiteout at the item's path; its inode."""
-        if self._whiteout is None:
-            self._whiteout = self._tree.add(Attributes(stat.S_IFCHR))
-        self.link(item, self._whiteout)
-        return self._whiteout
-
-    def link(self, item: Item, inode: int) -> None:
-        """Link an inode at the item's path."""
-        parent, _, name = item.raw.rpartition(b"/")
-        self._tree.link(self._directory(parent), name, inode)
-
-    def _directory(self, path: bytes) -> int:
-        found = self._directories.get(path)
-        if found is None:
-            parent, _, name = path.rpartition(b"/")
-            holder = self._directory(parent)
-            if self._tree.child(holder, name) is not None:
-                raise PermanentError(f"{os.fsdecode(path)} holds changes of the setup and is not a directory")
-            found = self._directories[path] = self._tree.add(self._directory_attributes(path))
-            self._tree.link(holder, name, found)
-        return found
-
-    def _directory_attributes(self, path: bytes) -> Attributes:
-        """The attributes of a directory, as the setup left it."""
-        where = os.fsdecode(self._root + (path or b"/."))  # the root itself may be named through a link in /proc
-        shown = os.fsdecode(path) or "/"
-        status = with_path_error(shown, lambda: os.lstat(where))
-        if not stat.S_ISDIR(status.st_mode):
-            raise PermanentError(f"{shown} holds changes of the setup and is not a directory")
-        mtime_ns = self._times.shown_ns(path, status.st_mtime_ns)
-        xattrs = with_path_error(shown, lambda: xattrs_of(where))
-        return Attributes(status.st_mode, status.st_uid, status.st_gid, mtime_ns, xattrs=xattrs)
 
 
 _MANIFEST_DEADLINE_S = 300.0
@@ -260,7 +197,10 @@ class _SnapshotWriter:
         """Secrets that were found: from the first one on files are only checked, and no longer written."""
         self._files = {item.raw: item for item in items}
         self._times = Times(began_s, ((item.raw, item.mtime_ns) for item in items if item.kind == "file"))
-        self._tree = SnapshotTree(writer, root, self._times)
+        self._directories = {b"": ROOT}
+        self._whiteout: int | None = None  # one inode with many names
+        self._tree = writer.tree
+        self._tree.update(ROOT, self._directory_attributes(b""))
         self._first: dict[tuple[int, int], tuple[int, Entry]] = {}  # inode and entry of files with several names
 
     def write(self, threads: int) -> bytes:
@@ -280,7 +220,7 @@ class _SnapshotWriter:
         known = self._first.get(item.inode) if item.inode != _ALONE else None
         if known is not None:
             inode, first = known
-            self._tree.link(item, inode)
+            self._link(item, inode)
             self._keep(item, size=first.size, digest=first.digest, link=first.path)
             return
         extent, digest = Extent(0, 0), ""
@@ -301,7 +241,7 @@ class _SnapshotWriter:
             extent = self._writer.end_file()
             self.num_files += 1
             self.size_bytes += extent.size
-        inode = self._tree.add(item, extent)
+        inode = self._add_inode(item, extent)
         entry = self._keep(item, size=extent.size, digest=digest)
         if item.inode != _ALONE:
             self._first[item.inode] = inode, entry
@@ -315,7 +255,7 @@ class _SnapshotWriter:
     def _drop(self, item: Item) -> None:
         """Drop invalid bytecode. A file that it replaced is hidden by a whiteout, as Python might accept that one."""
         if item.change.action is Action.MODIFIED:
-            self._tree.add_whiteout(item)
+            self._add_whiteout(item)
             self.entries.append(Entry(item.change.path, "deleted", action=Action.DELETED, before=item.change.before))
 
     def _keep(self, item: Item, *, size: int, digest: str, link: str = "") -> Entry:
@@ -323,6 +263,56 @@ class _SnapshotWriter:
         entry = entry_of(item, size=size, digest=digest, link=link, loose=loose)
         self.entries.append(entry)
         return entry
+
+    def _add_inode(self, item: Item, extent: Extent) -> int:
+        """Add a path whose data, if any, was written to `extent`; its inode. Directories come before their entries."""
+        if item.kind == "deleted":
+            return self._add_whiteout(item)
+        xattrs = item.xattrs
+        if item.change.opaque:
+            xattrs = {**xattrs, **OPAQUE_XATTRS}
+        attributes = Attributes(
+            item.mode, item.uid, item.gid, self._times.shown_ns(item.raw, item.mtime_ns), xattrs=xattrs
+        )
+        inode = self._tree.add(attributes, size=extent.size, first_block=extent.block, target=item.target)
+        self._link(item, inode)
+        if item.kind == "directory":
+            self._directories[item.raw] = inode
+        return inode
+
+    def _add_whiteout(self, item: Item) -> int:
+        """Add a whiteout at the item's path; its inode."""
+        if self._whiteout is None:
+            self._whiteout = self._tree.add(Attributes(stat.S_IFCHR))
+        self._link(item, self._whiteout)
+        return self._whiteout
+
+    def _link(self, item: Item, inode: int) -> None:
+        """Link an inode at the item's path."""
+        parent, _, name = item.raw.rpartition(b"/")
+        self._tree.link(self._directory(parent), name, inode)
+
+    def _directory(self, path: bytes) -> int:
+        found = self._directories.get(path)
+        if found is None:
+            parent, _, name = path.rpartition(b"/")
+            holder = self._directory(parent)
+            if self._tree.child(holder, name) is not None:
+                raise PermanentError(f"{os.fsdecode(path)} holds changes of the setup and is not a directory")
+            found = self._directories[path] = self._tree.add(self._directory_attributes(path))
+            self._tree.link(holder, name, found)
+        return found
+
+    def _directory_attributes(self, path: bytes) -> Attributes:
+        """The attributes of a directory, as the setup left it."""
+        where = self._root + (os.fsdecode(path) or "/.")  # the root itself may be named through a link in /proc
+        shown = os.fsdecode(path) or "/"
+        status = with_path_error(shown, lambda: os.lstat(where))
+        if not stat.S_ISDIR(status.st_mode):
+            raise PermanentError(f"{shown} holds changes of the setup and is not a directory")
+        mtime_ns = self._times.shown_ns(path, status.st_mtime_ns)
+        xattrs = with_path_error(shown, lambda: xattrs_of(where))
+        return Attributes(status.st_mode, status.st_uid, status.st_gid, mtime_ns, xattrs=xattrs)
 
     def _source_of(self, item: Item) -> Source | None:
         """The source of a file in `__pycache__`, in the snapshot or below it."""
