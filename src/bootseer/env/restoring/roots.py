@@ -4,7 +4,7 @@ On a host, files that the job writes must stay where it wrote them. In a mounted
 only folders of installed software are mounted: environments, package folders, system folders. All other paths are
 loose. The root of a changed path is given by the first rule that applies:
 
-1. The innermost environment around it (`Folders.environment`): a folder that is nothing else is a root. One that may
+1. The innermost environment around it (`Environment`): a folder that is nothing else is a root. One that may
    hold other things as well (`~/.local`, a project folder with a `pyvenv.cfg`) has its `bin`, `include`, `lib` and
    `lib64` as roots; a venv that was there before also its `etc`, `man`, `opt` and `share`.
 2. The outermost `site-packages`, `dist-packages` or `node_modules` around it.
@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
 from bootseer.env.changes import Action, Change, lies_in
+
+if TYPE_CHECKING:
+    from bootseer.env.restoring.safe_tree import TreeFolders
 
 Environment = Literal["", "venv", "conda", "python"]
 """What kind of environment a folder is: it has `pyvenv.cfg`, `conda-meta/`, or just `lib/python3.N/`."""
@@ -38,30 +41,7 @@ _MORE_PARTS = _PARTS | {"etc", "man", "opt", "share"}
 """For an environment that existed before the setup: in a new one these may be folders of the project."""
 _EDITED = ("/etc/", "/usr/local/")
 _GENERATED = frozenset({"/etc/ld.so.cache", "/etc/mtab"})
-_ENVIRONMENT_ENTRIES = _PARTS | {
-    "pyvenv.cfg",
-    "conda-meta",
-    "share",
-    "etc",
-    "man",
-    ".gitignore",
-    ".lock",
-    "CACHEDIR.TAG",
-}
-
-
-class Folders(Protocol):
-    """Facts about folders after the setup."""
-
-    @property
-    def working_folder(self) -> str:
-        """The real path of the job's working folder; empty if it does not matter."""
-
-    def environment(self, folder: str) -> Environment:
-        """What kind of environment the folder is; empty for none."""
-
-    def is_folder(self, path: str) -> bool:
-        """Whether it is a folder itself, and no symbolic link to one."""
+_ENVIRONMENT_ENTRIES = (_MORE_PARTS - {"opt"}) | {"pyvenv.cfg", "conda-meta", ".gitignore", ".lock", "CACHEDIR.TAG"}
 
 
 class Division(Struct, frozen=True):
@@ -96,7 +76,7 @@ def is_checked(path: str, before: str) -> bool:
     return may_be_edited(path) and before != "other" and (bool(before) or path.startswith("/etc/"))
 
 
-def divide(changes: Iterable[Change], folders: Folders) -> Division:
+def divide(changes: Iterable[Change], folders: TreeFolders) -> Division:
     finder = _RootFinder(folders)
     for change in changes:
         finder.add(change)
@@ -120,7 +100,7 @@ def _with_parents(path: str) -> list[str]:
 class _RootFinder:
     """Finds roots; queries about a folder are cached."""
 
-    def __init__(self, folders: Folders) -> None:
+    def __init__(self, folders: TreeFolders) -> None:
         self.paths: dict[str, Action] = {}
         self._job = frozenset(_with_parents(folders.working_folder) if folders.working_folder.strip("/") else ())
         self._system_of_job = tuple(folder for folder in self._job if _ROOT.fullmatch(folder))

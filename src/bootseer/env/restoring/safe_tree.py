@@ -1,5 +1,4 @@
-"""Access files below a folder without following symbolic links, which may be placed there by users. `TreeFolders`
-implements `roots.Folders` for the tree that a setup has left."""
+"""Access files below a folder without following symbolic links, which may be placed there by users."""
 
 from __future__ import annotations
 
@@ -89,12 +88,13 @@ class SafeTree:
 
 
 class TreeFolders:
-    """Folders of the tree at `root`; symbolic links are not followed."""
+    """Facts about folders of the tree that a setup has left at `root`; symbolic links are not followed."""
 
     def __init__(self, root: str = "") -> None:
         """`root`: where the setup's `/` can be read. The job will run in this process's working folder."""
         self._root = root.rstrip("/")
         self.working_folder = os.path.realpath(".")
+        """The real path of the job's working folder; empty if it does not matter."""
 
     def environment(self, folder: str) -> Environment:
         """What kind of environment the folder is; empty for none."""

@@ -77,12 +77,11 @@ def verify(
     return sorted(found, key=lambda difference: path_bytes(difference.path))[:MAX_DIFFERENCES]
 
 
-class _Comparison:
-    def __init__(self, tree: bytes, layer: bool, owners: bool, full: bool) -> None:
-        self._tree = tree
-        self._layer = layer
-        self._owners = owners
-        self._full = full
+class _Comparison(NamedTuple):
+    tree: bytes
+    layer: bool
+    owners: bool
+    full: bool
 
     def compare(self, entries: Sequence[Entry]) -> list[Difference]:
         return [Difference(entry.path, words) for entry in entries if (words := self._describe(entry))]
@@ -96,7 +95,7 @@ class _Comparison:
                 known.add(path)
                 path = path.rpartition(b"/")[0]
         found: list[Difference] = []
-        for path in _walk(self._tree):
+        for path in _walk(self.tree):
             if path not in known:
                 found.append(Difference(os.fsdecode(path), "in no manifest"))
                 if len(found) >= MAX_DIFFERENCES:
@@ -104,11 +103,11 @@ class _Comparison:
         return found
 
     def _describe(self, entry: Entry) -> str:
-        path = self._tree + path_bytes(entry.path)
+        path = self.tree + path_bytes(entry.path)
         try:
             status = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
-            return "" if entry.kind == "deleted" and not self._layer else "missing"
+            return "" if entry.kind == "deleted" and not self.layer else "missing"
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         try:
@@ -120,7 +119,7 @@ class _Comparison:
 
     def _differences(self, entry: Entry, path: bytes, status: os.stat_result) -> Iterator[str]:
         if entry.kind == "deleted":
-            if not self._layer:
+            if not self.layer:
                 yield "there, although the setup deleted it"
             elif not (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0):
                 yield "not marked as deleted"
@@ -131,17 +130,17 @@ class _Comparison:
             return
         if kind != "symlink" and stat.S_IMODE(status.st_mode) != entry.mode:
             yield f"mode {stat.S_IMODE(status.st_mode):04o}, not {entry.mode:04o}"
-        if self._owners and (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
+        if self.owners and (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
             yield f"owner {status.st_uid}:{status.st_gid}, not {entry.uid}:{entry.gid}"
         if kind == "symlink" and (target := os.readlink(path)) != path_bytes(entry.target):  # noqa: PTH115
             yield f"points to {os.fsdecode(target)!r}, not {entry.target!r}"
         yield from self._xattrs(entry, path)
-        if self._layer:
+        if self.layer:
             yield from self._layer_differences(entry, path, status)
         if kind == "file":
             if status.st_size != entry.size:
                 yield f"{status.st_size} bytes, not {entry.size}"
-            elif self._full and not (entry.link and self._layer) and _digest(path) != entry.digest:
+            elif self.full and not (entry.link and self.layer) and _digest(path) != entry.digest:
                 yield "other content"
 
     def _xattrs(self, entry: Entry, path: bytes) -> Iterator[str]:
@@ -154,7 +153,7 @@ class _Comparison:
 
     def _layer_differences(self, entry: Entry, path: bytes, status: os.stat_result) -> Iterator[str]:
         if entry.link:
-            first = os.lstat(self._tree + path_bytes(entry.link))
+            first = os.lstat(self.tree + path_bytes(entry.link))
             if (first.st_dev, first.st_ino) != (status.st_dev, status.st_ino):
                 yield f"no hard link to {entry.link}"
         if stat.S_ISDIR(status.st_mode):

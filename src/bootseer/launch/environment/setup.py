@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from bootseer.env.installing.interpreter import CANNOT_START, Ran, Run, module_c
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
-from bootseer.env.keys.node import Interpreter
+from bootseer.env.keys.node import Interpreter, find_python
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import BootseerError
 from bootseer.launch.command import run_program
@@ -151,8 +150,7 @@ class SetupHost:
 
     def pythons(self) -> Sequence[str]:
         """Candidates for the job's Python, the best first."""
-        path = self.env.get("PATH")
-        return (shutil.which("python3", path=path) or shutil.which("python", path=path) or sys.executable,)
+        return (find_python(self.env, None) or sys.executable,)
 
 
 class SetupRun:
