@@ -22,7 +22,8 @@ import pytest
 
 import hadoop
 import warm
-from bootseer.checkpoint.catalog import checkpoints
+from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.catalog import checkpoints, remove
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.hot_list import Range
@@ -71,6 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
         with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
             for folder in ("/sticky", "/quota", "/names", "/snapped", "/mounted"):
                 client.make_folder(folder, mode=0o1777)
+            client.make_folder("/team", mode=0o777)
             client.make_folder("/private")
         yield running
 
@@ -147,6 +149,15 @@ def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, sou
     )
     assert "no permission to read step-1\n" in listed.stdout
     assert "not there" not in listed.stdout  # it is there, and latest names it
+
+
+def test_a_checkpoint_that_a_user_may_hide_and_not_delete_stays(opened: Opened, source: Path, tmp_path: Path) -> None:
+    alice, bob = opened("alice", "/team"), opened("bob", "/team")
+    put_checkpoint(alice, source, "step-1", settings=PutSettings(policy=_PUT.policy, move_latest=False))
+    with pytest.raises(AccessError):
+        remove(Files(bob), "", "step-1")
+    collect(alice, "")
+    _assert_whole(alice, "step-1", tmp_path / "out")
 
 
 def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source: Path) -> None:

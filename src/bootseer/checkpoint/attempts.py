@@ -278,10 +278,10 @@ class Attempt:
 
 def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
     """Remove what dead writers have left in a folder; returns how many. What belongs to other users stays."""
+    entries = list(place.list(folder))
     now_s = place.now_s(folder)
     attempts = join(folder, ATTEMPTS)
     removed = _collect_attempts(place, attempts, now_s - lease_s)
-    entries = list(place.list(folder))
     for entry in entries:
         if name_of(entry.path).startswith(TEMPORARY_PREFIX) and _is_dead_temporary(place, entry, now_s - lease_s):
             removed += _delete(place, entry.path)
