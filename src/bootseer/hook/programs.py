@@ -62,7 +62,9 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
 
     digest = hashlib.sha256()
     words: set[str] = set()
-    found, queue = {main}, [main]
+    queue = [main]
+    is_folder: dict[str, bool] = {}
+    """Paths where a module, as `<path>.py`, or package was looked for."""
     for path in queue:
         if len(queue) > _MAX_FILES:
             raise OSError(f"{os.path.basename(path)}: too many modules to be searched for imports")
@@ -71,13 +73,17 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
         digest.update(lines)
         words |= of_file
         for name in names:
-            parts, dots = name.strip(".").split("."), len(name) - len(name.lstrip("."))
-            tops = {path.rsplit("/", dots)[0]} if dots else {folder, os.path.dirname(main)}
-            bases = [os.path.join(top, *parts[:end]) for top in tops for end in range(1, min(len(parts), 8) + 1)]
-            near = {f"{base}{end}" for base in bases for end in (".py", "/__init__.py")} - found
-            near = {path for path in near if os.path.isfile(path)}
-            found |= near
-            queue += sorted(near)
+            dots = len(name) - len(name.lstrip("."))
+            for top in (path.rsplit("/", dots)[0],) if dots else (folder, os.path.dirname(main)):
+                base = top
+                for part in (name.strip(".") or "__init__").split("."):
+                    base = f"{base}/{part}"
+                    if base not in is_folder:
+                        is_folder[base] = os.path.isdir(base)
+                        near = {f"{base}.py", f"{base}/__init__.py"} - {main}
+                        queue += filter(os.path.isfile, sorted(near))
+                    if not is_folder[base]:
+                        break
     return digest.hexdigest(), words
 
 
