@@ -134,7 +134,7 @@ def test_modules_that_are_imported_as_members_of_packages_are_searched_too(tmp_p
         **dict.fromkeys(
             ("pkg/__init__", "pkg/near", "pkg/far", "pkg/deep/__init__", "pkg/deep/sibling", "pkg/cousin"), ""
         ),
-        "pkg/deep/module": "from .sibling import name\nfrom .. import cousin\n",
+        "pkg/deep/module": "from .sibling import(name)\nfrom .. import cousin\n",
     }
     (tmp_path / "pkg" / "deep").mkdir(parents=True)
     for name, text in texts.items():
