@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _LOG = logger(__name__)
 
 _OPEN_S = 30.0
-_CANCELLED = "the read was cancelled"
 
 
 class HdfsReads:
@@ -158,7 +157,7 @@ class ReadTicket:
     def cancel(self) -> None:
         with self._threads.schedule() as schedule:
             ticket = self._ticket
-            error = PermanentError(f"{ticket.source.uri}: {_CANCELLED}")
+            error = PermanentError(f"{ticket.source.uri}: the read was cancelled")
             schedule.cancel(ticket, error, time.monotonic())
 
     def prioritize(self) -> None:

@@ -148,13 +148,10 @@ def run_reported(job: Job) -> None:
     try:
         job()
     except BaseException as error:  # panics in Rust code are not Exceptions
-        if isinstance(error, (KeyboardInterrupt, Interrupted)) and _is_main():
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and isinstance(error, (KeyboardInterrupt, Interrupted)):
             raise
         report_exception()
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def report_exception() -> None:
