@@ -69,6 +69,8 @@ def test_errors_of_the_system_are_one_line(tmp_path: Path) -> None:
     gone = f"mkdir gone && cd gone && rmdir ../gone && {program} ckpt list ."
     ran = subprocess.run(["sh", "-c", gone], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (1, "bootseer: No such file or directory\n")
+    ran = subprocess.run(["sh", "-c", f"{gone} >&-"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "bootseer: No such file or directory\n")
 
 
 def test_a_message_that_cannot_be_written_does_not_change_the_exit_code() -> None:

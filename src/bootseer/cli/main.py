@@ -48,7 +48,7 @@ def main() -> None:
         _say(f"bootseer: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
         code = 1
         try:
-            sys.stdout.flush()
+            (sys.stdout or io.StringIO()).flush()
         except OSError:  # the interpreter's end would fail in the same way
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _end(code)
