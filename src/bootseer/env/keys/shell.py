@@ -321,10 +321,12 @@ class Paths:
     def candidates(self, word: str) -> list[str]:
         """Absolute paths that a word may mean, or several words in a variable. An unknown variable at its beginning
         stands for any of the folders; it may also be empty, as any other that may be unset."""
-        unset = {name: ["", *self._values[name]] for name in self._maybe_unset} if "$" in word else {}
-        meanings = self.meanings(word, {**self._values, **unset})
-        meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
-        meanings += [part for each in meanings if "$" in word for part in each.split()]
+        meanings = [self._plain(word)]
+        if "$" in word:
+            unset = {name: ["", *self._values[name]] for name in self._maybe_unset}
+            meanings = self.meanings(word, self._values | unset)
+            meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
+            meanings += [part for each in meanings for part in each.split()]
         return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
 
     def existing(self, word: str) -> list[str]:
