@@ -7,6 +7,7 @@ error: a snapshot must hold what the setup left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import deque
@@ -264,25 +265,19 @@ def digest_of_file(file: BinaryIO) -> str:
 
 def read_whole(item: Item) -> bytes:
     """The content of a small file. Raises `OSError`, and `PermanentError` if it has changed since its inspection."""
-    descriptor = _open(item)
-    try:
+    with _opened(item) as descriptor:
         data = os.read(descriptor, item.size + 1)
         while len(data) < item.size and (piece := os.read(descriptor, item.size - len(data))):
             data += piece
         if len(data) != item.size:
             raise changed_error(item.change.path)
-        _check_same(item, descriptor)
-    finally:
-        os.close(descriptor)
     return data
 
 
 def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Callable[[int], object]) -> str:
     """Pass a large file to `write` in pieces, its holes to `write_zeros`; its digest. Raises as `read_whole` does."""
-    found = blake3()
-    descriptor = _open(item)
-    try:
-        at = 0
+    found, at = blake3(), 0
+    with _opened(item) as descriptor:
         for piece in read_sparse(descriptor, item.size):
             if isinstance(piece, int):
                 write_zeros(piece)
@@ -294,21 +289,20 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
                 at += len(piece)
         if at != item.size:
             raise changed_error(item.change.path)
-        _check_same(item, descriptor)
-    finally:
-        os.close(descriptor)
     return f"blake3:{found.hexdigest()}"
 
 
-def _open(item: Item) -> int:
+@contextlib.contextmanager
+def _opened(item: Item) -> Iterator[int]:
+    """Its file, which must be the inspected one before and after the reading."""
     # O_NONBLOCK: the file may have been replaced by a pipe.
     descriptor = os.open(item.change.source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_same(item, descriptor)
-    except PermanentError:
+        yield descriptor
+        _check_same(item, descriptor)
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _check_same(item: Item, descriptor: int) -> None:

@@ -33,11 +33,16 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
     `root` is where the installation's view can be read: files that it found and did not change are compared, too.
     Raises `PermanentError` for unreadable files of the installation.
     """
-    items, _ = inspect_changes(changes, None)
+    found = {change.path: change for change in changes}
+    for path in (entry.path for entry in entries):
+        source = f"{root.rstrip('/')}{path}"
+        if path not in found and os.path.lexists(source):  # not changed by the installation
+            found[path] = Change(path, Action.MODIFIED, source)
+    items, _ = inspect_changes(found.values(), None)
     fresh = {item.change.path: item for item in items}
     pairs: list[tuple[Entry, Item | None]] = []
     for entry in entries:
-        item = fresh.pop(entry.path, None) or _unchanged_item(entry, root)
+        item = fresh.pop(entry.path, None)
         if not ignored_reason(entry.path) and (item is not None or not _is_bytecode(entry.path)):
             pairs.append((entry, item))
     more = [path for path in fresh if not ignored_reason(path) and not _is_bytecode(path)]
@@ -52,17 +57,6 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
 def _is_bytecode(path: str) -> bool:
     """Whether it is a `__pycache__` folder, or lies in one."""
     return path.endswith("/__pycache__") or "/__pycache__/" in path
-
-
-def _unchanged_item(entry: Entry, root: str) -> Item | None:
-    """The item at a path that the installation did not change; None if it does not exist."""
-    source = f"{root.rstrip('/')}{entry.path}"
-    try:
-        Path(source).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    items, _ = inspect_changes([Change(entry.path, Action.MODIFIED, source)], None)
-    return items[0] if items else None
 
 
 def _differences(entry: Entry, item: Item | None, tree: str) -> Iterator[str]:
