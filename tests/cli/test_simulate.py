@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -33,6 +35,16 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
     assert (start["nodes"], start["arm"]) == (2, "bootseer")
     report = json.loads(run("report", "--json", str(tmp_path), "--job", "simulated-moe-bootseer-2").stdout)
     assert report["overhead"]["startup_s"] == pytest.approx(start["startup_s"], abs=0.01)
+
+
+def test_no_extra_is_needed() -> None:
+    blocked = dict.fromkeys(("google_crc32c", "hdfs_native", "numpy", "obstore", "botocore", "cryptography"))
+    words = ["bootseer", "simulate", "--nodes", "2", "--arm", "bootseer", *SMALL]
+    program = (
+        f"import sys; sys.modules.update({blocked}); sys.argv = {words}; from bootseer.cli.main import main; main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, "Simulated: parameters " in ran.stdout) == (0, True), ran.stderr
 
 
 def test_values_are_compared(run: Run) -> None:

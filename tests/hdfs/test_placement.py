@@ -20,9 +20,10 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.block_locations import has_distinct_nodes
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.placement import PlacedWriter, has_distinct_nodes, nodes_at_capacity
+from bootseer.hdfs.placement import PlacedWriter, nodes_at_capacity
 from hdfs.whole_files import read_all
 
 DATA = random.Random(3).randbytes(3_000_001)

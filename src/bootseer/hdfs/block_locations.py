@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -190,3 +192,23 @@ def parse_status(path: str, message: Message) -> FileStatus:
         replication=message.number(10, 0),
         block_size=message.number(11, 0),
     )
+
+
+def has_distinct_nodes(files: Sequence[frozenset[str]], share: int) -> bool:
+    """Whether each file can be assigned one of its nodes, with at most `share` files per node: a bipartite matching."""
+    held: dict[str, list[int]] = defaultdict(list)
+
+    def settle(file: int, seen: set[str]) -> bool:
+        for node in files[file] - seen:
+            seen.add(node)
+            holders = held[node]
+            if len(holders) < share:
+                holders.append(file)
+                return True
+            for place, holder in enumerate(holders):
+                if settle(holder, seen):
+                    holders[place] = file
+                    return True
+        return False
+
+    return all(settle(file, set()) for file in range(len(files)))

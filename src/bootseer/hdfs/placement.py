@@ -32,7 +32,7 @@ from typing import IO, Final
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
-from bootseer.hdfs.block_locations import Block, FileStatus
+from bootseer.hdfs.block_locations import Block, FileStatus, has_distinct_nodes
 from bootseer.hdfs.block_writer import BlockWriter, ExcludedDataNodes, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.namenode import NameNode
@@ -340,26 +340,6 @@ class PlacedWriter(BlockFileWriter):
 def nodes_at_capacity(files: Sequence[Nodes], share: int) -> Nodes:
     counts = collections.Counter(node for nodes in files for node in nodes)
     return frozenset(node for node, count in counts.items() if count >= share)
-
-
-def has_distinct_nodes(files: Sequence[Nodes], share: int) -> bool:
-    """Whether each file can be assigned one of its nodes, with at most `share` files per node: a bipartite matching."""
-    held: dict[str, list[int]] = collections.defaultdict(list)
-
-    def settle(file: int, seen: set[str]) -> bool:
-        for node in files[file] - seen:
-            seen.add(node)
-            holders = held[node]
-            if len(holders) < share:
-                holders.append(file)
-                return True
-            for place, holder in enumerate(holders):
-                if settle(holder, seen):
-                    holders[place] = file
-                    return True
-        return False
-
-    return all(settle(file, set()) for file in range(len(files)))
 
 
 _IDLE_S: Final = 30.0

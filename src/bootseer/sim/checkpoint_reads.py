@@ -23,9 +23,8 @@ from bootseer.checkpoint.reading.settings import (
     chunk_to_skip,
 )
 from bootseer.errors import TransientError
-from bootseer.hdfs.block_locations import Block, LocatedFile, Node
+from bootseer.hdfs.block_locations import Block, LocatedFile, Node, has_distinct_nodes
 from bootseer.hdfs.errors import DataNodeError, SilentError
-from bootseer.hdfs.placement import has_distinct_nodes
 from bootseer.hdfs.requests import HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 from bootseer.io.pooled_reads import ReadOutcome

@@ -78,10 +78,8 @@ def target(url: str, env: Mapping[str, str]) -> Target:
     except ValueError:
         good = False
     if not good:
-        shown = given.rpartition("@")[2]
-        raise UsageError(
-            f"{shown!r} is not the address of a service", hint=f"as http://HOST:8765, or set {SERVICE} to it"
-        )
+        problem = f"{given.rpartition('@')[2]!r} is not the address of a service" if given else "no service is named"
+        raise UsageError(problem, hint=f"as http://HOST:8765, or set {SERVICE} to it")
     path = parts.path.rstrip("/")
     return Target(parts.scheme == "https", str(parts.hostname), port, path, _token(env))
 
