@@ -202,7 +202,7 @@ def test_a_next_request_at_no_time_is_ignored(tmp_path, link):
 @pytest.mark.parametrize(
     ("url", "env", "said"),
     [
-        ("", {}, "not the address"),
+        ("", {}, "no service is named"),
         ("ftp://x", {}, "not the address"),
         ("http://user:secret@host", {}, "not the address"),
         ("http://h", {"BOOTSEER_SERVICE_TOKEN_FILE": "/nonexistent"}, "cannot be read"),
