@@ -32,7 +32,7 @@ def passed(output: bytes, pattern: bytes, found: Callable[[], None]) -> bytes:
             pipe.write(output)
 
     threads = [threading.Thread(target=work, daemon=True) for work in (reader, writer)]
-    between.start()
+    between.release()
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,7 +57,7 @@ def test_output_that_a_slow_reader_has_not_taken_yet_is_waited_for() -> None:
     read, write = os.pipe()
     between = Relay(write, re.compile(b"none"), lambda: None)
     command = os.dup(between.write)
-    between.start()
+    between.release()
     output = b"x" * 120_000  # more than one pipe holds
     with os.fdopen(command, "wb", buffering=0) as pipe:
         pipe.write(output)

@@ -64,6 +64,25 @@ def test_no_message_is_written_into_a_file_that_has_the_number_of_a_closed_strea
     assert all(line.startswith(b"@bootseer1 ") for line in file.read_bytes().splitlines())
 
 
+NO_THREADS = """
+import sys, threading
+from bootseer.cli.main import main
+def refuse(_):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+main()
+"""
+
+
+def test_a_command_runs_unsearched_where_no_thread_can_be_started(env):
+    words = ["run", "-q", "--began-pattern", "zz", "--", "sh", "-c", "echo out; exit 7"]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_THREADS, *words], env=env, capture_output=True, text=True, check=False, timeout=180
+    )
+    assert (done.returncode, done.stdout) == (7, "out\n"), done.stderr
+    assert "can't start new thread); the command runs without it" in done.stderr
+
+
 def test_kill_9_of_bootseer_ends_the_command(env):
     """`timeout -k`, subprocess.run(timeout=...) and supervisors kill the process that they started."""
     with _started(env, SLEEP) as (process, command):

@@ -192,7 +192,7 @@ def _run_once(
         found = functools.cache(session.training_began)  # once, whichever output it is found in
         try:
             relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
-        except OSError as error:  # out of pseudo terminals or descriptors
+        except (OSError, RuntimeError) as error:  # out of pseudo terminals, descriptors or threads
             say(f"the output cannot be searched for --began-pattern ({error}); the command runs without it")
         else:
             forward_window_size(relays)
@@ -208,7 +208,7 @@ def _run_once(
         return error.code
     gc.enable()  # off until here: see `cli.run_options.start`
     for relay in relays:
-        relay.start()
+        relay.release()
     if session is not None:
         session.start_observers(env)  # after the spawn, so that the job does not wait for it
     tracer = session.tracer if session is not None else None

@@ -33,6 +33,7 @@ class Relay:
     """Stands between the command and one of our output descriptors."""
 
     def __init__(self, target: int, pattern: re.Pattern[bytes], on_found: Callable[[], None]) -> None:
+        """Begins to forward. Raises `OSError` without descriptors, and `RuntimeError` without a thread."""
         self._target = target
         self._pattern: re.Pattern[bytes] | None = pattern
         self._on_found = on_found
@@ -45,6 +46,7 @@ class Relay:
         else:
             self._read, self.write = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"relay-{target}", daemon=True)
+        self._thread.start()
 
     def resize(self) -> None:
         """Give the pseudo terminal the size of the real one."""
@@ -53,11 +55,10 @@ class Relay:
                 size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, b"\0" * 8)
                 fcntl.ioctl(self.write if self.write >= 0 else self._read, termios.TIOCSWINSZ, size)
 
-    def start(self) -> None:
-        """Begin to forward. The command must have been started: this process closes its copy of the write end."""
+    def release(self) -> None:
+        """The command has been started: close this process's copy of the write end."""
         os.close(self.write)
         self.write = -1
-        self._thread.start()
 
     def finish(self, deadline_s: float) -> None:
         """Wait until everything is forwarded, or a signal asks for the end.
