@@ -77,6 +77,8 @@ def folder(tmp_path: Path) -> Path:
         "echo click >> reqs.txt; pip install -r reqs.txt",
         'run ${O[@]+"${O[@]}"} "$@"\npip install -r reqs.txt',
         "ARGS='-q -r reqs.txt'; pip install $ARGS",
+        "pip install -r {reqs,other}.txt",
+        "for r in {other,reqs}; do pip install -r $r.txt; done",
         "FILES='lib.sh reqs.txt'; for f in $FILES; do cat $f; done",
         "# see \\\npip install -r reqs.txt",
         "pip install -r re\\\nqs.txt",
@@ -162,8 +164,9 @@ def test_single_files_count_also_outside_of_the_job_but_not_those_of_packages(fo
 
 
 def test_a_glob_names_what_it_matches(folder: Path) -> None:
-    found = _read(folder, "for f in scripts/reqs/*.txt; do pip install -r $f; done")
-    assert str(folder / "scripts/reqs/a.txt") in found.files
+    for pattern in ("scripts/reqs/*.txt", "*/reqs/a.txt", "scr*/r?qs/*"):
+        found = _read(folder, f"for f in {pattern}; do pip install -r $f; done")
+        assert list(found.requirement_files) == [str(folder / "scripts/reqs/a.txt")]
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,8 @@ class _Scanner:
 _OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
 _PATTERN = re.compile(r"[*?[]")
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w*)")
+_EXPANDABLE = re.compile("[${]")
+_BRACES = re.compile(r"(?<!\$)\{([^{}]*,[^{}]*)\}")
 _MAX_STEPS = 16
 _MAX_EXPANSIONS = 1000
 _MAX_WORD = 8192
@@ -322,7 +324,7 @@ class Paths:
         """Absolute paths that a word may mean, or several words in a variable. An unknown variable at its beginning
         stands for any of the folders; it may also be empty, as any other that may be unset."""
         meanings = [self._plain(word)]
-        if "$" in word:
+        if _EXPANDABLE.search(word):
             unset = {name: ["", *self._values[name]] for name in self._maybe_unset}
             meanings = self.meanings(word, self._values | unset)
             meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
@@ -331,14 +333,15 @@ class Paths:
 
     def existing(self, word: str) -> list[str]:
         """The candidates that exist; a pattern means all matches."""
-        found = []
-        for path in self.candidates(word):
-            folder, _, last = path.rpartition("/")
-            if _PATTERN.search(last):
-                found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
-            elif self._look.kind(path):
-                found.append(path)
-        return found
+        return [found for path in self.candidates(word) for found in self._matches(path)]
+
+    def _matches(self, path: str) -> list[str]:
+        folder, _, last = path.rpartition("/")
+        if not _PATTERN.search(path):
+            return [path] if self._look.kind(path) else []
+        folders = self._matches(folder) if _PATTERN.search(folder) else [folder]
+        found = ((each, name) for each in folders for name in self._look.names(each))
+        return [f"{each}/{name}" for each, name in found if fnmatch.fnmatchcase(name, last)]
 
     def _plain(self, word: str) -> str:
         word = _OWN_FOLDER.sub(lambda _: self._folder, word)
@@ -361,10 +364,11 @@ class Paths:
 
 
 def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
-    """What the word may be when `$NAME`, `${NAME}` and `${NAME:-default}` are replaced by known values: one word for
-    each combination, those with the last values first."""
+    """What the word may be when `$NAME`, `${NAME}` and `${NAME:-default}` are replaced by known values, and `{a,b}` by
+    its parts: one word for each combination, those with the last values first."""
     words = [word]
-    for _ in range(_MAX_STEPS if "$" in word else 0):  # values may contain further variables, and themselves
+    steps = _MAX_STEPS if _EXPANDABLE.search(word) else 0  # values may contain further variables, and themselves
+    for _ in range(steps):
         after = list(dict.fromkeys(changed for each in words for changed in _replaced(each, values)))[:_MAX_EXPANSIONS]
         if after == words or max(map(len, after)) > _MAX_WORD:
             break
@@ -373,11 +377,15 @@ def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _replaced(word: str, values: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The word with each value of its first known variable."""
+    """The word with each value of its first known variable, or without one each part of its first braces."""
     for found in _EXPANDED.finditer(word):
         default = () if found["default"] is None else (found["default"],)
         if known := values.get(found["braced"] or found["bare"]) or default:
             for value in reversed(known):
                 yield f"{word[: found.start()]}{value}{word[found.end() :]}"
             return
-    yield word
+    braces = _BRACES.search(word)
+    if braces is None:
+        yield word
+    else:
+        yield from (f"{word[: braces.start()]}{part}{word[braces.end() :]}" for part in braces[1].split(","))
