@@ -22,13 +22,13 @@ import pytest
 
 import hadoop
 import warm
-from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.attempts import collect, lease_bytes
 from bootseer.checkpoint.catalog import checkpoints, remove
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.hot_list import Range
 from bootseer.checkpoint.latest import read_latest
-from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.layout import Policy, encode_policy
 from bootseer.checkpoint.mount.hot_lists import HotLists
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
@@ -37,7 +37,7 @@ from bootseer.checkpoint.verify import verify
 from bootseer.errors import AccessError, BootseerError, NoSpaceError, NotFoundError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
-from bootseer.places.place import Place
+from bootseer.places.place import Place, make_folder_like_parent
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from waiting import until
 
@@ -158,6 +158,19 @@ def test_a_checkpoint_that_a_user_may_hide_and_not_delete_stays(opened: Opened, 
         remove(Files(bob), "", "step-1")
     collect(alice, "")
     _assert_whole(alice, "step-1", tmp_path / "out")
+
+
+def test_what_another_user_has_left_of_a_checkpoint_does_not_fail_its_writer(
+    opened: Opened, source: Path, tmp_path: Path
+) -> None:
+    alice, bob = opened("alice", "/team"), opened("bob", "/team")
+    make_folder_like_parent(alice, ".attempts/dead")
+    alice.set_mode(".attempts/dead", 0o755)
+    alice.write_bytes(".attempts/dead/config", b"{}")
+    alice.write_bytes(".attempts/dead.lease", lease_bytes("step-2", encode_policy(_PUT.policy or Policy()).decode()))
+    alice.set_mtime(".attempts/dead.lease", 1_700_000_000_000_000_000)
+    put_checkpoint(bob, source, "step-2", settings=_PUT)
+    _assert_whole(bob, "step-2", tmp_path / "out")
 
 
 def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source: Path) -> None:

@@ -147,15 +147,16 @@ class Attempt:
 
     def take_over(self) -> list[str]:
         """Take over what dead writers of this target have left: hidden folders in this attempt, to be removed."""
-        attempts, found = folder_of(self.path), []
+        attempts, found, user = folder_of(self.path), [], self._place.stat(self.path).owner
         entries = {name_of(entry.path): entry for entry in _listed(self._place, attempts)}
         for name, entry in entries.items():
             path, lease = f"{attempts}/{name}", entries.get(name + _LEASE)
-            # An attempt that has moved the previous version away needs its lease.
-            if not entry.is_folder or lease is None or name + _OLD in entries or path == self.path:
+            # An attempt that has moved the previous version away needs its lease. In HDFS another user's could be moved
+            # here, and not be removed.
+            if not entry.is_folder or lease is None or name + _OLD in entries or entry.owner != user:
                 continue
             with contextlib.suppress(PermanentError):  # another process was faster, or it belongs to another user
-                if self._can_take_over(path, lease):
+                if path != self.path and self._can_take_over(path, lease):
                     inside = f"{self.path}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
                     # An atomic rename: one of several takers gets it, and its writer cannot publish any more.
                     self._place.rename(path, inside, replace=False)
