@@ -12,7 +12,15 @@ import pytest
 from bootseer.checkpoint.files import Files, OtherFolderError
 from bootseer.checkpoint.head import encode_head, parts_folder
 from bootseer.checkpoint.layout import Policy
-from bootseer.errors import CorruptError, IsFolderError, NotEmptyError, NotFolderError, NotFoundError, PermanentError
+from bootseer.errors import (
+    AccessError,
+    CorruptError,
+    IsFolderError,
+    NotEmptyError,
+    NotFolderError,
+    NotFoundError,
+    PermanentError,
+)
 from bootseer.places.folder import FolderPlace
 from checkpoint.heads import some_head
 from checkpoint.striped_files import content_of, part_paths, put_striped
@@ -187,6 +195,20 @@ def test_a_file_that_comes_while_its_folder_is_removed_is_not_lost(files: Files,
         Files(place).remove_folder("a")  # type: ignore[arg-type]
     assert files.place.read_bytes("a/file", 9) == b"x"
     assert {path.name for path in root.iterdir()} == {"a", "job"}
+
+
+def test_a_file_whose_parts_another_user_owns_is_removed_without_an_error(files: Files, content: bytes) -> None:
+    put_striped(files.place, "job/model", content, stripes=2)
+    place = StepwisePlace(files.place)
+
+    def refuse(step: str, path: str) -> None:
+        if step == "delete" and ".stripes/" in path:
+            raise AccessError("only their owner may delete them")
+
+    place.before = refuse
+    Files(place).remove("job/model")  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError):
+        files.stat("job/model")
 
 
 def test_removing_a_folder_with_all_that_it_has_hides_it_first(files: Files, root: Path, content: bytes) -> None:

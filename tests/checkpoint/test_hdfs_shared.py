@@ -164,8 +164,8 @@ def test_what_another_user_has_left_of_a_checkpoint_does_not_fail_its_writer(
     opened: Opened, source: Path, tmp_path: Path
 ) -> None:
     alice, bob = opened("alice", "/team"), opened("bob", "/team")
-    make_folder_like_parent(alice, ".attempts/dead")
-    alice.set_mode(".attempts/dead", 0o755)
+    make_folder_like_parent(alice, ".attempts")
+    alice.make_folder(".attempts/dead")
     alice.write_bytes(".attempts/dead/config", b"{}")
     alice.write_bytes(".attempts/dead.lease", lease_bytes("step-2", encode_policy(_PUT.policy or Policy()).decode()))
     alice.set_mtime(".attempts/dead.lease", 1_700_000_000_000_000_000)

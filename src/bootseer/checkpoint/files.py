@@ -221,11 +221,10 @@ class Files:
             others = [entry for entry in self.place.list(folder_of(path)) if maybe_head(entry)]
             self._peek_all(others)
             try:
-                is_named = any(self._has_id(entry, head.id) for entry in others)
+                if not any(self._has_id(entry, head.id) for entry in others):
+                    self.place.delete(parts_folder(path, head.id), recursive=True)
             except (AccessError, CorruptError):
-                return  # one that cannot be read could name them
-            if not is_named:
-                self.place.delete(parts_folder(path, head.id), recursive=True)
+                return  # a head that cannot be read could name them, and only their owner can delete them
 
     def lost_parts(self, path: str, head: Head) -> Sequence[str]:
         """Names of a striped file's parts that are missing or of the wrong length."""
