@@ -15,7 +15,6 @@ Nothing here raises on bad content: what cannot be read is counted by reason.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import re
@@ -30,13 +29,13 @@ from itertools import pairwise
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.report import inputs
-from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser, Reader
+from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Builder, Line, Parser, Reader
 from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import line_time, other_unit
 from bootseer.report.model import Fact, Input
 from bootseer.report.search import line_starts
-from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
+from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
 
 _LOG = logger(__name__)
@@ -333,12 +332,9 @@ class _FileScan:
         if line.wall_ns is None:
             self.result.skipped["began_without_time"] += 1
             return
-        attrs = {"by": "pattern", FOREIGN: "pattern", "line": line.text[:200]}
-        place = f"{line.file}:{line.number}".encode("utf-8", "replace")
-        span = hashlib.blake2b(place, digest_size=8).hexdigest()
-        self.result.events.append(
-            Event(line.wall_ns, line.wall_ns, UNKNOWN_JOB, line.node, "training_began", INSTANT, span, attrs=attrs)
-        )
+        made = Builder("pattern")
+        made.instant(line, "training_began", line.wall_ns, attrs={"by": "pattern", "line": line.text[:200]})
+        self.result.events += made.finish().events
 
     def _events(self, raw: bytes) -> None:
         # A stem quoted in prose is not a damaged event. Events contain no tags, so each ends before the next tag.

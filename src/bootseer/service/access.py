@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qs, quote
 
 import msgspec
@@ -47,6 +47,8 @@ _FRESH_S = 5.0
 _MAX_FORM_BYTES = 4096
 _USED_EVERY_NS = 60_000_000_000
 _TAG = TAG_STEM + b"%d {" % VERSION
+_MAY_NAME = re.compile(rb'"run"|"team"|[\\\x1b]')
+"""What a line contains that begins a run or names a team, or has it escaped."""
 _TAGS = re.compile(rb"(?=@bootseer\d{1,4} \{)")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -300,19 +302,7 @@ def refusal(status: int, why: str, headers: dict[str, str] | None = None) -> Res
     return JSONResponse({"error": why}, status, headers)
 
 
-class _Attrs(msgspec.Struct):
-    team: Any = msgspec.UNSET
-
-
-class _Seen(msgspec.Struct):
-    """The fields that decide whether an event's team is set."""
-
-    stage: str
-    phase: str
-    attrs: _Attrs = msgspec.field(default_factory=_Attrs)
-
-
-_seen = msgspec.json.Decoder(_Seen)
+_whole = msgspec.json.Decoder(msgspec.Raw)
 
 
 def of_team(line: bytes, team: str) -> bytes:
@@ -322,11 +312,10 @@ def of_team(line: bytes, team: str) -> bytes:
     If the line is not just one event, only its events are kept, each in a line of its own: readers also unwrap lines of
     collectors and remove colours, and must not find other events than are seen here.
     """
-    if line.startswith(_TAG) and line.count(TAG_STEM) == 1:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            seen = _seen.decode(memoryview(line)[len(_TAG) - 1 :])
-            if seen.attrs.team is msgspec.UNSET and (seen.stage, seen.phase) != ("run", BEGIN):
-                return line
+    if line.startswith(_TAG) and line.count(TAG_STEM) == 1 and not _MAY_NAME.search(line):
+        with contextlib.suppress(msgspec.DecodeError):
+            _whole.decode(memoryview(line)[len(_TAG) - 1 :])
+            return line
     events = []
     for piece in _TAGS.split(line) if TAG_STEM in line else ():
         with contextlib.suppress(Malformed):

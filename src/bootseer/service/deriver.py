@@ -23,7 +23,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import delete, func, select, update
 
@@ -57,13 +57,10 @@ _processes.set_forkserver_preload([__name__])
 class _Worker:
     """A process that analyses one attempt and then ends, which returns the memory that a large start needs."""
 
-    def __init__(
-        self, raw_uri: str, database_url: str, patterns: Patterns, attempt: Attempt, batches: list[tuple[str, int]]
-    ) -> None:
+    def __init__(self, *of: Any) -> None:
+        """`of`: the arguments of `_work`, after the first."""
         self.results, results = _processes.Pipe(duplex=False)
-        self._process = _processes.Process(
-            target=_work, args=(results, raw_uri, database_url, patterns, attempt, batches), daemon=True
-        )
+        self._process = _processes.Process(target=_work, args=(results, *of), daemon=True)
         try:
             self._process.start()
         finally:

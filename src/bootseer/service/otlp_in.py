@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -60,15 +60,14 @@ async def answer(ingest: Ingest, kind: str, request: Request) -> Response:
 
 
 def _answer(kind: str, media: str, refused: int) -> Response:
-    what, name = ("spans", "rejectedSpans") if kind == TRACES else ("lines", "rejectedLogRecords")
-    why = f"{refused} {what} without a job (resource attribute bootseer.job), or not events" if refused else ""
-    if media == _JSON:
-        partial = {"partialSuccess": {name: str(refused), "errorMessage": why}} if refused else {}
-        return Response(json.dumps(partial), media_type=_JSON)
+    what, name = ("spans", "rejected_spans") if kind == TRACES else ("lines", "rejected_log_records")
     made: Any = ExportTraceServiceResponse() if kind == TRACES else ExportLogsServiceResponse()
     if refused:
+        why = f"{refused} {what} without a job (resource attribute bootseer.job), or not events"
         made.partial_success.error_message = why
-        setattr(made.partial_success, "rejected_spans" if kind == TRACES else "rejected_log_records", refused)
+        setattr(made.partial_success, name, refused)
+    if media == _JSON:
+        return Response(MessageToJson(made), media_type=_JSON)
     return Response(made.SerializeToString(), media_type=_PROTOBUF)
 
 

@@ -119,14 +119,14 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "checkpoint": checkpoint.uri if checkpoint else "",
         "nodes": start.num_nodes,
         "gpus": start.num_gpus,
-        **{name: _text(run, name) for name in _VERSIONS if run.get(name)},
+        **{name: str(run[name]) for name in _VERSIONS if run.get(name)},
     }
     return {
         "job": start.job,
         "attempt": start.attempt,
         "restart": start.restart,
         "kind": start.kind,
-        **{name: _text(run, name) for name in ("team", "queue", "user", "cluster")},
+        **{name: str(run.get(name, "")) for name in ("team", "queue", "user", "cluster")},
         "outcome": start.outcome,
         "submitted_ns": _stored(start.zero_ns) if queue and queue[0].start_s == 0 else None,
         "began_ns": _stored(start.zero_ns),
@@ -172,11 +172,6 @@ def _stopped_in(report: Report) -> str:
     stopped = [node for node in report.nodes if node.outcome in (FAILED, TRUNCATED)]
     first = min(stopped, key=lambda node: (node.outcome != FAILED, node.own_end_s), default=None)
     return first.last_stage if first is not None else ""
-
-
-def _text(run: Any, name: str) -> str:
-    value = run.get(name, "")
-    return value if isinstance(value, str) else str(value)
 
 
 def set_run_s(rows: Sequence[Rows], startups: Iterable[StartupSpans]) -> None:

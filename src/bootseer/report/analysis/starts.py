@@ -325,22 +325,19 @@ def _captured(group: Sequence[EnvironmentStart]) -> list[str]:
     return lines
 
 
-def _installed(group: Sequence[EnvironmentStart]) -> list[str]:
-    return [f"{_nodes(group)} ran the setup without a snapshot{_took(group)}: {_first_reason(group)}"]
-
-
 def _bypassed(group: Sequence[EnvironmentStart]) -> list[str]:
     return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots are turned off (--env bypass)"]
 
 
 def _other(group: Sequence[EnvironmentStart]) -> list[str]:
-    return [f"{_nodes(group)} {group[0].mode or 'in an unknown way'}{_took(group)}: {_first_reason(group)}"]
+    mode = group[0].mode or "in an unknown way"
+    way = "ran the setup without a snapshot" if mode == INSTALLED else mode
+    return [f"{_nodes(group)} {way}{_took(group)}: {_first_reason(group)}"]
 
 
 _LINES: Mapping[str, Callable[[Sequence[EnvironmentStart]], list[str]]] = {
     RESTORED: _restored,
     CAPTURED: _captured,
-    INSTALLED: _installed,
     BYPASSED: _bypassed,
 }
 
