@@ -147,6 +147,21 @@ def test_modules_that_are_imported_as_members_of_packages_are_searched_too(tmp_p
     assert "OMP_NUM_THREADS" in words
 
 
+def test_a_relative_folder_of_modules_is_the_programs_own(launcher: Launcher):
+    for folder in ("", "sub/"):
+        (launcher.folder / folder).mkdir(exist_ok=True)
+        launcher.write(f"{folder}helper.py", f"where = {folder!r}\n")
+    (launcher.folder / "job").mkdir()
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:."
+    launcher.known["modules"] = ["helper"]
+    launcher.remember(launcher.write("job/child.py", "import helper\nprint(helper.where)\n"))
+    here, there = launcher.run((["job/child.py"], {}), (["../job/child.py"], {"cwd": "sub"}))
+    assert (here, there) == ((0, "\n", ""), (0, "sub/\n", ""))
+    warm, refused = launcher.reasons()
+    assert warm == ""
+    assert "relative folder" in refused
+
+
 def test_a_program_that_cannot_be_recorded_says_why(launcher: Launcher):
     text = "import os, sys\nfrom bootseer.hook.programs import Recorder\n"
     text += "Recorder(os.environ['BOOTSEER_WARM'], sys.path).write()\n"
