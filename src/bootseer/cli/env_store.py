@@ -252,7 +252,7 @@ def remove_command(
     output(
         {"dry_run": dry_run, "removed": gone},
         *(key[:12] for key in gone),
-        f"{len(gone)} environments {'would be removed' if dry_run else 'removed'}",
+        f"{plural(len(gone), 'environment')} {'would be removed' if dry_run else 'removed'}",
     )
 
 
