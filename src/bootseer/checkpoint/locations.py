@@ -56,6 +56,13 @@ class FileSystem:
             self._writing = self._writing or Writing(self.files)
             return self._writing
 
+    def mode(self, most: int) -> int:
+        """The mode of a new file (0o666) or folder (0o777): on this machine less the umask, as of `open`."""
+        if not self.place.is_local:
+            return most & ~0o022
+        # Not `os.umask`, which changes it for a moment, also for other threads.
+        return most & ~int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
+
     def close(self) -> None:
         if self._writing is not None:
             self._writing.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+fsspec = pytest.importorskip("fsspec")
 torch = pytest.importorskip("torch")
 
 from torch.distributed import checkpoint as dcp  # noqa: E402
@@ -138,6 +140,19 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-2\n"
     with pytest.warns(UserWarning, match="`latest` still names step-2, which is later than step-0"):
         save({"w": torch.zeros(3)}, tmp_path / "step-0", move_latest=True)
+
+
+def test_a_checkpoint_is_as_private_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        save({"w": torch.randn(3 << 20), "note": "x"}, tmp_path / "job" / "step-1")
+        with fsspec.open(f"bootseer+file://{tmp_path}/job/more/file", "wb") as file:
+            file.write(b"x")
+    finally:
+        os.umask(before)
+    made = [tmp_path / "job", *(tmp_path / "job").rglob("*")]
+    assert len(made) > 6
+    assert [path for path in made if path.stat().st_mode & 0o077 and path.parent.name != ".stripes"] == []
 
 
 def test_latest_is_not_moved_where_no_rank_knows_that_all_have_saved(tmp_path: Path) -> None:

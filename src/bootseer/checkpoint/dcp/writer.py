@@ -79,7 +79,7 @@ class StripedFileSystem(FileSystemBase):
         if mode != "wb":
             raise PermanentError(f"{path}: this opens files to be written only, not {mode!r}")
         target = resolve(path)
-        writer = target.system.writing.open(target.path)
+        writer = target.system.writing.open(target.path, mode=target.system.mode(0o666))
         try:
             yield AppendStream(writer)
         except BaseException:
@@ -100,7 +100,7 @@ class StripedFileSystem(FileSystemBase):
 
     def mkdir(self, path: Path) -> None:
         target = resolve(path)
-        target.system.files.make_folder(target.path, parents=True)
+        target.system.files.make_folder(target.path, mode=target.system.mode(0o777), parents=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
@@ -285,9 +285,9 @@ class StripedWriter(filesystem.FileSystemWriter):
         if target.root != FOLDERS:
             # Read by all ranks of all nodes. Only striped files have digests, and can be shared between nodes.
             policy = replace(policy, min_bytes_per_stripe=CHUNK_BYTES)
-        data = pickle.dumps(metadata)
+        data, mode = pickle.dumps(metadata), target.system.mode(0o666)
         target.system.writing.write_file(
-            target.path, len(data), lambda offset, length: data[offset : offset + length], policy=policy
+            target.path, len(data), lambda offset, length: data[offset : offset + length], mode=mode, policy=policy
         )
         if self._move_latest:
             folder, _, name = resolve(self.path).path.rpartition("/")
@@ -302,7 +302,8 @@ class StripedWriter(filesystem.FileSystemWriter):
                 return [self._write_item(cast(AppendStream, stream), item, file, objects) for item in items]
         recorded = RecordedFile()
         results = [self._write_item(recorded, item, file, objects) for item in items]
-        target.system.writing.write_file(target.path, recorded.size_bytes, recorded.replay)
+        mode = target.system.mode(0o666)
+        target.system.writing.write_file(target.path, recorded.size_bytes, recorded.replay, mode=mode)
         return results
 
     def _can_replay(self, items: Sequence[WriteItem], objects: _PlannerData) -> bool:

@@ -248,13 +248,13 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         if not exist_ok and self.exists(path):
             raise FileExistsError(errno.EEXIST, "it already exists", path)
         with self._at(path) as (system, below):
-            system.files.make_folder(below, parents=True)
+            system.files.make_folder(below, mode=system.mode(0o777), parents=True)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
         if self.exists(path):
             raise FileExistsError(errno.EEXIST, "it already exists", path)
         with self._at(path) as (system, below):
-            system.files.make_folder(below, parents=create_parents)
+            system.files.make_folder(below, mode=system.mode(0o777), parents=create_parents)
 
     def rmdir(self, path: str) -> None:
         with self._at(path, follow=False) as (system, below):
@@ -331,10 +331,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
             raise OSError(errno.EOPNOTSUPP, f"files are read or written whole, not opened with {mode!r}", path)
         with self._at(path) as (system, below):
             try:
-                writer = system.writing.open(below)
+                writer = system.writing.open(below, mode=system.mode(0o666))
             except NotFoundError:
-                system.files.make_folder(posixpath.dirname(below), parents=True)
-                writer = system.writing.open(below)
+                system.files.make_folder(posixpath.dirname(below), mode=system.mode(0o777), parents=True)
+                writer = system.writing.open(below, mode=system.mode(0o666))
         return WriteFile(writer, path, autocommit=autocommit)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
