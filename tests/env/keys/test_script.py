@@ -204,6 +204,7 @@ def test_each_variable_of_the_start_that_is_named_counts(folder: Path, text: str
         "J=$(( $(nproc) / 2 )); (( J > 1 )); for ((i=0; i<J; i++)); do echo $i; done",
         '[[ -n "$A" && -f /opt/x ]] || exit 1',
         "while read -r x; do echo $x; done < /opt/x; systemctl start x",
+        "f() { mkdir -p /opt/x; }\nfunction g {\n  true\n}\nf a; g",
     ],
 )
 def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(folder: Path, text: str) -> None:
@@ -232,6 +233,7 @@ def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(fold
         "uv pip compile /opt/r.in -o r.txt",
         "tar xf /opt/x.tar",
         "$TOOL x",
+        "f() { make; }\nf",
     ],
 )
 def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Path, text: str) -> None:

@@ -103,6 +103,7 @@ class _Reader:
         self._look = look
         self._inputs = inputs
         self._paths = Paths(script.cwd, posixpath.dirname(script.path), script.env, look)
+        self._functions: set[str] = set()
         self._length = 0
         """Of the text that is being read: those within it are shorter, also if `eval` expands variables."""
         # Each word that names a variable of the start, whether or not it is read, and in whatever way: `${!X}`, a
@@ -115,6 +116,7 @@ class _Reader:
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
         self._paths.learn(parsed.assignments)
+        self._functions |= parsed.functions
         commands = [self._unwrapped(command) for command in parsed.commands]
         # Outputs first: a file may be named before the command that writes it.
         for command in commands:
@@ -301,7 +303,9 @@ class _Reader:
                 if part not in ("", ".", "./", ".."):
                     self.add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
         # `python setup.py` and the like are identified by their program; the project is in the key.
-        if not called and (reason := programs.cwd_dependence(program, words, self._paths.is_absolute)):
+        if called or program in self._functions:
+            return
+        if reason := programs.cwd_dependence(program, words, self._paths.is_absolute):
             self._depends_on_cwd(reason)
 
     def _job_folders(self, word: str) -> list[str]:

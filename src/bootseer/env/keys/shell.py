@@ -31,6 +31,7 @@ _BLANKS = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*")
 _REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
 _OPERATORS = ";&|()\n"
 _ARITHMETIC = re.compile(r"\((\([^\n]{0,1000}?\))\)")
+_PARAMETERS = re.compile(r"\([ \t]*\)")
 _TWO_WORDS = re.compile(r"[A-Za-z]\s+[A-Za-z./~]")
 """Not in arithmetic, but in two subshells."""
 _PART = r"\\(?P<escaped>.?)|(?P<opening>\$[({]|`)"
@@ -61,6 +62,8 @@ class Shell(Struct):
     commands: list[Command] = field(default_factory=list)
     assignments: dict[str, dict[str, None]] = field(default_factory=dict)
     """The values that each name is given, without quotes, in the order of the text."""
+    functions: set[str] = field(default_factory=set)
+    """Their commands are among `commands`."""
     texts: list[str] = field(default_factory=list)
     """Heredocs that no shell reads."""
     complete: bool = True
@@ -126,6 +129,9 @@ class _Scanner:
                 self._at = found.end()
             elif self._arithmetic(self._at):
                 continue
+            elif len(self._words) == 1 and (found := _PARAMETERS.match(text, self._at)):
+                self._shell.functions.add(self._words.pop())
+                self._at = found.end()
             elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
                 self._end_command()
@@ -235,6 +241,8 @@ class _Scanner:
                 shell.assign(assigned[1], assigned[2])
         elif words and words[0] in ("for", "select") and words[2:3] == ["in"]:
             shell.assign(words[1], *words[3:])
+        if words[1:] == ["{"]:
+            shell.functions.add(words[0])
         if words or self._outputs or self._inputs:
             shell.commands.append(Command(tuple(words), tuple(self._outputs), tuple(self._inputs)))
         self._words, self._outputs, self._inputs, self._redirection = [], [], [], ""
