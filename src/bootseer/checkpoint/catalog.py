@@ -14,13 +14,12 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from msgspec import Struct
 
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible, delete_hidden
-from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, part_path
+from bootseer.checkpoint.head import ATTEMPTS, Part, Segment, part_path
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
@@ -254,8 +253,18 @@ def anatomy(files: Files, path: str) -> Anatomy:
     if head is None:
         return Anatomy(info, "", [], _ordinary_nodes(files, path))
     lost = set(files.lost_parts(path, head))
+
+    def look(segment: Segment, part: Part) -> PartFound:
+        kind = "parity" if part is segment.parity else "data"
+        if part.name in lost:
+            return PartFound(part, kind, (), "missing, or of the wrong length")
+        try:
+            with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
+                return PartFound(part, kind, file.nodes(0), "")
+        except BootseerError as error:
+            return PartFound(part, kind, (), str(error))
+
     with Tasks("bootseer-stat", _PARTS_AT_ONCE) as threads:
-        look = partial(_part_found, files, path, head, lost)
         pending = [(one, [threads.submit(look, one, part) for part in one.all_parts]) for one in head.segments]
         segments = [
             SegmentFound(one.start, one.size_bytes, [each.result() for each in parts]) for one, parts in pending
@@ -265,17 +274,6 @@ def anatomy(files: Files, path: str) -> Anatomy:
         for part in found.parts:
             by_node.update(dict.fromkeys(part.nodes, part.part.size_bytes))
     return Anatomy(info, head.id, segments, by_node)
-
-
-def _part_found(files: Files, path: str, head: Head, lost: set[str], segment: Segment, part: Part) -> PartFound:
-    kind = "parity" if part is segment.parity else "data"
-    if part.name in lost:
-        return PartFound(part, kind, (), "missing, or of the wrong length")
-    try:
-        with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
-            return PartFound(part, kind, file.nodes(0), "")
-    except BootseerError as error:
-        return PartFound(part, kind, (), str(error))
 
 
 def _ordinary_nodes(files: Files, path: str) -> Mapping[str, int]:

@@ -11,7 +11,6 @@ import os
 import posixpath
 import threading
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 from msgspec import Struct
@@ -42,13 +41,10 @@ class FileSystem:
 
     def __init__(self, place: Place, reading: Reading) -> None:
         self.place = place
+        self.files = Files(place)
         self.reading = reading
         self._lock = threading.Lock()
         self._writing: Writing | None = None
-
-    @cached_property
-    def files(self) -> Files:
-        return Files(self.place)
 
     @property
     def writing(self) -> Writing:

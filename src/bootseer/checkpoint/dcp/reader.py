@@ -75,7 +75,10 @@ class StripedReader(StorageReader):
             raise self._failed
         try:
             if rank is None or self._folder is None:
-                self._folder = self._look()
+                if self._uri is None:
+                    hint = "StripedReader(URI), or dcp.load(checkpoint_id=URI)"
+                    raise UsageError("the reader has no checkpoint", hint=hint)
+                self._folder = resolve(self._uri).latest()
             folder = self._folder
             name = metadata_name(rank)
             with folder.open(name) as file:
@@ -142,11 +145,6 @@ class StripedReader(StorageReader):
             if isinstance(extension, StreamTransformExtension):
                 stream = extension.transform_from(stream)
         return stream
-
-    def _look(self) -> Location:
-        if self._uri is None:
-            raise UsageError("the reader has no checkpoint", hint="StripedReader(URI), or dcp.load(checkpoint_id=URI)")
-        return resolve(self._uri).latest()
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -236,9 +236,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         """The modification time of the content."""
         return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
 
-    def created(self, path: str) -> datetime:
-        """As `modified`: files are written once."""
-        return self.modified(path)
+    created = modified
+    """As `modified`: files are written once."""
 
     def ukey(self, path: str) -> str:
         """Differs whenever the content may differ."""
