@@ -27,6 +27,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _EXPANDED = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^${}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 _MAX_DEPTH = 25
 """Of quotes, braces and substitutions within each other."""
+_MAX_OWN_FOLDER = 300
+"""Length of a substitution for the script's own folder: one that is not closed in time has commands of the script."""
 _BLANKS = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*")
 _REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
 _OPERATORS = ";&|()\n"
@@ -197,7 +199,7 @@ class _Scanner:
         elif not self._arithmetic(start - 1):
             self._at = self._scan(text, start, is_substitution=True)
         inner = text[start : self._at - 1]
-        if re.search(r"\bdirname\b.*(\$0|BASH_SOURCE)", inner):
+        if len(inner) < _MAX_OWN_FOLDER and re.search(r"\bdirname\b.*(\$0|BASH_SOURCE)", inner):
             del self._shell.commands[before:]  # its `cd` is no change of the folder
             return "${0%/*}" if ".." not in inner else "${0%/*}/.."
         return "${PWD}" if inner.strip() in ("pwd", "pwd -P") else "$"
