@@ -181,6 +181,11 @@ def test_stragglers_queues_failures_and_coverage(place: Place) -> None:
     seen = ask(place, questions.coverage, ALL, time.time_ns())
     assert (seen["starts"], seen["heard_share"], seen["batches_waiting"]) == (5, 1.0, 0)
     assert seen["silent_s"] < 600
+    for took_s, share in ((20.0, 1.0), (400.0, 15 / 28)):  # nodes of a start that has just begun are still to come
+        values = {"state": schema.OPEN, "nodes_expected": 15, "overhead_s": took_s, "queue_s": 0.0}
+        with place.database.write() as connection:
+            connection.execute(update(schema.start).where(schema.start.c.job == "dead").values(values))
+        assert ask(place, questions.coverage, ALL, time.time_ns())["heard_share"] == pytest.approx(share)
 
 
 def test_an_empty_database_has_empty_answers(tmp_path: Path, database_url: str) -> None:

@@ -56,19 +56,16 @@ class Deadlines:
     """The learned limits."""
 
     def __init__(self, days: Iterable[Day]) -> None:
-        self._exact: dict[tuple[int, str, str, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
-        self._scale: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
+        self._hists: dict[tuple[int | str, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
         for day in days:
-            for hist in (
-                self._exact[day.bucket, day.kind, day.cache_state, day.stage],
-                self._scale[day.bucket, day.stage],
-            ):
-                hist[:] = map(add, hist, day.hist)
+            for key in ((day.bucket, day.kind, day.cache_state, day.stage), (day.bucket, day.stage)):
+                self._hists[key] = list(map(add, self._hists[key], day.hist))
 
     def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
         """Seconds that the stage may take; None if unknown."""
-        for hist in (self._exact.get((bucket, kind, cache_state, stage)), self._scale.get((bucket, stage))):
-            if hist is not None and sum(hist) >= _LEAST:
+        for key in ((bucket, kind, cache_state, stage), (bucket, stage)):
+            hist = self._hists.get(key, [])
+            if sum(hist) >= _LEAST:
                 return quantile_s(hist, _STARTS)
         return None
 

@@ -216,15 +216,6 @@ class Pages:
         if not all(sides):
             return {"a": None, "b": None, "verdict": "", "slower": False, "headlines": [], "stages": [], "changed": []}
         first, second = (self._found(connection, request, *_identity(side)) for side in sides)
-        took = [
-            {row["stage"]: row["median_s"] for row in questions.stages_of(connection, one["id"])}
-            for one in (first, second)
-        ]
-        rows = []
-        for stage in sorted({*took[0], *took[1]}):
-            before_s, after_s = (one.get(stage) for one in took)
-            more_s = (after_s or 0.0) - (before_s or 0.0)
-            rows.append({"stage": stage, "a_s": before_s, "b_s": after_s, "more_s": more_s})
         marks = [one["fingerprint"] for one in (first, second)]
         changed = [
             {"what": name, "a": marks[0].get(name), "b": marks[1].get(name)}
@@ -233,6 +224,10 @@ class Pages:
         ]
         reports = [msgspec.json.decode(self._stored(connection, one["id"]), type=Report) for one in (first, second)]
         difference = compare(reports[:1], reports[1:])
+        rows = [
+            {"stage": one.stage, "a_s": one.a_s, "b_s": one.b_s, "more_s": (one.b_s or 0.0) - (one.a_s or 0.0)}
+            for one in difference.stages
+        ]
         return {
             "a": first,
             "b": second,

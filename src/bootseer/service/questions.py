@@ -42,6 +42,7 @@ from bootseer.units import NS_PER_S
 Rows = list[dict[str, Any]]
 _HOUR_NS: Final = 3600 * NS_PER_S
 _USES: Final = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
+_COMING_S: Final = 300
 _LEAST_STARTS: Final = 3
 """Of a node that is compared with others."""
 # Not open starts, which have not ended yet, nor starts without an observed first step, which may have trained.
@@ -445,11 +446,13 @@ def failures(connection: Connection, where: Filter) -> Rows:
 
 def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
     """Completeness of the data: nodes with events of those expected, lost lines, clock errors, batches that wait."""
+    stated = func.coalesce(start.c.nodes_expected, start.c.nodes_heard)
+    is_under_way = (start.c.state == CLOSED) | (own_s > _COMING_S)  # otherwise nodes are still to come
     row = connection.execute(
         select(
             func.count().label("starts"),
             func.sum(start.c.nodes_heard).label("nodes_heard"),
-            func.sum(func.coalesce(start.c.nodes_expected, start.c.nodes_heard)).label("nodes_expected"),
+            func.sum(case((is_under_way, stated), else_=start.c.nodes_heard)).label("nodes_expected"),
             func.sum(start.c.lines_lost).label("lines_lost"),
             func.max(start.c.clock_error_s).label("clock_error_s"),
         ).where(*where.of(start))

@@ -32,7 +32,6 @@ class _Stage(msgspec.Struct):
 class _Startup(msgspec.Struct):
     num_nodes: int = 0
     num_ranks: int = 0
-    num_gpus: int | None = None
 
 
 class Report(msgspec.Struct):
