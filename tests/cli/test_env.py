@@ -12,6 +12,7 @@ import pytest
 
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.verbs import cli
+from bootseer.env.processes import process
 from bootseer.errors import UsageError
 from environment_place import Place, made_place
 
@@ -59,6 +60,10 @@ def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
         assert (found["differences"], found["paths"] > 4) == ([], True)
     oracle = as_json(place, "bootseer.environment-verified/1", "verify", key[:8], "--tier", "oracle", *words)
     assert oracle["differences"] == []
+    leaving = place.counting_script(f"sleep 300 > /dev/null 2>&1 &\necho $! > {place.outside}/left\n")
+    assert place.bootseer("env", "verify", key[:8], "--tier", "oracle", "--setup", leaving).returncode == 1
+    left = int((place.outside / "left").read_text())
+    assert process(left) is None
 
     target = place.root / "look"
     as_json(place, "bootseer.environment-restored/1", "restore", key[:8], str(target))
