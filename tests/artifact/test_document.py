@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -107,3 +109,35 @@ def test_any_bytes_are_refused_with_an_error_of_ours(data: bytes) -> None:
 
 def test_what_is_shown_to_people_cannot_steer_a_terminal() -> None:
     assert printable("a\x1b[2Jé") == "a\ufffd[2Jé"
+
+
+THREADS = """
+import sys, threading
+from collections.abc import Mapping
+from typing import Annotated
+import msgspec
+from bootseer.artifact.document import convert, readable
+sys.setswitchinterval(1e-6)
+for _ in range(200):
+    class Part(msgspec.Struct, frozen=True):
+        names: Mapping[str, Annotated[str, msgspec.Meta(max_length=9)]]
+    @readable
+    class Whole(msgspec.Struct, frozen=True):
+        key: Annotated[str, msgspec.Meta(pattern=r"[0-9a-f]{4}")]
+        parts: tuple[Part, ...]
+    ready = threading.Barrier(8)
+    def read():
+        ready.wait()
+        convert({"key": "0123", "parts": [{"names": {"a": "b"}}]}, Whole, "whole")
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_read_the_first_documents_at_the_same_time() -> None:
+    """msgspec crashed, and `bootseer env list` with it now and then."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

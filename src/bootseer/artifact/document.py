@@ -43,6 +43,16 @@ def parse_object(data: bytes, label: str, limit: int) -> dict[str, Any]:
     return value
 
 
+def readable(kind: type[_T]) -> type[_T]:
+    """A decorator for each kind of document.
+
+    msgspec (0.22) examines a type at its first use, and crashes the process if several threads do so at the same time:
+    here it is done while the type's module is imported.
+    """
+    msgspec.json.Decoder(kind)
+    return kind
+
+
 def decode(
     data: bytes,
     kind: type[_T],

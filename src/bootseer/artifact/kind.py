@@ -13,13 +13,14 @@ from typing import Annotated, Generic, Literal, Protocol, TypeVar
 
 from msgspec import Meta
 
-from bootseer.artifact.document import decode, encode
+from bootseer.artifact.document import decode, encode, readable
 from bootseer.errors import CorruptError
 from bootseer.store.store import Stored, is_content_name
 
 MAX_OBJECTS = 100_000
 
 
+@readable
 @dataclass(frozen=True, slots=True)
 class Tombstone:
     """The record of a removed artifact."""

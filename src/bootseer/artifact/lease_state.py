@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from bootseer.artifact.document import decode, encode, printable
+from bootseer.artifact.document import decode, encode, printable, readable
 from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.environment-lease/1"
@@ -31,6 +31,7 @@ _MAX_NODE = 256
 _MAX = 10**15
 
 
+@readable
 class LeaseRecord(Struct, frozen=True):
     """The content of a lease."""
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from bootseer.artifact.document import OtherVersionError, decode, encode, printable
+from bootseer.artifact.document import OtherVersionError, decode, encode, printable, readable
 from bootseer.blocks.block_file import BlockFile
 from bootseer.env.changes import lies_in
 from bootseer.errors import CorruptError, PermanentError
@@ -124,6 +124,7 @@ class LeftOutPath(Struct, frozen=True):
     """A command may have to log in again."""
 
 
+@readable
 class EnvironmentDocument(Struct, frozen=True):
     """The document of one snapshot."""
 

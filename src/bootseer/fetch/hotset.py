@@ -310,6 +310,10 @@ class _Document(_Versioned, omit_defaults=True):
     imports: Annotated[str, msgspec.Meta(max_length=MAX_IMPORTS)] = ""
 
 
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_DOCUMENT, _VERSION = msgspec.json.Decoder(_Document), msgspec.json.Decoder(_Versioned)
+
+
 def encode_hot_set(hot_set: HotSet) -> bytes:
     """Deterministic bytes of a set. The oldest runs are omitted if they do not fit."""
     for start in range(len(hot_set.records) + 1):
@@ -347,12 +351,12 @@ def parse_hot_set(data: bytes) -> HotSet:
         if not 0 < size <= MAX_JSON_BYTES:
             raise CorruptError("a hot set's frame announces an impossible size")
         text = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
-        schema = msgspec.json.decode(text, type=_Versioned).schema
+        schema = _VERSION.decode(text).schema
         if schema != SCHEMA:
             if schema.startswith("bootseer.hotset/"):
                 raise PermanentError(f"a hot set of the version {schema[:64]!r}; this BootSeer supports {SCHEMA}")
             raise CorruptError("this is not a hot set")
-        document = msgspec.json.decode(text, type=_Document)
+        document = _DOCUMENT.decode(text)
     except (zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(f"a hot set cannot be read: {error}") from error
     if len(set(document.files)) != len(document.files):

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.artifact.document import convert, encode, parse_object
+from bootseer.artifact.document import convert, encode, parse_object, readable
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored
@@ -36,6 +36,7 @@ class LayerFile(Struct, frozen=True):
     file: BlockFile
 
 
+@readable
 class ImageDocument(Struct, frozen=True):
     """A converted image."""
 

@@ -62,12 +62,14 @@ class Program(msgspec.Struct, frozen=True):
     """Why a warm parent with these modules cannot be copied."""
 
 
+@document.readable
 class Record(Program, frozen=True, kw_only=True):
     """The record of one start."""
 
     launcher: _Name
 
 
+@document.readable
 class Known(msgspec.Struct, frozen=True):
     """By launcher: the record of the program that imports most, which are its ranks."""
 

@@ -67,6 +67,10 @@ class _Versioned(msgspec.Struct):
     schema: str
 
 
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_STATE, _VERSION = msgspec.json.Decoder(MountState), msgspec.json.Decoder(_Versioned)
+
+
 class Runtime:
     """The runtime folder, preferably on a file system that is emptied at boot."""
 
@@ -208,8 +212,8 @@ def _read(folder: Path) -> MountState:
         if not _ID.fullmatch(folder.name) or not is_ours or status.st_size > _MAX_BYTES:
             raise ValueError
         data = file.read(_MAX_BYTES)
-    state = msgspec.json.decode(data, type=MountState)
-    if msgspec.json.decode(data, type=_Versioned).schema != SCHEMA or state.id != folder.name:
+    state = _STATE.decode(data)
+    if _VERSION.decode(data).schema != SCHEMA or state.id != folder.name:
         raise ValueError
     return state
 

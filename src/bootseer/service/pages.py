@@ -51,6 +51,8 @@ _KINDS: Final = ("full", "hot_update", "restart")
 _SCALES: Final = [name for _, name, _ in BUCKETS]
 _LINKS: Final = [("/" + name * (name != "fleet"), name.capitalize())
                  for name in ("fleet", "now", "jobs", "nodes", "caches", "compare")]  # fmt: skip
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_REPORT: Final = msgspec.json.Decoder(Report)
 _ROWS: Final = 100
 _DRAWN: Final = 8
 """Number of cached pages of starts: one of 1,440 nodes takes seconds to render and has megabytes."""
@@ -222,7 +224,7 @@ class Pages:
             for name in sorted({*marks[0], *marks[1]})
             if marks[0].get(name) != marks[1].get(name)
         ]
-        reports = [msgspec.json.decode(self._stored(connection, one["id"]), type=Report) for one in (first, second)]
+        reports = [_REPORT.decode(self._stored(connection, one["id"])) for one in (first, second)]
         difference = compare(reports[:1], reports[1:])
         rows = [
             {"stage": one.stage, "a_s": one.a_s, "b_s": one.b_s, "more_s": (one.b_s or 0.0) - (one.a_s or 0.0)}
@@ -335,7 +337,7 @@ class Pages:
     def _draw(self, number: int, computed_ns: int, state: str, job: str, attempt: int, restart: int) -> Response:
         """The page of a start; the arguments identify its state, as the key of the cache."""
         with self._service.database.read() as connection:
-            report = msgspec.json.decode(self._stored(connection, number), type=Report)
+            report = _REPORT.decode(self._stored(connection, number))
         start = {"state": state, "job": job, "attempt": attempt, "restart": restart}
         above = self._templates.get_template("above.html").render(start=start)
         page = html.render(report, above=above, refresh_s=5 if state == schema.OPEN else None)
@@ -345,7 +347,7 @@ class Pages:
         return Response(self._report(request), media_type="application/json")
 
     def _perfetto(self, request: Request) -> Response:
-        report = msgspec.json.decode(self._report(request), type=Report)
+        report = _REPORT.decode(self._report(request))
         headers = {"content-disposition": 'attachment; filename="start.perfetto.json"'}
         return Response(perfetto.render(report), media_type="application/json", headers=headers)
 

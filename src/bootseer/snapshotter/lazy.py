@@ -31,6 +31,7 @@ from typing import Any, cast
 
 import msgspec
 
+from bootseer.artifact.document import readable
 from bootseer.artifact.loading import Loading
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.signatures import Signatures
@@ -76,6 +77,7 @@ class Settings:
     """After this time the start of an image's first container counts as complete, and its record ends."""
 
 
+@readable
 class _KnownImage(msgspec.Struct):
     digest: str
     store: str

@@ -84,6 +84,11 @@ class _Answer(msgspec.Struct):
     cacheDuration: str | None = None  # noqa: N815
 
 
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_ANSWER = msgspec.json.Decoder(_Answer)
+msgspec.json.Decoder(_Config)
+
+
 class Found(NamedTuple):
     """The plugins' result for an image."""
 
@@ -191,7 +196,7 @@ class _Plugin:
             words = ended.stderr[-200:].decode(errors="replace").strip()
             raise AccessError(f"{label} ended with {ended.returncode}: {words!r}")
         try:
-            answer = msgspec.json.decode(ended.stdout[:_MAX_BYTES], type=_Answer)
+            answer = _ANSWER.decode(ended.stdout[:_MAX_BYTES])
             seconds(answer.cacheDuration or "0")
         except (msgspec.MsgspecError, PermanentError) as error:
             # Without its output, which may contain a password.

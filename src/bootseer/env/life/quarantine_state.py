@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, structs
 from msgspec.structs import replace
 
-from bootseer.artifact.document import decode, encode
+from bootseer.artifact.document import decode, encode, readable
 from bootseer.env.document import is_key
 from bootseer.errors import CorruptError
 
@@ -36,6 +36,7 @@ class Suspect(Struct, frozen=True, array_like=True):
     """Seconds since 1970."""
 
 
+@readable
 class State(Struct, frozen=True):
     """The state of one request key."""
 

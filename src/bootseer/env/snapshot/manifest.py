@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import zstandard
 from msgspec import Meta, Struct, field
 
-from bootseer.artifact.document import convert
+from bootseer.artifact.document import convert, readable
 from bootseer.env.changes import Action
 from bootseer.errors import CorruptError, PermanentError
 
@@ -38,6 +38,7 @@ _NO_XATTRS: Mapping[str, bytes] = {}
 _BEFORE = r"\A(file:sha256:[0-9a-f]{64}|symlink:[\s\S]{1,4095}|directory|other)?\Z"
 
 
+@readable
 class Entry(Struct, frozen=True):
     """One path of a snapshot. Directories on the way to it that did not change themselves have no entry."""
 

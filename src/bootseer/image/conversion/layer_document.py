@@ -26,6 +26,7 @@ _WHAT = "layer document"
 _NUMBERS = ("mode", "uid", "gid", "mtime_ns")
 
 
+@document.readable
 class ConvertedLayer(Struct, frozen=True):
     """A converted layer: its block file, and what assembling the image needs."""
 
