@@ -15,6 +15,7 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.verify import verify
+from bootseer.errors import NotEmptyError
 from bootseer.places import objects
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, join
@@ -125,3 +126,19 @@ def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_moved(p
     put_by_another_tool(place, "run/d/file")
     place.rename("run/d/file", "run/file")
     assert content(place) == {"run": None, "run/d": None, "run/file": b"run/d/file"}
+
+
+def test_what_comes_into_a_folder_while_it_is_removed_is_not_lost(
+    place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.make_folder("d")
+    keys = place._bucket.keys
+
+    def comes_first(prefix: str) -> list[str]:
+        place.write_bytes("d/file", b"x")
+        return keys(prefix)
+
+    monkeypatch.setattr(place._bucket, "keys", comes_first)
+    with pytest.raises(NotEmptyError):
+        place.delete("d")
+    assert content(place) == {"d": None, "d/file": b"x"}

@@ -201,7 +201,7 @@ class ObjectPlace(SmallReads):
             return
         if not recursive and next(self.list(path), None) is not None:
             raise NotEmptyError(f"{self._what(path)} is not empty")
-        self._erase(folder.prefix)
+        self._erase(folder.prefix, whole=recursive)
         if folder.link != _plain_link(folder.prefix):
             self._take_away(folder.link)
 
@@ -395,8 +395,9 @@ class ObjectPlace(SmallReads):
         data, e_tag, _ = self._bucket.read_small(f"{prefix}{_OWNER}")
         return data or _plain_link(prefix), e_tag or ""
 
-    def _erase(self, prefix: str) -> None:
-        """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link."""
+    def _erase(self, prefix: str, *, whole: bool = True) -> None:
+        """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link.
+        Without `whole`, raises `NotEmptyError` if anything has come into it since it was seen to be empty."""
         found, claim = self._bucket.keys(prefix), f"{prefix}{_OWNER}"
 
         def owner(key: str) -> tuple[str, str]:
@@ -414,6 +415,8 @@ class ObjectPlace(SmallReads):
             for folder in moved:  # with what was moved into it
                 moved += [here for here, link in owners if link.startswith(folder) and here not in moved]
             keys = [key for key in found if not key.startswith(tuple(moved))]
+            if not whole and any({*key[len(prefix) :].split("/")}.isdisjoint({"", *_OWN}) for key in keys):
+                raise NotEmptyError(f"{self._bucket.uri}/{prefix} is not empty")
             list(threads.map(look, [key for key in keys if name_of(folder_of(key)) == _LINKS]))
         # What says whose they are goes last: a removal that was cut short goes on with the same owner.
         self._bucket.remove(sorted(keys, key=lambda key: key == claim))
