@@ -382,6 +382,8 @@ def test_complete_layers_stay_mounted_until_they_are_released(converted: Node, m
     runtime, cache = Runtime(converted.runtime), Cache(blocks_folder(converted.cache))
     assert unmount_idle(runtime, cache, idle_s=0) == []
     mounted.close()
+    other = Cache(blocks_folder(converted.folder / "other cache"))
+    assert unmount_idle(runtime, other, idle_s=0) == []  # it could not release the files
     assert len(unmount_idle(runtime, cache, idle_s=0)) == 2
     assert not any(entry.in_use for entry in cache.entries())
 

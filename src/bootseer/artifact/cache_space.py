@@ -7,6 +7,7 @@ processes are released when no start uses them any more.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError
-from bootseer.mounts import shared_layers
+from bootseer.mounts import kernel, shared_layers
 from bootseer.mounts.state import Runtime
 
 _FREE_SHARE = 0.1
@@ -84,7 +85,22 @@ def release_unused(runtime: Runtime, space: CacheSpace, cache_root: Path, needed
 
 
 def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Sequence[str] = ()) -> list[str]:
-    """Unmount shared layers idle for `idle_s`, and remove records of dead mounts; returns the unmounted layers."""
+    """Unmount shared layers idle for `idle_s`, and remove records of dead mounts; returns the unmounted layers.
+
+    Layers from files of another cache that uses the same runtime folder stay: their files would stay pinned there.
+    """
+    root = os.path.realpath(cache.root)
+    foreign = [
+        os.path.basename(mount.path)  # noqa: PTH119 - of many mounts
+        for mount in kernel.mount_table()
+        if os.path.dirname(mount.path) == str(runtime.layers)  # noqa: PTH120
+        and mount.source.startswith("/")
+        and not mount.source.startswith("/dev/")
+        and not os.path.realpath(mount.source).startswith(f"{root}/")
+    ]
     return shared_layers.unmount_idle(
-        runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, shared_layers.PIN), needed=needed
+        runtime,
+        idle_s=idle_s,
+        unpin=lambda identity: cache.unpin(identity, shared_layers.PIN),
+        needed=[*needed, *foreign],
     )

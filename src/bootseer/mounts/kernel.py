@@ -177,6 +177,8 @@ class Mount(Struct, frozen=True):
     """Options of the mount (`ro`, `nosuid`), and `ro` of its file system."""
     kind: str
     """Type of the file system: `ext4`, `fuse.sshfs`."""
+    source: str = ""
+    """What is mounted, as the file system shows it: a device, a file, any text."""
 
     @property
     def read_only(self) -> bool:
@@ -192,7 +194,7 @@ def parse(line: bytes) -> Mount:
     left, _, right = line.partition(b" - ")
     number, parent, device, root, path, options = left.split(b" ")[:6]
     kind, _, rest = right.partition(b" ")
-    inside = rest.rpartition(b" ")[2]
+    source, _, inside = rest.partition(b" ")
     words = {*options.split(b","), *(word for word in inside.split(b",") if word == b"ro")}
     return Mount(
         int(number),
@@ -202,6 +204,7 @@ def parse(line: bytes) -> Mount:
         _unescape(path),
         frozenset(map(os.fsdecode, words)),
         os.fsdecode(kind),
+        _unescape(source),
     )
 
 
