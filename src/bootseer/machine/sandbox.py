@@ -69,20 +69,42 @@ def enter_user_namespace() -> None:
             raise StepError(f"write {name}", error.errno or 0) from None
 
 
+def scratch() -> Path:
+    """A new tmpfs in this process's mount namespace."""
+    folder = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
+    mount("tmpfs", "bootseer", folder, "size=1m")
+    return Path(folder)
+
+
+def try_userns() -> None:
+    enter_user_namespace()
+
+
 def try_fuse() -> None:
-    enter_mount_namespace()
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:
         raise StepError("open /dev/fuse", error.errno or 0) from None
-    # The mount point is on a new tmpfs.
-    folder = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
-    mount("tmpfs", "bootseer", folder, "size=1m")
-    target = Path(folder, "point")
+    target = scratch() / "point"
     target.mkdir()
     # mount(2) does not wait for a FUSE server.
     mount("fuse", "bootseer", str(target), f"fd={device},rootmode=40000,user_id=0,group_id=0")
     check("umount", _libc.umount2(os.fsencode(target), 2))
+
+
+def try_overlay(options: str = "") -> None:
+    folder = scratch()
+    for name in ("lower", "upper", "work", "merged"):
+        (folder / name).mkdir()
+    (folder / "lower" / "file").write_text("below")
+    layers = f"lowerdir={folder}/lower,upperdir={folder}/upper,workdir={folder}/work"
+    mount("overlay", "bootseer", f"{folder}/merged", layers + options)
+    (folder / "merged" / "file").write_text("above")
+    if (folder / "upper" / "file").read_text() != "above" or (folder / "lower" / "file").read_text() != "below":
+        raise StepError("write through the overlay", 0)
+    (folder / "merged" / "file").unlink()
+    if (folder / "merged" / "file").exists():
+        raise StepError("delete through the overlay", 0)
 
 
 def try_erofs(image: str, target: str, name: str, content: str) -> None:
@@ -94,12 +116,19 @@ def try_erofs(image: str, target: str, name: str, content: str) -> None:
 
 
 def main(trial: str, arguments: list[str]) -> None:
-    if trial in ("userns", "fuse-user"):
-        enter_user_namespace()
-    if trial == "erofs":
+    if trial == "userns":
+        try_userns()
+    elif trial == "erofs":
         try_erofs(*arguments)
-    elif trial != "userns":
-        try_fuse()
+    else:
+        kind, _, folder = trial.partition("-")
+        if folder == "user":
+            enter_user_namespace()
+        enter_mount_namespace()
+        if kind == "fuse":
+            try_fuse()
+        else:
+            try_overlay(",userxattr" if folder == "user" else "")
 
 
 if __name__ == "__main__":
