@@ -19,31 +19,31 @@ NOISE = os.urandom(10_000)
     ("data", "expected"), [(TEXT, codec.ZSTD), (NOISE, codec.RAW), (bytes(4096), codec.ZERO), (b"\0\1", codec.RAW)]
 )
 def test_a_block_comes_back_as_it_was(data, expected):
-    kind, stored, digest = codec.encode(data, COMPRESSOR)
+    ((kind, stored, digest),) = codec.encode([data], COMPRESSOR)
     assert kind == expected
     assert codec.decode(kind, stored, len(data), digest) == data
     assert codec.decode(kind, memoryview(stored), len(data), digest) == data
 
 
 def test_zeros_are_stored_in_no_bytes():
-    assert codec.encode(bytes(262144), COMPRESSOR)[1] == b""
+    assert codec.encode([bytes(262144)], COMPRESSOR)[0][1] == b""
 
 
 def test_a_frame_that_saves_less_than_a_tenth_is_not_kept():
     data = NOISE[:9_200] + bytes(800)
-    assert codec.encode(data, COMPRESSOR)[:2] == (codec.RAW, data)
+    assert codec.encode([data], COMPRESSOR)[0][:2] == (codec.RAW, data)
 
 
 @given(st.binary(min_size=1, max_size=20_000))
 def test_any_block_comes_back_as_it_was(data):
-    kind, stored, digest = codec.encode(data, COMPRESSOR)
+    ((kind, stored, digest),) = codec.encode([data], COMPRESSOR)
     assert len(stored) <= len(data)
     assert codec.decode(kind, stored, len(data), digest) == data
 
 
 @pytest.mark.parametrize("data", [TEXT, NOISE])
 def test_each_flipped_bit_is_noticed(data):
-    kind, stored, digest = codec.encode(data, COMPRESSOR)
+    ((kind, stored, digest),) = codec.encode([data], COMPRESSOR)
     for position in range(0, len(stored) * 8, max(1, len(stored) // 50)):
         broken = bytearray(stored)
         broken[position // 8] ^= 1 << position % 8
@@ -55,7 +55,7 @@ def test_each_flipped_bit_is_noticed(data):
 
 
 def test_a_block_with_anothers_digest_is_refused():
-    kind, stored, _ = codec.encode(TEXT, COMPRESSOR)
+    ((kind, stored, _),) = codec.encode([TEXT], COMPRESSOR)
     with pytest.raises(CorruptError, match="digest"):
         codec.decode(kind, stored, len(TEXT), codec.digest_of(b"other"))
 

@@ -6,6 +6,7 @@ or a peer sends can make `decode` allocate more than the block's length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import zstandard
@@ -40,6 +41,8 @@ _FAST = zstandard.ZstdCompressionParameters(
 _MIN_SAVING = 0.10
 
 Buffer = bytes | bytearray | memoryview
+Encoded = tuple[int, bytes | memoryview, bytes]
+"""Codec, stored bytes and digest of a block."""
 
 
 def digest_of(data: Buffer) -> bytes:
@@ -55,11 +58,17 @@ def compressor_of(level: int = DEFAULT_LEVEL) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False, write_dict_id=False)
 
 
-def encode(data: bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, bytes, bytes]:
-    """Codec, stored bytes and digest of a block. The same for the same data, level and version of zstd."""
+def encode(blocks: Sequence[bytes], compressor: zstandard.ZstdCompressor) -> list[Encoded]:
+    """Encode blocks, each separately. The same for the same data, level and version of zstd."""
+    # In one call: after each one a thread has to get the interpreter's lock again (ADR 7).
+    frames = compressor.multi_compress_to_buffer(list(blocks))
+    # The stub of a segment does not say that it is a buffer.
+    return [_encoded(data, memoryview(frames[number])) for number, data in enumerate(blocks)]  # type: ignore[arg-type]
+
+
+def _encoded(data: bytes, frame: memoryview) -> Encoded:
     if data[0] == 0 and data == bytes(len(data)):
         return ZERO, b"", _digest_of_zeros(len(data))
-    frame = compressor.compress(data)
     if len(frame) > len(data) * (1 - _MIN_SAVING):
         return RAW, data, digest_of(data)
     return ZSTD, frame, digest_of(data)

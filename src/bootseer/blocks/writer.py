@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Self
 
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, compressor_of, encode
+from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, Encoded, compressor_of, encode
 from bootseer.blocks.index import MAX_BLOCKS, Index, Stripe, encode_index, is_block_size
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
@@ -29,8 +29,6 @@ _BATCH_BYTES = 1 << 20
 """Given to a thread at once. Each hand-over wakes a thread that wants the interpreter's lock, and the one that wakes it
 often loses its processor with that lock held: block by block, conversions took a twentieth more processor time."""
 _BATCHES_PER_THREAD = 2
-
-_Encoded = tuple[int, bytes, bytes]
 
 
 class BlockWriter:
@@ -72,7 +70,7 @@ class BlockWriter:
         self._batch: list[bytes] = []  # blocks that no thread has yet
         self._max_batch = max(1, _BATCH_BYTES // block_size)
         self._max_in_flight = threads * _BATCHES_PER_THREAD
-        self._in_flight: deque[Future[list[_Encoded]]] = deque()
+        self._in_flight: deque[Future[list[Encoded]]] = deque()
         self._per_thread = threading.local()
         self._pool = Tasks("bootseer-encode", threads)
         self._open = True
@@ -164,11 +162,11 @@ class BlockWriter:
         while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) >= self._max_in_flight):
             self._store_oldest()
 
-    def _encode(self, batch: list[bytes]) -> list[_Encoded]:
+    def _encode(self, batch: list[bytes]) -> list[Encoded]:
         # A compressor per thread: one per block would cost a tenth more.
         if not hasattr(self._per_thread, "compressor"):
             self._per_thread.compressor = compressor_of(self._level)
-        return [encode(data, self._per_thread.compressor) for data in batch]
+        return encode(batch, self._per_thread.compressor)
 
     def _store_oldest(self) -> None:
         for encoded in self._in_flight.popleft().result():
@@ -181,14 +179,14 @@ class BlockWriter:
         self._codecs[0] = codec
         self._digests[:32] = digest
 
-    def _record(self, encoded: _Encoded, offset: int = 0) -> None:
+    def _record(self, encoded: Encoded, offset: int = 0) -> None:
         codec, stored, digest = encoded
         self._offsets.append(offset)
         self._lengths.append(len(stored))
         self._codecs.append(codec)
         self._digests += digest
 
-    def _append(self, stored: bytes) -> int:
+    def _append(self, stored: bytes | memoryview) -> int:
         """Add stored bytes; returns their offset."""
         if not stored:
             return 0
