@@ -12,6 +12,7 @@ import click
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, table
 from bootseer.cli.verb_parts import Group, json_option
+from bootseer.errors import UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _cache(folder: Path | None) -> Cache:
     from bootseer.artifact.places import blocks_folder, cache_root
     from bootseer.cache.cache import Cache
 
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder", hint="name the folder of a cache")
     return Cache(blocks_folder(folder or cache_root(os.environ, os.getuid())))
 
 
