@@ -47,7 +47,7 @@ def test_exit_codes(run, logs):
 def test_json_and_widths(run, logs):
     several = ("diff", "--baseline", "fast.log", "--baseline", "runs.log@1..4", "slow.log")
     told = json.loads(run(*several, "--json").stdout)
-    assert (told["schema"], told["slower"], told["a_runs"], told["b_runs"]) == ("bootseer.diff/1", True, 5, 1)
+    assert (told["schema"], told["slower"], told["a_runs"], told["b_runs"]) == ("bootseer.diff/2", True, 5, 1)
     behind = json.loads(run("diff", "--json", "--baseline", "fast.log", "runs.log@1..4", "slow.log").stdout)
     assert behind == told
     for columns in ("60", "80", "200", "odd"):

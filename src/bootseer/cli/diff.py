@@ -23,7 +23,7 @@ from bootseer.cli.verb_parts import Amount
     metavar="SHARE",
     help="Assumed relative standard deviation between runs, for a single pair; with several runs it is measured.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.diff/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.diff/2).")
 @click.option("--exit-zero", is_flag=True, help="Exit with 0 even if B is slower.")
 def diff_command(
     sides: tuple[str, ...],

@@ -26,7 +26,7 @@ from bootseer.report.model import WAIT, Report, plain
 from bootseer.trace.event import FAILED
 from bootseer.units import listed, plural
 
-SCHEMA = "bootseer.diff/1"
+SCHEMA = "bootseer.diff/2"
 MIN_TESTED = 8
 """Nodes needed on each side for the rank test to have power."""
 _ALPHA = 0.005
