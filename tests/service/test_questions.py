@@ -81,18 +81,19 @@ def test_nodes_that_hold_others_back_come_first(place: Place) -> None:
 
 
 def test_a_node_is_suspicious_only_beside_the_nodes_of_the_same_starts(place: Place) -> None:
-    """Alone it is always the last one, and of two every second time."""
+    """Alone it is always the last one, and of two every second time. Starts without others show nothing."""
     large = [f"large-{number:02}" for number in range(40)]
     with place.database.write() as connection:
         ids = place.database.ids(connection, schema.node, ["alone", "one", "two", *large])
         for day in (DAY + 5, DAY + 6):
             for number in range(30):
                 slow = large[7] if day == DAY + 6 and number < 8 else large[number]
-                for nodes, last in ((["alone"], "alone"), (["one", "two"], ["one", "two"][number % 2]), (large, slow)):
+                several = (["one", "two"], ["one", "two"][number % 2]), (large, slow)
+                for restart, (nodes, last) in enumerate([(["alone"], "alone"), *several, *[([large[7]], "")] * 9]):
                     values = {
-                        "job": nodes[0], "attempt": day * 100 + number, "restart": 0, "kind": "full", "state": "closed",
-                        "began_ns": 0, "ended_ns": 0, "day": day, "bucket": 0, "nodes_heard": len(nodes), "ranks": 1,
-                        "cache_state": "off", "last_node_id": ids[last],
+                        "job": nodes[0], "attempt": day * 100 + number, "restart": restart, "kind": "full",
+                        "state": "closed", "began_ns": 0, "ended_ns": 0, "day": day, "bucket": 0, "ranks": 1,
+                        "nodes_heard": len(nodes), "cache_state": "off", "last_node_id": ids.get(last),
                     }  # fmt: skip
                     made = insert(schema.start).values(values).returning(schema.start.c.id)
                     identity = connection.execute(made).scalar_one()

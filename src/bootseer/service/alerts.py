@@ -135,9 +135,8 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
                 usual = f"{format_seconds(one['own_s'])} instead of {format_seconds(one['baseline_s'])}"
                 found.append(Finding("slower", row.job, f"{row.job}, attempt {one['attempt']}: {usual}"))
     for node in over_time.lemons(connection, Filter(today - _WEEK))[:_MOST]:
-        text = (
-            f"{node['node']} was last in {node['last']} of {node['starts']} starts of the last week, in {node['stage']}"
-        )
+        text = f"{node['node']} was last in {node['last']} of {node['starts']} starts with others in the last week"
+        text += f", mostly in {node['stage']}" if node["stage"] else ""
         found.append(Finding("node_often_last", node["node"], text))
     for cache in questions.uses(connection, Filter(today)):
         num = cache["hits"] + cache["misses"]

@@ -41,6 +41,7 @@ _BAND: Final = 0.1
 _CHANCE: Final = 1e-3
 """Probability that any node is on the list of lemons by chance."""
 _LEAST_LAST: Final = 3
+_COMPARED: Final = (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
 _MAX_DAYS: Final = 3660
 _MAX_AGE_S: Final = 7 * 86_400
 """If a stage seems to have lasted longer, a clock is wrong."""
@@ -90,13 +91,15 @@ def lemons(
     more extreme (Hoeffding 1956).
     """
     sums = questions.node_sums(connection, where) if sums is None else sums
-    largest = select(func.max(start.c.nodes_heard)).where(start.c.day.between(where.since_day, where.until_day))
-    least = 1 / (connection.execute(largest).scalar() or 1)  # of the probabilities: few nodes are left to look at
-    often = {
-        row.node_id: row
-        for row in sums
-        if row.n_last >= _LEAST_LAST and _at_least(row.n_last, row.n, least) * len(sums) < _CHANCE
-    }
+    days, of = start.c.day.between(where.since_day, where.until_day), node_start.c.node_id
+    least = 1 / (connection.execute(select(func.max(start.c.nodes_heard)).where(days)).scalar() or 1)
+    other = select(of, func.count()).join_from(node_start, start).where(days, ~_COMPARED).group_by(of)
+    others = {row[0]: row[1] for row in connection.execute(other)}
+    often = {}
+    for row in sums:  # with the least of the probabilities: few nodes are left to look at
+        num = row.n - others.get(row.node_id, 0)
+        if row.n_last >= _LEAST_LAST and _at_least(row.n_last, num, least) * len(sums) < _CHANCE:
+            often[row.node_id] = row
     found = []
     for node_id, num, last, expected in _times_last(connection, where, list(often)):
         if (chance := _at_least(last, num, expected / num)) * len(sums) < _CHANCE:
@@ -108,13 +111,12 @@ def lemons(
 
 
 def _times_last(connection: Connection, where: Filter, ids: Sequence[int]) -> list[tuple[int, int, int, float]]:
-    """For each of these nodes: its id, its starts with other nodes, in how many of them it was last, and in how many it
-    would be if all nodes of a start were equally likely to be."""
+    """For each of these nodes: its id, its starts with other nodes of which one was last, in how many of them it was,
+    and in how many it would be if all nodes of a start were equally likely to be."""
     of = node_start.c
     fair = func.sum(1.0 / cast(start.c.nodes_heard, Double))
     each = select(of.node_id, func.count(), func.sum(cast(of.is_last, Integer)), fair).join_from(node_start, start)
-    shared = (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
-    rows = connection.execute(each.where(*where.of(node_start), of.node_id.in_(ids), shared).group_by(of.node_id))
+    rows = connection.execute(each.where(*where.of(node_start), of.node_id.in_(ids), _COMPARED).group_by(of.node_id))
     return [(node_id, num, last, expected) for node_id, num, last, expected in rows]
 
 
