@@ -130,7 +130,7 @@ def test_what_may_change_imports_is_named_and_the_program_started_by_exec(launch
 @pytest.mark.parametrize("member", ["near", "far", "sibling", "cousin"])
 def test_modules_that_are_imported_as_members_of_packages_are_searched_too(tmp_path: Path, member: str):
     texts = {
-        "train": "from pkg import (\n    near,  # first\n    far as other,\n)\nfrom pkg.deep import module\n",
+        "train": "from pkg import (\n    near,  # (first)\n    far as other,\n)\nfrom pkg.deep import module\n",
         **dict.fromkeys(
             ("pkg/__init__", "pkg/near", "pkg/far", "pkg/deep/__init__", "pkg/deep/sibling", "pkg/cousin"), ""
         ),

@@ -28,7 +28,7 @@ AGAIN = "\0bootseer-restart-"
 """Abstract socket address of `bootseer run --restarts`, for warm parents, without the process id that follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
-_IMPORT = re.compile(rb"^\s*(?:from\s+([\w.]+)\s+import\b\s*(\([^)]*|[\w, ]*)|import\s+([\w., ]+))", re.MULTILINE)
+_IMPORT = re.compile(rb"(?m)^\s*(?:from\s+([\w.]+)\s+import\b\s*(\((?:[^)#]+|#.*)*|[\w, ]*)|import\s+([\w., ]+))")
 _IMPORT_LINE = re.compile(
     rb"^.*(?:^\s*(?:import|from)\s|environ|putenv|unsetenv|dotenv|sys\.(?:path|modules|meta_path|path_hooks|set)"
     rb"|importlib|__import__|setlocale|monkey|ctypes|\bexec\(|\beval\().*$",
@@ -80,7 +80,7 @@ def import_lines(main: str, folder: str) -> tuple[str, set[str]]:
                     base = f"{base}/{part}"
                     if base not in is_folder:
                         is_folder[base] = os.path.isdir(base)
-                        near = {f"{base}.py", f"{base}/__init__.py"} - {main}
+                        near = {f"{base}.py", f"{base}/__init__.py"}.difference(queue)
                         queue += filter(os.path.isfile, sorted(near))
                     if not is_folder[base]:
                         break

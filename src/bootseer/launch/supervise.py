@@ -139,8 +139,8 @@ def spawn(
     """Start the command and return its pid. Raises `StartError`.
 
     `own_group`: whether it leads a process group of its own; None: as `leads_group` says.
-    `enter` runs in the child before exec, to enter namespaces; its exception becomes the error. Forks, so this process
-    must have one thread: `posix_spawn` cannot set a parent death signal.
+    `enter` runs in the child before exec, to enter namespaces; its exception becomes the error. Forks, so other threads
+    must hold no lock that the child needs: `posix_spawn` cannot set a parent death signal.
     """
     parent = os.getpid()
     own_group = leads_group() if own_group is None else own_group
