@@ -28,9 +28,9 @@ AGAIN = "\0bootseer-restart-"
 """Abstract socket address of `bootseer run --restarts`, for warm parents, without the process id that follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
-_IMPORT = re.compile(rb"(?m)^\s*(?:from\s+([\w.]+)\s+import\b\s*(\((?:[^)#]+|#.*)*|[\w, ]*)|import\s+([\w., ]+))")
+_IMPORT = re.compile(rb"(?m)^[ \t]*(?:from\s+([\w.]+)\s+import\b\s*(\((?:[^)#]+|#.*)*|[\w, ]*)|import\s+([\w., ]+))")
 _IMPORT_LINE = re.compile(
-    rb"^.*(?:^\s*(?:import|from)\s|environ|putenv|unsetenv|dotenv|sys\.(?:path|modules|meta_path|path_hooks|set)"
+    rb"^.*(?:^[ \t]*(?:import|from)\s|environ|putenv|unsetenv|dotenv|sys\.(?:path|modules|meta_path|path_hooks|set)"
     rb"|importlib|__import__|setlocale|monkey|ctypes|\bexec\(|\beval\().*$",
     re.MULTILINE,
 )
