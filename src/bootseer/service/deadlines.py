@@ -64,8 +64,7 @@ class Deadlines:
     def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
         """Seconds that the stage may take; None if unknown."""
         for key in ((bucket, kind, cache_state, stage), (bucket, stage)):
-            hist = self._hists.get(key, [])
-            if sum(hist) >= _LEAST:
+            if sum(hist := self._hists.get(key, [])) >= _LEAST:
                 return quantile_s(hist, _STARTS)
         return None
 
