@@ -94,7 +94,7 @@ def test_registered_files_are_open_before_a_peer_asks(node: Node, source: BlockS
     assert list((tmp_path / "cache").rglob(f"*{source.index.identity}*"))
 
 
-def test_a_thread_that_the_system_refuses_ends_no_service(
+def test_a_thread_that_the_system_refuses_does_not_end_the_service(
     node: Node, index: Index, source: BlockSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, refused = threading.Thread.start, []

@@ -343,7 +343,7 @@ def nodes_at_capacity(files: Sequence[Nodes], share: int) -> Nodes:
 
 
 _IDLE_S: Final = 30.0
-"""DataNodes close connections that are silent for 60 s. Losing a writer that was idle for longer is no failure."""
+"""A connection lost after a longer pause is not counted as a failure: DataNodes close silent ones after 60 s."""
 _RESEND_BYTES: Final = 1 << 20
 _SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 
@@ -396,7 +396,7 @@ class MultiBlockWriter(BlockFileWriter):
                 raise TransientError(f"{self._uri}: {error}") from error
             if self._new is not None:
                 self._lease.abandon(self._new.block)
-            self._used_s = math.inf  # the next failure will be one
+            self._used_s = math.inf  # a failure of the new pipeline counts, however long the pause was
             block = self._begin_block()
             try:
                 for start in range(0, self._at, _RESEND_BYTES):
