@@ -176,7 +176,22 @@ def test_a_glob_names_what_it_matches(folder: Path) -> None:
         "PATH=/x:$A",
         "A=${A:-1}",
         "if x; then read A; fi; echo $A",
-        "A=1; echo $A",
+        "A=$(echo $A)",
+        "A+=1; echo $A",
+        "A=1 make; echo $A",
+        "x && A=1; echo $A",
+        "A=1 | x; echo $A",
+        "(A=1); echo $A",
+        "{ x || A=1; }; echo $A",
+        "if x; then\nA=1\nfi; echo $A",
+        "case x in 1) A=1;; esac; echo $A",
+        "f() {\nA=1\n}; echo $A",
+        "function f\n{\nexport A=1\n}; echo $A",
+        "cat <<EOF\n$A\nEOF\nA=1",
+        "cat > x <<EOF\nA=1\nEOF\necho $A",
+        "python -c '\nA=1\n'; echo $A",
+        "B=$(A=1); echo $A",
+        "if x; then eval 'A=1'; fi; echo $A",
         'if [ -n "${A+x}" ]; then echo ${#A}; fi',
         "for v in A; do echo ${!v}; done",
         "cat <<EOF\n$A\nEOF",
@@ -188,6 +203,16 @@ def test_a_glob_names_what_it_matches(folder: Path) -> None:
 def test_each_variable_of_the_start_that_is_named_counts(folder: Path, text: str) -> None:
     assert _read(folder, text, {"A": "1", "B": "2"}).variables == {"A"}
     assert not _read(folder, text).variables
+
+
+@pytest.mark.parametrize("text", ["set -e\nexport A=/opt/x B\n", "cd /opt; A=/opt/x # a\n", "B=1 C=$(x) A=/opt/x\n"])
+def test_the_start_s_value_of_a_variable_that_the_script_sets_at_first_does_not_count(folder: Path, text: str) -> None:
+    """It is often a folder of one job: `TMPDIR`."""
+    (folder / "other").mkdir()
+    found = _read(folder, f"{text}tar xf /opt/x.tar -C $A; load $A; echo x >> $A/log", {"A": str(folder / "other")})
+    assert not found.variables
+    assert not found.folders
+    assert {"/opt/x", "/opt/x/log"} <= found.outputs
 
 
 @pytest.mark.parametrize(

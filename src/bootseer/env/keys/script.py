@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,6 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _CHANGE_FOLDER = ("cd", "pushd")
 _PIP = re.compile(r"pip[\d.]*")
 _VARIABLE = re.compile(r"\$(\{[^}]*\}|\w+)")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_WRAPPERS = 16
 _WORD_OF_TEXT = re.compile(r"[^\s'\"()\[\],;=]{1,500}")
 _INSTALLS = re.compile(r"\b(pip|uv|conda|mamba|apt|apt-get|npm)\b.{0,40}\b(install|sync)\b")
@@ -92,6 +91,7 @@ def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
         for word in dict.fromkeys((found[1], *found[1].split())):
             reader.add_candidate(word, folders=False)
     reader.note_installations(script.text)
+    reader.note_variables()
     inputs.cwd_reason = inputs.cwd_reason or f"{name} may write to it"
 
 
@@ -106,16 +106,22 @@ class _Reader:
         self._functions: set[str] = set()
         self._length = 0
         """Of the text that is being read: those within it are shorter, also if `eval` expands variables."""
-        # Each word that names a variable of the start, whether or not it is read, and in whatever way: `${!X}`, a
-        # quoted heredoc, `os.environ["X"]`. One that is not set has no component.
-        inputs.variables.update(script.env.keys() & {*_NAME.findall(script.text)})
+
+    def note_variables(self, overwritten: Set[str] = frozenset()) -> None:
+        """Note each word that names a variable of the start, whether or not it is read, and in whatever way: `${!X}`, a
+        quoted heredoc, `os.environ["X"]`. One that is not set has no component."""
+        self._inputs.variables |= self._script.env.keys() & {*shell.NAME.findall(self._script.text)} - overwritten
 
     def read(self, text: str) -> None:
         before, self._length = self._length, len(text)
         parsed = shell.parse(text)
+        if before:
+            parsed.overwritten.clear()  # text within a script may be in a branch
+        else:
+            self.note_variables(parsed.overwritten)
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
-        self._paths.learn(parsed.assignments)
+        self._paths.learn(parsed.assignments, parsed.overwritten)
         self._functions |= parsed.functions
         commands = [self._unwrapped(command) for command in parsed.commands]
         # Outputs first: a file may be named before the command that writes it.
@@ -298,7 +304,8 @@ class _Reader:
             self._inputs.folders.update(dict.fromkeys(self._project_folders(words, marker)))
         for index, word in enumerate(words):
             if program in programs.COPIERS and 0 < index < len(words) - 1:  # perhaps `cp -r . /opt/app`
-                self._inputs.folders.update(dict.fromkeys(self._job_folders(word)))
+                job_folders = (path for path in self._paths.certain(word) if path in self._paths.bases and path != "/")
+                self._inputs.folders.update(dict.fromkeys(job_folders))
             for part in dict.fromkeys((word, word.partition("=")[2])):
                 if part not in ("", ".", "./", ".."):
                     self.add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
@@ -307,10 +314,6 @@ class _Reader:
             return
         if reason := programs.cwd_dependence(program, words, self._paths.is_absolute):
             self._depends_on_cwd(reason)
-
-    def _job_folders(self, word: str) -> list[str]:
-        """The folders of the job itself that a word names."""
-        return [path for path in self._paths.certain(word) if path in self._paths.bases and path != "/"]
 
     def _project_folders(self, words: Sequence[str], name: str) -> list[str]:
         """Folders that a program with these words may work on, of those that have a file of this name."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -23,6 +24,7 @@ SHELL = re.compile(r"(ba|da|z|k)?sh|su|eval")
 """Programs that run a script given as an argument or as their input."""
 _KEYWORDS = frozenset("if while until { fi done esac } then else elif do function time coproc !".split())  # noqa: SIM905
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _EXPANDED = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^${}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 _MAX_DEPTH = 25
@@ -64,6 +66,8 @@ class Shell(Struct):
     commands: list[Command] = field(default_factory=list)
     assignments: dict[str, dict[str, None]] = field(default_factory=dict)
     """The values that each name is given, without quotes, in the order of the text."""
+    overwritten: set[str] = field(default_factory=set)
+    """Names that are set before any branch, and not named before: their values at the start are not read."""
     functions: set[str] = field(default_factory=set)
     """Their commands are among `commands`."""
     texts: list[str] = field(default_factory=list)
@@ -112,7 +116,13 @@ class _Scanner:
         self._words: list[str] = []
         self._outputs: list[str] = []
         self._inputs: list[str] = []
+        self._assigned: list[re.Match[str]] = []
         self._redirection = ""
+        self._is_certain = depth == 0
+        """Whether each command up to this place runs in any case."""
+        self._began = 0
+        self._named: set[str] = set()
+        """Words before this command, which begins there."""
         self._parentheses = 0
         """Number of subshells around this place."""
         self._heredocs: list[str] = []
@@ -133,9 +143,10 @@ class _Scanner:
                 continue
             elif len(self._words) == 1 and (found := _PARAMETERS.match(text, self._at)):
                 self._shell.functions.add(self._words.pop())
-                self._at = found.end()
+                self._at, self._is_certain = found.end(), False
             elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
+                self._is_certain &= operator in ";\n"
                 self._end_command()
                 if operator == ")" and not self._parentheses and self._is_substitution:
                     break
@@ -231,23 +242,33 @@ class _Scanner:
                 self._outputs.append(word)
                 self._inputs += [word] if ">>" in redirection else []
         elif not self._words and (assigned := _ASSIGNMENT.fullmatch(word)):
-            self._shell.assign(assigned[1], assigned[2])
+            self._assigned.append(assigned)
         elif self._words or word not in _KEYWORDS:
             self._words.append(word)
+        else:
+            self._is_certain = False
 
     def _end_command(self) -> None:
         """Note the command that ends here, if there is one."""
-        shell, words = self._shell, self._words
+        shell, words, assigned = self._shell, self._words, self._assigned
         if words and words[0] in _DECLARING:
-            for assigned in filter(None, map(_ASSIGNMENT.fullmatch, words[1:])):
-                shell.assign(assigned[1], assigned[2])
+            assigned += filter(None, map(_ASSIGNMENT.fullmatch, words[1:]))
         elif words and words[0] in ("for", "select") and words[2:3] == ["in"]:
             shell.assign(words[1], *words[3:])
+        for each in assigned:
+            shell.assign(each[1], each[2])
+        if self._is_certain:
+            names = Counter(NAME.findall(self._text, self._began, self._at))
+            if not words or words[0] in _DECLARING:  # `A=1 make` sets it for one command
+                once = {each[1] for each in assigned if each[0][len(each[1])] == "=" and names[each[1]] == 1}
+                shell.overwritten |= once - self._named
+            self._named.update(names)
+            self._began = self._at
         if words[1:] == ["{"]:
             shell.functions.add(words[0])
         if words or self._outputs or self._inputs:
             shell.commands.append(Command(tuple(words), tuple(self._outputs), tuple(self._inputs)))
-        self._words, self._outputs, self._inputs, self._redirection = [], [], [], ""
+        self._words, self._outputs, self._inputs, self._assigned, self._redirection = [], [], [], [], ""
 
     def _skip_heredocs(self) -> None:
         """Skip the heredocs of the line that has just ended; one that a shell reads is a script."""
@@ -293,11 +314,11 @@ class Paths:
         self._folder = folder
         self._look = look
 
-    def learn(self, assignments: Mapping[str, Iterable[str]]) -> None:
-        """Learn the values that the script gives to variables."""
+    def learn(self, assignments: Mapping[str, Iterable[str]], overwritten: Set[str]) -> None:
+        """Learn the values that the script gives to variables, to some of them before it reads the start's."""
         for name, assigned in assignments.items():
             if not looks_secret(name):
-                known = [*self._values.get(name, [])]
+                known = [] if name in overwritten else [*self._values.get(name, [])]
                 if not known:
                     self._maybe_unset.add(name)
                 for value in assigned:
