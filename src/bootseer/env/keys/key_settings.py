@@ -139,7 +139,7 @@ def choose_variables(
         if name not in declared and is_irrelevant(name):
             left_out.append(name)
         elif name not in env:
-            # Being unset is a value: `${CUDA:-12.4}` depends on it.
+            # Being unset is a value of those that the user declares or a requirement file names.
             values[name] = "not set"
         elif looks_secret(name):
             values[name] = "set, a secret"
