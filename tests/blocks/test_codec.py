@@ -41,6 +41,13 @@ def test_any_block_comes_back_as_it_was(data):
     assert codec.decode(kind, stored, len(data), digest) == data
 
 
+def test_builds_of_zstandard_without_its_call_for_many_blocks_store_the_same(monkeypatch):
+    blocks = [TEXT, NOISE, bytes(4096), TEXT[1:]]
+    in_one_call = codec.encode(blocks, COMPRESSOR)
+    monkeypatch.setattr(codec.zstandard, "backend_features", {"buffer_types"})
+    assert codec.encode(blocks, COMPRESSOR) == in_one_call
+
+
 @pytest.mark.parametrize("data", [TEXT, NOISE])
 def test_each_flipped_bit_is_noticed(data):
     ((kind, stored, digest),) = codec.encode([data], COMPRESSOR)

@@ -60,13 +60,15 @@ def compressor_of(level: int = DEFAULT_LEVEL) -> zstandard.ZstdCompressor:
 
 def encode(blocks: Sequence[bytes], compressor: zstandard.ZstdCompressor) -> list[Encoded]:
     """Encode blocks, each separately. The same for the same data, level and version of zstd."""
+    if "multi_compress_to_buffer" not in zstandard.backend_features:  # built with the system's zstd, as by conda-forge
+        return [_encoded(data, compressor.compress(data)) for data in blocks]
     # In one call: after each one a thread has to get the interpreter's lock again (ADR 7).
     frames = compressor.multi_compress_to_buffer(list(blocks))
     # The stub of a segment does not say that it is a buffer.
     return [_encoded(data, memoryview(frames[number])) for number, data in enumerate(blocks)]  # type: ignore[arg-type]
 
 
-def _encoded(data: bytes, frame: memoryview) -> Encoded:
+def _encoded(data: bytes, frame: bytes | memoryview) -> Encoded:
     if data[0] == 0 and data == bytes(len(data)):
         return ZERO, b"", _digest_of_zeros(len(data))
     if len(frame) > len(data) * (1 - _MIN_SAVING):
