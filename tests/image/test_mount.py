@@ -27,7 +27,8 @@ from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_re
 from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import parse_reference
-from bootseer.mounts import kernel
+from bootseer.mounts import kernel, shared_layers
+from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.method import Facts
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
@@ -377,7 +378,13 @@ def test_copies_of_a_mount_in_other_namespaces_do_not_hold_up_its_end(converted:
     assert list(runtime.all()) == []
 
 
-def test_complete_layers_stay_mounted_until_they_are_released(converted: Node, mount: Mount) -> None:
+@pytest.mark.parametrize("loop", [False, True])
+def test_complete_layers_stay_mounted_until_they_are_released(
+    converted: Node, mount: Mount, monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    if loop and not Path("/dev/loop-control").exists():
+        pytest.skip("there are no loop devices")
+    monkeypatch.setattr(shared_layers, "mount_erofs", lambda data, target, **_: mount_erofs(data, target, loop=loop))
     mounted = mount(loading="pull")
     runtime, cache = Runtime(converted.runtime), Cache(blocks_folder(converted.cache))
     assert unmount_idle(runtime, cache, idle_s=0) == []

@@ -89,14 +89,11 @@ def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Seque
 
     Layers from files of another cache that uses the same runtime folder stay: their files would stay pinned there.
     """
-    root = os.path.realpath(cache.root)
+    root = f"{os.path.realpath(cache.root)}/"
     foreign = [
         os.path.basename(mount.path)  # noqa: PTH119 - of many mounts
         for mount in kernel.mount_table()
-        if os.path.dirname(mount.path) == str(runtime.layers)  # noqa: PTH120
-        and mount.source.startswith("/")
-        and not mount.source.startswith("/dev/")
-        and not os.path.realpath(mount.source).startswith(f"{root}/")
+        if os.path.dirname(mount.path) == str(runtime.layers) and not _file_of(mount).startswith(root)  # noqa: PTH120
     ]
     return shared_layers.unmount_idle(
         runtime,
@@ -104,3 +101,10 @@ def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Seque
         unpin=lambda identity: cache.unpin(identity, shared_layers.PIN),
         needed=[*needed, *foreign],
     )
+
+
+def _file_of(layer: kernel.Mount) -> str:
+    """The file that a layer is mounted from, directly or through a loop device."""
+    with contextlib.suppress(OSError):
+        return Path("/sys/block", Path(layer.source).name, "loop/backing_file").read_text()
+    return os.path.realpath(layer.source)
