@@ -144,7 +144,9 @@ class LazyImages:
             return None
         except (BootseerError, OSError) as error:
             _LOG.warning("%s: its layers are pulled: %s", match[0], error)
-            self._lookups[match[0]] = (time.monotonic(), _completed(None))
+            unknown: Future[_KnownImage | None] = Future()
+            unknown.set_result(None)
+            self._lookups[match[0]] = (time.monotonic(), unknown)
             return None
         return layer
 
@@ -196,11 +198,11 @@ class LazyImages:
                 with contextlib.suppress(BootseerError, OSError):  # busy: retried by `release_unknown`
                     unmount(self._runtime, state)
             if not kernel.is_mount(self._folder / digest):
-                (self._folder / f"{digest}.json").unlink(missing_ok=True)
                 (self._folder / f"{digest}.lock").unlink(missing_ok=True)
                 shutil.rmtree(self._links / digest[:_LINK_DIGITS], ignore_errors=True)
                 with contextlib.suppress(OSError):
                     (self._folder / digest).rmdir()
+                (self._folder / f"{digest}.json").unlink(missing_ok=True)  # last: `release_unknown` goes by it
                 self._lookups.pop(f"sha256:{digest}", None)
                 self._timed.discard(digest)
                 self._failed.pop(digest, None)
@@ -236,8 +238,7 @@ class LazyImages:
         return state if state is not None and self._runtime.health(state) == "mounted" else None
 
     def _point(self, state: MountState, identity: str, mounted: Collection[str]) -> Path:
-        points = (self._runtime.folder(state) / OWN / identity, self._runtime.layers / identity)
-        for point in points:
+        for point in (self._runtime.folder(state) / OWN / identity, self._runtime.layers / identity):
             if str(point) in mounted:
                 return point
         raise PermanentError(
@@ -322,12 +323,6 @@ class LazyImages:
             raise TransientError(f"{known.digest} was not mounted in {_MOUNT_S:g} s") from error
         if done.returncode:
             raise TransientError(f"{known.digest} cannot be mounted: {done.stderr.strip()[-500:]}")
-
-
-def _completed(known: _KnownImage | None) -> Future[_KnownImage | None]:
-    future: Future[_KnownImage | None] = Future()
-    future.set_result(known)
-    return future
 
 
 def _request(settings: Settings, digest: str, uri: str) -> Request:

@@ -65,10 +65,10 @@ def convert(
         if source.folder is not None:
             document = _convert_folder(source, source.folder, store, options, report)
         else:
-            conversion = _Conversion(source, store, options, report)
             # A layer's thread often waits, for its source or the store's disk. With one layer per processor a third of
             # two processors was idle.
-            layers = conversion.run(jobs or min(_MAX_JOBS, 2 * len(os.sched_getaffinity(0))))
+            jobs = jobs or min(_MAX_JOBS, 2 * len(os.sched_getaffinity(0)))
+            layers = _Conversion(source, store, options, report, jobs).run()
             assembled = _assemble(source, store, options, layers)
             document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
         subject = source.digest if source.location and source.location == store.uri else None
@@ -93,24 +93,23 @@ def all_layers(source: ImageSource, on_progress: ProgressCallback) -> Progress:
 class _Conversion:
     """The conversion of all layers of one image."""
 
-    _working: threading.Semaphore
-    """Held by the threads that do not wait for lower layers."""
-
-    def __init__(self, source: ImageSource, store: Store, options: ConvertOptions, report: Progress) -> None:
+    def __init__(self, source: ImageSource, store: Store, options: ConvertOptions, report: Progress, jobs: int) -> None:
         self._source = source
         self._store = store
         self._options = options
         self._report = report
         self._results: list[Future[ConvertedLayer]] = []
+        self._num_threads = _THREADS_PER_JOB * jobs
+        self._working = threading.Semaphore(jobs)
+        """Held by the threads that do not wait for lower layers."""
         self._stop = threading.Event()
         self._readers: dict[str, ErofsReader] = {}
         self._readers_lock = threading.Lock()
 
-    def run(self, jobs: int) -> list[ConvertedLayer]:
+    def run(self) -> list[ConvertedLayer]:
         # Layers start bottom first. A thread that waits for lower layers therefore waits for running threads only;
         # waiting for queued ones could deadlock.
-        self._working = threading.Semaphore(jobs)
-        with Tasks("bootseer-convert", _THREADS_PER_JOB * jobs, leave_s=_LEAVE_S) as pool:
+        with Tasks("bootseer-convert", self._num_threads, leave_s=_LEAVE_S) as pool:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))
