@@ -7,12 +7,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from bootseer.checkpoint.attempts import Attempt
-from bootseer.errors import AlreadyExistsError, NotFoundError, PermanentError, UsageError
+from bootseer.errors import AccessError, AlreadyExistsError, NotFoundError, PermanentError, UsageError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
@@ -114,6 +116,23 @@ def test_what_is_made_in_a_folder_of_a_group_belongs_to_it(place: Place, tmp_pat
         attempt.publish()
     assert (root / "step-1/sub/file").exists()
     assert {path.stat().st_gid for path in root.rglob("*")} == {5}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_may_be_deleted_only_in_part_stays_whole() -> None:
+    with TemporaryDirectory() as root:
+        Path(root, "step-1/parts").mkdir(parents=True)
+        for name in ("parts/0", *"123456789"):
+            Path(root, "step-1", name).write_bytes(b"x")
+        Path(root).chmod(0o777)
+        Path(root, "step-1").chmod(0o777)
+        os.seteuid(65534)
+        try:
+            with closing(FolderPlace(Path(root))) as place, pytest.raises(AccessError):
+                place.delete("step-1", recursive=True)
+        finally:
+            os.seteuid(0)
+        assert {path.name for path in Path(root, "step-1").rglob("*")} == {"parts", *"0123456789"}
 
 
 def test_closing_a_file_does_not_block_and_reads_in_flight_end(place: Place) -> None:

@@ -175,9 +175,8 @@ class Attempt:
         # Compare the name alone: the other writer's place may have had its root in another folder.
         if said.get("how") != self._how or name_of(str(said.get("target"))) != name_of(self._target):
             return False
-        return (
-            _has_ended(said.get("process")) or self._place.now_s(folder_of(path)) - lease.mtime_ns / 1e9 > self._lease_s
-        )
+        age_s = self._place.now_s(folder_of(path)) - lease.mtime_ns / 1e9
+        return age_s > self._lease_s or _has_ended(said.get("process"))
 
     def publish(self, *, replace: bool = False) -> None:
         """Rename the folder to the target. Raises `AlreadyExistsError` if the target exists.

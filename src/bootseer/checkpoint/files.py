@@ -298,12 +298,10 @@ class Files:
 
     def _has_only_hidden(self, path: str) -> bool:
         """Whether a folder has hidden entries only. Raises `NotEmptyError` if it has visible ones."""
-        hidden = 0
-        for entry in self.place.list(path):
-            if not is_hidden(name_of(entry.path)):
-                raise NotEmptyError(f"{self._uri_of(path)} is not empty")
-            hidden += 1
-        return hidden > 0
+        names = [name_of(entry.path) for entry in self.place.list(path)]
+        if not all(map(is_hidden, names)):
+            raise NotEmptyError(f"{self._uri_of(path)} is not empty")
+        return bool(names)
 
     def _apply_to_parts(self, path: str, change: Callable[[str], None]) -> Head | None:
         """Apply a change to the parts of a striped file and then to the file."""

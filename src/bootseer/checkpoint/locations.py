@@ -92,13 +92,10 @@ class Location(Struct, frozen=True):
 
     def read_bytes(self, name: str, limit: int) -> bytes:
         """All of a file in this folder. Raises `PermanentError` if it has more than `limit` bytes."""
-        file = self.open(name)
-        try:
+        with self.open(name) as file:
             if file.size_bytes > limit:
                 raise PermanentError(f"{self.where(name)}: {file.size_bytes} bytes are more than the {limit} expected")
             return file.read(0, file.size_bytes)
-        finally:
-            file.close()
 
     def latest(self) -> Location:
         """The checkpoint that this names: what `latest` says if that is its name, otherwise itself."""

@@ -9,6 +9,7 @@ A write returns when the data and the directory entry are synced to disk.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -82,8 +83,7 @@ class FolderPlace(SmallReads):
 
     def stat(self, path: str) -> Entry:
         with self._parent(path) as (folder, name):
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            entry = _entry(path, status)
+            entry = _entry(path, os.stat(name, dir_fd=folder, follow_symlinks=False))
         if entry is None:
             raise NotFoundError(f"there is no {self._uri_of(path)}")
         return entry
@@ -166,6 +166,7 @@ class FolderPlace(SmallReads):
                 os.unlink(name, dir_fd=folder)
             elif recursive:
                 try:
+                    _check_deletable(name, folder)
                     shutil.rmtree(name, dir_fd=folder)
                 except RecursionError:
                     raise PermanentError(f"{self._uri_of(path)} has folders nested too deeply") from None
@@ -317,6 +318,17 @@ class _FolderWriter:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._descriptor = self._folder = -1
+
+
+def _check_deletable(name: str, folder: int) -> None:
+    """Raise `OSError` if the user may not delete all that is in a folder: as in HDFS, then none of it is deleted."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for _, folders, files, below in os.fwalk(name, dir_fd=folder, onerror=refuse):
+        if (folders or files) and not os.access(".", os.W_OK | os.X_OK, dir_fd=below, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _entry(path: str, status: os.stat_result) -> Entry | None:

@@ -4,22 +4,30 @@ when one of them is gone, silent or has wrong bytes."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import subprocess
 import sys
-import time
+import threading
+import weakref
+from queue import SimpleQueue
 
 import pytest
 from blake3 import blake3
 
 import hadoop
+from bootseer.checkpoint.reading.peer_chunks import PeerChunks, PeerRead, Unit
+from bootseer.checkpoint.reading.transfer import Counters
+from bootseer.peers.job import JobPeers
 from bootseer.places import open_place
 from bootseer.report.inputs import sources
 from bootseer.report.log_scan import scan
-from checkpoint.peer_nodes import Node, meet
+from checkpoint.heads import some_head
+from checkpoint.peer_nodes import SECRET, Node, meet
 from checkpoint.striped_files import content_of, put_striped
 from conftest_launch import BOOTSEER
 from hdfs_cluster import needs_hdfs
+from waiting import until
 
 pytestmark = needs_hdfs
 MIB = 1 << 20
@@ -105,7 +113,7 @@ def test_what_each_reads_alone_comes_to_it_straight(cluster, nodes, content):
 
 def test_nodes_that_are_killed_while_they_read_are_replaced(cluster, nodes, content):
     nodes[0].begin("file", WHOLE, step=MIB)
-    time.sleep(0.05)
+    until(lambda: nodes[0].cached, "the first bytes")
     nodes[0].kill()
     before = sent(cluster)
     ends = all_read(nodes[1:])
@@ -136,6 +144,30 @@ def test_a_flipped_byte_in_a_nodes_cache_is_never_delivered(nodes, content):
     ends = all_read(nodes[1:])
     assert {end["digest"] for end in ends} == {digest_of(content, WHOLE)}
     assert {name for end in ends for name in end["peers"]["liars"]} == {"n0"}
+
+
+def test_the_memory_of_a_chunk_is_free_as_soon_as_its_read_is_over(tmp_path):
+    class Memory(bytearray):
+        """One that a weak reference may refer to."""
+
+    memory, answers = Memory(MIB), SimpleQueue()
+    is_held = weakref.ref(memory)
+    peers = PeerChunks(JobPeers.create(tmp_path / "peers", SECRET), tmp_path, Counters())
+    unit = Unit(peers, some_head(MIB, MIB).segments[0].index, 0)
+    unit.add(0)
+    may_ask = threading.Event()
+    for _ in range(8):  # all threads are busy: the read waits for the answer
+        peers.asking.submit(may_ask.wait)
+    gc.disable()
+    try:
+        unit.read(PeerRead(0, memoryview(memory), bool, bool, answers.put), shareable=False)
+        may_ask.set()
+        assert answers.get(timeout=60) is False
+        del unit, memory
+        until(lambda: not is_held())
+    finally:
+        gc.enable()
+        peers.close()
 
 
 READ = """

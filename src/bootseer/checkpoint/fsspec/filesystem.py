@@ -244,13 +244,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return str(self.info(path)["version"])
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        if not exist_ok and self.exists(path):
-            raise FileExistsError(errno.EEXIST, "it already exists", path)
-        with self._at(path) as (system, below):
-            system.files.make_folder(below, mode=system.mode(0o777), parents=True)
+        self.mkdir(path, exist_ok=exist_ok)
 
-    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        if self.exists(path):
+    def mkdir(self, path: str, create_parents: bool = True, *, exist_ok: bool = False, **kwargs: Any) -> None:
+        if not exist_ok and self.exists(path):
             raise FileExistsError(errno.EEXIST, "it already exists", path)
         with self._at(path) as (system, below):
             system.files.make_folder(below, mode=system.mode(0o777), parents=create_parents)

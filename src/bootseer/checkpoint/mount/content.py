@@ -219,10 +219,8 @@ class Content:
         if held is None:
             self.read(offset, length, reply, room)
             return
-        try:
+        with held:
             self._read_version(held, offset, length, reply, room)
-        finally:
-            held.close()
 
     def _read_version(self, reader: CheckpointFile, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         wanted = min(length, reader.size_bytes - offset)

@@ -317,7 +317,7 @@ class CheckpointFiles:
         with self._logging_errors(f"making {path}"):
             if self._nodes.at(path) is not None and self._is_there(path):
                 raise os_error(errno.EEXIST)
-            self._files.make_folder(path, mode=mode | self._nodes.get(parent).info.entry.mode & stat.S_ISGID)
+            self._files.make_folder(path, mode=mode)
             self._listings.forget(folder_of(path))
             if caller.uid != os.geteuid():
                 with suppress(PermanentError):  # only superusers may give folders away

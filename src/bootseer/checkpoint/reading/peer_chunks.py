@@ -69,7 +69,7 @@ class PeerChunks:
         self._cache = cache
         self._facts = facts
         self._client = Client(job.secret, self._job.pace, tls=job.tls)
-        self._asking = Executor("bootseer-ask-peers", _ASKING)
+        self.asking = Executor("bootseer-ask-peers", _ASKING)
         self._receiving: defaultdict[str, Executor] = defaultdict(partial(Executor, "bootseer-from-peer", _PER_PEER))
         """The threads that receive from each peer."""
         self._slots = threading.Semaphore(_RECEIVING)
@@ -147,11 +147,7 @@ class PeerChunks:
                 self._client.ask(own.addresses[0], question, _ANSWER_S)
 
         with contextlib.suppress(TransientError):
-            self._asking.submit(tell, urgent=False)
-
-    def submit_question(self, job: Callable[[], None]) -> None:
-        """Raises `TransientError` when no thread can be started."""
-        self._asking.submit(job)
+            self.asking.submit(tell, urgent=False)
 
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
         """Queue the read of a chunk from this peer."""
@@ -242,7 +238,7 @@ class Unit:
                 self._shareable = shareable
         if is_first:
             try:
-                self._peers.submit_question(partial(self._ask, shareable))
+                self._peers.asking.submit(partial(self._ask, shareable))
             except TransientError:
                 self._sources.set_result({})
         self._sources.add_done_callback(lambda sources: self._go_on(read, sources.result()))
@@ -258,10 +254,14 @@ class Unit:
 
     def _ask(self, shareable: bool) -> None:
         sources: dict[int, str] = {}
+        answered: Future[dict[int, str]] = Future()
         try:
             sources = self._peers.ask(self, self._blocks, shareable=shareable)
         finally:
-            self._sources.set_result(sources)
+            answered.set_result(sources)
+            # The first one is not kept: it still refers to its callbacks, and these to this unit and chunks in memory.
+            asked, self._sources = self._sources, answered
+            asked.set_result(sources)
 
     def _go_on(self, read: PeerRead, sources: dict[int, str]) -> None:
         source = sources.get(read.block - self.first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from bootseer.checkpoint.reading.file import CheckpointFile
@@ -62,11 +63,8 @@ def read_headers(
     """
 
     def read(begin: tuple[str, int]) -> Header:
-        file = open_file(begin[0])
-        try:
+        with closing(open_file(begin[0])) as file:
             return read_header(file, begin[0], begin[1])
-        finally:
-            file.close()
 
     if len(begins) <= 1:
         return {begin: read(begin) for begin in begins}
