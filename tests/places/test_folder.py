@@ -119,20 +119,26 @@ def test_what_is_made_in_a_folder_of_a_group_belongs_to_it(place: Place, tmp_pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_folder_that_may_be_deleted_only_in_part_stays_whole() -> None:
+@pytest.mark.parametrize(("mode", "of_parts"), [(0o777, 0o755), (0o1777, 0o777)])
+def test_a_folder_that_may_be_deleted_only_in_part_stays_whole(mode: int, of_parts: int) -> None:
     with TemporaryDirectory() as root:
-        Path(root, "step-1/parts").mkdir(parents=True)
-        for name in ("parts/0", *"123456789"):
+        for name in ("parts", *"abcdefghi"):  # whatever the order in which they are listed
+            Path(root, "step-1", name).mkdir(parents=True)
+            Path(root, "step-1", name).chmod(of_parts)
+        for name in ("parts/0", *"123456789", *(f"{folder}/0" for folder in "abcdefghi")):
             Path(root, "step-1", name).write_bytes(b"x")
+        for name in "12345678":
+            os.chown(Path(root, "step-1", name), 65534, 65534)
         Path(root).chmod(0o777)
-        Path(root, "step-1").chmod(0o777)
+        Path(root, "step-1").chmod(mode)
         os.seteuid(65534)
         try:
             with closing(FolderPlace(Path(root))) as place, pytest.raises(AccessError):
                 place.delete("step-1", recursive=True)
         finally:
             os.seteuid(0)
-        assert {path.name for path in Path(root, "step-1").rglob("*")} == {"parts", *"0123456789"}
+        left = [path.name for path in Path(root, "step-1").rglob("*")]
+        assert (set(left), len(left)) == ({"parts", *"0123456789abcdefghi"}, 29)
 
 
 def test_closing_a_file_does_not_block_and_reads_in_flight_end(place: Place) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,8 @@ class FileSystem:
         if not self.place.is_local:
             return most & ~0o022
         # Not `os.umask`, which changes it for a moment, also for other threads.
-        return most & ~int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
+        found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(errors="replace"), re.MULTILINE)
+        return most & ~int(found[1] if found else "022", 8)
 
     def close(self) -> None:
         if self._writing is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import re
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from bootseer.launch.environment.task import EnvironmentOptions
     from bootseer.launch.image.start import ImageOptions
     from bootseer.launch.peers import PeersOptions
+    from bootseer.launch.relay import Relay
     from bootseer.launch.restart import Restarts
     from bootseer.launch.session import Session
     from bootseer.trace.tracer import Tracer
@@ -185,15 +185,26 @@ def _run_once(
     enter: Callable[[], None] | None,
     on_signal: Callable[[int], None],
 ) -> int:
-    relays = []
+    relays: list[Relay] = []
     if options.began_pattern is not None and session is not None:
+        import threading
+
         from bootseer.launch.relay import Relay, forward_window_size
 
-        found = functools.cache(session.training_began)  # once, whichever output it is found in
+        began, unseen = session.training_began, threading.Lock()
+
+        def found() -> None:
+            if unseen.acquire(blocking=False):  # once, whichever output it is found in
+                began()
+
         try:
-            relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
+            for target in (1, 2):
+                relays.append(Relay(target, options.began_pattern, found))  # noqa: PERF401 - the second may fail
         except (OSError, RuntimeError) as error:  # out of pseudo terminals, descriptors or threads
             say(f"the output cannot be searched for --began-pattern ({error}); the command runs without it")
+            for relay in relays:
+                relay.release()  # its thread ends
+            relays.clear()
         else:
             forward_window_size(relays)
     try:
@@ -206,9 +217,10 @@ def _run_once(
         if session is not None:
             session.command_did_not_start()
         return error.code
+    finally:
+        for relay in relays:
+            relay.release()
     gc.enable()  # off until here: see `cli.run_options.start`
-    for relay in relays:
-        relay.release()
     if session is not None:
         session.start_observers(env)  # after the spawn, so that the job does not wait for it
     tracer = session.tracer if session is not None else None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 _SET_BACK_NS = 3600 * 10**9
+"""How far the clock may be set back during a run."""
 PODINFO = "/etc/podinfo"
 """Where Kubernetes' own examples mount the downward API volume."""
 

@@ -223,8 +223,10 @@ class Service:
                 content = self._find(identity)
                 if isinstance(content, _BlockFile):
                     ask = partial(self._ask_holders, identity, content)
-                    with contextlib.suppress(RuntimeError):  # no thread can be started: the holders are not asked
+                    try:
                         threading.Thread(target=ask, name="bootseer-holders", daemon=True).start()
+                    except RuntimeError as error:
+                        _LOG.warning("other nodes are not asked for %s: %s", identity[:16], error)
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()

@@ -327,7 +327,13 @@ def _check_deletable(name: str, folder: int) -> None:
         raise error
 
     for _, folders, files, below in os.fwalk(name, dir_fd=folder, onerror=refuse):
-        if (folders or files) and not os.access(".", os.W_OK | os.X_OK, dir_fd=below, effective_ids=True):
+        if not folders and not files:
+            continue
+        status, user = os.fstat(below), os.geteuid()
+        is_refused = not os.access(".", os.W_OK | os.X_OK, dir_fd=below, effective_ids=True)
+        if status.st_mode & stat.S_ISVTX and user not in (0, status.st_uid):  # only entries of one's own
+            is_refused |= any(os.lstat(one, dir_fd=below).st_uid != user for one in (*folders, *files))
+        if is_refused:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

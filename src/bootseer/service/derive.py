@@ -283,7 +283,7 @@ CAP_NS: Final = 24 * 3600 * NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state of a start; times by the service's clock, because those of nodes may be wrong."""
+    """The state of a start; times are estimated by the service's clock, because those of nodes may be wrong."""
 
     first_ns: int
     """When its first line arrived."""
@@ -302,8 +302,9 @@ def closes_ns(seen: Seen) -> int:
 
     Why not simply after some quiet time: on 1,440 nodes one slow node may be silent for minutes while all others wait.
     A start that is closed too early would be counted with a wrong duration until the next line. So it closes soon after
-    training began on every expected node; or soon after the last line if every command that was started has ended; or
-    `CAP_NS` after its first line, even if nodes are missing, because a node that died sends no end.
+    training began on every expected node; or soon after its last line before training if every command that was started
+    has ended; or `CAP_NS` after its first line, even if nodes are missing, because a node that died sends no end. A
+    later restart closes it, too (`_analysed`).
     """
     capped_ns = seen.first_ns + CAP_NS
     all_nodes = max(seen.nodes_expected or 0, seen.nodes_heard)

@@ -291,7 +291,8 @@ class Ingest:
             for piece in _pieces(lines) if batch.suffix == EVENTS else [lines]:
                 data = b"\n".join([*piece, b""])
                 if len(data) > MAX_OBJECT_BYTES:  # with the team in each of its events
-                    raise Refused(413, "send less at once")
+                    most = f"with its team, a body may have {MAX_OBJECT_BYTES} bytes uncompressed"
+                    raise Refused(413, f"{most}; send less at once")
                 try:
                     kept = self._raw.put(data, day=day, job=job, attempt=attempt, sender=batch.sender,
                                          sequence=batch.sequence, suffix=batch.suffix)  # fmt: skip

@@ -81,13 +81,17 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
 
     of("rest.allocate-s", "allocation", "scheduler")
     of("rest.import-s", "model_initialization.imports")
-    links, installs = scenario.links, []
+    links, installs, downloads = scenario.links, [], []
     for report in reports:
         if (seconds := report.median_s("environment_setup.install", "environment_setup")) is not None:
             rate = min(links.node_gbit, links.index_gbit / report.startup.num_nodes)  # all nodes load at once
-            installs.append(seconds - scenario.environment.gb * 8 / rate)
+            downloads.append(scenario.environment.gb * 8 / rate)
+            installs.append(seconds - downloads[-1])
     if installs:
-        source = f"environment_setup, median of {_starts(installs)}, less the download"
+        source = (
+            f"environment_setup, median of {_starts(installs)}, less the download"
+            f" ({median(downloads):.1f} s by links.node-gbit and links.index-gbit)"
+        )
         put("environment.install-s", median(installs), source)
     pulls = _medians(reports, "image_loading.pull", "image_loading")
     if pulls and median(pulls) > scenario.image.fixed_s:

@@ -293,7 +293,8 @@ class StripedWriter(filesystem.FileSystemWriter):
             folder, _, name = resolve(self.path).path.rpartition("/")
             named = move_latest(target.system.files, folder, name)
             if named != name:
-                warnings.warn(f"`latest` still names {named}, which is later than {name}", stacklevel=2)
+                problem = f"`latest` still names {named}, which is later than {name}; `bootseer ckpt latest` sets it"
+                warnings.warn(problem, stacklevel=2)
 
     def _write(self, objects: _PlannerData, file: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         target = resolve(self._striped.concat_path(self.path, file))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 SCHEMA = "bootseer.request-key/3"
-"""First part of every digest, so that new rules give new keys. Version 1 hashed requirement files as bytes."""
+"""First part of every digest, so that new rules give new keys. ADR 13 names what each version changed."""
 FORMAT = 1
 """Version of the platform facts and of the snapshot format; a later one may use the same names with other meanings."""
 _SHOWN = 72

@@ -132,7 +132,7 @@ class _Planner(Struct):
             return
         if entry.kind == "directory" and action in ("make", "replace"):
             self._new.add(entry.path)
-        if entry.link not in self.entries:  # here the first path has other content: what is mounted there is not
+        if entry.link not in self.entries:  # the first path is in a root: the folder below the mount has other content
             entry = replace(entry, link="")
         chosen = self.deletions if action == "delete" else self.links if entry.link else self.steps
         chosen.append(Step(action, entry))

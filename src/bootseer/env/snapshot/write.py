@@ -47,7 +47,7 @@ from bootseer.store.store import Store, Stored
 from bootseer.units import format_bytes
 
 # Root's mounts use the first, mounts in a user namespace (`userxattr`) the second; each ignores the other.
-OPAQUE_XATTRS: Mapping[bytes, bytes] = {b"trusted.overlay.opaque": b"y", b"user.overlay.opaque": b"y"}
+_OPAQUE_XATTRS: Mapping[bytes, bytes] = {b"trusted.overlay.opaque": b"y", b"user.overlay.opaque": b"y"}
 
 
 _MANIFEST_DEADLINE_S = 300.0
@@ -270,7 +270,7 @@ class _SnapshotWriter:
             return self._add_whiteout(item)
         xattrs = item.xattrs
         if item.change.opaque:
-            xattrs = {**xattrs, **OPAQUE_XATTRS}
+            xattrs = {**xattrs, **_OPAQUE_XATTRS}
         attributes = Attributes(
             item.mode, item.uid, item.gid, self._times.shown_ns(item.raw, item.mtime_ns), xattrs=xattrs
         )

@@ -66,7 +66,7 @@ class Options(Struct, frozen=True):
     gpus: str = ""
     """`all`, or comma-separated numbers; empty: no GPU."""
     devices: tuple[str, ...] = ()
-    """CDI names (`vendor.com/class=name`) and device nodes of the host."""
+    """CDI names (`vendor.com/class=name`) and device nodes of the host, or folders of them."""
     runtime: Runtime = "auto"
     own_pids: bool = True
     """Whether the container gets its own process id namespace; else it sees and may signal the host's processes."""

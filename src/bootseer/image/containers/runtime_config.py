@@ -143,7 +143,8 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"device {host} does not exist", hint="is the driver loaded?") from error
     if not stat.S_ISCHR(status.st_mode) and not stat.S_ISBLK(status.st_mode):
-        raise UsageError(f"{host} is not a device", hint="--device takes a device node or VENDOR/CLASS=NAME")
+        hint = "--device takes a device node, a folder with some, or VENDOR/CLASS=NAME"
+        raise UsageError(f"{host} is not a device", hint=hint)
     found = {
         "path": path,
         "type": "b" if stat.S_ISBLK(status.st_mode) else "c",
