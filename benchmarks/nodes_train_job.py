@@ -95,6 +95,10 @@ def train(kind: str, folder: Path, *, save: bool) -> None:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         ready(step(model, optimizer))
     dist.destroy_process_group()
+    # The model still holds the group. When the interpreter deletes both, torch 2.13 sometimes waits for ever: a thread
+    # of gloo needs the lock of the interpreter, whose thread waits for it.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def train_moe(folder: Path, megabytes: str) -> int:
