@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-import zstandard
 
 from bootseer.errors import TransientError
 from bootseer.peers.choice import Peer
@@ -66,10 +65,6 @@ def head_of(length: int) -> bytes:
     return f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def compressed(frame: bytes, encoding: str = "zstd") -> bytes:
-    return encode_answer(206, len(frame), f"Content-Encoding: {encoding}\r\n") + frame
-
-
 def drip(sock: socket.socket, data: bytes, every_s: float) -> None:
     for at in range(len(data)):
         sock.sendall(data[at : at + 1])
@@ -101,15 +96,6 @@ ANSWERS: dict[str, Answer] = {
     "body by drops": lambda sock, length: (sock.sendall(head_of(length)), drip(sock, bytes(length), 0.2)),
     "filling for ever": lambda sock, _: for_ever(sock, b"HTTP/1.1 102 Processing\r\n\r\n", 0.1),
     "filling without a pause": lambda sock, _: for_ever(sock, b"HTTP/1.1 102 Processing\r\n\r\n", 0.0),
-    "much compressed": lambda sock, _: sock.sendall(compressed(zstandard.compress(bytes(12 << 20)))),
-    "compressed and more": lambda sock, length: sock.sendall(compressed(zstandard.compress(bytes(length)) + b"more")),
-    "compressed, too short": lambda sock, length: sock.sendall(compressed(zstandard.compress(bytes(length // 2)))),
-    "half a frame": lambda sock, length: sock.sendall(
-        compressed(zstandard.compress(os.urandom(length))[: length // 2])
-    ),
-    "no frame": lambda sock, length: sock.sendall(compressed(os.urandom(length // 2))),
-    "another encoding": lambda sock, length: sock.sendall(compressed(bytes(length // 2), "br")),
-    "a compressed body by drops": lambda sock, length: drip(sock, compressed(zstandard.compress(bytes(length))), 0.2),
     "closes": lambda sock, _: sock.close(),
     "403": lambda sock, _: sock.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"),
     "429": lambda sock, _: sock.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"),

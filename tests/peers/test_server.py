@@ -18,7 +18,7 @@ import pytest
 from bootseer.blocks.index import MAX_BLOCK_SIZE
 from bootseer.errors import AccessError, NotFoundError, TransientError
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client, UnreachableError, _LinkRate
+from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.connection import Connection
 from bootseer.peers.interfaces import address_of
 from bootseer.peers.protocol import Head, Request, Signer, parse_head
@@ -91,58 +91,6 @@ def test_a_range_arrives(server: tuple[Server, str]) -> None:
     assert ask(server[1], 4096, 100_000) == DATA[4096:104_096]
     server[0].close()  # it counts behind the last byte
     assert server[0].served.bytes_sent == 100_000
-
-
-@pytest.mark.parametrize("tls", [False, True])
-def test_answers_over_slow_links_are_compressed(file: File, tmp_path: Path, tls: bool) -> None:
-    text = b"".join(b"line %d of a file in text\n" % number for number in range(50_000))
-    (tmp_path / "data").write_bytes(text[: 1 << 20] + os.urandom(1 << 20))
-    listening = socket.create_server(("127.0.0.1", 0))
-    server, client = Server([listening], SECRET, {FILE: file}.get, tls=tls), Client(SECRET, tls=tls)
-    received = []
-
-    def progress(num_bytes: int) -> float:
-        received.append(num_bytes)
-        return 5.0
-
-    with contextlib.closing(server), contextlib.closing(client):
-        client._rate.is_slow = True
-        for start in (0, 1 << 19):  # a third of the second one cannot be compressed
-            parts = [memoryview(bytearray(1 << 18)) for _ in range(3)]
-            asked = Request(FILE, start, 3 << 18, Level.GLOBAL, "m")
-            for number, part in enumerate(client.stream(address_of(listening), asked, parts, on_progress=progress)):
-                assert part == (tmp_path / "data").read_bytes()[start + (number << 18) :][: 1 << 18]
-        assert len(client._idle) == 1  # the connection is at the beginning of the next response
-    server.close()
-    assert (1 << 18) < sum(received) < (1 << 19)
-    assert server.served.bytes_sent == sum(received)
-
-
-def test_what_no_compression_makes_shorter_is_sent_as_it_is(server: tuple[Server, str]) -> None:
-    client, into = Client(SECRET), bytearray(100_000)
-    client._rate.is_slow = True
-    with contextlib.closing(client):
-        asked = Request(FILE, 4096, 100_000, Level.GLOBAL, "m")
-        client.read(server[1], asked, memoryview(into), on_progress=lambda _: 5.0)
-    server[0].close()
-    assert (bytes(into), server[0].served.bytes_sent) == (DATA[4096:104_096], 100_000)
-
-
-@pytest.mark.parametrize(("bytes_per_s", "is_slow"), [(12_500_000, True), (50_000_000, False)])
-def test_links_are_slow_by_the_bytes_of_all_bodies(
-    monkeypatch: pytest.MonkeyPatch, bytes_per_s: int, is_slow: bool
-) -> None:
-    now_s = 1.0
-    monkeypatch.setattr("bootseer.peers.client.time.monotonic", lambda: now_s)
-    rate = _LinkRate()
-    for _ in range(200):  # in 20 ms: two threads wait for 10 ms, then both do other things
-        rate.note(1)
-        rate.note(1)
-        now_s += 0.01
-        rate.note(-1, bytes_per_s // 200)
-        rate.note(-1, bytes_per_s // 200)
-        now_s += 0.01
-    assert rate.is_slow == is_slow
 
 
 def test_one_connection_serves_many_requests(server: tuple[Server, str]) -> None:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import hmac
-import io
-import re
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import zstandard
-from msgspec import structs
-
-from bootseer.blocks.index import MAX_BLOCK_SIZE
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.health import Health
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
 from bootseer.peers.readiness import Readiness, StartReport
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
@@ -33,10 +24,6 @@ _MAX_IDLE_IN_ALL: Final = 64
 _MAX_READERS: Final = 1 << 14
 _MAX_INTERIM: Final = 10_000
 """Limit of interim responses, of which there are ten per second."""
-_SLOW_LINK: Final = 16 << 20
-"""Bytes per second of all bodies of this process together below which compressed ones are requested. On two processors
-that serve four nodes they gain time at 100 Mbit/s and lose some at 400 (ADR 33)."""
-_SLOW_AFTER_S: Final = 0.5
 
 
 class UnreachableError(TransientError):
@@ -105,60 +92,6 @@ class Watch:
         return late
 
 
-class _LinkRate:
-    """The rate at which bodies arrive, over the time in which at least one thread waits for their bytes. What a thread
-    does with them does not count: only the link is measured. Safe for many threads."""
-
-    def __init__(self) -> None:
-        self.is_slow = False
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._noted_s = 0.0
-        self._seconds = 0.0
-        self._bytes = 0
-
-    def note(self, waiting: int, num_bytes: int = 0) -> None:
-        """A thread begins to wait (1) or has got `num_bytes` (-1)."""
-        with self._lock:
-            now_s = time.monotonic()
-            if self._waiting:
-                self._seconds += now_s - self._noted_s
-            self._noted_s = now_s
-            self._waiting += waiting
-            self._bytes += num_bytes
-            if self._seconds >= _SLOW_AFTER_S:
-                self.is_slow = self._bytes < _SLOW_LINK * self._seconds
-                self._seconds, self._bytes = 0.0, 0
-
-
-class _Body(io.RawIOBase):
-    """The body of a response, as it is sent."""
-
-    def __init__(self, connection: Connection, length: int, rate: _LinkRate, on_bytes: Callable[[int], object]) -> None:
-        self.remaining = length
-        self._connection = connection
-        self._rate = rate
-        self._on_bytes = on_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: WriteableBuffer) -> int:
-        """Receive some bytes; 0 after the last one."""
-        view = memoryview(into)[: self.remaining]
-        if not view:
-            return 0
-        count = 0
-        self._rate.note(1)
-        try:
-            count = self._connection.read_some(view)
-        finally:
-            self._rate.note(-1, count)
-        self.remaining -= count
-        self._on_bytes(count)
-        return count
-
-
 class Client:
     """Requests to all peers. Safe to use from many threads."""
 
@@ -170,7 +103,6 @@ class Client:
         self._secret = secret
         self._tls = tls_contexts(secret)[1] if tls else None
         self._pace = pace
-        self._rate = _LinkRate()
         self._lock = threading.Lock()
         self._idle: dict[Connection, tuple[str, Signer]] = {}
         """The address of each, the longest idle first."""
@@ -186,42 +118,28 @@ class Client:
         """Fill the parts of a range in order, and yield each when it is full.
 
         Closing the iterator ends the request. `on_progress` is called at the start, for each interim response and after
-        each piece of the body, with the number of bytes received since the last call (of a compressed body, as sent),
-        or -1 if the peer itself has received nothing since; it returns the timeout for the next one in seconds, or
-        raises. Raises `TransientError` after that timeout, or when the peer is gone or overloaded (with
-        `retry_after_s`); `UnreachableError` without a connection, `FillFailedError` when the peer could not get the
-        range, `NotFoundError` for a file that it does not serve, `AccessError` when it rejects the secret.
+        each piece of the body, with the number of bytes received since the last call, or -1 if the peer itself has
+        received nothing since; it returns the timeout for the next one in seconds, or raises. Raises `TransientError`
+        after that timeout, or when the peer is gone or overloaded (with `retry_after_s`); `UnreachableError` without a
+        connection, `FillFailedError` when the peer could not get the range, `NotFoundError` for a file that it does not
+        serve, `AccessError` when it rejects the secret.
         """
-
-        def received(num_bytes: int) -> None:
-            self._pace(num_bytes)
-            connection.sock.settimeout(on_progress(num_bytes))
-
         connection, signer = self._connection(address, min(on_progress(0), _CONNECT_S))
         try:
             connection.sock.settimeout(on_progress(0))
-            connection.send(signer.encode(structs.replace(request, zstd=self._rate.is_slow), address))
-            head = self._read_head(connection, on_progress)
-            body = _Body(connection, _length_of(head, request.length, connection.peer), self._rate, received)
-            source: _Body | zstandard.ZstdDecompressionReader = body
-            if "content-encoding" in head.fields:
-                # It calls only `read`.
-                source = zstandard.ZstdDecompressor(max_window_size=MAX_BLOCK_SIZE).stream_reader(body)  # type: ignore[arg-type]
+            connection.send(signer.encode(request, address))
+            self._read_head(connection, request.length, on_progress)
             for part in parts:
                 remaining = part
                 while remaining:
-                    count = source.readinto(remaining)
-                    if not count:
-                        raise CorruptError(f"{connection.peer} sends fewer bytes than requested")
+                    count = connection.read_some(remaining)
                     remaining = remaining[count:]
+                    self._pace(count)
+                    connection.sock.settimeout(on_progress(count))
                 yield part
-            if source.read(1) or body.remaining:
-                raise CorruptError(f"{connection.peer} sends more bytes than requested")
-        except BaseException as error:
+        except BaseException:
             # A partial response is not drained: that would take as long as receiving it.
             connection.sock.close()
-            if isinstance(error, zstandard.ZstdError):
-                raise CorruptError(f"{connection.peer} sends no valid zstd frame: {error}") from error
             raise
         self._keep(address, connection, signer)
 
@@ -269,7 +187,7 @@ class Client:
         for connection in connections:
             connection.sock.close()
 
-    def _read_head(self, connection: Connection, on_progress: Callable[[int], float]) -> Head:
+    def _read_head(self, connection: Connection, length: int, on_progress: Callable[[int], float]) -> None:
         previous = ""
         for _ in range(_MAX_INTERIM):
             head = _checked(connection.read_head(), connection.peer)
@@ -278,7 +196,8 @@ class Client:
             has = head.fields.get("bootseer-ready", "")
             connection.sock.settimeout(on_progress(0 if has != previous else -1))
             previous = has
-        return head
+        if head.first[0] != "206" or head.fields.get("content-length") != str(length):
+            raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
 
     def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
         with self._lock:
@@ -350,17 +269,6 @@ def _checked(head: Head | None, peer: str) -> Head:
         case "503":
             raise FillFailedError(f"{peer} could not get it")
     return head
-
-
-def _length_of(head: Head, length: int, peer: str) -> int:
-    """The length of the body with a range of `length` bytes. Raises `CorruptError`."""
-    sent = head.fields.get("content-length", "")
-    if head.first[0] == "206":
-        if "content-encoding" not in head.fields and sent == str(length):
-            return length
-        if head.fields.get("content-encoding") == "zstd" and re.fullmatch(r"[0-9]{1,9}", sent) and int(sent) < length:
-            return int(sent)
-    raise CorruptError(f"{peer} answers {head.first[0]} {head.first[1]}")
 
 
 def _is_closed(sock: socket.socket) -> bool:

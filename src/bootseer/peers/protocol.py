@@ -9,7 +9,6 @@ without synchronized clocks or a memory of nonces. Responses are not signed: rec
     Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
     Bootseer-Level: rack | global | held        what the owner may do when it has not got them
     Bootseer-Members: DIGEST [NAME]             of the sender's list of peers; its own name in it
-    Accept-Encoding: zstd                       when links are slow; not signed
     Authorization: Bootseer NUMBER MAC
 
     GET /v1/readers/IDENTITY/FIRST/BITS         which nodes read or have these blocks: see `readers`
@@ -20,7 +19,7 @@ without synchronized clocks or a memory of nonces. Responses are not signed: rec
 
     102 Processing                              the owner waits for the origin; again every 0.1 s
     Bootseer-Ready: NUMBER                      blocks of the file that it has by now
-    206 Partial Content, with Content-Encoding: zstd if that is shorter; 403, 404, 416, 429, 503
+    206 Partial Content, 403, 404, 416, 429, 503
 
 Decides and touches nothing.
 """
@@ -48,7 +47,6 @@ _NONCE: Final = re.compile(r"[0-9a-f]{32}")
 _IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
 _BLOCKS: Final = re.compile(r"([0-9a-f]{64})/([0-9]{1,9})/([0-9a-f]{1,8})")
 _SENDER: Final = re.compile(r"([!-~]{1,255})( keeps)?")
-_ACCEPT_ZSTD: Final = "Accept-Encoding: zstd\r\n"
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 REASONS: Final = {
     102: "Processing", 200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
@@ -74,8 +72,6 @@ class Request(Struct, frozen=True):
     members: str
     sender: str = ""
     """The name of the requesting node; empty if it serves nothing."""
-    zstd: bool = False
-    """Whether the answer may be compressed."""
 
     @property
     def header_value(self) -> str:
@@ -145,7 +141,6 @@ class Signer(Struct):
         return (
             f"GET {_FILES}{request.file} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={request.start}-{last}\r\n"
             f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.header_value}\r\n"
-            f"{_ACCEPT_ZSTD * request.zstd}"
             f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
         ).encode()
 
@@ -189,8 +184,7 @@ def _parse_request(head: Head) -> Request:
     if not start <= last < start + MAX_BLOCK_SIZE:
         raise CorruptError("a peer asks for more than it may at once")
     members, _, sender = head.fields.get("bootseer-members", "").partition(" ")
-    zstd = head.fields.get("accept-encoding") == "zstd"
-    return Request(identity, start, last - start + 1, Level(level), members, sender, zstd)
+    return Request(identity, start, last - start + 1, Level(level), members, sender)
 
 
 def encode_readers(found: dict[str, int]) -> bytes:

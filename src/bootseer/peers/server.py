@@ -1,9 +1,8 @@
 """Serves this node's blocks to the other nodes of its job, from files of the cache by `sendfile`.
 
 One thread per connection: `sendfile` releases the GIL and costs a quarter of a second of CPU per GiB, like nginx and
-half of asyncio. Only nodes with slow links ask for compressed answers. Missing blocks are requested from the origin by
-the node's own fetcher, so that each is fetched once however many peers wait for it; those get `102` at once and
-repeatedly until the block is present.
+half of asyncio. Missing blocks are requested from the origin by the node's own fetcher, so that each is fetched once
+however many peers wait for it; those get `102` at once and repeatedly until the block is present.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from bootseer.blocks.codec import compressor_of
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
@@ -32,8 +30,6 @@ from bootseer.peers.readiness import RollCall, StartReport
 
 _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
-_LEVEL: Final = 1
-"""Of zstd: faster than the links for which answers are compressed."""
 _IDLE_S: Final = 30.0
 FILLING_EVERY_S: Final = 0.1
 _SOON_S: Final = 3.0
@@ -308,25 +304,13 @@ class Server:
     def _send(self, connection: Connection, content: Content, request: Request) -> None:
         fd = content.open()
         try:
-            frame = _compressed(fd, request) if request.zstd else b""
-            if frame:
-                connection.send(encode_answer(206, len(frame), "Content-Encoding: zstd\r\n"), more=True)
-                connection.send(frame)
-            else:
-                connection.send(encode_answer(206, request.length), more=True)
-            sent = len(frame) or connection.send_file(fd, request.start, request.length)
+            connection.send(encode_answer(206, request.length), more=True)
+            sent = connection.send_file(fd, request.start, request.length)
         finally:
             os.close(fd)
-        if not frame and sent != request.length:
+        if sent != request.length:
             raise TransientError("the cached file is shorter than its index says")
         left_from = connection.sock.getsockname()[0]
         with self._lock:
             self.served.bytes_sent += sent
             self.served.by_interface[left_from] = self.served.by_interface.get(left_from, 0) + sent
-
-
-def _compressed(fd: int, request: Request) -> bytes:
-    """The range as a frame of zstd; empty if that is no shorter."""
-    data = os.pread(fd, request.length, request.start)
-    frame = compressor_of(_LEVEL).compress(data)
-    return frame if len(data) == request.length > len(frame) else b""
