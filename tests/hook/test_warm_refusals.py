@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bootseer.hook import programs, warm_parent
+from bootseer.hook import programs, warm_child, warm_parent
 from hook.test_warm import HOOK, Launcher
 
 pytestmark = pytest.mark.slow
@@ -209,3 +211,16 @@ def test_a_program_that_sets_what_imports_read_is_started_by_exec(launcher: Laun
     launcher.remember(launcher.write("child.py", "import json\n"))
     launcher.run((["child.py"], {}))
     assert "sets OMP_PLACES" in launcher.reasons()[1]
+
+
+def test_a_c_library_that_does_not_keep_the_thread_id_there_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """musl keeps a lock there: the first thread of a copy would wait for it without end."""
+    lock = ctypes.c_int(0)
+
+    def prctl(option: int, place: object, *_: int) -> int:
+        place._obj.value = ctypes.addressof(lock)
+        return 0
+
+    monkeypatch.setattr(warm_child, "libc", SimpleNamespace(prctl=prctl))
+    with pytest.raises(NotImplementedError, match="C library"):
+        warm_child.Cloner()

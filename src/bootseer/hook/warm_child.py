@@ -51,6 +51,8 @@ class Cloner:
         result = libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
         if calls is None or result or not address.value or not hasattr(ctypes.pythonapi, "PyOS_BeforeFork"):
             raise NotImplementedError("this kernel or processor is not supported")
+        if ctypes.c_int.from_address(address.value).value != os.getpid():  # as musl: it keeps a lock there
+            raise NotImplementedError("this C library is not supported")
         self._clone, get_robust, self._set_robust, tls_first = calls
         if libc.syscall(get_robust, 0, ctypes.byref(head), ctypes.byref(length)):
             raise NotImplementedError("this kernel is not supported")
