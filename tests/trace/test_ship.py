@@ -144,6 +144,17 @@ def test_one_sends_and_the_next_goes_on(service, tmp_path, link):
     second.close()
 
 
+def test_another_service_gets_all_events(service, tmp_path, link):
+    folder, lines = spool(tmp_path / "spool")
+    with running_service(tmp_path / "other") as other:
+        for url in (service.url, other.url):
+            shipper = Shipper(str(folder), link(url))
+            until_sent(shipper)
+            shipper.close()
+        assert other.raw_lines() == lines
+    assert service.raw_lines() == lines
+
+
 def test_a_damaged_position_or_a_folder_without_any_costs_nothing_but_work(service, tmp_path, link):
     folder, lines = spool(tmp_path / "spool")
     for content in (b"", b"[1", b'{"version":1,"sender":"../x","sequence":0,"files":{},"pending":[]}', b"\xff"):

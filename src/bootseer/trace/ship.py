@@ -116,6 +116,8 @@ class Link:
         self._wanted_stacks: object = None
         self._sampler: Sampler | None = None
         self._where = where
+        self.service = f"{where.host}:{where.port}{where.path}"
+        """Its name, in the record of what it has."""
         self._timeout_s = timeout_s
         self._pause_s = _FIRST_PAUSE_S
         self._connection: http.client.HTTPConnection | None = None
@@ -300,8 +302,8 @@ class Shipper:
         try:
             data = os.pread(self._positions, min(os.fstat(self._positions).st_size, _MAX_POSITIONS), 0)
             state = json.loads(data.partition(b"\n")[0])
-            if state["version"] != _VERSION:
-                return
+            if state["version"] != _VERSION or state.get("service", self._link.service) != self._link.service:
+                return  # written by another version, or for another service: this one gets all events
             sender, sequence = str(state["sender"]), int(state["sequence"])
             files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in state["files"].items()}
             pending = [Part(str(n), int(i), int(b), int(e)) for n, i, b, e in state["pending"]]
@@ -314,8 +316,8 @@ class Shipper:
         """Write in place: a rename would change the folder's mtime, which identifies the latest attempt."""
         if self._positions < 0:
             return
-        state = {"version": _VERSION, "sender": self._sender, "sequence": self._sequence, "files": self._files,
-                "pending": self._pending}  # fmt: skip
+        state = {"version": _VERSION, "service": self._link.service, "sender": self._sender, "sequence": self._sequence,
+                 "files": self._files, "pending": self._pending}  # fmt: skip
         data = json.dumps(state).encode() + b"\n"
         with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
             os.pwrite(self._positions, data, 0)
