@@ -62,15 +62,15 @@ def test_a_path_that_may_not_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 def test_errors_of_the_system_are_one_line(tmp_path: Path) -> None:
-    program = Path(sys.executable).parent / "bootseer"
+    program, where = Path(sys.executable).parent / "bootseer", "(where: BOOTSEER_LOG=debug)"
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run([program, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (1, "bootseer: No space left on device\n")
+    assert (ran.returncode, ran.stderr) == (1, f"bootseer: No space left on device {where}\n")
     gone = f"mkdir gone && cd gone && rmdir ../gone && {program} ckpt list ."
     ran = subprocess.run(["sh", "-c", gone], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (1, "bootseer: No such file or directory\n")
+    assert (ran.returncode, ran.stderr) == (1, f"bootseer: No such file or directory {where}\n")
     ran = subprocess.run(["sh", "-c", f"{gone} >&-"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (1, "bootseer: No such file or directory\n")
+    assert (ran.returncode, ran.stderr) == (1, f"bootseer: No such file or directory {where}\n")
 
 
 def test_a_message_that_cannot_be_written_does_not_change_the_exit_code() -> None:

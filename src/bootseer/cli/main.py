@@ -45,7 +45,8 @@ def main() -> None:
         code = 141
     except OSError as error:  # a path that may not be read, a full disk behind the help, a removed working folder
         _log_failure()
-        _say(f"bootseer: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
+        place, hint = (f"{error.filename}: ", "") if error.filename else ("", " (where: BOOTSEER_LOG=debug)")
+        _say(f"bootseer: {place}{error.strerror or error}{hint}")
         code = 1
         try:
             (sys.stdout or io.StringIO()).flush()
