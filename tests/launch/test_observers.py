@@ -57,4 +57,5 @@ def test_a_run_owns_its_events_although_the_clock_was_set_back_and_none_of_befor
     assert run.owns(event._replace(wall_ns=event.wall_ns - 5 * minute_ns))
     assert not run.owns(event._replace(wall_ns=event.wall_ns - minute_ns, mono_ns=event.mono_ns - minute_ns))
     assert not run.owns(event._replace(wall_ns=event.wall_ns - 100 * minute_ns, mono_ns=event.mono_ns + minute_ns))
+    assert not run.owns(event._replace(wall_ns=event.wall_ns - 9 * minute_ns, mono_ns=event.mono_ns + 999 * minute_ns))
     assert not run.owns(event._replace(node="b"))

@@ -87,6 +87,12 @@ def test_a_command_that_is_not_there_is_127(run):
     assert "no-such-program-anywhere: command not found" in done.stderr
 
 
+@pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
+def test_an_empty_command_is_127(run, more):
+    done = run("run", "--", "", more=more)
+    assert (done.returncode, done.stderr) == (127, "bootseer: '': command not found\n")
+
+
 def test_a_command_that_cannot_be_executed_is_126(run, tmp_path):
     (tmp_path / "data").write_text("no program")
     assert run("run", "--", str(tmp_path / "data")).returncode == 126
@@ -136,6 +142,12 @@ def test_usage_errors_are_2_and_start_nothing(run, words):
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_a_job_with_the_name_of_a_file_is_reported_by_its_folder(run, tmp_path):
+    (tmp_path / "true").mkdir()
+    done = run("run", "--", "true", more={"BOOTSEER_SPOOL": "", "XDG_STATE_HOME": str(tmp_path)})
+    assert done.stderr.endswith(f"bootseer report {tmp_path}/bootseer/jobs/true/attempt-0\n")
 
 
 def test_stdin_is_inherited(run):

@@ -70,7 +70,8 @@ class RunEvents:
         identity = self.tracer.identity
         mine = event.node == identity.node and identity.rank in (NO_RANK, event.rank)
         # The clock may have been set back meanwhile. The monotonic one alone does not tell: it restarts at a boot.
-        is_later = event.mono_ns >= self._began_mono_ns and event.wall_ns >= self.began_ns - _SET_BACK_NS
+        elapsed_ns = event.mono_ns - self._began_mono_ns
+        is_later = elapsed_ns >= 0 and event.wall_ns >= self.began_ns + elapsed_ns - _SET_BACK_NS
         # The scheduler's stages lie before the run, and have it as their parent.
         return mine and (is_later or event.wall_ns >= self.began_ns or event.parent == self.span)
 
@@ -151,7 +152,8 @@ class Session(RunEvents):
             "BOOTSEER_NODE": identity.node,
             **self.tracer.environment(self.span),
         }
-        child.pop("BOOTSEER_SERVICE_TOKEN", None)  # a secret that the job does not need
+        for name in ("BOOTSEER_SERVICE_TOKEN", "BOOTSEER_WARM"):  # a secret that the job does not need; an outer run's
+            child.pop(name, None)
         if hook and env.get("BOOTSEER_HOOK") != "0":
             if self.warm is not None:
                 child["BOOTSEER_WARM"] = self.warm_folder
@@ -232,8 +234,9 @@ class Session(RunEvents):
         elif not self.quiet and "spool" in self.sinks:
             import shlex
 
-            where = shlex.quote(self.tracer.identity.job if self.in_default_root else self.folder)
-            say(f"where the startup's time went: bootseer report {where}")
+            job = self.tracer.identity.job
+            is_name = self.in_default_root and not os.path.exists(job)  # `report` takes a name that exists for a path
+            say(f"where the startup's time went: bootseer report {shlex.quote(job if is_name else self.folder)}")
 
 
 def _has_other_processes(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:

@@ -99,7 +99,7 @@ class StartError(Exception):
 
     def __init__(self, command: str, error: OSError, reason: str = "") -> None:
         missing = not reason and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        super().__init__(f"{command}: {'command not found' if missing else reason or error.strerror}")
+        super().__init__(f"{command or repr(command)}: {'command not found' if missing else reason or error.strerror}")
         self.code = NOT_FOUND if missing else NOT_EXECUTABLE
 
 
@@ -219,6 +219,8 @@ def _exec_command(
 
 def _exec(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Exec the command as shells do: a script without an interpreter line is run by sh. Raises `OSError`."""
+    if not command[0]:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     try:
         os.execvpe(command[0], list(command), dict(env))
     except OSError as error:
