@@ -84,8 +84,9 @@ def load_exporter() -> None:
         from bootseer.trace import otlp_wire  # noqa: F401
 
 
-def export_spool(run: RunEvents, endpoint: str | None, ended: threading.Event, say: Callable[[str], None]) -> None:
-    """Export the run's own events to the collector until `ended` is set, then flush within two seconds. Never raises.
+def export_spool(run: RunEvents, endpoint: str, ended: threading.Event) -> None:
+    """Export the run's own events to the collector until `ended` is set, then flush within two seconds. `endpoint`:
+    empty for that of the OTEL variables. Never raises.
 
     Events are read from the spool, which keeps them whatever becomes of the export.
     """

@@ -201,10 +201,8 @@ class PeersStart:
         reply = self._service.next_message(_READY_S)
         while "state" in reply:  # it ended before it was ready: its error follows
             reply = self._service.next_message(_READY_S)
-        if reply.get("hint"):
-            raise UsageError(str(reply["error"]), hint=str(reply["hint"]))
         if "error" in reply:
-            raise error_named(str(reply["kind"]), str(reply["error"]))
+            raise error_named(str(reply["kind"]), str(reply["error"]), str(reply.get("hint", "")))
 
     def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
         from bootseer.peers.members import Listed, open_source

@@ -180,15 +180,16 @@ class Session(RunEvents):
         )
         if self.otlp is None and self.service is None and not scheduled and not self.reports:
             return
-        from bootseer.launch.observers import Observers, Shipping, load_exporter, report_when_training_begins
+        from bootseer.launch import observers
 
-        self._observers = Observers()
+        self._observers = observers.Observers()
         if self.reports:
-            self._observers.start(lambda ended: report_when_training_begins(self, ended))
+            self._observers.start(lambda ended: observers.report_when_training_begins(self, ended))
         if self.otlp is not None:
-            self._observers.start(self._export, load=load_exporter)
+            url = self.otlp.partition("=")[2]
+            self._observers.start(lambda ended: observers.export_spool(self, url, ended), load=observers.load_exporter)
         if self.service is not None:
-            self._shipping = Shipping(self.folder, self.service.partition("=")[2], self._env)
+            self._shipping = observers.Shipping(self.folder, self.service.partition("=")[2], self._env)
             self._observers.start(self._shipping.watch, join=False)
         if scheduled:
             self._observers.start(lambda ended: self._scheduler_times(env, ended))
@@ -212,12 +213,6 @@ class Session(RunEvents):
     def _emit_past_span(self, stage: str, begin_ns: int, end_ns: int, told_by: str) -> None:
         span = self.tracer.emit(stage, BEGIN, parent=self.span, wall_ns=begin_ns, attrs={"told_by": told_by})
         self.tracer.emit(stage, END, span=span, parent=self.span, wall_ns=end_ns, outcome=OK)
-
-    def _export(self, ended: threading.Event) -> None:
-        from bootseer.launch.observers import export_spool
-
-        url = (self.otlp or "").partition("=")[2]
-        export_spool(self, url or None, ended, say)
 
     def close(self, code: int) -> None:
         """Write the end event, and wait a moment for the observers."""

@@ -228,18 +228,19 @@ class Shipper:
         self._sender = ""
         self._sequence = 0
         self._files: dict[str, tuple[int, int]] = {}
-        self._pending: list[Part] = []
+        self.pending: list[Part] = []
+        """A batch that was not accepted yet."""
 
     def step(self) -> bool:
         """Send a batch, if there is one and no pause; returns whether it was sent (there may be more). Never raises."""
         if time.monotonic() < self._link.not_before or not self._acquire():
             return False
         try:
-            if not self._pending:
-                self._pending = self._gather()
-                if not self._pending:
+            if not self.pending:
+                self.pending = self._gather()
+                if not self.pending:
                     return False
-            lines = b"".join(self._lines(part) for part in self._pending)
+            lines = b"".join(self._lines(part) for part in self.pending)
         except OSError:
             return False  # retried at the next call
         if lines:
@@ -247,22 +248,17 @@ class Shipper:
             if not self._link.send(lines, self._sender, self._sequence):
                 return False
             self._sequence += 1
-        for part in self._pending:
+        for part in self.pending:
             self._files[part.name] = (part.inode, part.end)
-        self._pending = []
+        self.pending = []
         self._save()
         self._link.send_stacks(self._sender)
         return True
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether a batch was not accepted yet."""
-        return bool(self._pending)
-
     def all_sent(self) -> bool:
         """Whether the service has everything in the folder; False while another process sends it."""
         try:
-            return self._acquire() and not self._pending and not self._gather()
+            return self._acquire() and not self.pending and not self._gather()
         except OSError:
             return True  # the folder was deleted
 
@@ -296,7 +292,7 @@ class Shipper:
 
     def _load(self) -> None:
         self._sender = f"{safe_name(os.uname().nodename)[:60]}-{os.urandom(4).hex()}"
-        self._sequence, self._files, self._pending = 0, {}, []
+        self._sequence, self._files, self.pending = 0, {}, []
         if self._positions < 0:
             return
         try:
@@ -310,14 +306,14 @@ class Shipper:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return  # new or damaged: all events are sent again, and the service detects duplicates
         if sender == safe_name(sender) and 0 <= sequence < 1 << 59 and all("/" not in part.name for part in pending):
-            self._sender, self._sequence, self._files, self._pending = sender, sequence, files, pending
+            self._sender, self._sequence, self._files, self.pending = sender, sequence, files, pending
 
     def _save(self) -> None:
         """Write in place: a rename would change the folder's mtime, which identifies the latest attempt."""
         if self._positions < 0:
             return
         state = {"version": _VERSION, "service": self._link.service, "sender": self._sender, "sequence": self._sequence,
-                 "files": self._files, "pending": self._pending}  # fmt: skip
+                 "files": self._files, "pending": self.pending}  # fmt: skip
         data = json.dumps(state).encode() + b"\n"
         with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
             os.pwrite(self._positions, data, 0)
@@ -404,7 +400,7 @@ class Spools:
             while shipper.step():
                 sent = True
             any_sent |= sent
-            if sent or shipper.has_pending:
+            if sent or shipper.pending:
                 changed_s = now_s
             self._changed[folder] = (changed_s, now_s)
             if now_s - changed_s > _OPEN_S:  # there may be thousands of folders: do not keep all open
