@@ -55,8 +55,8 @@ def format_bytes(count: int | float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 node`, `1,440 nodes`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """`1 node`, `1,440 nodes`, `2 processes`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def listed(items: Sequence[str], most: int = 3) -> str:

@@ -11,7 +11,7 @@ import click
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
 from bootseer.cli.verb_parts import Group, json_option, listen_address, stop_event
-from bootseer.units import format_bytes, format_seconds
+from bootseer.units import format_bytes, format_seconds, plural
 
 _VERBS = {
     "run": ("agent", "Run the agent until a signal ends it."),
@@ -101,10 +101,10 @@ def status_command(output: Output) -> None:
     output(
         status,
         rows,
-        f"agent {status['pid']}, up {format_seconds(status['uptime_s'])}: {cache['files']} files, "
+        f"agent {status['pid']}, up {format_seconds(status['uptime_s'])}: {plural(cache['files'], 'file')}, "
         f"{format_bytes(cache['disk_bytes'])}{limit} in {cache['folder']}, {format_bytes(status['freed_bytes'])} freed",
         *(
-            f"{held['files']} files of ended jobs are served at {', '.join(held['addresses'])} for another "
+            f"{plural(held['files'], 'file')} of ended jobs served at {', '.join(held['addresses'])} for another "
             f"{format_seconds(held['left_s'])}: {format_bytes(held['sent_bytes'])} sent"
             for held in status["peers"]
         ),
@@ -117,4 +117,4 @@ def status_command(output: Output) -> None:
 
 def _shipped(service: dict[str, Any]) -> str:
     reason = f"; the last one failed: {service['problem']}" if service["problem"] else ""
-    return f"{service['batches']} batches of events sent to the service{reason}"
+    return f"{plural(service['batches'], 'batch')} of events sent to the service{reason}"

@@ -79,10 +79,10 @@ def ship_command(
         cause = f": {link.problem}" if link.problem else "; another process is sending them"
         raise TransientError(f"{plural(waiting, 'folder')} could not be sent completely{cause}. The spools keep them")
     if not quiet:
-        sent = f"{link.batches:,} batch{'' if link.batches == 1 else 'es'}"
         has = "what is before the damage" if damaged else "everything"
-        message = "the next call sends the rest" if follow else f"the service has {has}"
-        output({"batches": link.batches, "lines": lines, "waiting": waiting}, f"sent {sent}; {message}")
+        rest = "the next call sends the rest" if follow else f"the service has {has}"
+        sent = f"sent {plural(link.batches, 'batch')}; {rest}"
+        output({"batches": link.batches, "lines": lines, "waiting": waiting}, sent)
     if damaged:
         raise SystemExit(1)
 
