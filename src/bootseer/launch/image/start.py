@@ -251,7 +251,7 @@ class _ImageStart:
         options = replace(options, process=words, binds=(*binds, *options.binds), parent=parent)
         container = Container(folder, mounted.root, mounted.config, options, env)
         if parent and not container.has_parent and self._options.warm == "on":
-            say("a restart makes the container anew: the image's PATH has no python3 of version 3.11 or later")
+            say("a restart creates the container again: the image's PATH has no python3 of version 3.11 or later")
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
             with reporting_errors("the container cannot write events"):
