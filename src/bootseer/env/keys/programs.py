@@ -113,17 +113,22 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 _WRITERS = frozenset(("mkdir", "touch", "tee", "mktemp", "truncate"))
-_CHANGERS = frozenset(("rm", "rmdir", "chmod", "chown", "chgrp"))
+REMOVERS = frozenset(("rm", "rmdir"))
+"""Programs that read nothing of what they name: `rm -rf /tmp/* /var/lib/apt/lists/*`."""
+_CHANGERS = REMOVERS | {"chmod", "chown", "chgrp"}
+TAKE_TEXT = frozenset(("echo", "printf", "expr", "find", "test", "[", "[["))
+"""Programs to which `*` is most likely given in quotes: a line of asterisks."""
 COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync"))
 _ENVIRONMENTS = frozenset(("venv", "virtualenv"))
 _NEUTRAL = frozenset(
     """
-    for select case set export unset echo printf true false : test [ [[ ]] return exit trap shift local declare
-    readonly typeset ulimit umask sleep wait date which command type hash alias cat ls grep egrep awk head tail cut
-    sort tr wc env pwd dirname basename readlink realpath nproc getent uname id whoami apt-get apt apt-cache apt-key
-    add-apt-repository dpkg-query dpkg ldconfig locale-gen update-alternatives update-ca-certificates yum dnf
-    microdnf apk conda mamba micromamba nvidia-smi shopt df du free ps kill pkill hostname sha256sum md5sum sysctl
-    modprobe mount useradd usermod groupadd source . setup.py read mapfile let systemctl service
+    for select case break continue set export unset echo printf true false : test [ [[ ]] return exit trap shift local
+    declare readonly typeset ulimit umask sleep wait date which command type hash alias cat ls grep egrep awk head tail
+    cut sort tr wc env printenv pwd popd dirname basename readlink realpath seq expr nproc getent uname id whoami
+    apt-get apt apt-cache apt-key add-apt-repository dpkg-query dpkg ldconfig locale-gen update-alternatives
+    update-ca-certificates yum dnf microdnf apk conda mamba micromamba nvidia-smi shopt df du free ps kill pkill
+    hostname sha256sum md5sum sysctl modprobe mount useradd usermod groupadd source . setup.py read mapfile let
+    systemctl service
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 NAMES_FOLDERS = (
@@ -137,7 +142,7 @@ NAMES_FOLDERS = (
 PROJECTS = {
     "make": "Makefile", "cmake": "CMakeLists.txt", "ninja": "build.ninja", "meson": "meson.build",
     "uv": "pyproject.toml", "poetry": "pyproject.toml", "pdm": "pyproject.toml", "hatch": "pyproject.toml",
-    "pixi": "pixi.toml", "go": "go.mod",
+    "pixi": "pixi.toml", "go": "go.mod", "pipenv": "Pipfile", "just": "justfile", "nox": "noxfile.py",
     "npm": "package.json", "yarn": "package.json", "pnpm": "package.json", "cargo": "Cargo.toml",
 }  # fmt: skip
 """Programs that work on a project, and the file that marks one."""
@@ -146,7 +151,7 @@ _PACKAGES = {
     "conda": "conda", "mamba": "conda", "micromamba": "conda", "npm": "npm", "yarn": "npm", "pnpm": "npm",
     "cargo": "cargo", "go": "go", "uv": "uv", "pipx": "pipx", "poetry": "poetry", "pdm": "pdm", "pixi": "pixi",
 }  # fmt: skip
-LOCKS = {"uv": "uv.lock", "poetry": "poetry.lock", "pdm": "pdm.lock", "pixi": "pixi.lock"}
+LOCKS = {"uv": "uv.lock", "poetry": "poetry.lock", "pdm": "pdm.lock", "pixi": "pixi.lock", "pipenv": "Pipfile.lock"}
 """Programs that install a project as its lock file says."""
 _BRINGS = frozenset(("install", "add", "create", "upgrade", "dist-upgrade", "full-upgrade", "ci", "i"))
 _DOWNLOADERS = frozenset(("curl", "wget"))

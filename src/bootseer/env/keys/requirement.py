@@ -215,6 +215,26 @@ def relevant_parts(kind: FileKind, path: str, data: bytes) -> tuple[str, ...]:
     return tuple(f"{name} {json.dumps(part, sort_keys=True, default=str)}" for name, part in parts.items() if part)
 
 
+_OF_FOLDER = re.compile(rb"\b(path|workspace|dynamic)\b|file:")
+_WITHOUT_PROJECT = frozenset(("--no-install-project", "--no-root", "--no-self"))
+
+
+def installs_packages_alone(words: Sequence[str], data: bytes) -> bool:
+    """Whether `uv sync`, `poetry install` and the like install nothing from the folder of this pyproject.toml: then
+    only it and its lock count, and not the project's code."""
+    if words[1:2] not in (("sync",), ("install",)) or _OF_FOLDER.search(data):
+        return False
+    if not _WITHOUT_PROJECT.isdisjoint(words):
+        return True
+    try:
+        table = tomllib.loads(data.decode())
+    except (ValueError, RecursionError):
+        return False
+    if words[0].endswith("uv"):
+        return _table_at(table, "tool", "uv").get("package", "build-system" in table) is False
+    return _table_at(table, "tool", "poetry").get("package-mode") is False
+
+
 def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Requirement]:
     """Its inputs from this machine or from repositories that have no digest in the file."""
     if kind == "conda":

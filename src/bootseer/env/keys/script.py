@@ -10,8 +10,10 @@ Does no I/O itself: `NodeFiles` does.
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -88,8 +90,7 @@ def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
     """Add inputs of a program in another language: quoted words that are files."""
     reader, name = _Reader(script, look, inputs), posixpath.basename(script.path)
     for found in re.finditer(r"['\"]([^'\"\n]{1,500})['\"]", script.text):
-        for word in dict.fromkeys((found[1], *found[1].split())):
-            reader.add_candidate(word, folders=False)
+        reader.add_words((found[1], *found[1].split()))
     reader.note_installations(script.text)
     reader.note_variables()
     inputs.cwd_reason = inputs.cwd_reason or f"{name} may write to it"
@@ -107,10 +108,11 @@ class _Reader:
         self._length = 0
         """Of the text that is being read: those within it are shorter, also if `eval` expands variables."""
 
-    def note_variables(self, overwritten: Set[str] = frozenset()) -> None:
+    def note_variables(self, overwritten: Set[str] = frozenset(), commented: Iterable[str] = ()) -> None:
         """Note each word that names a variable of the start, whether or not it is read, and in whatever way: `${!X}`, a
         quoted heredoc, `os.environ["X"]`. One that is not set has no component."""
-        self._inputs.variables |= self._script.env.keys() & {*shell.NAME.findall(self._script.text)} - overwritten
+        named = Counter(shell.NAME.findall(self._script.text)) - Counter(commented)
+        self._inputs.variables |= self._script.env.keys() & named.keys() - overwritten
 
     def read(self, text: str) -> None:
         before, self._length = self._length, len(text)
@@ -118,7 +120,7 @@ class _Reader:
         if before:
             parsed.overwritten.clear()  # text within a script may be in a branch
         else:
-            self.note_variables(parsed.overwritten)
+            self.note_variables(parsed.overwritten, parsed.commented)
         if not parsed.complete:
             self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
         self._paths.learn(parsed.assignments, parsed.overwritten)
@@ -136,8 +138,7 @@ class _Reader:
         for command in commands:
             self._command(command)
         for inner in parsed.texts:
-            for word in dict.fromkeys(_WORD_OF_TEXT.findall(inner)):
-                self.add_candidate(word, folders=False)
+            self.add_words(_WORD_OF_TEXT.findall(inner))
             self.note_installations(inner)
         self._length = before
 
@@ -167,6 +168,12 @@ class _Reader:
             self._inputs.requirements.unpinned[f"what {posixpath.basename(self._script.path)} installs"] = None
 
     # -- words ---------------------------------------------------------------------------------------------------------
+
+    def add_words(self, words: Iterable[str]) -> None:
+        """Add words of a text that no shell reads here, in which `*` does not mean all files (`Host *`)."""
+        for word in dict.fromkeys(words):
+            if word.strip(shell.ANY_NAME):
+                self.add_candidate(word, folders=False)
 
     def add_candidate(self, word: str, *, folders: bool, script: bool = False) -> None:
         """Add a word that may name an input. `script`: a shell reads it."""
@@ -241,6 +248,8 @@ class _Reader:
         if install is None:
             return
         asked = self._inputs.requirements
+        if not install.wanted and not install.files:  # `xargs pip install`
+            asked.unpinned["pip install (known when the setup runs)"] = None
         for value in install.others:
             self.add_candidate(value, folders=False)
         for value in install.find_links:
@@ -269,6 +278,7 @@ class _Reader:
         wanted = requirement.parse(text, editable=editable)
         if wanted is not None and wanted.kind == "path":
             found = self._paths.existing(wanted.target)
+            found = [path for path in found if path not in self._inputs.outputs or self._look.kind(path) == "folder"]
             for path in self._projects(found) or found:
                 asked.add(wanted._replace(target=path), self._look, ("/",), no_deps=no_deps)
             if not found and not self._inputs.outputs.intersection(self._paths.candidates(wanted.target)):
@@ -299,21 +309,32 @@ class _Reader:
         if program in programs.CONDA:
             for word in (word.rpartition("=")[2] for word in words if word.endswith((".yml", ".yaml"))):
                 self._inputs.requirement_files.update(dict.fromkeys(self._paths.existing(word), False))
-        marker = programs.PROJECTS.get(program)
-        if marker is not None:
-            self._inputs.folders.update(dict.fromkeys(self._project_folders(words, marker)))
-        for index, word in enumerate(words):
+        self._project(program, words)
+        for index, word in enumerate(words if program not in programs.REMOVERS else words[:1]):
             if program in programs.COPIERS and 0 < index < len(words) - 1:  # perhaps `cp -r . /opt/app`
                 job_folders = (path for path in self._paths.certain(word) if path in self._paths.bases and path != "/")
                 self._inputs.folders.update(dict.fromkeys(job_folders))
             for part in dict.fromkeys((word, word.partition("=")[2])):
-                if part not in ("", ".", "./", ".."):
+                is_text = not part.strip(shell.ANY_NAME) and (part != word or program in programs.TAKE_TEXT)
+                if part not in ("", ".", "./", "..") and not is_text:
                     self.add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
         # `python setup.py` and the like are identified by their program; the project is in the key.
         if called or program in self._functions:
             return
         if reason := programs.cwd_dependence(program, words, self._paths.is_absolute):
             self._depends_on_cwd(reason)
+
+    def _project(self, program: str, words: Sequence[str]) -> None:
+        """A project that the program works on: its folder, or only the files that list packages."""
+        marker = programs.PROJECTS.get(program, "")
+        for folder in self._project_folders(words, marker) if marker else ():
+            with contextlib.suppress(BootseerError):
+                data = self._look.read(f"{folder}/{marker}")
+                if marker == "pyproject.toml" and requirement.installs_packages_alone(words, data):
+                    for name in (marker, f"{program}.lock", f"{program}.toml", ".python-version"):
+                        self.add_candidate(f"{folder}/{name}", folders=False)
+                    continue
+            self._inputs.folders[folder] = None
 
     def _project_folders(self, words: Sequence[str], name: str) -> list[str]:
         """Folders that a program with these words may work on, of those that have a file of this name."""
@@ -423,7 +444,7 @@ def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, input
         head = files.read(path)
     except BootseerError:
         return  # too large or unreadable: the caller adds its digest if there is one
-    if b"\0" in head[:8192]:
+    if b"\0" in head[:8192] or b"# Generated by GNU Autoconf" in head[:1024]:  # long, about files beside it alone
         return
     script = Script(head.decode("utf-8", "replace"), path, cwd, env)
     is_bare = "." not in posixpath.basename(path) and files.may_execute(path) and not head.startswith(b"#!")

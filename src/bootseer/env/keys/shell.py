@@ -25,6 +25,8 @@ SHELL = re.compile(r"(ba|da|z|k)?sh|su|eval")
 _KEYWORDS = frozenset("if while until { fi done esac } then else elif do function time coproc !".split())  # noqa: SIM905
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ANY_NAME = "*?./"
+"""Characters of a pattern for all files, which in a text is most likely something else."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
 _EXPANDED = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^${}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 _MAX_DEPTH = 25
@@ -72,6 +74,8 @@ class Shell(Struct):
     """Their commands are among `commands`."""
     texts: list[str] = field(default_factory=list)
     """Heredocs that no shell reads."""
+    commented: list[str] = field(default_factory=list)
+    """Names in comments, as often as they are there; without those of nested commands."""
     complete: bool = True
     """False if the script is nested too deeply to be parsed completely."""
     budget: int = 1 << 22
@@ -125,6 +129,8 @@ class _Scanner:
         """Words before this command, which begins there."""
         self._parentheses = 0
         """Number of subshells around this place."""
+        self._in_pattern = False
+        """Whether patterns of `case` are here, which are no commands."""
         self._heredocs: list[str] = []
         """Delimiters of the heredocs that begin after this line."""
         self._line = len(shell.commands)
@@ -136,6 +142,8 @@ class _Scanner:
         while self._at < len(text):
             if found := _BLANKS.match(text, self._at):
                 self._at = found.end()
+                if found[0].startswith("#") and not self._depth:
+                    self._shell.commented += NAME.findall(found[0])
             elif found := _REDIRECTION.match(text, self._at):
                 self._redirection = found[1]
                 self._at = found.end()
@@ -144,13 +152,19 @@ class _Scanner:
             elif len(self._words) == 1 and (found := _PARAMETERS.match(text, self._at)):
                 self._shell.functions.add(self._words.pop())
                 self._at, self._is_certain = found.end(), False
+            elif self._in_pattern and text[self._at] in "|()":
+                self._in_pattern = text[self._at] != ")"
+                self._words, self._assigned = [], []
+                self._at += 1
             elif (operator := text[self._at]) in _OPERATORS:
                 self._at += 1
                 self._is_certain &= operator in ";\n"
+                self._in_pattern &= not self._words
                 self._end_command()
+                self._in_pattern |= text.startswith((";;", ";&"), self._at - 1)
                 if operator == ")" and not self._parentheses and self._is_substitution:
                     break
-                if operator in "()":  # without an opening one for a pattern of `case`
+                if operator in "()":
                     self._parentheses = max(self._parentheses + (1 if operator == "(" else -1), 0)
                 if operator == "\n":
                     self._skip_heredocs()
@@ -245,8 +259,12 @@ class _Scanner:
             self._assigned.append(assigned)
         elif self._words or word not in _KEYWORDS:
             self._words.append(word)
+            if word == "in" and self._words[0] == "case" and len(self._words) == 3:
+                self._end_command()
+                self._in_pattern, self._is_certain = True, False
         else:
             self._is_certain = False
+            self._in_pattern &= word != "esac"
 
     def _end_command(self) -> None:
         """Note the command that ends here, if there is one."""
@@ -289,12 +307,13 @@ class _Scanner:
 
 
 _OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
-_PATTERN = re.compile(r"[*?[]")
+_PATTERN = re.compile(r"[*?]|\[.+\]")
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w*)")
 _EXPANDABLE = re.compile("[${]")
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*,[^{}]*)\}")
 _MAX_STEPS = 16
 _MAX_EXPANSIONS = 1000
+_FEW = 10
 _MAX_WORD = 8192
 _MAX_PATH = 4096
 
@@ -311,6 +330,8 @@ class Paths:
         """Known values of variables, the likeliest last: branches of a script may give different ones."""
         self._maybe_unset: set[str] = set()
         """Variables that only the script sets, perhaps in a branch."""
+        self._existing: dict[str, list[str]] = {}
+        """Results of `existing` with these values and folders."""
         self._folder = folder
         self._look = look
 
@@ -327,6 +348,7 @@ class Paths:
                     texts = _expansions(value, {name: [*known[:1], *known[-1:]]})
                     known += [_expansions(each, {name: ["${}"]})[0] for each in reversed(texts)]
                 self._values[name] = list(dict.fromkeys(known))
+                self._existing.clear()
 
     def meanings(self, word: str, values: Mapping[str, Sequence[str]] | None = None) -> list[str]:
         """What a word may mean, the likeliest first."""
@@ -348,30 +370,38 @@ class Paths:
     def change_folder(self, word: str) -> None:
         """Let relative words start from a folder; they may still start from the others."""
         for path in self.existing(word):
-            if self._look.kind(path) == "folder":
+            if self._look.kind(path) == "folder" and path != self.bases[0]:
+                self._existing.clear()
                 self.bases = [path, *(base for base in self.bases if base != path)]
 
     def candidates(self, word: str) -> list[str]:
-        """Absolute paths that a word may mean, or several words in a variable. An unknown variable at its beginning
-        stands for any of the folders; it may also be empty, as any other that may be unset."""
-        meanings = [self._plain(word)]
+        """Absolute paths that a word may mean, or several words in it or in a variable. An unknown variable at its
+        beginning stands for any of the folders; it may also be empty, as any other that may be unset."""
+        found = [self._plain(word)]
         if _EXPANDABLE.search(word):
-            unset = {name: ["", *self._values[name]] for name in self._maybe_unset}
-            meanings = self.meanings(word, self._values | unset)
-            meanings += [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
-            meanings += [part for each in meanings for part in each.split()]
-        return list(dict.fromkeys(path for each in meanings for path in self._absolute(each)))
+            values = self._values | {name: ["", *self._values[name]] for name in self._maybe_unset}
+            found = texts = [] if "\n" in word else self._texts(word, values)
+            if (parts := word.split()) != [word]:  # text with many variables has too many meanings for all of them
+                texts = [*found[:_FEW], *(text for part in parts for text in self._texts(part, values))]
+            found = [*found, *(each for text in texts for each in text.split() if each.strip(ANY_NAME))]
+        return list(dict.fromkeys(path for each in found for path in self._absolute(each)))
+
+    def _texts(self, word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
+        meanings = self.meanings(word, values)
+        return meanings + [_UNKNOWN.sub("", each) for each in meanings if "$" in each and not _PATTERN.search(each)]
 
     def existing(self, word: str) -> list[str]:
         """The candidates that exist; a pattern means all matches."""
-        return [found for path in self.candidates(word) for found in self._matches(path)]
+        if word not in self._existing:
+            self._existing[word] = [found for path in self.candidates(word) for found in self._matches(path)]
+        return self._existing[word]
 
     def _matches(self, path: str) -> list[str]:
         folder, _, last = path.rpartition("/")
         if not _PATTERN.search(path):
             return [path] if self._look.kind(path) else []
         folders = self._matches(folder) if _PATTERN.search(folder) else [folder]
-        found = ((each, name) for each in folders for name in self._look.names(each))
+        found = ((each, name) for each in folders for name in self._look.names(each or "/"))
         return [f"{each}/{name}" for each, name in found if fnmatch.fnmatchcase(name, last)]
 
     def _plain(self, word: str) -> str:
@@ -391,7 +421,8 @@ class Paths:
             or any(sign in word for sign in "$\0\n")
         ):
             return []
-        return [posixpath.normpath(posixpath.join(base, word)) for base in self.bases]
+        paths = (posixpath.normpath(posixpath.join(base, word)) for base in self.bases)
+        return [f"/{path.lstrip('/')}" for path in paths]  # POSIX keeps two slashes
 
 
 def _expansions(word: str, values: Mapping[str, Sequence[str]]) -> list[str]:
