@@ -112,7 +112,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "generated cache",
         "is made anew when it is needed and differs each time",
-        paths=("/var/cache/ldconfig", "/var/cache/man", "/var/cache/debconf/templates.dat-old"),
+        # The last two are rewritten by each job with CUDA or conda: they would be in the way of a restore.
+        paths=("/var/cache/ldconfig", "/var/cache/man", "~/.nv/ComputeCache", "~/.conda/environments.txt"),
         pattern=r"/var/cache/debconf/.*-old|/var/cache/apt/.*\.bin",
     ),
     Rule("core dump", "is the memory of a process that died", pattern=r".*/(vg)?core\.\d{3,}", kinds=("file",)),
