@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.env.keys.key import RequestKey
-from bootseer.env.keys.request_key import Base, KeyRequest, request_key
+from bootseer.env.keys.request_key import KeyRequest, request_key
 from once import once
 
 SETUP = """\
@@ -91,7 +91,7 @@ def empty(tmp_path: Path) -> Project:
     (tmp_path / "home").mkdir()
     project.env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "xdg")}
     python = str(once("small-python", _make_small_python) / "bin" / "python")
-    project.ask = KeyRequest(None, (), str(project.job), project.env, Base("host"), python=python)
+    project.ask = KeyRequest(None, (), str(project.job), project.env, python=python)
     return project
 
 

@@ -117,14 +117,12 @@ def key_command(image: str | None, old: str | None, show_all: bool, output: Outp
     """
     from bootseer.env.keys.key import difference
     from bootseer.env.keys.request_key import request_key
-    from bootseer.launch.environment.lookup_process import base_of_image, key_request
+    from bootseer.launch.environment.lookup_process import image_digest, key_request
 
     _check_setup(values["setup"], values["requirements"])
-    base = None
     asked = wanted(values, {"plain_http": values["plain_http"]}, os.environ)
-    if image is not None:
-        base = base_of_image(request_of_verb(image, None, values["plain_http"]))
-    key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, base=base))
+    digest = "" if image is None else image_digest(request_of_verb(image, None, values["plain_http"]))
+    key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, image=digest))
     changed = None
     if old is not None:
         components, details = _old_key(old, values)
@@ -171,15 +169,16 @@ def _changes(changed: Sequence[Difference]) -> Iterator[Text | str]:
 
 
 def _explained(key: RequestKey, limit: int | None) -> Iterator[Text]:
-    """The parts of the key, each with at most `limit` lines."""
+    """The parts of the key and what was left out of it, each with at most `limit` lines."""
     from rich.text import Text
 
-    from bootseer.env.keys.key import explain
+    from bootseer.env.keys.key import shortened
 
     yield Text(key.digest, "bold")
-    for name, value, lines in explain(key):
+    for name in dict.fromkeys((*key.components, *key.details)):
+        lines = key.details.get(name, ())
         shown = lines if limit is None or len(lines) <= limit + 1 else lines[:limit]
-        yield Text.assemble((name, "bold"), f"  {value}")
+        yield Text.assemble((name, "bold"), f"  {shortened(key.components.get(name, ''))}")
         for line in shown:
             yield Text(f"    {line}", "dim")
         if len(shown) < len(lines):

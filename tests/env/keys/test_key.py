@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.env.keys.key import SCHEMA, RequestKey, difference, explain, framed, key_digest
+from bootseer.env.keys.key import SCHEMA, RequestKey, difference, framed, key_digest, shortened
 
 _TEXTS = st.text(max_size=8)
 
@@ -54,6 +54,6 @@ def test_a_difference_says_what_came_went_and_changed() -> None:
     assert row.words == "added d; removed c; changed b"
 
 
-def test_an_explanation_has_a_short_value_and_the_lines_of_each_component() -> None:
-    (row,) = explain(_key({"tree": "sha256:" + "a" * 64 + " 3 files"}, {"tree": ("x", "y")}))
-    assert row == ("tree", "sha256:aaaaaaaaaaaa 3 files", ("x", "y"))
+def test_a_value_is_shortened() -> None:
+    assert shortened("sha256:" + "a" * 64 + " 3 files") == "sha256:aaaaaaaaaaaa 3 files"
+    assert shortened("a" * 100) == "a" * 69 + "..."

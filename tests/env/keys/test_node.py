@@ -6,8 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from bootseer.env.keys import node
 from bootseer.env.keys.files import FactCache, NodeFiles, stamp_of
+from bootseer.errors import PermanentError
 
 
 def _install(folder: Path, name: str, record: str) -> Path:
@@ -99,6 +102,20 @@ def test_levels_of_processors_follow_their_flags() -> None:
     assert node.level_of(v2) == "x86-64-v2"
     assert node.level_of(v3) == "x86-64-v3"
     assert node.level_of([*v3, "avx512f"]) == "x86-64-v3"
+
+
+def test_a_driver_that_does_not_answer_is_no_node_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_head", lambda path, limit: "NVRM version: NVIDIA UNIX Kernel Module  550.54.15  x")
+    monkeypatch.setattr(node, "_GPU_DEADLINE_S", 0.3)
+    program = tmp_path / "nvidia-smi"
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for text, expected in (("exit 9", ()), ("[ $# = 0 ] || echo 9.0, 550.54.15", ("9.0",))):
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        assert node.accelerators(env) == node.Accelerators(expected, "550.54.15")
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(PermanentError, match="nvidia-smi: no answer within"):
+        node.accelerators(env)
 
 
 def test_the_driver_of_nvidia_is_read_with_gpus_of_two_kinds() -> None:

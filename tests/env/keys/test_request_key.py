@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.env.keys.key import difference, digest_of, explain, gate
-from bootseer.env.keys.request_key import Base, facts_folder_of, request_key
+from bootseer.env.keys.key import difference, digest_of, gate
+from bootseer.env.keys.request_key import facts_folder_of, request_key
 from setup_projects import Project, git, write_wheel
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ MISSES: dict[str, tuple[Mutation, str]] = {
     "the salt": (_ask(salt="again"), "salt"),
     "a declared variable": (_ask(variables=("RANK",)), "variable RANK"),
     "another declared input": (_ask(inputs=("declared", "limits.txt")), "input limits.txt"),
-    "an image instead of the host": (_ask(base=Base("image", "sha256:" + "a" * 64)), "base"),
+    "an image instead of the host": (_ask(image="sha256:" + "a" * 64), "base"),
 }
 
 HITS: dict[str, Mutation] = {
@@ -348,13 +348,13 @@ def test_inside_an_image_files_of_the_node_do_not_count(empty: Project) -> None:
     outside = empty.root / "outside.cfg"
     empty.write("setup.sh", f"cp {outside} /etc/app.cfg\ncp inside.cfg /etc/b.cfg\n")
     empty.write("inside.cfg", "1")
-    base = Base("image", "sha256:" + "a" * 64)
-    before = empty.key(setup="setup.sh", base=base)
+    image = "sha256:" + "a" * 64
+    before = empty.key(setup="setup.sh", image=image)
     outside.write_text("1")
-    assert empty.key(setup="setup.sh", base=base).digest == before.digest
+    assert empty.key(setup="setup.sh", image=image).digest == before.digest
     assert "file inside.cfg" in before.components
     assert "python" not in before.platform
-    assert gate(before.components, before.platform, empty.key(setup="setup.sh", base=base)) is None
+    assert gate(before.components, before.platform, empty.key(setup="setup.sh", image=image)) is None
 
 
 def test_what_an_earlier_start_wrote_is_no_input(empty: Project) -> None:
@@ -410,9 +410,8 @@ def test_an_environment_that_the_setup_uses_counts_by_what_is_installed_in_it(em
 
 def test_the_key_explains_itself(project: Project) -> None:
     key = project.key()
-    rows = {row.name: row for row in explain(key)}
-    assert rows["setup"].value.startswith("sha256:")
-    assert "editable" in rows[f"package {project.job / 'package'}"].lines[0]
+    assert key.components["setup"].startswith("sha256:")
+    assert "editable" in key.details[f"package {project.job / 'package'}"][0]
     assert any("RANK" in line and "HOSTNAME" in line for line in key.details["variables left out"])
     assert str(project.job / "nested/base.txt") in key.accounted
     assert list(key.accounted) == sorted(key.accounted)

@@ -42,14 +42,6 @@ class RequestKey(Struct, frozen=True):
     """Facts about this node; `gate` compares format and driver."""
 
 
-class Row(NamedTuple):
-    """A component as `env key` prints it."""
-
-    name: str
-    value: str
-    lines: tuple[str, ...]
-
-
 class Difference(NamedTuple):
     """A changed component. `old` or `new` is empty if it did not exist."""
 
@@ -75,11 +67,6 @@ def key_digest(components: Mapping[str, str]) -> str:
     return digest_of([SCHEMA, *(part for name in sorted(components) for part in (name, components[name]))])
 
 
-def explain(key: RequestKey) -> list[Row]:
-    """All components, in order, with their details."""
-    return [Row(name, _short(value), tuple(key.details.get(name, ()))) for name, value in key.components.items()]
-
-
 def difference(
     old: Mapping[str, str], key: RequestKey, old_details: Mapping[str, Sequence[str]] | None = None
 ) -> list[Difference]:
@@ -98,7 +85,7 @@ def difference(
             words = "is not in the key any more"
         else:
             words = _inside((old_details or {}).get(name, ()), key.details.get(name, ())) or _changed(before, now)
-        found.append(Difference(name, _short(before), _short(now), words))
+        found.append(Difference(name, shortened(before), shortened(now), words))
     return found
 
 
@@ -125,10 +112,11 @@ def _changed(old: str, new: str) -> str:
         return "its lines count since this version, before it was its bytes"
     if old.startswith("sha256:") or new.startswith("sha256:"):
         return "its content changed"
-    return f"{_short(old)} -> {_short(new)}"
+    return f"{shortened(old)} -> {shortened(new)}"
 
 
-def _short(value: str) -> str:
+def shortened(value: str) -> str:
+    """A component's value for a message."""
     if value.startswith("sha256:"):
         digest, _, rest = value.partition(" ")
         return f"{digest[:19]} {rest}".rstrip()

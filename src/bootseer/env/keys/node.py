@@ -27,7 +27,7 @@ from msgspec import Struct
 from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.key_settings import search_path
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import PermanentError
 from bootseer.machine import child
 
 _DPKG = "/var/lib/dpkg/status"
@@ -182,16 +182,6 @@ def _list_entries(folder: str) -> Iterator[str]:
             continue
 
 
-def tool(path: str | None, files: NodeFiles) -> str:
-    """A digest of a program used by the setup; empty if it does not exist."""
-    if path is None:
-        return ""
-    try:
-        return files.digest(path)[0]
-    except BootseerError:
-        return "unreadable"
-
-
 _PYTHON_DEADLINE_S = 10.0
 _ANSWER = "bootseer:"
 # For any Python 3: it may be older than BootSeer's.
@@ -309,7 +299,8 @@ def _stamp(path: str) -> list[object]:
     return stamp
 
 
-_GPU_DEADLINE_S = 5.0
+_GPU_DEADLINE_S = 30.0
+"""Without persistence mode, the driver initialises each GPU first."""
 _LEVELS = (
     ("x86-64-v2", frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))),
     ("x86-64-v3", frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))),
@@ -361,32 +352,29 @@ def libc() -> str:
 
 
 def accelerators(env: Mapping[str, str]) -> Accelerators:
-    """Ask NVIDIA's driver. Starts a program only if there is a driver."""
+    """Ask NVIDIA's driver. Starts a program only if there is a driver. Raises `PermanentError` without an answer in
+    time: other GPUs may need other code."""
     version = _head("/proc/driver/nvidia/version", 4096)
     program = shutil.which("nvidia-smi", path=env.get("PATH")) if version or Path("/dev/nvidiactl").exists() else None
     driver = re.search(r"Kernel Module\D*\s(\d+\.\d[\d.]*)", version)
     if program is None:
         return Accelerators(driver=driver[1] if driver else "")
-    answer = child.run(
-        [program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"],
-        deadline_s=_GPU_DEADLINE_S,
-        env=env,
-    )
-    return read_accelerators(
-        answer.output if answer.code == 0 else "", _cuda(program, env), driver[1] if driver else ""
-    )
+    rows = _ask_driver([program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"], env)
+    cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", _ask_driver([program], env))
+    return read_accelerators(rows, cuda[1] if cuda else "", driver[1] if driver else "")
+
+
+def _ask_driver(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    answer = child.run(argv, deadline_s=_GPU_DEADLINE_S, env=env)
+    if answer.code is None and answer.started:
+        raise PermanentError(f"the GPUs of this node are not known: nvidia-smi: {answer.error}")
+    return answer.output if answer.code == 0 else ""
 
 
 def read_accelerators(rows: str, cuda: str, driver: str) -> Accelerators:
     """Parse the output of `nvidia-smi`. GPUs hidden from this job count: another job may get them."""
     found = re.findall(r"^\s*(\d+\.\d+)\s*,\s*(\d[\d.]*)\s*$", rows, re.MULTILINE)
     return Accelerators(tuple(sorted({capability for capability, _ in found})), found[0][1] if found else driver, cuda)
-
-
-def _cuda(program: str, env: Mapping[str, str]) -> str:
-    answer = child.run([program], deadline_s=_GPU_DEADLINE_S, env=env)
-    found = re.search(r"CUDA Version:\s*(\d+\.\d+)", answer.output)
-    return found[1] if found else ""
 
 
 def umask() -> str:

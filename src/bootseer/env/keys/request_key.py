@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
@@ -30,16 +30,6 @@ _MAX_LISTED = 40
 _log = logger(__name__)
 
 
-class Base(Struct, frozen=True):
-    """What the setup starts from."""
-
-    kind: Literal["image", "host"]
-    digest: str = ""
-    """Digest of the image's manifest; computed for a host."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The image's configuration, covered by the digest."""
-
-
 class KeyRequest(Struct, frozen=True):
     """A setup to be run."""
 
@@ -50,7 +40,8 @@ class KeyRequest(Struct, frozen=True):
     """Absolute."""
     env: Mapping[str, str]
     """The setup's environment."""
-    base: Base
+    image: str = ""
+    """Digest of the manifest of the image that it runs in; empty: on this machine."""
     inputs: tuple[str, ...] = ()
     """Files and folders declared by the user."""
     kept: tuple[str, ...] = ()
@@ -88,7 +79,7 @@ def facts_folder_of(cache_root: Path) -> Path:
 
 def _visible(ask: KeyRequest) -> Callable[[str], bool]:
     """A predicate for paths that the setup can see: in an image only the working folder and declared paths."""
-    if ask.base.kind == "host":
+    if not ask.image:
         return lambda path: True
     shown = [ask.cwd, *(posixpath.join(ask.cwd, path) for path in (*ask.inputs, *ask.requirements))]
     if ask.setup is not None:
@@ -115,7 +106,7 @@ class _Collector:
     def key(self) -> RequestKey:
         ask = self._ask
         prefix = self._base()
-        self._node()
+        self._collect(self._node)
         configured = key_settings.configuration(ask.env, ask.cwd, prefix, self._files)
         inputs = gather(
             ask.setup, ask.requirements, ask.cwd, ask.env, self._files, configured=configured.requirement_files
@@ -160,10 +151,9 @@ class _Collector:
 
     def _base(self) -> str:
         """Add the base; returns the prefix of the job's Python if it is known."""
-        base = self._ask.base
-        if base.kind == "image":
-            self._add("base", f"image {base.digest}")
-            self._platform["base"] = f"image {base.digest}"
+        if self._ask.image:
+            self._add("base", f"image {self._ask.image}")
+            self._platform["base"] = f"image {self._ask.image}"
             return ""
         prefix = ""
         folders: list[str] = []
@@ -202,14 +192,14 @@ class _Collector:
         installed = node.distributions(folders, self._facts)
         self._add("system", f"sha256:{system.digest}", system.lines)
         self._add("distributions", f"sha256:{installed.digest} {len(installed.lines)} entries", installed.lines)
-        uv = node.tool(shutil.which("uv", path=self._ask.env.get("PATH")), self._files)
-        self._add("uv", f"sha256:{uv}" if uv else "none")
+        uv = shutil.which("uv", path=self._ask.env.get("PATH"))
+        self._add("uv", f"sha256:{self._files.digest(uv)[0]}" if uv else "none")
         self._platform["base"] = f"host {digest_of([system.digest, installed.digest])}"
 
     def _node(self) -> None:
         gpus = node.accelerators(self._ask.env)
         facts = {"architecture": node.architecture(), "cpu": node.cpu_level()}
-        if self._ask.base.kind == "host":
+        if not self._ask.image:
             facts["libc"] = node.libc()
         for name, value in facts.items():
             self._add(name, value)

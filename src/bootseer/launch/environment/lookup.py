@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -27,9 +27,6 @@ from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
-
-if TYPE_CHECKING:
-    from bootseer.env.keys.request_key import Base
 
 _KEY_S = 900.0
 """Inputs of a setup may be large, or need a request to a repository."""
@@ -62,12 +59,12 @@ class LookupResult(Struct):
             self.helper.stop()
 
 
-def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -> LookupResult:
+def look_up(task: Task, image: Callable[[], str] | None, *, damaged: str = "") -> LookupResult:
     """Look up the environment. Raises `TransientError` if the child fails or does not answer in time; that the store
     does not answer is no error, but a reason for the decision.
 
-    `base` returns the image to run in, and is called in the child. `damaged` is the defect of the snapshot that was
-    found before, which is to be rebuilt.
+    `image` returns the digest of the image to run in, and is called in the child. `damaged` is the defect of the
+    snapshot that was found before, which is to be rebuilt.
     """
     # Needed by the child and by the run: imported before the fork, they are loaded once.
     import bootseer.artifact.lease
@@ -82,7 +79,7 @@ def look_up(task: Task, base: Callable[[], Base] | None, *, damaged: str = "") -
     def work(send: Send) -> None:
         from bootseer.launch.environment.lookup_process import LookupProcess
 
-        LookupProcess(task, base, send, read_end, write_end, damaged).run()
+        LookupProcess(task, image, send, read_end, write_end, damaged).run()
 
     try:
         helper = start_background(work, name="bootseer-lease", log=task.folder.path / "lookup.log")

@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys.key import RequestKey, gate
-from bootseer.env.keys.request_key import Base, KeyRequest, facts_folder_of, request_key
+from bootseer.env.keys.request_key import KeyRequest, facts_folder_of, request_key
 from bootseer.env.life import election
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import DOCUMENTS, Action, Decision, Lookup, after_election, after_wait, decide
@@ -29,8 +29,6 @@ from bootseer.store.open import open_store
 if TYPE_CHECKING:
     from bootseer.image.mounting.request import Request
 
-HOST = Base("host", "", {})
-
 
 def key_request(
     setup: str | None,
@@ -38,15 +36,15 @@ def key_request(
     options: EnvironmentOptions,
     env: Mapping[str, str],
     *,
-    base: Base | None = None,
+    image: str = "",
 ) -> KeyRequest:
-    """The input of the request key; without `base` the setup runs on this machine."""
+    """The input of the request key; `image` is that of `KeyRequest`."""
     return KeyRequest(
         setup=setup,
         requirements=tuple(requirements),
         cwd=os.getcwd(),  # noqa: PTH109 - a name
         env=env,
-        base=base or HOST,
+        image=image,
         inputs=options.inputs,
         tenant=options.tenant,
         kept=(*(f"left out {path}" for path in options.leave_out), *(f"kept {path}" for path in options.keep)),
@@ -55,14 +53,14 @@ def key_request(
     )
 
 
-def base_of_image(request: Request) -> Base:
-    """The image that a setup runs in. Raises what its registry or store raises."""
+def image_digest(request: Request) -> str:
+    """The digest of the image that a setup runs in. Raises what its registry or store raises."""
     from bootseer.image.sources.open import open_source
 
     with contextlib.closing(
         open_source(request.reference, platform=request.platform, plain_http=request.plain_http)
     ) as source:
-        return Base("image", source.digest, source.config)
+        return source.digest
 
 
 class LookupProcess:
@@ -72,11 +70,11 @@ class LookupProcess:
     """Set before the first decision."""
 
     def __init__(
-        self, task: Task, base: Callable[[], Base] | None, send: Send, read_end: int, write_end: int, damaged: str
+        self, task: Task, image: Callable[[], str] | None, send: Send, read_end: int, write_end: int, damaged: str
     ) -> None:
         os.close(write_end)  # this process does not build
         self._task = task
-        self._base = base
+        self._image = image
         self._send = send
         self._read_end = read_end
         self._damaged = damaged
@@ -85,7 +83,8 @@ class LookupProcess:
         """Send the key and the decision, a second one after waiting for a builder; then hold the lease, if any."""
         task = self._task
         env = task.env if task.own_env is None else task.own_env
-        ask = key_request(task.setup, task.requirements, task.options, env, base=self._base and self._base())
+        image = self._image() if self._image is not None else ""
+        ask = key_request(task.setup, task.requirements, task.options, env, image=image)
         self._key = request_key(ask, facts_folder=facts_folder_of(task.options.cache))
         self._send(msgspec.to_builtins(self._key))
         with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:

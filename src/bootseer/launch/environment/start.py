@@ -36,7 +36,6 @@ from bootseer.trace.event import INSTANT
 if TYPE_CHECKING:
     from bootseer.env import Mode
     from bootseer.env.keys.key import RequestKey
-    from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
     from bootseer.launch.environment.lookup import LookupResult
     from bootseer.launch.environment.publish import Publishing
@@ -155,20 +154,21 @@ class EnvironmentStart:
         code, self.prepared = set_up_on_host(self.task, decision)
         return code
 
-    def restore(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
+    def restore(self, image: Callable[[], str] | None = None) -> tuple[RequestKey | None, Decision]:
         """Look up the environment and restore its snapshot, if possible (`prepared` is set then); key and decision.
 
-        `base` returns the image to run in: then only the snapshot's tree is mounted, to become a layer of the image.
+        `image` returns the digest of the image to run in: then only the snapshot's tree is mounted, to become a layer
+        of the image.
         """
         from bootseer.env.life.decide import Action
 
-        key, decision = self.look_up(base)
+        key, decision = self.look_up(image)
         if decision.action is Action.RESTORE:
-            decision = self._restore(decision, on_host=base is None)
+            decision = self._restore(decision, on_host=image is None)
             if decision.code == "damaged":  # in the store: another look-up, to rebuild it
-                _, again = self.look_up(base, damaged=decision.reason)
+                _, again = self.look_up(image, damaged=decision.reason)
                 if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
-                    decision = self._restore(again, on_host=base is None)
+                    decision = self._restore(again, on_host=image is None)
                 else:
                     if again.code == "failed":
                         say(f"the environment is not rebuilt: {again.reason}")
@@ -176,9 +176,9 @@ class EnvironmentStart:
         return key, decision
 
     def look_up(
-        self, base: Callable[[], Base] | None = None, *, damaged: str = ""
+        self, image: Callable[[], str] | None = None, *, damaged: str = ""
     ) -> tuple[RequestKey | None, Decision]:
-        """Key and decision. Errors lead to running the setup. `base` and `damaged` are those of `lookup.look_up`."""
+        """Key and decision. Errors lead to running the setup. `image` and `damaged` are those of `lookup.look_up`."""
         from bootseer.env.life.decide import Action, Decision
         from bootseer.launch.environment.lookup import look_up
 
@@ -187,7 +187,7 @@ class EnvironmentStart:
             with interruptible():
                 if self._lookup is not None:  # of a damaged snapshot
                     self._lookup.close()
-                self._lookup = look_up(self.task, base, damaged=damaged)
+                self._lookup = look_up(self.task, image, damaged=damaged)
                 return self._lookup.key, self._lookup.decision
         except Exception as error:  # an error of BootSeer must not fail the job
             _log.warning("the lookup failed", exc_info=True)

@@ -36,7 +36,6 @@ from bootseer.launch.supervise import say
 
 if TYPE_CHECKING:
     from bootseer.env.keys.key import RequestKey
-    from bootseer.env.keys.request_key import Base
     from bootseer.launch.image.setup import Mount
 
 
@@ -101,7 +100,7 @@ class ImageEnvironment:
         task = self.start.task
         began_s = time.monotonic()
         with task.stage() as facts:
-            key, decision = self.start.restore(self._base)
+            key, decision = self.start.restore(self._image_digest)
             facts["code"] = decision.code
             decision.check()
         self.start.seconds = time.monotonic() - began_s
@@ -109,11 +108,11 @@ class ImageEnvironment:
         prepared = self.start.prepared
         return () if prepared is None or prepared.layer is None else (prepared.layer.path,)
 
-    def _base(self) -> Base:
-        """The image, for the key; called in a child process."""
-        from bootseer.launch.environment.lookup_process import base_of_image
+    def _image_digest(self) -> str:
+        """For the key; called in a child process."""
+        from bootseer.launch.environment.lookup_process import image_digest
 
-        return base_of_image(self._request)
+        return image_digest(self._request)
 
     def mount(self, mount: Mount, writable: Path, above: Sequence[Path]) -> MountedImage:
         """Mount the image, with the snapshot on top if possible. Raises `UsageError` as `layers` does."""
