@@ -106,6 +106,14 @@ def test_a_changed_part_of_the_key_is_named(place: Place) -> None:
     assert [row["name"] for row in changed["changed"]] == ["requirements requirements.txt"]
 
 
+def test_the_key_names_variables_that_it_leaves_out(tmp_path: Any, run: Any) -> None:
+    script = tmp_path / "setup.sh"
+    script.write_text("echo $RANK\n")
+    ran = run("env", "key", "--setup", str(script), more={"RANK": "3", "BOOTSEER_CACHE": str(tmp_path / "cache")})
+    assert "variables left out" in ran.stdout
+    assert "not in the key: RANK" in ran.stdout
+
+
 @pytest.mark.root
 def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) -> None:
     script = place.counting_script("exit 9")
@@ -125,6 +133,7 @@ def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) ->
         (("restore", "abcd"), "give either a folder or a command"),
         (("verify", "abcd", "--tier", "oracle"), "needs a setup to run"),
         (("list", "--store", "gopher://x"), "is not a store"),
+        (("list", "--store", "/no/store"), "/no/store: no such folder"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path: Any, run: Any, words: tuple[str, ...], said: str) -> None:

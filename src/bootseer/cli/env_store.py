@@ -6,7 +6,6 @@ A key may be abbreviated to its first digits if they are unique.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -56,6 +55,8 @@ def catalog_of(source: Mapping[str, Any]) -> Iterator[Catalog]:
 
     uri = source["store"] or os.environ.get(VARIABLE)
     with closing(open_store(uri or own_store(cache()), plain_http=source["plain_http"])) as store:
+        if source["store"] and store.uri.startswith("file://") and not Path(store.uri.removeprefix("file://")).is_dir():
+            raise UsageError(f"{uri}: no such folder", hint="name the folder of a store")
         # The node's own store contains only what this node made, so it needs no signatures.
         yield Catalog(store, say, signatures(source, os.environ) if uri and "trusted_keys" in source else UNSIGNED)
 
@@ -164,6 +165,8 @@ def show_command(key: str, output: Output, **source: Any) -> None:
     \b
     bootseer env show 3fa9
     """
+    from msgspec.structs import asdict
+
     with catalog_of(source) as catalog:
         document = document_of(catalog, key)
     now_s = time.time()
@@ -174,9 +177,7 @@ def show_command(key: str, output: Output, **source: Any) -> None:
             "roots": list(document.roots),
             "num_loose": document.num_loose,
             "packages": list(document.packages),
-            "exports": [
-                {"name": export.name, "kind": export.kind, "value": export.value} for export in document.exports
-            ],
+            "exports": list(map(asdict, document.exports)),
             "daemons": [
                 {"name": one.name, "argv": list(one.argv), "user": one.user, "sockets": list(one.sockets)}
                 for one in document.daemons
@@ -269,13 +270,11 @@ def _chosen(
 
 def _is(wanted: str, installed: str) -> bool:
     """Whether `name==version` of a snapshot matches the wanted package, of any version if none is given."""
+    from bootseer.env.keys.requirement import normalised
+
     name, _, version = wanted.partition("==")
     its_name, _, its_version = installed.partition("==")
-    return _plain(name) == _plain(its_name) and (not version or version == its_version)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip().lower())
+    return normalised(name.strip()) == normalised(its_name) and (not version or version == its_version)
 
 
 @click.command("prune")
