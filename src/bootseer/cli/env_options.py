@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from bootseer.launch.environment.task import Daemons, EnvironmentOptions
 
 MODE = "BOOTSEER_ENV"
-_MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
-_WAIT = "BOOTSEER_ENV_WAIT"
 _DAEMONS = "BOOTSEER_ENV_DAEMONS"
-_PUBLISH = "BOOTSEER_ENV_PUBLISH"
-_TENANT = "BOOTSEER_ENV_TENANT"
-_LEAVE_OUT = "BOOTSEER_ENV_LEAVE_OUT"
-_KEEP = "BOOTSEER_ENV_KEEP"
-_RULES = "BOOTSEER_ENV_SECRET_RULES"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
@@ -128,7 +121,7 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
     from bootseer.launch.environment.task import EnvironmentOptions
 
     mode: Mode = values.get("env_mode") or _mode(env)
-    wait_s = _duration(values.get("wait"), "--env-wait", env, _WAIT, zero=True)
+    wait_s = _duration(values.get("wait"), "--env-wait", env, "BOOTSEER_ENV_WAIT", zero=True)
     return EnvironmentOptions(
         cache=cache_root(env, os.getuid()),
         runtime=runtime_root(env, os.getuid()),
@@ -140,15 +133,17 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         inputs=tuple(values["inputs"]),
         variables=tuple(values["variables"]),
         imports=tuple(values.get("imports", ())),
-        leave_out=_patterns("--env-leave-out", _listed(values["leave_out"], env, _LEAVE_OUT)),
-        keep=_patterns("--env-keep", _listed(values["keep"], env, _KEEP)),
-        secret_rules=tuple(map(os.path.abspath, _listed(values.get("secret_rules", ()), env, _RULES))),
+        leave_out=_patterns("--env-leave-out", _listed(values["leave_out"], env, "BOOTSEER_ENV_LEAVE_OUT")),
+        keep=_patterns("--env-keep", _listed(values["keep"], env, "BOOTSEER_ENV_KEEP")),
+        secret_rules=tuple(
+            map(os.path.abspath, _listed(values.get("secret_rules", ()), env, "BOOTSEER_ENV_SECRET_RULES"))
+        ),
         conflicts=values.get("conflicts") or "refuse",
         daemons=_daemons(values, env),
-        max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
+        max_age_s=_duration(values.get("max_age"), "--env-max-age", env, "BOOTSEER_ENV_MAX_AGE", endless=True),
         wait_s=600.0 if wait_s is None else wait_s,
-        publish_s=_duration(None, "", env, _PUBLISH) or 600.0,
-        tenant=values["tenant"] or env.get(_TENANT, ""),
+        publish_s=_duration(None, "", env, "BOOTSEER_ENV_PUBLISH") or 600.0,
+        tenant=values["tenant"] or env.get("BOOTSEER_ENV_TENANT", ""),
     )
 
 

@@ -38,13 +38,8 @@ SCHEMA_DAEMONS = "bootseer.environment/2"
 MAX_BYTES = 1 << 20
 """Limit of a store's atomic creation."""
 MAX_MANIFEST_BYTES = 256 << 20
-MAX_COMPONENTS = 1000
-MAX_ROOTS = 1000
-MAX_PACKAGES = 10_000
 MAX_EXPORTS = 1000
-MAX_UNACCOUNTED = 100
 MAX_LEFT_OUT = 1000
-MAX_DAEMONS = 100
 MAX_TEXT = 64 << 10
 CLOCK_SKEW_S = 3600.0
 """A snapshot with a later time than this is regarded as expired, since its age is unknown."""
@@ -130,7 +125,7 @@ class EnvironmentDocument(Struct, frozen=True):
 
     key: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     """The request key: 64 hex digits."""
-    components: Annotated[Mapping[str, str], Meta(max_length=MAX_COMPONENTS)]
+    components: Annotated[Mapping[str, str], Meta(max_length=1000)]
     """Components of the key: name to digest or value, without secrets."""
     file: BlockFile
     """EROFS, with whiteouts and opaque directories as in overlayfs; paths are those of the setup."""
@@ -138,20 +133,20 @@ class EnvironmentDocument(Struct, frozen=True):
     """Digests of all files (see `snapshot.manifest`), compressed."""
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     """Digest of the snapshot's canonical content, equal for equal files: `sha256:<hex>`."""
-    roots: Annotated[tuple[str, ...], Meta(max_length=MAX_ROOTS)]
+    roots: Annotated[tuple[str, ...], Meta(max_length=1000)]
     """Folders that a restore mounts (`restoring.roots`), as absolute paths."""
     num_loose: _Count
     """Number of paths outside of `roots`, which a restore writes to the node."""
     num_files: _Count
     size_bytes: _Count
     """Total size of the files."""
-    packages: Annotated[tuple[_Text, ...], Meta(max_length=MAX_PACKAGES)]
+    packages: Annotated[tuple[_Text, ...], Meta(max_length=10_000)]
     """Packages installed by the setup, as `name==version`, sorted."""
     exports: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)]
     platform: Mapping[str, Any]
     """Facts about the builder; `keys.key.gate` compares format and driver."""
     trust: Trust
-    unaccounted: Annotated[tuple[_Text, ...], Meta(max_length=MAX_UNACCOUNTED)]
+    unaccounted: Annotated[tuple[_Text, ...], Meta(max_length=100)]
     """The first paths that made it untrusted."""
     builder: _Text
     """Name of the node that built it."""
@@ -171,7 +166,7 @@ class EnvironmentDocument(Struct, frozen=True):
     could hide a user's changes on that machine. None if there are none."""
     left_out: Annotated[tuple[LeftOutPath, ...], Meta(max_length=MAX_LEFT_OUT)] = ()
     """The first excluded paths of each rule; all of those with secrets."""
-    daemons: Annotated[tuple[Daemon, ...], Meta(max_length=MAX_DAEMONS)] = ()
+    daemons: Annotated[tuple[Daemon, ...], Meta(max_length=100)] = ()
     """Daemons in the order of their starts."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Unknown keys of later versions, preserved."""

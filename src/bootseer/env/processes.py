@@ -76,11 +76,11 @@ def listening() -> dict[int, str]:
     found = {}
     for table, state in _TABLES:
         # Only few of thousands of rows listen: the others are skipped before they are parsed.
-        for fields in (row.split() for row in _rows(f"/proc/net/{table}") if f" {state} " in row):
+        for fields in (row.split() for row in lines(f"/proc/net/{table}") if f" {state} " in row):
             with contextlib.suppress(IndexError, ValueError, struct.error):
                 if fields[3] == state:
                     found[int(fields[9])] = f"{table[:3]} {_address(fields[1])}"
-    for line in _rows("/proc/net/unix"):
+    for line in lines("/proc/net/unix")[1:]:
         fields = line.rstrip("\n").split(None, 7)
         if len(fields) == 8 and (fields[3] == _ACCEPTS or fields[4] == _DATAGRAMS):
             found[int(fields[6])] = f"unix {fields[7]}"
@@ -122,9 +122,10 @@ def pid_in(path: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _rows(path: str) -> list[str]:
+def lines(path: str) -> list[str]:
+    """The lines of a file; empty if it cannot be read."""
     try:
-        return Path(path).read_text(errors="surrogateescape").splitlines()[1:]
+        return Path(path).read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import Literal, Self
 
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 
 Way = Literal["overlay", "user", "scan"]
-Stream = int | IO[Any] | None
 
 
 class Capture(ABC):

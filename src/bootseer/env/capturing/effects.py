@@ -31,7 +31,7 @@ from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.reads import Reads
 from bootseer.env.changes import Change
-from bootseer.env.processes import process
+from bootseer.env.processes import lines, process
 from bootseer.errors import BootseerError
 from bootseer.mounts.kernel import mount_table
 
@@ -70,7 +70,7 @@ def _running(mark: str, namespace: int | None) -> dict[int, str]:
 def _is_killed(pid: int) -> bool:
     """Whether SIGKILL waits for it to return from the kernel: from a dead mount, for example, in which the watch of the
     setup may hang."""
-    pending = re.search(r"^SigPnd:\s*([0-9a-f]+)$", "\n".join(_lines(f"/proc/{pid}/status")), re.MULTILINE)
+    pending = re.search(r"^SigPnd:\s*([0-9a-f]+)$", "\n".join(lines(f"/proc/{pid}/status")), re.MULTILINE)
     return pending is not None and bool(int(pending[1], 16) & 1 << signal.SIGKILL - 1)
 
 
@@ -112,7 +112,7 @@ class KernelState:
     def now(cls) -> KernelState:
         """The current state, as far as it is readable."""
         return cls(
-            frozenset(line.split()[0] for line in _lines("/proc/modules")),
+            frozenset(line.split()[0] for line in lines("/proc/modules")),
             dict(_settings()),
             frozenset(_shared_memory()),
         )
@@ -149,17 +149,10 @@ def _settings() -> Iterator[tuple[str, bytes]]:
 
 def _shared_memory() -> Iterator[str]:
     """Segments whose creator has ended: those of running processes may belong to the user's other programs."""
-    for fields in map(str.split, _lines("/proc/sysvipc/shm")[1:]):
+    for fields in map(str.split, lines("/proc/sysvipc/shm")[1:]):
         _, number, _, _, maker, *_, creator = fields[:10]
         if int(creator) == os.geteuid() and not Path("/proc", maker).exists():
             yield number
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 _MAX_POINTER_BYTES = 65_536
@@ -363,7 +356,7 @@ def _mounts() -> list[Mounted]:
 
 
 def _account_names(path: str) -> list[str]:
-    return [line.partition(":")[0] for line in _lines(path) if line]
+    return [line.partition(":")[0] for line in lines(path) if line]
 
 
 def _listed(folder: str) -> list[str]:

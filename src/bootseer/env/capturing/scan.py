@@ -22,8 +22,8 @@ from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import mount_table, visible
 
 MAX_ENTRIES = 20_000_000
-_MARK = struct.Struct("<Bq")
-"""Whether it is a folder; a hash of the compared attributes."""
+_MARK = struct.Struct("<q")
+"""A hash of the compared attributes."""
 
 PackedFolder = bytes
 """Names and fingerprints of a folder's entries, packed, as there may be millions."""
@@ -130,10 +130,8 @@ def _fingerprint(status: os.stat_result) -> bytes:
     """The compared attributes. A folder's times and size depend only on its entries."""
     # Eight bytes for each file, as there may be millions. `hash` of integers is the same at both walks, and two states
     # of one file have equal hashes with negligible probability.
-    owner = (status.st_mode, status.st_uid, status.st_gid)
-    if stat.S_ISDIR(status.st_mode):
-        return _MARK.pack(True, hash(owner))
-    return _MARK.pack(False, hash((*owner, status.st_size, status.st_ctime_ns, status.st_ino)))
+    of_file = () if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_ctime_ns, status.st_ino)
+    return _MARK.pack(hash((status.st_mode, status.st_uid, status.st_gid, *of_file)))
 
 
 def _pack(found: Mapping[str, PathState]) -> PackedFolder:

@@ -22,7 +22,7 @@ _EGG_PYTHON = re.compile(r"-py\d+(\.\d+)*$")
 _LIBRARY = re.compile(r"(.*/(?:site|dist)-packages)/[^/]+\.(?:dist|egg)-info(?:/|$)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Distribution:
     """One installed Python distribution."""
 
@@ -46,7 +46,7 @@ class Installed:
 
 def installed(folders: Iterable[str], *, root: str = "/") -> Installed:
     """The packages in these folders and on the system; the job's `/` can be read at `root`."""
-    return Installed(tuple(sorted(_distributions(folders, root), key=_order)), _system_packages(root))
+    return Installed(tuple(sorted(_distributions(folders, root))), _system_packages(root))
 
 
 def new_packages(before: Installed, after: Installed) -> tuple[str, ...]:
@@ -88,10 +88,6 @@ def published_files(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[
                 listed = posixpath.normpath(posixpath.join(folder, row[0]))
                 found[listed] = int(row[2]), row[1].removeprefix("sha256=")
     return found
-
-
-def _order(each: Distribution) -> tuple[str, str, str]:
-    return each.name, each.version, each.record
 
 
 def path_in_root(root: str, path: str) -> Path:

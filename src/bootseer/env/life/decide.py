@@ -74,14 +74,13 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "conflict": "files on this node differ from what the snapshot would replace",
         "cannot-mount": "the snapshot can be neither mounted nor unpacked on this node",
         "damaged": "parts of the snapshot are missing in the store or are not what their digests say",
-        "not-safe": "the setup does more than writing files, which no snapshot can repeat",
         "daemons": "processes that the setup left running could not be started again, or are not to be",
         "not-root": "the setup's changes could not be captured with the rights of this user",
         "failed": "an error of BootSeer",
     }
 )
 """Meaning of each code. `refused:<code>` stands for all codes of the gate (`keys.key.gate`)."""
-FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "daemons", "not-root", "failed")
+FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "daemons", "not-root", "failed")
 """Codes for `fall_back`, besides those of `refused`."""
 
 
@@ -194,19 +193,19 @@ def _applicable(
     quarantined: str,
 ) -> Iterator[Decision]:
     """The decisions that apply: the first one counts."""
-    document, kind = found.document, found.kind
+    document, state = found.document, found.kind
     if mode == "bypass":
         yield Decision(Action.INSTALL, mode, REASONS[mode])
     if problems:
         yield Decision(Action.INSTALL, "unkeyable", "; ".join(problems))
-    if kind == "unreachable" and (document is None or mode == "refresh"):
+    if state == "unreachable" and (document is None or mode == "refresh"):
         yield Decision(Action.INSTALL, "store-down", found.why or REASONS["store-down"])
-    if kind == "other-version":  # left for starts with that version: there is one snapshot for a key
-        yield Decision(Action.INSTALL, kind, found.why or REASONS[kind])
+    if state == "other-version":  # left for starts with that version: there is one snapshot for a key
+        yield Decision(Action.INSTALL, state, found.why or REASONS[state])
     if mode == "refresh":
         yield Decision(Action.BUILD, mode, REASONS[mode], replaces=document, replace=True)
-    if kind in ("broken", "unsigned"):
-        yield Decision(Action.BUILD, kind, found.why or REASONS[kind], replace=True)
+    if state in ("broken", "unsigned"):
+        yield Decision(Action.BUILD, state, found.why or REASONS[state], replace=True)
     if document is None:
         yield Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"])
         return
@@ -218,10 +217,10 @@ def _applicable(
         yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])
     if stale := "quarantined" if quarantined else "expired" if document.expired(now_s) else "":
         words = quarantined or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
-        if kind == "unreachable":  # a new one could not be published now
+        if state == "unreachable":  # a new one could not be published now
             yield Decision(Action.INSTALL, stale, words)
         yield Decision(Action.BUILD, stale, words, replaces=document, replace=True)
-    if kind == "unreachable":
+    if state == "unreachable":
         words = REASONS["hit-on-node"] + (f": {found.why}" if found.why else "")
         yield Decision(Action.RESTORE, "hit-on-node", words, document)
     yield Decision(Action.RESTORE, "hit", REASONS["hit"], document)

@@ -18,8 +18,9 @@ is dropped. Does no I/O.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
@@ -108,7 +109,7 @@ class _RootFinder:
         self._new: set[str] = set()
         self._inside: dict[str, set[str]] = {}
         self._roots: dict[str, str] = {}
-        self._environments: dict[str, Environment] = {}
+        self._environment: Callable[[str], Environment] = functools.cache(folders.environment)
 
     def add(self, change: Change) -> None:
         """One changed path; all of them before the first `root`."""
@@ -162,12 +163,6 @@ class _RootFinder:
         if folder not in self._new:
             return False
         return any(self._folders.is_folder(f"{folder}/{name}") for name in ("bin", "lib", "lib64"))
-
-    def _environment(self, folder: str) -> Environment:
-        found = self._environments.get(folder)
-        if found is None:
-            found = self._environments[folder] = self._folders.environment(folder)
-        return found
 
     def _is_whole(self, folder: str, kind: Environment) -> bool:
         """Whether the folder contains nothing but the environment."""

@@ -21,7 +21,6 @@ import hashlib
 import itertools
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,9 +75,6 @@ class SecretCheck:
         """`variables` is the environment of the setup, `rules` are files with additional rules, `cache` is a folder of
         this user for compiled rules. Raises `UsageError` for invalid rules, and `PermanentError` without the
         scanner."""
-        self.seconds = 0.0
-        """Time spent on checking contents, summed over threads."""
-        self._counting = threading.Lock()
         self._exclusions = exclusions
         began = time.monotonic()
         # Compiling the rules takes seconds, once for each node.
@@ -114,14 +110,6 @@ class SecretCheck:
 
     def check_content(self, path: str, data: bytes, *, size: int | None = None) -> str:
         """Check a file's content, or a piece of a file that has `size` bytes in all."""
-        began = time.monotonic()
-        try:
-            return self._content(path, data, size)
-        finally:
-            with self._counting:
-                self.seconds += time.monotonic() - began
-
-    def _content(self, path: str, data: bytes, size: int | None) -> str:
         if self._exclusions.is_kept(path) or self._is_published(path, data, len(data) if size is None else size):
             return ""
         if size is None and (copy := self._copies.get(hashlib.sha256(data).hexdigest())):

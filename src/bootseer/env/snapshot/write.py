@@ -138,10 +138,8 @@ def write_snapshot(
     file, run = retrying(once, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
     manifest = Manifest(tuple(run.entries))
     loose = _loose_part(manifest.entries, is_loose)
-    _log.info(
-        "snapshot written in %.1f s: %d files, %s; the secret check took %.1f s of its threads",
-        *(time.monotonic() - began, run.num_files, format_bytes(run.size_bytes), check.seconds),
-    )
+    size = format_bytes(run.size_bytes)
+    _log.info("snapshot written in %.1f s: %d files, %s", time.monotonic() - began, run.num_files, size)
     return Written(
         file,
         store_manifest(store, manifest),
