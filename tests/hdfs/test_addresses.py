@@ -73,8 +73,11 @@ def test_a_service_without_namenodes_is_said(tmp_path: Path) -> None:
         Cluster.of("job", str(tmp_path))
 
 
-def test_settings_that_are_no_xml_are_said(tmp_path: Path) -> None:
-    (tmp_path / "core-site.xml").write_text("<configuration>")
+@pytest.mark.parametrize(
+    "text", ["<configuration>", *(f"<?xml version='1.0' encoding='{code}'?><configuration/>" for code in ("GBK", "x"))]
+)
+def test_settings_that_are_no_xml_are_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "core-site.xml").write_text(text)
     with pytest.raises(UsageError, match="core-site"):
         Cluster.of("nn:1", str(tmp_path))
 
@@ -110,6 +113,17 @@ def test_the_default_file_system_is_that_of_the_settings(monkeypatch: pytest.Mon
     write(tmp_path, "core-site.xml", fs_defaultFS="s3a://bucket")
     with pytest.raises(UsageError, match="s3a"):
         default_authority("hdfs:///a")
+
+
+def test_files_that_the_settings_include_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hadoop's documentation of viewfs recommends for mount tables."""
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    write(tmp_path, "mountTable.xml", **{"fs.viewfs.mounttable.all.link./jobs": "hdfs://one/jobs"})
+    (tmp_path / "core-site.xml").write_text(
+        "<configuration xmlns:xi='http://www.w3.org/2001/XInclude'><xi:include href='mountTable.xml'/>"
+        "<xi:include href='missing.xml'><xi:fallback/></xi:include></configuration>"
+    )
+    assert behind_mount_table("viewfs://all/jobs/moe") == "hdfs://one/jobs/moe"
 
 
 TABLE = {

@@ -1,12 +1,13 @@
 """The NameNodes of a cluster, and their settings: from an address and Hadoop's configuration files.
 
 `hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml` in
-`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is their default file system. A `viewfs://` address is
-resolved by their mount table.
+`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`, with the files that they include; `hdfs:///` is their default file
+system. A `viewfs://` address is resolved by their mount table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 from collections.abc import Mapping
@@ -119,7 +120,7 @@ def configuration(environ: Mapping[str, str] = os.environ) -> str | None:
 def _settings(conf_dir: str | None) -> dict[str, str]:
     if not conf_dir:
         return {}
-    from xml.etree import ElementTree  # not needed where the address has host and port
+    from xml.etree import ElementInclude, ElementTree  # not needed where the address has host and port
 
     found: dict[str, str] = {}
     for name in _FILES:
@@ -129,9 +130,11 @@ def _settings(conf_dir: str | None) -> dict[str, str]:
                 raise UsageError(f"{path} is not a Hadoop configuration: it is too long", hint="check HADOOP_CONF_DIR")
             # Written by the machine's administrator, and of bounded size.
             root = ElementTree.parse(path).getroot()  # noqa: S314
+            with contextlib.suppress(FileNotFoundError):  # an optional file
+                ElementInclude.include(root, base_url=str(path))
         except FileNotFoundError:
             continue
-        except (OSError, ElementTree.ParseError) as error:
+        except (OSError, SyntaxError, ValueError, LookupError) as error:  # the last two: of encodings
             raise UsageError(f"cannot read {path}: {error}", hint="check HADOOP_CONF_DIR") from error
         for entry in root.iter("property"):
             key, value = entry.findtext("name"), entry.findtext("value")
