@@ -209,6 +209,19 @@ ODD = ("uneven", "long header")
 """Unusual, but right."""
 
 
+REFUSED = {
+    "secure": (
+        "org.apache.hadoop.security.AccessControlException",
+        "SIMPLE authentication is not enabled.  Available:[TOKEN, KERBEROS]",
+    ),
+    "policy": (
+        "org.apache.hadoop.security.authorize.AuthorizationException",
+        "User me (auth:SIMPLE) is not authorized for protocol interface org.apache.hadoop.hdfs.protocol.ClientProtocol",
+    ),
+}
+"""How a server refuses a connection."""
+
+
 class FakeNameNode(Peer):
     """Answers each method with the bytes that `answers` has for it, or with the error (kind, message)."""
 
@@ -224,9 +237,8 @@ class FakeNameNode(Peer):
     def serve(self, connection: socket.socket) -> None:
         assert receive(connection, 7) == b"hrpc\x09\x00\x00"
         receive(connection, struct.unpack(">I", receive(connection, 4))[0])
-        if self.spoil == "secure":
-            said = "SIMPLE authentication is not enabled.  Available:[TOKEN, KERBEROS]"
-            kind = "org.apache.hadoop.security.AccessControlException"
+        if self.spoil in REFUSED:
+            kind, said = REFUSED[self.spoil]
             _answer(
                 connection, field(1, -1 & 0xFFFFFFFF) + field(2, 2) + field(4, kind) + field(5, said) + field(6, 15)
             )

@@ -120,6 +120,7 @@ def test_full_nodes_are_distinguished_from_busy_ones(namenode: NameNode, folder:
 
     def raised(most: int, *, may_ask: bool = True) -> BootseerError:
         nodes = [field(1, node(port)) + field(4, room) for port, room in ((1, most), (2, most // 2))]
+        nodes.append(field(1, node(3)) + field(4, 8 << 30) + field(10, 2))  # decommissioned
         report = b"".join(field(1, told) for told in nodes) if may_ask else AccessError("superuser privilege")
         stats = field(1, 1 << 40) + field(2, 0) + field(3, 2 * most)
         with closing(_Answering(namenode.cluster, {"getDatanodeReport": report, "getFsStats": stats})) as full:

@@ -110,10 +110,12 @@ def test_a_file_that_is_written_slowly_may_lose_its_connection_any_number_of_tim
 ) -> None:
     monkeypatch.setattr(placement, "_IDLE_S", 0.0)  # DataNodes close connections that are silent for a minute
     writer = begin(client, f"{folder}/a")
-    for start in range(0, MIB, MIB // 8):
+    for start in range(0, 7 * MIB // 8, MIB // 8):
         writer.write(DATA[start : start + MIB // 8])
         assert writer._block is not None
         writer._block._socket.shutdown(socket.SHUT_RDWR)
+    writer.write(DATA[7 * MIB // 8 : MIB])
+    assert writer._block is None, "a full block is ended at once: a pause after it costs nothing"
     writer.close()
     assert read_all(client, f"{folder}/a") == DATA[:MIB]
     assert not client._excluded.names()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ def test_a_server_that_wants_kerberos_says_that_the_configuration_must() -> None
         error = error_of(asked(peer.port))
     assert isinstance(error, AccessError)
     assert "HADOOP_CONF_DIR must name its configuration" in str(error)
+
+
+def test_a_user_whom_the_servers_policy_refuses_is_told_so_at_once() -> None:
+    with FakeNameNode("policy") as peer:
+        error = error_of(asked(peer.port), LONG_S)
+        assert peer.num_connections == 1
+    assert isinstance(error, AccessError)
+    assert "User me (auth:SIMPLE) is not authorized" in str(error)
+    assert "requires a login" not in str(error)
 
 
 def test_a_cluster_that_encrypts_its_data_needs_ciphers(peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +242,24 @@ def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
         namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=1.0)
         assert namenode.locate("/f").size_bytes == MIB
         namenode.close()
+
+
+def test_an_address_that_drops_packets_leaves_time_for_the_next_one(
+    peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the IPv6 address of a host in a network without IPv6."""
+    with contextlib.ExitStack() as full:
+        listener = full.enter_context(socket.create_server(("127.0.0.2", peer.port), backlog=0))
+        for _ in range(2):  # more are not answered
+            waiting = full.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, peer.port)) for host in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [
+            one for one in found if host in ("nn", one[-1][0])
+        ])  # fmt: skip
+        with closing(asked(peer.port, host="nn")) as namenode:
+            assert namenode.locate("/f", timeout_s=2.0).size_bytes == MIB
 
 
 def test_none_that_is_active_is_said_in_time() -> None:

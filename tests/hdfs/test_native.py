@@ -12,9 +12,9 @@ from bootseer.errors import (
     NoSpaceError,
     NotEmptyError,
     NotFoundError,
+    PermanentError,
     TransientError,
 )
-from bootseer.hdfs.errors import NotReadyError
 
 native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
 
@@ -39,7 +39,11 @@ class PanicException(BaseException):
         ),
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'),
-            NotReadyError,
+            TransientError,
+        ),
+        (
+            RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.SnapshotException", "/a has snapshots")'),
+            PermanentError,
         ),
         (OSError("Connection refused (os error 111)"), TransientError),
         (PanicException("Cannot read past end of the file"), TransientError),

@@ -17,7 +17,6 @@ from bootseer.errors import (
     NotEmptyError,
     NotFolderError,
     PermanentError,
-    TransientError,
 )
 
 
@@ -57,10 +56,6 @@ class UnevenError(DataNodeError):
     """The packets do not have the predicted size. The DataNode is healthy: read it packet by packet."""
 
 
-class NotReadyError(TransientError):
-    """The NameNode accepts no changes yet: it has just started, or an operator has set safe mode."""
-
-
 class UnsupportedError(PermanentError):
     """BootSeer's own client cannot read or write this file; hdfs-native may."""
 
@@ -76,12 +71,12 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
         "Path is not a directory",
     ),
     AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
-    NotReadyError: ("SafeModeException", "RetriableException"),
     NoSpaceError: ("QuotaExceededException", "QuotaByStorageTypeExceededException"),
     PermanentError: (
         "InvalidPathException",
         "PathComponentTooLongException",
         "MaxDirectoryItemsExceededException",
+        "SnapshotException",
         "is a directory or file under",
         "block size is less than",
         "equested replication",

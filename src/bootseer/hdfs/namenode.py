@@ -65,6 +65,8 @@ _NOISE = re.compile(r"\b(?:[a-z]\w*\.){2,}(?=[A-Z])|\. Visit https:.*")
 """Noise in messages of NameNodes: Java packages, and links to documentation."""
 _EVERYTHING: Final = (1 << 63) - 1
 _LIVE: Final = 2
+_IN_SERVICE: Final = 0
+"""Neither decommissioned nor in maintenance: such a node gets no blocks."""
 _OBSERVER: Final = 3
 
 
@@ -126,12 +128,15 @@ class NameNode:
             return message.number(1), message.number(3)
 
     def free_bytes_by_node(self) -> dict[str, int]:
-        """Free bytes of each live DataNode, by `host:port`. Raises `AccessError` where only operators may ask."""
+        """Free bytes of each live DataNode in service, by `host:port`. Raises `AccessError` where only operators may
+        ask."""
         with self.parsing("/"):
-            nodes = [
-                Message(node) for node in Message(self.ask("getDatanodeReport", field(1, _LIVE), "/", None)).every(1)
-            ]
-            return {parse_node(node.message(1)).host_port: node.number(4, 0) for node in nodes}
+            answer = Message(self.ask("getDatanodeReport", field(1, _LIVE), "/", None))
+            nodes = [Message(node) for node in answer.every(1)]
+            return {
+                parse_node(node.message(1)).host_port: node.number(4, 0)
+                for node in nodes if node.number(10, _IN_SERVICE) == _IN_SERVICE
+            }  # fmt: skip
 
     @contextlib.contextmanager
     def parsing(self, path: str) -> Iterator[None]:

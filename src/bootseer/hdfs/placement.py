@@ -110,8 +110,6 @@ class BlockFileWriter:
         view = memoryview(data).cast("B")
         try:
             while view:
-                if self._at == self._settings.block_size:
-                    self._end_block()
                 piece = view[: self._settings.block_size - self._at]
                 self._append(piece)
                 view = view[len(piece) :]
@@ -369,6 +367,8 @@ class MultiBlockWriter(BlockFileWriter):
     def _append(self, piece: memoryview) -> None:
         self._spool.write(self._at, piece)
         super()._append(piece)
+        if self._at == self._settings.block_size:  # not with the next write: DataNodes close idle connections
+            self._end_block()
 
     def _end_block(self) -> None:
         super()._end_block()

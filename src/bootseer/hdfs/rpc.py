@@ -74,9 +74,11 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
         found = within(timeout_s, peer, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except OSError as error:
         failed, found = error, []
-    for *_, address in found:
+    for number, (*_, address) in enumerate(found):
+        # Each gets its share: the first may be of a network that only drops packets, as IPv6 often is.
+        share_s = (until_s - time.monotonic()) / (len(found) - number)
         try:
-            return socket.create_connection((str(address[0]), port), timeout=max(until_s - time.monotonic(), 0.001))
+            return socket.create_connection((str(address[0]), port), timeout=max(share_s, 0.001))
         except OSError as error:
             failed = error
     is_none = isinstance(failed, socket.gaierror) or failed.errno in _NO_SERVER
@@ -246,6 +248,8 @@ class RpcConnection:
                 " get a new one into $HADOOP_TOKEN_FILE_LOCATION"
             )
         if header.number(2) == _FATAL:
+            if kind.endswith("AuthorizationException"):  # by hadoop-policy.xml, or for $HADOOP_PROXY_USER
+                raise AccessError(f"{self._peer}: {RemoteError(kind, message)}")
             if "GSS" in message and header.number(6, 0) == _UNAUTHORIZED:
                 raise login_error(self._peer, str(RemoteError(kind, message)))
             if header.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from bootseer.errors import AccessError, UsageError
 from bootseer.hdfs.gssapi import KerberosContext
@@ -36,23 +36,6 @@ class LoginError(Exception):
     """The peer violates the mechanism, or has not proved that it knows the secret."""
 
 
-class Mechanism(Protocol):
-    """One login, and then the protection of messages. Used by one thread at a time."""
-
-    protection: str
-    """The negotiated protection, once `is_done`."""
-    is_done: bool
-
-    def step(self, challenge: bytes) -> bytes:
-        """The answer to a challenge. Raises `LoginError`, `BootseerError`."""
-
-    def wrap(self, data: bytes) -> bytes:
-        """Protect a message."""
-
-    def unwrap(self, data: bytes) -> bytes:
-        """Unprotect a message. Raises `LoginError`."""
-
-
 def wanted_protections(setting: str) -> tuple[str, ...]:
     """The known protections in a setting such as `hadoop.rpc.protection`, in its order; `authentication` by default."""
     named = [name.strip().lower() for name in setting.split(",")]
@@ -67,9 +50,11 @@ class Kerberos:
         self._context = KerberosContext(peer, target)
         self._wanted = protections
         self.protection = AUTHENTICATION
+        """The negotiated one, once `is_done`."""
         self.is_done = False
 
     def step(self, challenge: bytes) -> bytes:
+        """The answer to a challenge. Raises `LoginError`, `BootseerError`."""
         if not self._context.is_open:
             return self._context.step(challenge)
         if self.is_done:
@@ -90,6 +75,7 @@ class Kerberos:
         return self._context.wrap(struct.pack(">I", _LAYERS[found] << 24 | size), seal=False)
 
     def wrap(self, data: bytes) -> bytes:
+        """Protect a message."""
         return self._context.wrap(data, seal=self.protection == PRIVACY)
 
     def unwrap(self, data: bytes) -> bytes:
@@ -154,7 +140,12 @@ class Digest:
         return self._out.wrap(data) if self._out else data
 
     def unwrap(self, data: bytes) -> bytes:
+        """Raises `LoginError`."""
         return self._in.unwrap(data) if self._in else data
+
+
+Mechanism = Kerberos | Digest
+"""One login, and then the protection of messages. Used by one thread at a time."""
 
 
 class _Layer:

@@ -27,21 +27,10 @@ _ADDRESS: Final = re.compile(rf"((?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?|\[
 _NET: Final = Path("/sys/class/net")
 _SIOCGIFADDR: Final = 0x8915
 _VIRTUAL: Final = (
-    "lo",
-    "docker",
-    "br-",
-    "virbr",
-    "cni",
-    "veth",
-    "flannel",
-    "cali",
-    "tunl",
-    "kube",
-    "dummy",
-    "podman",
-    "lxc",
-)
-"""Interfaces to containers of this machine, not to other nodes."""
+    "lo", "docker", "br-", "virbr", "cni", "veth", "flannel", "cali", "vxlan", "cilium", "antrea", "ovn-k8s", "weave",
+    "tunl", "kube", "dummy", "podman", "nerdctl", "lxc", "lxd",
+)  # fmt: skip
+"""Interfaces to containers, not to other nodes: some report the speed of a fast link."""
 _SLOWER: Final = 2
 """An interface slower than the fastest by this factor is not used: it would delay its share of the requests."""
 _UNKNOWN: Final = 125_000_000

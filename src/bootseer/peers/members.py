@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
@@ -43,34 +43,14 @@ _ROUND_S: Final = 1.0
 _SLURM_LIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
-class Source(Protocol):
-    """Where the job's nodes are listed."""
-
-    own: Peer | None
-    """This node, once it listens; None: it is only a client."""
-    link_bytes_s: int
-    """The speed of the links on which this node serves."""
-
-    def secret(self) -> bytes:
-        """The job's. Raises `BootseerError`."""
-
-    def listen(self) -> list[socket.socket]:
-        """Listen where the others expect this node; empty if it does not serve."""
-
-    def poll(self) -> list[Peer]:
-        """The nodes listed now. Raises `BootseerError`."""
-
-    def leave(self) -> None:
-        """This node stops serving."""
-
-
 class Listed:
     """Nodes named by a list. A node recognizes itself by the first listed address that it can listen at."""
 
     def __init__(self, secret: bytes, read: Callable[[], list[Peer]]) -> None:
         self.own: Peer | None = None
+        """This node, once it listens; None: it is only a client."""
         self.link_bytes_s = sum(each.bytes_s for each in chosen(()))
-        """Of a client: until `listen` finds the addresses of this node."""
+        """The speed of the links on which this node serves; of a client: of all its links."""
         self.before_listening: Callable[[list[str]], None] = lambda addresses: None
         """Called with all listed addresses before this node listens at some of them."""
         self._secret = secret
@@ -81,6 +61,7 @@ class Listed:
         return self._secret
 
     def listen(self) -> list[socket.socket]:
+        """Listen where the others expect this node; empty if it does not serve (yet)."""
         peers = self._read()
         addresses = [address for peer in peers for address in peer.addresses]
         if addresses != self._announced:
@@ -95,10 +76,15 @@ class Listed:
         return []
 
     def poll(self) -> list[Peer]:
+        """The nodes listed now. Raises `BootseerError`."""
         return self._read()
 
     def leave(self) -> None:
         """Nothing to do: the list is not ours."""
+
+
+Source = Listed | Rendezvous
+"""Where the job's nodes are listed."""
 
 
 class Membership:
@@ -221,7 +207,9 @@ def hosts_of(name: str, port: int) -> list[Peer]:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise NotFoundError(f"{name}: {error.strerror}") from error
-    addresses = sorted({joined(str(address[0]), port) for *_, address in found})
+    # With addresses of both versions (a dual-stack service), each pod has one of each: IPv4 is used.
+    version = min(family for family, *_ in found)
+    addresses = sorted({joined(str(address[0]), port) for family, *_, address in found if family == version})
     return [Peer(address, (address,)) for address in addresses]
 
 

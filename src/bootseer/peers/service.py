@@ -219,14 +219,12 @@ class Service:
             now = time.monotonic()
             # Opened in advance: that takes up to a second on busy processors, during which peers would get no answer.
             for identity in self._job.identities() - opened:
-                opened.add(identity)
                 content = self._find(identity)
-                if isinstance(content, _BlockFile):
-                    ask = partial(self._ask_holders, identity, content)
-                    try:
+                with contextlib.suppress(RuntimeError):  # no thread can be started now: the next look tries again
+                    if isinstance(content, _BlockFile):
+                        ask = partial(self._ask_holders, identity, content)
                         threading.Thread(target=ask, name="bootseer-holders", daemon=True).start()
-                    except RuntimeError as error:
-                        _LOG.warning("other nodes are not asked for %s: %s", identity[:16], error)
+                    opened.add(identity)
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()
