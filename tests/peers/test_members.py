@@ -227,6 +227,23 @@ def test_each_node_of_a_list_finds_itself_and_others_come_later(tmp_path: Path) 
         each.close()
 
 
+def test_a_node_looks_up_its_own_name_first_and_no_thousand_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+
+    def look_up(host: str, port: int, **_: object) -> list[object]:
+        looked_up.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1440.cluster")
+    names = [f"gpu{number}:0" for number in range(1, 1441)]
+    source = Listed(SECRET, lambda: [Peer(name, (name,)) for name in names])
+    for sock in source.listen():
+        sock.close()
+    assert source.own is not None
+    assert (source.own.name, looked_up) == ("gpu1440:0", ["gpu1440"])
+
+
 def test_a_list_needs_a_secret_that_others_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="secret"):
         open_source("a,b", {}, attempt="", name="")

@@ -67,7 +67,9 @@ class Listed:
         if addresses != self._announced:
             self._announced = addresses
             self.before_listening(addresses)
-        for peer in peers:
+        # The one with this node's name first: looking up a thousand others may take seconds.
+        own = _short(socket.gethostname())
+        for peer in sorted(peers, key=lambda peer: _short(peer.addresses[0]) != own):
             listening = listen_at_own(peer.addresses)
             if listening:
                 self.own = peer
@@ -81,6 +83,11 @@ class Listed:
 
     def leave(self) -> None:
         """Nothing to do: the list is not ours."""
+
+
+def _short(host: str) -> str:
+    """A host name without its domain and port."""
+    return re.split("[.:]", host, maxsplit=1)[0]
 
 
 Source = Listed | Rendezvous
