@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -88,8 +90,12 @@ def test_settings_say_whether_servers_want_a_login(tmp_path: Path) -> None:
     assert Cluster.of("nn:1", str(tmp_path)).kerberos
 
 
-def test_the_user_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Cluster.of("nn:1").user
+def test_the_user_is_that_of_the_process_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER"):
+        monkeypatch.setenv(name, "who-called-su")
+    assert Cluster.of("nn:1").user == pwd.getpwuid(os.getuid()).pw_name
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    assert Cluster.of("nn:1").user == "who-called-su"
     monkeypatch.setenv("HADOOP_USER_NAME", "trainer")
     assert Cluster.of("nn:1").user == "trainer"
 

@@ -8,8 +8,8 @@ system. A `viewfs://` address is resolved by their mount table.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +171,6 @@ def _user() -> str:
     if user := os.environ.get("HADOOP_USER_NAME"):
         return user
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a uid without a name, as in many containers
-        return str(os.getuid())
+        return pwd.getpwuid(os.getuid()).pw_name  # not $USER, which is another's after `su`
+    except KeyError:  # a uid without a name, as in many containers
+        return os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
