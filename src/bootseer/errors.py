@@ -1,10 +1,13 @@
-"""The errors that BootSeer raises, and nothing else.
+"""The errors that BootSeer raises.
 
 Foreign exceptions are mapped to these once, at the adapter that meets them; only `cli.main`
 turns them into an exit code. A message is one line: what, where, and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class BootseerError(Exception):
@@ -83,6 +86,15 @@ def error_named(kind: str, message: str, hint: str = "") -> BootseerError:
     if isinstance(error, UsageError):
         error.hint = hint
     return error
+
+
+@contextmanager
+def os_errors_as(kind: Callable[..., BootseerError], what: object, then: str = "", **more: str) -> Iterator[None]:
+    """Raise an `OSError` of the block as an error of this kind, with the message "`what`: reason`then`"."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}{then}", **more) from error
 
 
 class Interrupted(BaseException):

@@ -27,7 +27,7 @@ from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.io.locks import claim
 from bootseer.logs import logger
 from bootseer.mounts.control import send_request, socket_path
@@ -319,19 +319,15 @@ def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Serve
         unix.socket = activated_socket()
         yield unix
     else:
-        try:
+        with os_errors_as(PermanentError, f"{path}: cannot create the socket"):
             path.unlink(missing_ok=True)
             with socket_path(runtime, SOCKET) as short:
                 unix = _UnixServer(short, _Handler)
-        except OSError as error:
-            raise PermanentError(f"{path}: cannot create the socket: {error.strerror}") from error
         path.chmod(0o600)
         yield unix
     if listen is not None:
-        try:
+        with os_errors_as(UsageError, f"cannot listen on {listen[0]} port {listen[1]}"):
             yield (_Tcp6Server if ":" in listen[0] else _TcpServer)(listen, _Handler)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {listen[0]} port {listen[1]}: {error.strerror or error}") from error
 
 
 def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[str, int] | None = None) -> None:
@@ -422,14 +418,12 @@ def is_activated() -> bool:
 def activated_socket() -> socket.socket:
     """The socket passed by systemd. Raises `UsageError` unless it is the only one, and a listening Unix socket."""
     number = os.environ.get("LISTEN_FDS", "")
-    try:
+    with os_errors_as(UsageError, f"LISTEN_FDS=1, but descriptor {_FIRST_FD} is not a socket"):
         if number != "1":
             raise UsageError(f"LISTEN_FDS={number}", hint="one ListenStream= in the .socket unit")
         passed = socket.socket(fileno=_FIRST_FD)
         if passed.family != socket.AF_UNIX or not passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise UsageError("systemd passed no Unix socket", hint="ListenStream=/run/... in the .socket unit")
-    except OSError as error:
-        raise UsageError(f"LISTEN_FDS=1, but descriptor {_FIRST_FD} is not a socket: {error.strerror}") from error
     passed.set_inheritable(False)
     return passed
 

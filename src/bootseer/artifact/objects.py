@@ -16,7 +16,7 @@ from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.blocks.block_file import MAX_READ_BYTES, BlockFile, parse_index
 from bootseer.blocks.index import Index
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, os_errors_as
 from bootseer.io.files import replace_file
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
@@ -139,10 +139,8 @@ class LocalObjects:
         because readers verify it, and is read from its store again.
         """
         path = self._folder / content_path(check_name(name))
-        try:
+        with os_errors_as(PermanentError, path):
             replace_file(own_folder(path.parent) / path.name, data)
-        except OSError as error:
-            raise PermanentError(f"{path}: {error.strerror}") from error
 
 
 def _offered(stored: Stored, path: Path) -> OfferedObject | None:

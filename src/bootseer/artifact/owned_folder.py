@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bootseer.artifact.places import CACHE, own_folder
 from bootseer.cache.disk import boot_id
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.locks import try_flock
 from bootseer.logs import logger
 from bootseer.mounts.kernel import is_mounted_anywhere
@@ -43,7 +43,7 @@ class OwnedFolder:
     def made(cls, parent: Path, prefix: str, release: Callable[[Path], None] = lambda path: None) -> OwnedFolder:
         """Create a folder below `parent`. `release` is called with each abandoned one before it is deleted. Raises
         `PermanentError` when that fails, or others could change it."""
-        try:
+        with os_errors_as(PermanentError, parent, then=f"; set {CACHE} to another folder"):
             parent = own_folder(parent)
             delete_abandoned(parent, prefix, release)
             new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
@@ -52,8 +52,6 @@ class OwnedFolder:
             # Abandoned folders are recognized by this name, and it is locked before it gets the name.
             name = f"{prefix}{_host()}@{_boot()}-{new.name.removeprefix(_NEW)}"
             return cls(new.rename(parent / name), lock)
-        except OSError as error:
-            raise PermanentError(f"{parent}: {error.strerror}; set {CACHE} to another folder") from error
 
     def remove(self) -> None:
         """Delete the folder. What cannot be deleted is retried by a later owner."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from bootseer.errors import CorruptError, SignatureError, UsageError
+from bootseer.errors import CorruptError, SignatureError, UsageError, os_errors_as
 from bootseer.io.trusted_folder import open_trusted, trusted_uids
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
 
 
 def _read(path: Path, forbidden: int, reason: str, mend: str) -> bytes:
-    try:
+    with os_errors_as(UsageError, f"{path}: the key cannot be read", hint=_MAKE):
         # In a shared folder like /tmp any user may have created the file, or a symbolic link to it.
         _check_owner(path, path.lstat())
         # Non-blocking: the path may be a pipe.
@@ -220,8 +220,6 @@ def _read(path: Path, forbidden: int, reason: str, mend: str) -> bytes:
             if status.st_mode & forbidden:
                 raise UsageError(f"{path}: this key {reason}", hint=f"chmod {mend} {path}")
             return file.read(_MAX_KEY_BYTES)
-    except OSError as error:
-        raise UsageError(f"{path}: the key cannot be read: {error.strerror}", hint=_MAKE) from error
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:

@@ -36,6 +36,7 @@ from bootseer.errors import (
     NotFoundError,
     PermanentError,
     UsageError,
+    os_errors_as,
 )
 from bootseer.io.tasks import Count, Tasks
 from bootseer.places.place import Place, join, make_folder_like_parent
@@ -207,10 +208,8 @@ def _check_not_inside(place: Place, source: Path) -> None:
 def _files_of(source: Path, name: str) -> _LocalSource:
     """The files to be written; `name` is the name for a single file. Links to files are followed, as model hubs create
     them; other special files are refused."""
-    try:
+    with os_errors_as(UsageError, source, hint="name a local folder or file"):
         status = source.stat()
-    except OSError as error:
-        raise UsageError(f"{source}: {error.strerror}", hint="name a local folder or file") from error
     if stat.S_ISREG(status.st_mode):
         return _LocalSource(source, True, [_file(name, source)], [])
     if not stat.S_ISDIR(status.st_mode):
@@ -262,17 +261,13 @@ def _check_sizes(place: Place, source: _LocalSource, policy: Policy, settings: P
 
 
 def _listed(folder: Path) -> list[Path]:
-    try:
+    with os_errors_as(PermanentError, folder):
         return sorted(folder.iterdir())
-    except OSError as error:
-        raise PermanentError(f"{folder}: {error.strerror}") from error
 
 
 def _status(local: Path) -> os.stat_result:
-    try:
+    with os_errors_as(PermanentError, local):
         return local.stat()
-    except OSError as error:
-        raise PermanentError(f"{local}: {error.strerror}") from error
 
 
 def _file(name: str, local: Path) -> _File:

@@ -11,7 +11,7 @@ import click
 from bootseer.cli.image_options import CONVERTED, request_of_verb
 from bootseer.cli.output import Output, print_bytes, table, write_file
 from bootseer.cli.verb_parts import Group, json_option, with_options
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,11 +75,8 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
     with ExitStack() as stack:
         found, sets = _open(stack, reference, store, plain_http)
         for path in files:
-            try:
-                with path.open("rb") as file:
-                    given = parse_hot_set(file.read(MAX_STORED_BYTES + 1))
-            except OSError as error:
-                raise UsageError(f"{path}: {error.strerror}", hint="name a file that `hotset export` wrote") from error
+            with os_errors_as(UsageError, path, hint="name a file that `hotset export` wrote"), path.open("rb") as file:
+                given = parse_hot_set(file.read(MAX_STORED_BYTES + 1))
             if given.image != found.document.digest:
                 raise UsageError(
                     f"{path}: hot set of another image, {given.image}", hint=f"{reference} is {found.document.digest}"

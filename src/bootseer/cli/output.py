@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.files import replace_file
 from bootseer.units import format_bytes
 
@@ -101,15 +101,13 @@ def print_bytes(data: Buffer) -> None:
 def write_file(path: Path, data: str | bytes) -> None:
     """Write a file that the user named. Readers see the old or the complete new one. Raises `PermanentError`."""
     content = data.encode() if isinstance(data, str) else data
-    try:
+    with os_errors_as(PermanentError, f"{path}: cannot be written"):
         if not path.exists():
             replace_file(path.resolve(), content, mode=0o666)
         elif path.is_file() and not path.is_relative_to("/dev") and os.access(path.resolve().parent, os.W_OK):
             replace_file(path.resolve(), content, mode=path.stat().st_mode & 0o777)
         else:  # a pipe, /dev/stdout, or a file in a folder that this user cannot change
             path.write_bytes(content)
-    except OSError as error:
-        raise PermanentError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

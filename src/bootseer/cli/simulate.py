@@ -11,7 +11,7 @@ import click
 
 from bootseer.cli.output import Output, Progress, table, write_file
 from bootseer.cli.verb_parts import json_option
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, UsageError, os_errors_as
 
 if TYPE_CHECKING:
     from bootseer.sim.job_start import Outcome
@@ -205,10 +205,8 @@ def _write(folder: Path, outcome: Outcome, name: str) -> None:
     from bootseer.trace.event import encode
 
     job = f"simulated-{name}-{outcome.arm.replace(' ', '-')}-{outcome.nodes}"
-    try:
+    with os_errors_as(PermanentError, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{job}.events").open("wb") as file:
             for event in outcome.events(job):
                 file.write(encode(event))
-    except OSError as error:
-        raise PermanentError(f"{folder}: {error.strerror}") from error

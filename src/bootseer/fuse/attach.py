@@ -12,7 +12,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, os_errors_as
 from bootseer.fuse import syscalls
 from bootseer.fuse.protocol import MAX_READ
 
@@ -36,10 +36,8 @@ def attach(target: Path, *, label: str, helper: bool | None = None, writable: bo
 
 
 def _by_kernel(target: Path, label: str, writable: bool, shared: bool) -> int:
-    try:
+    with os_errors_as(AccessError, f"cannot open {DEVICE}"):
         device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise AccessError(f"cannot open {DEVICE}: {error.strerror}") from error
     options = (
         f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},"
         f"{'allow_other,' if shared else ''}default_permissions,max_read={MAX_READ}"

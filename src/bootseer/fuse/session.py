@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.errors import BootseerError, PermanentError, TransientError, os_errors_as
 from bootseer.fuse import attach, protocol
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Caller, Cancel, Data, Entry, FileSystem, Tree
@@ -195,12 +195,8 @@ class Session:
 
         Call it before `start`. Raises `PermanentError` if the kernel does not support it (before Linux 6.9).
         """
-        try:
+        with os_errors_as(PermanentError, f"{self.target}: the kernel cannot resend requests, which needs Linux 6.9"):
             os.writev(self._device, [protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND, 0)])
-        except OSError as error:
-            raise PermanentError(
-                f"{self.target}: the kernel cannot resend requests, which needs Linux 6.9: {error.strerror}"
-            ) from error
 
     def start(self) -> None:
         """Start to answer requests, and to fail late ones. Without a thread, unmounts and raises `TransientError`."""

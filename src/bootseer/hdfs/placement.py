@@ -31,7 +31,7 @@ from typing import IO, Final
 
 from msgspec.structs import replace
 
-from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError
+from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError, os_errors_as
 from bootseer.hdfs.block_locations import Block, FileStatus, has_distinct_nodes
 from bootseer.hdfs.block_writer import BlockWriter, ExcludedDataNodes, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
@@ -429,10 +429,8 @@ class _BlockSpool:
 
     def read(self, offset: int, length: int) -> bytes:
         """Read stored bytes. Raises `TransientError` if the disk cannot read them."""
-        try:
+        with os_errors_as(TransientError, "the local disk"):
             data = os.pread(self._file.fileno(), length, offset) if self._file is not None else b""
-        except OSError as error:
-            raise TransientError(f"the local disk: {error.strerror}") from error
         if len(data) != length:
             raise TransientError("the local disk has lost what was just written")
         return data

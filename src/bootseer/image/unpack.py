@@ -10,7 +10,7 @@ from bootseer.artifact.unpacked import TreeFile, write_tree
 from bootseer.cache.cached_file import CachedFile
 from bootseer.erofs.merged import Layer, MergedLayers, Node, is_mark, unescape_xattr
 from bootseer.erofs.reader import ErofsReader
-from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.errors import CorruptError, PermanentError, UsageError, os_errors_as
 
 
 def unpack_layers(stack: Sequence[CachedFile], folder: Path) -> None:
@@ -25,12 +25,10 @@ def unpack(tree: MergedLayers, folder: Path) -> None:
     """
     if tree.root is None:
         raise UsageError("an image without layers", hint="convert it again")
-    try:
+    with os_errors_as(PermanentError, folder):
         folder.mkdir(parents=True, exist_ok=True)
         if next(folder.iterdir(), None) is not None:
             raise UsageError(f"{folder} is not empty", hint="name a new folder")
-    except OSError as error:
-        raise PermanentError(f"{folder}: {error.strerror}") from error
     write_tree(_files(tree.root), folder, _visible_xattrs)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer import logs
-from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError, UsageError
+from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl
 from bootseer.mounts.process import end_child
 
@@ -102,10 +102,8 @@ def start_background(work: Callable[[Send], None], *, name: str, log: Path, nice
     Raises `PermanentError` when no process can be created.
     """
     parent = os.getpid()
-    try:
+    with os_errors_as(PermanentError, "no helper process can be started"):
         pipe, report = os.pipe2(os.O_CLOEXEC)
-    except OSError as error:
-        raise PermanentError(f"no helper process can be started: {error.strerror}") from error
     try:
         pid = os.fork()
     except OSError as error:

@@ -27,7 +27,7 @@ from bootseer.artifact.places import runtime_root
 from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.keys.key_settings import looks_secret
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import BootseerError, UsageError, os_errors_as
 from bootseer.hdfs.addresses import Cluster, configuration, default_authority
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.launch.environment.view import private_capture_ways
@@ -146,7 +146,7 @@ def write_bundle(path: Path, doctor: Mapping[str, Any], environ: Mapping[str, st
     Raises `UsageError` if the file exists or cannot be written.
     """
     names = []
-    try:
+    with os_errors_as(UsageError, path, hint="name a new file that can be written"):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(file, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as bundle:
@@ -159,8 +159,6 @@ def write_bundle(path: Path, doctor: Mapping[str, Any], environ: Mapping[str, st
         except BaseException:
             path.unlink(missing_ok=True)  # a part of it, on a full disk
             raise
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="name a new file that can be written") from error
     return names
 
 

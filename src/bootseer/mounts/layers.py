@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, UsageError
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, MS_RDONLY, number_of
 from bootseer.logs import logger
@@ -190,10 +190,8 @@ def _attach_loop(path: Path) -> tuple[Path, int]:
 
     Returns the device and a descriptor that keeps it until it is mounted.
     """
-    try:
+    with os_errors_as(AccessError, f"cannot open {_LOOP_CONTROL}"):
         control = os.open(_LOOP_CONTROL, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise AccessError(f"cannot open {_LOOP_CONTROL}: {error.strerror}") from error
     backing = -1
     try:
         backing = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError, os_errors_as
 from bootseer.io.tasks import Tasks
 from bootseer.io.trusted_folder import is_secret
 from bootseer.logs import logger
@@ -210,10 +210,8 @@ def slurm_hosts(env: Mapping[str, str]) -> list[str]:
 
 def hosts_of(name: str, port: int) -> list[Peer]:
     """One node per address of a DNS name. Raises `NotFoundError` while it has none."""
-    try:
+    with os_errors_as(NotFoundError, name):
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise NotFoundError(f"{name}: {error.strerror}") from error
     # With addresses of both versions (a dual-stack service), each pod has one of each: IPv4 is used.
     version = min(family for family, *_ in found)
     addresses = sorted({joined(str(address[0]), port) for family, *_, address in found if family == version})
@@ -292,15 +290,13 @@ def read_secret(path: Path) -> bytes:
 
     Raises `AccessError`, `CorruptError` and `NotFoundError`.
     """
-    try:
+    with os_errors_as(NotFoundError, path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not is_secret(status) or status.st_uid not in (0, os.geteuid()):
                 raise AccessError(f"{path} can be read by others: chmod 600 {path}")
             secret = file.read(_MAX_SECRET + 1)
-    except OSError as error:
-        raise NotFoundError(f"{path}: {error.strerror}") from error
     if not SECRET_BYTES <= len(secret) <= _MAX_SECRET:
         raise CorruptError(f"{path}: a secret has {SECRET_BYTES} to {_MAX_SECRET} bytes")
     return sha256(secret).digest()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, UsageError, os_errors_as
 
 STDIN = "-"
 _READ_BYTES = 1 << 20
@@ -92,10 +92,8 @@ def sources(places: Sequence[str]) -> list[Source]:
 
 def inside(place: str) -> list[Source]:
     """The files below a folder, except hidden ones; links to folders are not followed."""
-    try:
+    with os_errors_as(PermanentError, f"{_shown(place)}: cannot be read"):
         next(Path(place).iterdir(), None)
-    except OSError as error:
-        raise PermanentError(f"{_shown(place)}: cannot be read: {error.strerror or error}") from error
     paths = sorted(
         path
         for folder, _, names in os.walk(place)
@@ -127,7 +125,7 @@ def blocks(source: Source) -> Iterator[bytes]:
 
     Raises `Cut` after the last block of a truncated or damaged compressed file, `PermanentError` if it cannot be read.
     """
-    try:
+    with os_errors_as(PermanentError, f"{source.name}: cannot be read"):
         if isinstance(source.data, bytes):
             yield from _unpacked(io.BytesIO(source.data))
         elif source.data is not None:
@@ -139,8 +137,6 @@ def blocks(source: Source) -> Iterator[bytes]:
         else:
             with source.path.open("rb", buffering=0) as file:
                 yield from _unpacked(file)
-    except OSError as error:
-        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
 
 
 def state(source: Source) -> tuple[int, float]:
@@ -156,11 +152,9 @@ def state(source: Source) -> tuple[int, float]:
 
 def is_archive(source: Source) -> bool:
     """Whether a file is compressed, and so does not grow. Raises `PermanentError` if it cannot be read."""
-    try:
-        with Path(source.path or os.devnull).open("rb") as file:
-            return file.read(4).startswith((_GZIP, _ZSTD))
-    except OSError as error:
-        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+    path = source.path or Path(os.devnull)
+    with os_errors_as(PermanentError, f"{source.name}: cannot be read"), path.open("rb") as file:
+        return file.read(4).startswith((_GZIP, _ZSTD))
 
 
 def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
@@ -168,7 +162,7 @@ def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
 
     Raises `PermanentError` if it cannot be read.
     """
-    try:
+    with os_errors_as(PermanentError, f"{source.name}: cannot be read"):
         if source.path is None:
             block = b"."
             while block and select.select([0], [], [], 0)[0]:
@@ -178,8 +172,6 @@ def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
             file.seek(offset)
             while block := file.read(_READ_BYTES):
                 yield block
-    except OSError as error:
-        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
 
 
 def _unpacked(raw: io.RawIOBase | BinaryIO) -> Iterator[bytes]:

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from bootseer.errors import UsageError
+from bootseer.errors import UsageError, os_errors_as
 from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.service.access import LOGIN, READ, Gate, Network, Rules, Tokens, login
@@ -73,10 +73,8 @@ class Settings:
     def made(self) -> Settings:
         """The same, with the data folder created if necessary. Raises `AccessError` if others can write to it,
         `UsageError` if it cannot be created."""
-        try:
+        with os_errors_as(UsageError, self.data, hint=_OTHERWISE):
             return replace(self, data=trusted_folder(self.data, otherwise=_OTHERWISE, private=True))
-        except OSError as error:
-            raise UsageError(f"{self.data}: {error.strerror}", hint=_OTHERWISE) from error
 
     @property
     def database_url(self) -> str:
@@ -199,7 +197,7 @@ def _bracketed(host: str) -> str:
 
 def _listening(settings: Settings) -> socket.socket:
     host, port = settings.listen
-    try:
+    with os_errors_as(UsageError, f"cannot listen on {host} port {port}", hint="give --listen another HOST:PORT"):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
         try:
@@ -208,10 +206,6 @@ def _listening(settings: Settings) -> socket.socket:
         except OSError:
             made.close()
             raise
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}", hint="give --listen another HOST:PORT"
-        ) from None
     return made
 
 
@@ -251,10 +245,8 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
 def locked(settings: Settings) -> Iterator[None]:
     """Lock the data folder. Raises `UsageError` if another process has locked it, or if it cannot be written."""
     path = settings.data / "lock"
-    try:
+    with os_errors_as(UsageError, path, hint=_OTHERWISE):
         lock = claim(path, f"another service uses {settings.data}", _OTHERWISE)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint=_OTHERWISE) from error
     try:
         yield
     finally:

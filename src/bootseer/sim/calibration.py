@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from bootseer.errors import UsageError
+from bootseer.errors import UsageError, os_errors_as
 from bootseer.sim.scenario import Scenario
 
 _SLOW: Final = 1.3
@@ -48,11 +48,8 @@ class Report(msgspec.Struct):
 
 def read_report(path: Path) -> Report:
     """Read a report. Raises `UsageError` if the file is not one."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
+    with os_errors_as(UsageError, path), path.open("rb") as file:
+        text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise UsageError(f"{path}: larger than {_MAX_BYTES >> 20} MiB")
     try:

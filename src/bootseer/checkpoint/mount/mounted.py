@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.mount.serving import MountRequest, Serving
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
 from bootseer.mounts.control import FILES
@@ -215,10 +215,8 @@ def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
     for own in (None if "://" in place else place, request.cache, request.spool, record.root):
         if own is not None and _lies_in(own, target):
             raise UsageError(f"{own} lies in {target}", hint="mount it beside what the mount itself needs")
-    try:
+    with os_errors_as(PermanentError, target):
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PermanentError(f"{target}: {error.strerror}") from error
 
 
 def _absolute(uri: str) -> str:

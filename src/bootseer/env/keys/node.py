@@ -27,7 +27,7 @@ from msgspec import Struct
 from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.key_settings import search_path
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, os_errors_as
 from bootseer.machine import child
 
 _DPKG = "/var/lib/dpkg/status"
@@ -153,11 +153,8 @@ def _record(path: str, facts: FactCache) -> str:
     known = facts.get("record", whole, stamp)
     if isinstance(known, str):
         return known
-    try:
-        with open(whole, "rb") as file:  # noqa: PTH123
-            data = file.read(_MAX_RECORD_BYTES)
-    except OSError as error:
-        raise PermanentError(f"{whole}: {os.strerror(error.errno or 0)}") from error
+    with os_errors_as(PermanentError, whole), open(whole, "rb") as file:  # noqa: PTH123
+        data = file.read(_MAX_RECORD_BYTES)
     lines = sorted(line for line in data.splitlines() if b".pyc," not in line) if name == "RECORD" else [data]
     digest = digest_of(lines)
     if is_settled(status):

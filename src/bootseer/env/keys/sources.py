@@ -21,7 +21,7 @@ from typing import NamedTuple
 from bootseer.env.keys.files import MAX_FILES, NodeFiles
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.requirement import Requirement
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.tasks import Tasks
 from bootseer.machine import child
 
@@ -78,20 +78,18 @@ def read_tree(path: str, files: NodeFiles) -> Tree:
 
 def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Relative name, kind with relevant attributes, and path of each entry, in a fixed order."""
-    try:
+    with os_errors_as(PermanentError, folder):
         status = os.stat(folder)  # noqa: PTH116 - many calls, no object for each
         own = (status.st_dev, status.st_ino)
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
-    except OSError as error:
-        raise PermanentError(f"{folder}: {os.strerror(error.errno or 0)}") from error
     if own in above or len(above) > 100:
         return  # a link to a folder above
     names = {entry.name for entry in entries}
     below = os.path.basename(prefix.rstrip("/"))  # noqa: PTH119 - a string; empty for the tree itself, whose name is nothing
     for entry in entries:
         name = f"{prefix}{entry.name}"
-        try:
+        try:  # no context manager: many calls
             mode = entry.stat(follow_symlinks=False).st_mode
             target = os.readlink(entry.path) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - the text, not a path
             # A build takes the target of a link for the link itself.

@@ -34,7 +34,7 @@ from bootseer.artifact.unpacked import delete_tree
 from bootseer.env.changes import lies_in
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, PermanentError, os_errors_as
 from bootseer.io import locks
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.units import listed
@@ -52,7 +52,7 @@ class PrivateFolder:
     def __init__(self, changes: Path, roots: Sequence[str]) -> None:
         """Raises `PermanentError` if it cannot be created."""
         self.roots = {root: str(number) for number, root in enumerate(roots)}
-        try:
+        with os_errors_as(PermanentError, changes, then="; the job's changes cannot be stored there"):
             # A real path, as it appears in the mount table.
             self.path = own_folder(changes) / secrets.token_hex(6)
             self.path.mkdir(mode=0o700)
@@ -60,8 +60,6 @@ class PrivateFolder:
             self._lock = lock
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._save_record()
-        except OSError as error:
-            raise PermanentError(f"{changes}: {error.strerror}; the job's changes cannot be stored there") from error
 
     def folders(self, root: str) -> tuple[Path, Path]:
         """New upper and work folders of a root."""

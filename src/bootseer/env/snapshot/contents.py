@@ -26,7 +26,7 @@ from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.erofs.format import NO_XATTRS, has_prefix
 from bootseer.erofs.merged import MARKS
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.tasks import Tasks
 
 T = TypeVar("T")
@@ -165,10 +165,8 @@ def changed_error(path: str) -> PermanentError:
 
 def with_path_error(path: str, ask: Callable[[], T]) -> T:
     """The result of `ask`; raises its `OSError` as a `PermanentError` that names the path."""
-    try:
+    with os_errors_as(PermanentError, path, then="; no snapshot is made"):
         return ask()
-    except OSError as error:
-        raise PermanentError(f"{path}: {error.strerror}; no snapshot is made") from error
 
 
 SMALL_BYTES = 1 << 20

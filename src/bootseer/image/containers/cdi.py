@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.machine import check
 
 NVIDIA = "nvidia.com/gpu"
@@ -101,11 +101,8 @@ def _specs(folders: Iterable[Path]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise PermanentError(f"{path}: cannot be read: {error.strerror}") from error
+    with os_errors_as(PermanentError, f"{path}: cannot be read"), path.open("rb") as file:
+        text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise PermanentError(f"{path}: not a CDI file: larger than 16 MiB")
     load = json.loads if path.suffix == ".json" else _yaml_loader(path)

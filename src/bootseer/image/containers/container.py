@@ -23,7 +23,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.errors import PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
 from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
 from bootseer.image.containers.process import Process, ProcessOptions, process_of
@@ -115,7 +115,7 @@ class Container:
         # Random: nodes that are containers have equal process ids, and may share the cgroups named by this ID.
         self._id = f"bootseer-{os.urandom(6).hex()}-{folder.name}"[:100]
         self._guard: subprocess.Popen[bytes] | None = None
-        try:
+        with os_errors_as(PermanentError, f"{folder}: the container cannot be prepared"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             binds = [*self._name_files(options.limits.hostname), *options.binds]
             if not is_host():
@@ -128,8 +128,6 @@ class Container:
             self._write_config()
             self._limits = options.limits
             self._make_cgroups()
-        except OSError as error:
-            raise PermanentError(f"{folder}: the container cannot be prepared: {error.strerror}") from error
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -148,12 +146,10 @@ class Container:
         """
         cgroups = [["rmdir", str(path)] for path in self._cgroups]
         text = _GUARD + "\n".join(_OF_GUARD + shlex.join(words) for words in [self._delete(), *cgroups, *then])
-        try:
+        with os_errors_as(PermanentError, "the container's guard cannot be started"):
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", text], stdin=subprocess.PIPE, start_new_session=True, cwd="/"
             )
-        except OSError as error:
-            raise PermanentError(f"the container's guard cannot be started: {error.strerror}") from error
 
     def renew(self, env: Mapping[str, str]) -> None:
         """Prepare the container for another run of its program, with `env` added to its environment.

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError, os_errors_as
 from bootseer.io.files import replace_file
 from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
@@ -103,21 +103,17 @@ class Watch:
 
     def _write(self) -> None:
         text = json.dumps({"schema": _SCHEMA, "converted": sorted(self._converted)}, indent=1)
-        try:
+        with os_errors_as(PermanentError, f"{self._state}: cannot be written"):
             replace_file(self._state, text.encode(), mode=0o666, durable=True)
-        except OSError as error:
-            raise PermanentError(f"{self._state}: cannot be written: {error.strerror}") from error
 
 
 @contextmanager
 def lock_state(state: Path) -> Iterator[None]:
     """Lock the state file. Raises `TransientError` if another process holds it, `PermanentError` without access."""
-    try:
+    with os_errors_as(PermanentError, f"{state}: cannot be used"):
         state.parent.mkdir(parents=True, exist_ok=True)
         with flocked(state.with_name(f"{state.name}.lock"), deadline_s=1.0):
             yield
-    except OSError as error:
-        raise PermanentError(f"{state}: cannot be used: {error.strerror}") from error
 
 
 def _read(state: Path) -> set[str]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from bootseer.artifact.document import parse_object
-from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.errors import CorruptError, PermanentError, UsageError, os_errors_as
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import (
     MAX_LAYER_BYTES,
@@ -92,11 +92,8 @@ def _blob(folder: Path, digest: str) -> Path:
 
 
 def _read_file(path: Path, limit: int) -> bytes:
-    try:
-        with open_plain(path) as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise PermanentError(f"{path}: {error.strerror}") from error
+    with os_errors_as(PermanentError, path), open_plain(path) as file:
+        data = file.read(limit + 1)
     if len(data) > limit:
         raise CorruptError(f"{path}: more than {limit} bytes")
     return data
@@ -191,11 +188,8 @@ def _read_document(path: Path, members: dict[str, tarfile.TarInfo], name: str, w
 
 def _read_range(path: Path, begin: int, size: int, start: int) -> Generator[bytes, None, None]:
     left = size - start
-    try:
-        with open_plain(path) as file:
-            file.seek(begin + start)
-            while left > 0 and (piece := file.read(min(_PIECE, left))):
-                left -= len(piece)
-                yield piece
-    except OSError as error:
-        raise PermanentError(f"{path}: {error.strerror}") from error
+    with os_errors_as(PermanentError, path), open_plain(path) as file:
+        file.seek(begin + start)
+        while left > 0 and (piece := file.read(min(_PIECE, left))):
+            left -= len(piece)
+            yield piece

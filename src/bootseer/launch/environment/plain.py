@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.launch.command import Options, run_command, run_program
 from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
@@ -49,11 +49,8 @@ def groups_of(requirements: Sequence[str]) -> list[tuple[FileKind, list[str]]]:
 
     found = []
     for path in requirements:
-        try:
-            with open(path, "rb") as file:  # noqa: PTH123 - a step before each job
-                found.append((path, file.read(MAX_BYTES)))
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}", hint="give a file that can be read") from error
+        with os_errors_as(UsageError, path, hint="give a file that can be read"), open(path, "rb") as file:  # noqa: PTH123
+            found.append((path, file.read(MAX_BYTES)))
     return grouped(found)
 
 
