@@ -97,6 +97,16 @@ def os_errors_as(kind: Callable[..., BootseerError], what: object, then: str = "
         raise kind(f"{what}: {error.strerror or error}{then}", **more) from error
 
 
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Raise an `ImportError` of the block as a `UsageError`: `what` needs a library that `extra` installs."""
+    try:
+        yield
+    except ImportError as error:
+        hint = f"pip install 'bootseer[{extra}]'"
+        raise UsageError(f"{what} needs {error.name or error}, which is not installed", hint=hint) from error
+
+
 class Interrupted(BaseException):
     """A signal asked this process to end. No `Exception`: nothing that handles errors may swallow it."""
 

@@ -337,5 +337,5 @@ def test_without_the_library_the_user_learns_what_to_install(tmp_path: Path) -> 
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300, check=True
     )
     assert ended.stdout == (
-        "export to OTLP needs OpenTelemetry, which is not installed (opentelemetry) | pip install 'bootseer[otlp]'\n"
+        "export to OTLP needs opentelemetry, which is not installed | pip install 'bootseer[otlp]'\n"
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from bootseer.errors import CorruptError, SignatureError, UsageError, os_errors_as
+from bootseer.errors import CorruptError, SignatureError, UsageError, needs_extra, os_errors_as
 from bootseer.io.trusted_folder import open_trusted, trusted_uids
 
 if TYPE_CHECKING:
@@ -162,11 +162,9 @@ def _verify(signed: bytes, rows: list[tuple[str, bytes]], keys: dict[str, Ed2551
 
 def _library() -> Any:
     """The modules of `cryptography` that we need. Any: its types would cost the import where nothing is signed."""
-    try:
+    with needs_extra("sign", "a signature"):
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ModuleNotFoundError as error:
-        raise UsageError("the library for signatures is missing", hint="pip install 'bootseer[sign]'") from error
     return serialization, ed25519
 
 

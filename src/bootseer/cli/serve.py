@@ -15,7 +15,7 @@ import click
 from bootseer import logs
 from bootseer.cli.output import Output, table
 from bootseer.cli.verb_parts import Group, json_option, listen_address
-from bootseer.errors import NotFoundError, UsageError
+from bootseer.errors import NotFoundError, UsageError, needs_extra
 from bootseer.units import plural
 
 if TYPE_CHECKING:
@@ -59,13 +59,8 @@ _pattern_option = click.option(
 
 def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
     """The settings of a service with this data. Raises `UsageError` if its libraries are not installed."""
-    try:
+    with needs_extra("service", "the service"):
         from bootseer.service.app import Settings, default_data
-    except ImportError as error:
-        raise UsageError(
-            f"the service needs libraries that are not installed ({error.name})",
-            hint="pip install 'bootseer[service]'",
-        ) from None
     return Settings((data or default_data(os.environ)).absolute(), database or "", raw or "", **more)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bootseer.errors import UsageError
+from bootseer.errors import UsageError, needs_extra
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import RESERVED_PREFIXES, Place
 
@@ -55,7 +55,9 @@ def open_place(uri: str) -> Place:
         hint = "set HADOOP_USER_NAME" if scheme in HDFS else "set the variables of the object store's own tools"
         raise UsageError(f"{scheme}://…: a user or password does not belong into an address", hint=hint)
     if scheme in BUCKETS:
-        return _open_bucket(uri)
+        with needs_extra("s3", uri):
+            from bootseer.places.objects import ObjectPlace
+        return ObjectPlace(uri)
     if scheme == "viewfs":
         from bootseer.hdfs.addresses import behind_mount_table
 
@@ -65,25 +67,14 @@ def open_place(uri: str) -> Place:
     return _open_hdfs(uri, rest)
 
 
-def _open_bucket(uri: str) -> Place:
-    try:
-        from bootseer.places.objects import ObjectPlace
-    except ImportError as error:
-        raise UsageError(f"{error.name} is not installed", hint="pip install 'bootseer[s3]'") from error
-    return ObjectPlace(uri)
-
-
 def _open_hdfs(uri: str, rest: str) -> Place:
     authority, _, path = rest.partition("/")
     if {".", ".."} & set(path.split("/")):
         raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
-    try:
+    with needs_extra("hdfs", uri):
         from bootseer.hdfs.addresses import default_authority
         from bootseer.hdfs.client import HdfsClient
         from bootseer.places.hdfs import HdfsPlace
-    except ImportError as error:
-        missing = error.name or "hdfs-native"
-        raise UsageError(f"{missing} is not installed", hint="pip install 'bootseer[hdfs]'") from error
     return HdfsPlace(
         HdfsClient(authority or default_authority(uri)), "/".join(name for name in path.split("/") if name)
     )

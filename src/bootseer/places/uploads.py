@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import obstore
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError, UsageError, needs_extra
 from bootseer.io.executor import Executor
 from bootseer.places.bucket import CALL_S, LOGIN, MAX_PARTS, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, allows_http
 
@@ -150,12 +150,10 @@ class Uploads:
                 f"{uri}: unfinished uploads can be listed in S3 only",
                 hint="Azure removes them after a week; elsewhere, set a lifecycle rule",
             )
-        try:
+        with needs_extra("s3", f"listing the uploads of {uri}"):
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
             from botocore.session import get_session
-        except ImportError as error:
-            raise UsageError(f"{uri}: uploads need botocore", hint="install bootseer[s3]") from error
         name, _, root = rest.partition("/")
         self._bucket, self._prefix = Bucket(f"s3://{name}"), f"{root}/" if root else ""
         self._which = {"Bucket": name}

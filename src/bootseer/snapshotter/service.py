@@ -19,7 +19,15 @@ from typing import Any
 
 from bootseer.agent.agent import activated_socket, is_activated, notify
 from bootseer.artifact.places import own_folder
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+    needs_extra,
+)
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.io.locks import claim
 from bootseer.io.tasks import Tasks
@@ -52,10 +60,8 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     """
     import bootseer.store.oci  # noqa: F401 - in advance: the lookup of the first image is limited to a second
 
-    try:
+    with needs_extra("containerd", "the snapshotter"):
         import grpc
-    except ImportError as error:
-        raise UsageError("the snapshotter needs grpcio", hint="pip install 'bootseer[containerd]'") from error
     passed = activated_socket() if is_activated() else None
     if passed is not None:
         socket = root / "grpc.sock"

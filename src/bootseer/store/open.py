@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from bootseer.errors import UsageError
+from bootseer.errors import UsageError, needs_extra
 from bootseer.store.addresses import shown
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         host, _, repository = rest.partition("/")
         return OciStore(open_registry(host, repository.rstrip("/"), plain_http=plain_http))
     if scheme in ("s3", "gs", "az"):
-        return _open_object_store(uri, plain_http)
+        with needs_extra("s3", uri):
+            from bootseer.store.object_store import ObjectStore
+        return ObjectStore(uri, allow_http=plain_http)
     if scheme in ("hdfs", "viewfs"):
         from bootseer.places import open_place
         from bootseer.store.file import PlaceStore
@@ -81,16 +83,6 @@ def _open_file(uri: str, path: str) -> Store:
     if uri.startswith("file://") and not path.startswith("/"):
         raise UsageError(f"{shown(uri)!r} names a host", hint="use file:///FOLDER or a plain path")
     return FileStore(Path(path), group=os.environ.get(STORE_GROUP, ""))
-
-
-def _open_object_store(uri: str, plain_http: bool) -> Store:
-    try:
-        from bootseer.store.object_store import ObjectStore
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{uri}: the program for object stores is missing", hint="pip install 'bootseer[s3]'"
-        ) from error
-    return ObjectStore(uri, allow_http=plain_http)
 
 
 def is_loopback(host: str) -> bool:

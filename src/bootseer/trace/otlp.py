@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
-from bootseer.errors import UsageError
+from bootseer.errors import UsageError, needs_extra
 from bootseer.trace.event import Event
 from bootseer.trace.otlp_spans import Finished, Pairing
 
@@ -55,13 +55,8 @@ class OtlpExporter:
         Raises `UsageError` if the endpoint is not a URL, a variable is invalid, or the extra `otlp` is not installed.
         """
         url = endpoint_url(endpoint, os.environ)
-        try:
+        with needs_extra("otlp", "export to OTLP"):
             from bootseer.trace import otlp_wire
-        except ImportError as error:
-            raise UsageError(
-                f"export to OTLP needs OpenTelemetry, which is not installed ({error.name})",
-                hint="pip install 'bootseer[otlp]'",
-            ) from None
         try:
             self._delivery = otlp_wire.Delivery(url)
             self._processor = otlp_wire.batch_processor(self._delivery, MAX_QUEUE)
