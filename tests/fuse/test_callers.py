@@ -9,7 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
-from bootseer.fuse.callers import is_dying, num_writers, process_of, was_killed
+from bootseer.fuse.callers import num_writers, process_of, was_killed
+from bootseer.io.proc import is_dying
 
 
 def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError, IsFolderError, PermanentError, UsageError
+from bootseer.io import proc
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
 from bootseer.peers.job import JobPeers
@@ -58,8 +58,7 @@ class FileSystem:
         if not self.place.is_local:
             return most & ~0o022
         # Not `os.umask`, which changes it for a moment, also for other threads.
-        found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(errors="replace"), re.MULTILINE)
-        return most & ~int(found[1] if found else "022", 8)
+        return most & ~int(proc.status().get("Umask", "022"), 8)
 
     def close(self) -> None:
         if self._writing is not None:

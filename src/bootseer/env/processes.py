@@ -17,6 +17,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.io import proc
+
 _TABLES = (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07"))
 """Tables of the kernel, and the state of a socket that listens (TCP) or is not connected (UDP)."""
 _ACCEPTS, _DATAGRAMS = "00010000", "0002"
@@ -39,13 +41,9 @@ class Process(Struct, frozen=True):
 
 def process(pid: int) -> Process | None:
     """The process, or None if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    name, _, rest = stat.partition(b"(")[2].rpartition(b")")
+    name, _, rest = proc.read(pid, "stat").partition(b"(")[2].rpartition(b")")
     fields = rest.split()
-    if fields[0] in (b"Z", b"X"):
+    if not fields or fields[0] in (b"Z", b"X"):
         return None
     # The kernel counts from boot including suspended time, which the monotonic clock excludes.
     asleep_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
@@ -54,8 +52,7 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> dict[int, Process]:
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - numbers, not paths
-    return {pid: found for pid in pids if (found := process(pid)) is not None}
+    return {pid: found for pid in proc.pids() if (found := process(pid)) is not None}
 
 
 def below(pid: int, table: dict[int, Process]) -> set[int]:

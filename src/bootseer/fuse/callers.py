@@ -2,7 +2,7 @@
 
 The kernel sends INTERRUPT for the first signal only, whether or not that signal ends the process. Most signals do not,
 and then the read must not fail with EINTR: it never does on a disk, and a page fault would turn it into SIGBUS. A
-thread that is being killed has SIGKILL pending in /proc, whichever signal killed it.
+thread that is being killed has SIGKILL pending (`io.proc.is_dying`), whichever signal killed it.
 
 A shell opens the file of `{ a; b; } > file` once, and each program in it inherits and closes the descriptor. The kernel
 reports each close with FLUSH, but not which one is the last; that is visible in /proc, too.
@@ -14,44 +14,27 @@ process until the new program is loaded, and closes its files before that: readi
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
+
+from bootseer.io import proc
 
 _PROC = Path("/proc")
 _SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
-def is_dying(thread: int) -> bool:
-    """Whether a thread is being killed; False if it is not visible."""
-    pending = _status(thread).get("SigPnd", "0")
-    return bool(int(pending, 16) >> (signal.SIGKILL - 1) & 1)
-
-
 def process_of(thread: int) -> int:
     """The process of a thread; 0 if it is not visible."""
-    return int(_status(thread).get("Tgid", "0"))
+    return int(proc.status(thread).get("Tgid", "0"))
 
 
 def was_killed(thread: int) -> bool:
     """Whether a thread closes its files because a signal killed it. False if it is not visible."""
-    status = _status(thread)
+    status = proc.status(thread)
     # VmSize is shown as long as the thread has memory, which is released before the files when a process ends.
     if not status or "VmSize" in status:
         return False  # it is alive, and may be executing another program
-    try:
-        info = (_PROC / str(thread) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        return bool(int(info[6]) & _SIGNALED)
-    except (OSError, ValueError, IndexError):
-        return False
-
-
-def _status(thread: int) -> dict[str, str]:
-    """The fields of a thread's status in /proc; empty if it is not visible."""
-    try:
-        text = (_PROC / str(thread) / "status").read_text("utf-8", "replace") if thread > 0 else ""
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    fields = proc.stat(thread)
+    return bool(fields) and bool(int(fields[6]) & _SIGNALED)
 
 
 def num_writers(process: int, name: str, inode: int) -> int:

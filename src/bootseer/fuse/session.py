@@ -22,10 +22,10 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, os_errors_as
 from bootseer.fuse import attach, protocol
-from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Caller, Cancel, Data, Entry, FileSystem, Tree
 from bootseer.fuse.requests import FileRequests, Request
 from bootseer.io.executor import run_reported, show_threads
+from bootseer.io.proc import is_dying
 from bootseer.logs import logger
 
 _LOG = logger(__name__)

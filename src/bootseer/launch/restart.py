@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
+from bootseer.io import proc
 from bootseer.launch.supervise import (
     ENDING,
     NOT_EXECUTABLE,
@@ -196,13 +197,8 @@ class Restarts:
 
 def _processes_with(variables: set[bytes]) -> set[int]:
     """Processes whose environment has all these variables with these values."""
-    found = set()
-    for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of names
-        if name.isdecimal() and int(name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123
-                if variables <= set(file.read().split(b"\0")):
-                    found.add(int(name))
-    return found
+    others = set(proc.pids()) - {os.getpid()}
+    return {pid for pid in others if variables <= set(proc.read(pid, "environ").split(b"\0"))}
 
 
 def is_elastic(command: Sequence[str], env: Mapping[str, str]) -> bool:

@@ -19,9 +19,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.io import proc
 from bootseer.launch.restart import RUN_ID
 from bootseer.launch.supervise import RESTART_REQUEST
-from bootseer.launch.warm_restart import parent_pid
 from bootseer.trace.identity import RESTART, number
 
 _POLL_S = 0.02
@@ -44,18 +44,18 @@ def find_runs(job: str = "") -> list[Run]:
     """The runs on this node whose command can be started again and may be signalled by this user; of one job, if
     named."""
     found = {}
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:  # noqa: PTH208 - thousands of names
-        env = _environment(pid)
+    for pid in proc.pids():
+        env = proc.environment(pid)
         restarts = number(env, RESTART)
         if RUN_ID not in env or restarts is None or (job and env.get("BOOTSEER_JOB") != job):
             continue
-        parent = parent_pid(pid)
-        if _SHIM in _read(parent, "cmdline"):
-            parent = parent_pid(parent)
+        parent = proc.parent(pid)
+        if _SHIM in proc.read(parent, "cmdline"):
+            parent = proc.parent(parent)
         # Others, such as those that the command left to process 1, are not its first process.
-        line = _read(parent, "cmdline")
-        is_run = _INSIDE in line or (b"bootseer" in line and RUN_ID not in _environment(parent))
-        if is_run and _INSIDE not in _read(pid, "cmdline"):
+        line = proc.read(parent, "cmdline")
+        is_run = _INSIDE in line or (b"bootseer" in line and RUN_ID not in proc.environment(parent))
+        if is_run and _INSIDE not in proc.read(pid, "cmdline"):
             with contextlib.suppress(OSError):  # it has ended, or this user may not signal it
                 os.kill(parent, 0)
                 found[parent] = Run(parent, pid, env.get("BOOTSEER_JOB", ""), restarts)
@@ -108,17 +108,3 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
             raise TransientError(f"a command of job {jobs[0]} has not started again within {within_s:.0f} s")
         waiting()
         time.sleep(_POLL_S)
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """The environment at the start of a process; empty if it cannot be read."""
-    pairs = (os.fsdecode(word).partition("=") for word in _read(pid, "environ").split(b"\0") if word)
-    return {name: value for name, _, value in pairs}
-
-
-def _read(pid: int, name: str) -> bytes:
-    """A file of the process in /proc; empty if it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from bootseer.io import proc
 from bootseer.trace.event import ALIVE, INSTANT, visible
 
 if TYPE_CHECKING:
@@ -340,16 +341,11 @@ def _send(pid: int, number: int, *, own_group: bool) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if own_group:
             os.killpg(pid, number)
-            if number in ENDING and _is_stopped(pid):  # as one that reads the terminal in the background
+            # One that reads the terminal in the background is stopped.
+            if number in ENDING and proc.stat(pid)[:1] == [b"T"]:
                 os.killpg(pid, signal.SIGCONT)
         else:
             os.kill(pid, number)
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-        return file.read().rpartition(b") ")[2].startswith(b"T")
-    return False
 
 
 def _reap(pid: int, *, orphans: bool = False) -> int | None:

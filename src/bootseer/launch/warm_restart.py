@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
+from bootseer.io import proc
 from bootseer.launch.supervise import leads_group, log, prctl
 from bootseer.trace.event import INSTANT
 
@@ -68,7 +69,7 @@ class WarmRestart:
         why_not, facts = "", dict[str, Any]()
         while self._waiting:
             parent, end = self._waiting.popitem()
-            ours = parent_pid(parent) == os.getpid()
+            ours = proc.parent(parent) == os.getpid()
             if ours and pid is None and not why_not:
                 try:
                     facts = self._ask(end, env, streams, leads_group() if own_group is None else own_group)
@@ -111,10 +112,3 @@ class WarmRestart:
                 end.close()
         self._waiting.clear()
         self._socket = None
-
-
-def parent_pid(pid: int) -> int:
-    """Process id of the parent; 0 if the process has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-        return int(file.read().rpartition(b")")[2].split()[1])
-    return 0

@@ -18,6 +18,7 @@ from msgspec import Struct
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MNT_DETACH, MS_RDONLY, check, failure, libc, number_of
+from bootseer.io import proc
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -250,13 +251,11 @@ def is_mounted_anywhere(part: str) -> bool:
     """Whether any visible process, in any mount namespace, has a mount whose description contains `part`."""
     wanted = os.fsencode(part)
     seen = set()
-    for name in os.listdir("/proc"):  # noqa: PTH208 - faster than Path objects for a thousand processes
-        if not name.isdigit():
-            continue
+    for pid in proc.pids():
         with contextlib.suppress(OSError):
-            namespace = os.readlink(f"/proc/{name}/ns/mnt")  # noqa: PTH115 - it names a namespace and no file
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115 - it names a namespace and no file
             if namespace not in seen:
-                description = Path(f"/proc/{name}/mountinfo").read_bytes()
+                description = Path(f"/proc/{pid}/mountinfo").read_bytes()
                 seen.add(namespace)
                 if wanted in description:
                     return True

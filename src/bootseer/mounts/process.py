@@ -13,12 +13,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from bootseer.fuse.syscalls import libc
+from bootseer.io import proc
 
 _PR_SET_PDEATHSIG = 1
 _TICK_S = 0.5
@@ -100,13 +100,8 @@ class ProcessId(Struct, frozen=True):
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """The running process with this pid; None when there is none or it is a zombie."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            return None
-        # The process name in parentheses may contain anything: fields are counted from its end.
-        fields = stat.rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
+        fields = proc.stat(pid)
+        return None if not fields or fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
 
     @property
     def alive(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError
 from bootseer.fuse.syscalls import check, libc, number_of
+from bootseer.io import proc
 from bootseer.mounts import kernel
 
 ALL_IDS = (1 << 32) - 1
@@ -24,10 +25,7 @@ _THREADS_END_S = 1.0
 
 def may_mount() -> bool:
     """Whether this process has CAP_SYS_ADMIN: on the host, or in its user namespace."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
-    return False
+    return bool(int(proc.status().get("CapEff", "0"), 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def is_host() -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bootseer.io import proc
 from bootseer.trace.event import INSTANT, STACK, Event, encode
 from bootseer.trace.identity import Identity, discover
 
@@ -30,7 +31,6 @@ _LIMIT_S: Final = 10.0
 _TRIES: Final = 3
 _MAX_STACK_BYTES: Final = 1000
 """Limit for a stack, from the innermost frame on, so that it fits into an event."""
-_MAX_ENVIRONMENT_BYTES: Final = 1 << 20
 
 
 class StackRequest(NamedTuple):
@@ -91,7 +91,7 @@ class Sampler:
         """The requested process, and True. If it is not visible, because another process reported the stage, the job's
         newest processes on this node, and False."""
         exact, others = [], []
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        for pid in proc.pids():
             identity = _identity_of(pid)
             if identity is None or (identity.job, identity.node) != (wanted.job, wanted.node):
                 continue
@@ -114,23 +114,14 @@ class Sampler:
 
 def _identity_of(pid: int) -> Identity | None:
     """The identity of a process from its environment; None if the environment does not permit sampling."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            data = file.read(_MAX_ENVIRONMENT_BYTES)
-    except OSError:  # another user's process, or it has ended
-        return None
-    env = dict(os.fsdecode(word).partition("=")[::2] for word in data.split(b"\0"))
+    env = proc.environment(pid)
     return discover(env, hostname=os.uname().nodename) if env.get(SWITCH) == "1" else None
 
 
 def _start_and_inner_pid(pid: int) -> tuple[int, int]:
     """Start time of a process in ticks, and its id in its own namespace."""
-    try:
-        stat, status = Path(f"/proc/{pid}/stat").read_bytes(), Path(f"/proc/{pid}/status").read_text("ascii", "replace")
-        spaces = next((line for line in status.splitlines() if line.startswith("NSpid:")), "")
-        return int(stat.rpartition(b")")[2].split()[19]), int((spaces.split() or ["0"])[-1])
-    except (OSError, ValueError, IndexError):
-        return 0, 0
+    fields, inner = proc.stat(pid), proc.status(pid).get("NSpid", "").split()
+    return (int(fields[19]), int(inner[-1])) if fields and inner else (0, 0)
 
 
 def sample(pids: Sequence[int], limit_s: float = _LIMIT_S) -> tuple[str, str]:

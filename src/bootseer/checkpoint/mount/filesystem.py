@@ -26,8 +26,8 @@ from bootseer.checkpoint.mount.open_files import Handle, Listings, OpenFiles
 from bootseer.checkpoint.os_errors import LoggedOsErrors, os_error
 from bootseer.checkpoint.writing.writing import Check
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
-from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
+from bootseer.io.proc import is_dying
 from bootseer.places.local_files import group_of, owner_of, shown_gid, shown_uid
 from bootseer.places.place import Entry, folder_of, join
 

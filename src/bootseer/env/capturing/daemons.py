@@ -25,6 +25,7 @@ from bootseer.env.capturing.reads import Reads
 from bootseer.env.capturing.secrets import is_secret_variable
 from bootseer.env.document import Daemon
 from bootseer.env.processes import Process, below, listening, open_files, pid_in, processes, sockets_of
+from bootseer.io import proc
 
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh", "fish", "busybox"))
 _NAMESPACES = ("pid", "net", "ipc", "uts")
@@ -94,7 +95,8 @@ def find_restartable(
 
 def privileges(pid: int | str) -> dict[str, str]:
     """The restrictions of a process's privileges."""
-    return {name: value for name in _PRIVILEGES if (value := _status(Path(f"/proc/{pid}"), name))}
+    status = proc.status(pid)
+    return {name: status[name] for name in _PRIVILEGES if status.get(name)}
 
 
 def _describe(
@@ -103,7 +105,7 @@ def _describe(
     at = Path(f"/proc/{top.pid}")
     program = os.readlink(at / "exe")  # noqa: PTH115 - a name
     argv = [os.fsdecode(word) for word in (at / "cmdline").read_bytes().split(b"\0")[:-1]]
-    env = _environment(at)
+    env, status = proc.environment(top.pid), proc.status(top.pid)
     if env.get(setup.mark[0]) != setup.mark[1] or not argv:
         raise _NotRestartable("it changed its arguments or its environment, so its command line is not known")
     if program.endswith(" (deleted)") or _is_transient(program):
@@ -111,8 +113,8 @@ def _describe(
     name = program.rpartition("/")[2]
     if any(os.path.realpath(word) in setup.scripts for word in argv) or (top.forked and name in _SHELLS):
         raise _NotRestartable("it is a part of a script; let the script start a program of its own")
-    uid, gid = _ids(at)
-    _check_privileges(at, setup)
+    uid, gid = _id(status.get("Uid", "")), _id(status.get("Gid", ""))
+    _check_privileges(at, uid, setup)
     words = [word for word in (setup.node,) if word]
     left = exports.difference(setup.env, env, node_words=words)
     if reason := next(iter((*left.unsafe, *_argument_problems(argv, words))), ""):
@@ -126,7 +128,6 @@ def _describe(
     passing = {*pid_files, *(text.removeprefix("unix ") for text in sockets.values()), output}
     if gone := [path for path in _paths(argv, at) if _is_transient(path) and path not in passing]:
         raise _NotRestartable(f"it uses {gone[0]}, which is not kept")
-    stat_fields = (at / "stat").read_text(errors="replace").rpartition(")")[2].split()
     times = [setup.listening_since.get(str(number), setup.ended_s) for number in sockets]
     times += [_written_s(at, path) for path in pid_files]
     daemon = Daemon(
@@ -138,8 +139,8 @@ def _describe(
         user=_user(at, uid),
         uid=uid,
         gid=gid,
-        nice=int(stat_fields[16]) - os.getpriority(os.PRIO_PROCESS, 0),
-        umask=int(_status(at, "Umask") or "022", 8),
+        nice=os.getpriority(os.PRIO_PROCESS, top.pid) - os.getpriority(os.PRIO_PROCESS, 0),
+        umask=int(status.get("Umask", "022"), 8),
         output=output,
         sockets=tuple(sorted(set(sockets.values()))),
         pid_files=pid_files,
@@ -148,32 +149,19 @@ def _describe(
     return RestartableDaemon(daemon, top.began_s)
 
 
-def _environment(at: Path) -> dict[str, str]:
-    words = (os.fsdecode(word).partition("=") for word in (at / "environ").read_bytes().split(b"\0"))
-    return {name: value for name, equals, value in words if equals}
-
-
-def _status(at: Path, name: str) -> str:
-    lines = (line.partition(":") for line in (at / "status").read_text(errors="replace").splitlines())
-    return next((value.strip() for field, _, value in lines if field == name), "")
-
-
-def _ids(at: Path) -> tuple[int, int]:
-    uids, gids = ({*map(int, _status(at, name).split())} for name in ("Uid", "Gid"))
-    if len(uids) != 1 or len(gids) != 1:
+def _id(shown: str) -> int:
+    """The user or group; real, effective, saved and of files are the same."""
+    ids = {*map(int, shown.split())}
+    if len(ids) != 1:
         raise _NotRestartable("it runs as several users")
-    return uids.pop(), gids.pop()
+    return ids.pop()
 
 
-def _check_privileges(at: Path, setup: SetupContext) -> None:
+def _check_privileges(at: Path, uid: int, setup: SetupContext) -> None:
     for kind in _NAMESPACES:
         if os.readlink(at / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}"):  # noqa: PTH115 - names
             raise _NotRestartable(f"it has its own {kind} namespace")
-    if (
-        setup.privileges
-        and _status(at, "Uid").split()[0] == str(os.getuid())
-        and privileges(at.name) != setup.privileges
-    ):
+    if setup.privileges and uid == os.getuid() and privileges(at.name) != setup.privileges:
         raise _NotRestartable("its privileges are not those of the setup")
 
 

@@ -18,7 +18,6 @@ import contextlib
 import os
 import re
 import secrets
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from bootseer.env.capturing.reads import Reads
 from bootseer.env.changes import Change
 from bootseer.env.processes import lines, process
 from bootseer.errors import BootseerError
+from bootseer.io import proc
 from bootseer.mounts.kernel import mount_table
 
 MARK = "BOOTSEER_SETUP"
@@ -59,26 +59,19 @@ def leftover_processes(mark: str, namespace: int | None, *, grace_s: float = 1.0
 def _running(mark: str, namespace: int | None) -> dict[int, str]:
     needle = f"{MARK}={mark}".encode()
     found = {}
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208 - numbers, not paths
+    for pid in proc.pids():
         if pid != os.getpid() and _is_of_setup(pid, needle, namespace):
             one = process(pid)
-            if one is not None and one.name not in _HARMLESS and not _is_killed(pid):
+            if one is not None and one.name not in _HARMLESS and not proc.is_dying(pid):
                 found[pid] = one.name
     return found
-
-
-def _is_killed(pid: int) -> bool:
-    """Whether SIGKILL waits for it to return from the kernel: from a dead mount, for example, in which the watch of the
-    setup may hang."""
-    pending = re.search(r"^SigPnd:\s*([0-9a-f]+)$", "\n".join(lines(f"/proc/{pid}/status")), re.MULTILINE)
-    return pending is not None and bool(int(pending[1], 16) & 1 << signal.SIGKILL - 1)
 
 
 def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
     try:
         if namespace is not None and os.stat(f"/proc/{pid}/ns/mnt").st_ino == namespace:  # noqa: PTH116
             return True
-        return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return needle in proc.read(pid, "environ").split(b"\0")
     except OSError:  # it has ended, or belongs to another user
         return False
 

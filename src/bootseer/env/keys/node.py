@@ -28,6 +28,7 @@ from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.key_settings import search_path
 from bootseer.errors import PermanentError, os_errors_as
+from bootseer.io import proc
 from bootseer.machine import child
 
 _DPKG = "/var/lib/dpkg/status"
@@ -375,8 +376,7 @@ def read_accelerators(rows: str, cuda: str, driver: str) -> Accelerators:
 
 
 def umask() -> str:
-    found = re.search(r"^Umask:\s*(\d+)$", _head("/proc/self/status", 65_536), re.MULTILINE)
-    return found[1] if found else ""
+    return proc.status().get("Umask", "")
 
 
 def _head(path: str, limit: int) -> str:

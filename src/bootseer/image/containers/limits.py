@@ -18,6 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import UsageError
+from bootseer.io import proc
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
                 "NET_BIND_SERVICE", "SYS_CHROOT", "KILL")  # fmt: skip
@@ -81,8 +82,7 @@ def _names(option: str, words: Collection[str]) -> set[str]:
 
 
 def _bounding() -> int:
-    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(match[1], 16) if match else -1
+    return int(proc.status().get("CapBnd", "-1"), 16)
 
 
 def rlimits_of(limits: Limits) -> list[dict[str, object]]:
