@@ -263,7 +263,7 @@ def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
 def _from_service(question: str, asked: Mapping[str, str | None], service: str) -> dict[str, Any]:
     """Query a service. Raises `BootseerError` if it cannot be reached or refuses."""
     import json
-    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+    from http.client import HTTPException
     from urllib.parse import urlencode
 
     from bootseer.trace.ship import target
@@ -272,9 +272,8 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {where.token}"} if where.token else {})
     shown = f"the service at {where.host}:{where.port}"
-    connection = (HTTPSConnection if where.secure else HTTPConnection)(where.host, where.port, timeout=_ANSWER_S)
     try:
-        with closing(connection):
+        with closing(where.connection(_ANSWER_S)) as connection:
             connection.request("GET", f"{where.path}/api/v1/over-time/{question}?{query}", headers=headers)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_MAX_ANSWER + 1)

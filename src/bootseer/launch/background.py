@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from bootseer import logs
 from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl
-from bootseer.mounts.process import end_child
+from bootseer.mounts.process import drop_descriptors, end_child
 
 Send = Callable[[dict[str, Any]], None]
 _MAX_LINE = 65_536
@@ -130,7 +130,10 @@ def _run_in_child(
 
     code = 1
     try:
-        _detach(log)
+        os.setsid()
+        # Python opens all its files as not inheritable: the others came from the caller of `bootseer run`, and others
+        # may wait for the end of file of these pipes.
+        drop_descriptors(log, os.get_inheritable)
         logs.set_up(os.environ, file=log)
         _terminate_with(parent)
         with contextlib.suppress(OSError):
@@ -149,26 +152,6 @@ def _run_in_child(
         send({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})
     finally:
         os._exit(code)
-
-
-def _detach(log: Path) -> None:
-    """Leave the parent's session, and drop inherited standard streams and pipes whose end of file others wait for.
-
-    Inherited descriptors are replaced by /dev/null and not closed: Python objects copied from the parent still hold
-    their numbers and may close them at any time, which must not hit a descriptor that this process has opened since.
-    """
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    for word in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
-        number = int(word)
-        with contextlib.suppress(OSError):  # the one that the list was read from
-            # Python opens all its files as not inheritable: the others came from the caller of `bootseer run`.
-            if number > 2 and os.get_inheritable(number):
-                os.dup2(null, number, inheritable=False)
-    os.dup2(null, 0)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
 
 
 def _terminate_with(parent: int) -> None:

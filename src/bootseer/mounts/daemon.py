@@ -7,7 +7,6 @@ descriptors of its parent, and reports through a pipe when it serves, or why it 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from bootseer.errors import NotFoundError, PermanentError, TransientError, error
 from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.control import FILES, LOG
-from bootseer.mounts.process import ProcessId, end_child, json_lines
+from bootseer.mounts.process import ProcessId, drop_descriptors, end_child, json_lines
 
 if TYPE_CHECKING:
     from bootseer.mounts.serve import DaemonSpec
@@ -170,31 +169,13 @@ def _daemonize(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: 
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
         send_message(report, {"pid": os.getpid()})
-        _drop_inherited(spec.folder, {report, *([] if lifeline is None else [lifeline])})
+        drop_descriptors(spec.folder / LOG, lambda number: number not in (report, lifeline))
+        os.chdir("/")
+        os.umask(0o077)
         os._exit((serve if spec.reopen is None else serve_with_restarts)(spec, report, lifeline))
     except BaseException as error:  # must not continue in the parent's code
         report_error(report, error)
     os._exit(1)
-
-
-def _drop_inherited(folder: Path, keep: set[int]) -> None:
-    """Redirect all inherited descriptors to /dev/null: standard streams, pipes, leases, sockets.
-
-    Not closed: objects of the parent still hold the numbers and may close them later, when they would be in use again.
-    """
-    devnull = os.open(os.devnull, os.O_RDWR)
-    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
-        number = int(name)
-        if number not in (0, 1, 2, devnull, log, *keep):
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                os.fstat(number)
-                os.dup2(devnull, number, inheritable=False)
-    os.dup2(devnull, 0)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.chdir("/")
-    os.umask(0o077)
 
 
 def open_peers(on_problem: Callable[[str], None]) -> PeerGroup | None:

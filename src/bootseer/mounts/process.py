@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -53,6 +54,24 @@ def die_with(parent: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def drop_descriptors(log: Path, drops: Callable[[int], bool]) -> None:
+    """After a fork: redirect standard input, and the inherited descriptors for which `drops` is true, to /dev/null, and
+    both outputs to the file `log`. Raises `OSError`.
+
+    Not closed: objects copied from the parent hold the numbers and may close them later, when they are in use again.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers, not paths
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            if number not in (0, 1, 2, null, file) and drops(number):
+                os.fstat(number)
+                os.dup2(null, number, inheritable=False)
+    os.dup2(null, 0)
+    for stream in (1, 2):
+        os.dup2(file, stream)
 
 
 def json_lines(

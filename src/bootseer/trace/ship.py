@@ -17,7 +17,6 @@ import json
 import math
 import os
 import random
-import ssl
 import stat
 import time
 import zlib
@@ -62,6 +61,11 @@ class Target(NamedTuple):
     port: int
     path: str
     token: str
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Connects at the first request."""
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout_s)
 
 
 def target(url: str, env: Mapping[str, str]) -> Target:
@@ -149,7 +153,7 @@ class Link:
     def _post(self, body: bytes, headers: Mapping[str, str]) -> tuple[int, float | None, str]:
         is_new = self._connection is None
         try:
-            connection = self._connection = self._connection or self._connect()
+            connection = self._connection = self._connection or self._where.connection(self._timeout_s)
             connection.request("POST", self._where.path + LINES, body, dict(headers))
             with connection.getresponse() as response:
                 content = response.read(65_536)
@@ -170,13 +174,6 @@ class Link:
         except BaseException:
             self.close()
             raise
-
-    def _connect(self) -> http.client.HTTPConnection:
-        where = self._where
-        if not where.secure:
-            return http.client.HTTPConnection(where.host, where.port, timeout=self._timeout_s)
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(where.host, where.port, timeout=self._timeout_s, context=context)
 
     def _note_failure(self, why: str, retry_after_s: float | None) -> None:
         self.problem = why
