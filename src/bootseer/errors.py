@@ -6,7 +6,7 @@ turns them into an exit code. A message is one line: what, where, and what to do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -79,12 +79,19 @@ class UsageError(BootseerError):
         self.exit_code = exit_code
 
 
-def error_named(kind: str, message: str, hint: str = "") -> BootseerError:
-    """An error that another process reported by the name of its class; `PermanentError` for unknown names."""
-    found = globals().get(kind)
-    error = (found if isinstance(found, type) and issubclass(found, BootseerError) else PermanentError)(message)
+def as_message(error: BaseException) -> dict[str, str]:
+    """An error as a message to another process."""
+    text = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
+    return {"error": text, "kind": type(error).__name__, "hint": getattr(error, "hint", "")}
+
+
+def from_message(message: Mapping[str, str]) -> BootseerError:
+    """The error that another process has sent; `PermanentError` for a kind that is none of these."""
+    found = globals().get(message["kind"])
+    kind = found if isinstance(found, type) and issubclass(found, BootseerError) else PermanentError
+    error: BootseerError = kind(message["error"])
     if isinstance(error, UsageError):
-        error.hint = hint
+        error.hint = message["hint"]
     return error
 
 

@@ -58,7 +58,7 @@ def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
     assert helper.wait(DEADLINE_S)
-    assert helper.messages() == [{"error": "the disk is full", "kind": "PermanentError"}]
+    assert helper.messages() == [{"error": "the disk is full", "kind": "PermanentError", "hint": ""}]
 
 
 def test_one_that_ends_without_a_word_is_an_error_for_who_waits(tmp_path: Path) -> None:

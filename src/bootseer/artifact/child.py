@@ -7,15 +7,14 @@ child, which leaves the results in the node's cache.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-from bootseer.errors import BootseerError, TransientError, error_named
-from bootseer.mounts.process import end_child, json_lines
+from bootseer.errors import BootseerError, TransientError, as_message, from_message
+from bootseer.mounts.process import end_child, json_lines, send_line
 
 DEADLINE_S = 300.0
 """More than the deadlines of all requests together: only for a client that hangs."""
@@ -39,9 +38,7 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         _run_and_report(work, report)
     os.close(report)
     try:
-        found, kind, message = next(
-            json_lines(answer, time.monotonic() + deadline_s, max_bytes=_MAX_BYTES), (None, "", "")
-        )
+        said: dict[str, Any] = next(json_lines(answer, time.monotonic() + deadline_s, max_bytes=_MAX_BYTES), {})
         status = end_child(pid, _END_S, kill=False)
     except BaseException as error:
         end_child(pid)
@@ -52,28 +49,27 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         raise
     finally:
         os.close(answer)
-    if kind:
-        raise error_named(kind, message)
+    if "error" in said:
+        raise from_message(said)
     if status is None:
         end_child(pid)
         raise TransientError(f"the child process that accessed the store did not exit within {_END_S:g} s")
     if status:
         raise TransientError(f"the child process that accessed the store ended with status {status}")
-    return found
+    return said.get("found")
 
 
 def _run_and_report(work: Callable[[], Any], report: int) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)  # inherited: a signal of this child would wake the parent
-        result = [work(), "", ""]
+        said = {"found": work()}
         code = 0
+    except BootseerError as error:
+        said = as_message(error)
     except BaseException as error:  # must not continue in the parent's code
-        kind = type(error).__name__ if isinstance(error, BootseerError) else "TransientError"
-        message = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
-        result = [None, kind, message[:4000]]
+        said = as_message(TransientError(f"{type(error).__name__}: {error}"))
     try:
-        with os.fdopen(report, "wb") as pipe:
-            pipe.write(json.dumps(result).encode() + b"\n")
+        send_line(report, said)
     finally:
         os._exit(code)

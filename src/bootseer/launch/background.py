@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer import logs
-from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError, UsageError, os_errors_as
+from bootseer.errors import Interrupted, PermanentError, TransientError, as_message, os_errors_as
 from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl
-from bootseer.mounts.process import drop_descriptors, end_child
+from bootseer.mounts.process import drop_descriptors, end_child, send_line
 
 Send = Callable[[dict[str, Any]], None]
 _MAX_LINE = 65_536
@@ -97,8 +97,8 @@ class Background:
 def start_background(work: Callable[[Send], None], *, name: str, log: Path, niceness: int = 0) -> Background:
     """Run `work(send)` in a child process. `name` is shown by `ps`.
 
-    The child inherits locks and namespaces that this process has opened. An exception of the work is reported as
-    `{"error": ..., "kind": ...}`, a `UsageError` also with its `hint`.
+    The child inherits locks and namespaces that this process has opened. An exception of the work is reported by
+    `errors.as_message`.
     Raises `PermanentError` when no process can be created.
     """
     parent = os.getpid()
@@ -125,8 +125,7 @@ def _run_in_child(
     parent: int,
 ) -> NoReturn:
     def send(message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the run has ended
-            os.write(report, json.dumps(message).encode() + b"\n")
+        send_line(report, message)
 
     code = 1
     try:
@@ -143,13 +142,9 @@ def _run_in_child(
         code = 0
     except Interrupted as interrupted:
         send({"error": f"it was ended by {interrupted}", "kind": "Interrupted"})
-    except BootseerError as error:
-        _log.exception("the work failed")
-        hint = {"hint": error.hint} if isinstance(error, UsageError) else {}
-        send({"error": str(error), "kind": type(error).__name__, **hint})
     except BaseException as error:  # nothing may unwind into the parent's code
         _log.exception("the work failed")
-        send({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})
+        send(as_message(error))
     finally:
         os._exit(code)
 

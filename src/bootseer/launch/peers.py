@@ -23,7 +23,7 @@ from bootseer.errors import (
     PermanentError,
     TransientError,
     UsageError,
-    error_named,
+    from_message,
 )
 from bootseer.io.locks import flocked, try_flock
 from bootseer.launch.background import Background, Send, start_background
@@ -202,7 +202,7 @@ class PeersStart:
         while "state" in reply:  # it ended before it was ready: its error follows
             reply = self._service.next_message(_READY_S)
         if "error" in reply:
-            raise error_named(str(reply["kind"]), str(reply["error"]), str(reply.get("hint", "")))
+            raise from_message(reply)
 
     def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
         from bootseer.peers.members import Listed, open_source

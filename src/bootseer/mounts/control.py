@@ -7,10 +7,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import NotFoundError, PermanentError, TransientError, as_message
 from bootseer.mounts.process import json_lines
 
 NAME = "control"
@@ -71,13 +71,11 @@ def serve_one(listener: socket.socket, handle: Callable[[str], Answer]) -> None:
 def _response(handle: Callable[[str], Answer], request: str) -> bytes:
     try:
         return _encode(handle(request))
-    except BootseerError as error:
-        return _encode({"error": str(error)})
     except Exception as error:  # a failed request must not end the daemon that others read from
-        return _encode({"error": f"{type(error).__name__}: {error}"})
+        return _encode(as_message(error))
 
 
-def _encode(message: Answer) -> bytes:
+def _encode(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from msgspec import Struct
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError, error_named
+from bootseer.errors import NotFoundError, PermanentError, TransientError, as_message, from_message
 from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.control import FILES, LOG
-from bootseer.mounts.process import ProcessId, drop_descriptors, end_child, json_lines
+from bootseer.mounts.process import ProcessId, drop_descriptors, end_child, json_lines, send_line
 
 if TYPE_CHECKING:
     from bootseer.mounts.serve import DaemonSpec
@@ -137,7 +137,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
                 if "pid" in reply:
                     process = ProcessId.of(reply["pid"])
                 elif "error" in reply:
-                    raise error_named(reply["kind"], reply["error"], reply.get("hint", ""))
+                    raise from_message(reply)
                 elif process is not None:
                     _LOG.info("mount daemon %d serves %s", process.pid, spec.at or spec.folder / FILES)
                     return Daemon(spec.folder, process)
@@ -157,7 +157,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
 def _daemonize(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:
     """In the first child: start a session and fork again, so that the daemon has no parent and no terminal."""
     from bootseer.mounts.recovery import serve_with_restarts
-    from bootseer.mounts.serve import report_error, send_message, serve
+    from bootseer.mounts.serve import serve
 
     try:
         os.setsid()
@@ -168,13 +168,13 @@ def _daemonize(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: 
         # If the parent is killed while this hangs, nothing else would end it. `serve` cancels the timer.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
-        send_message(report, {"pid": os.getpid()})
+        send_line(report, {"pid": os.getpid()})
         drop_descriptors(spec.folder / LOG, lambda number: number not in (report, lifeline))
         os.chdir("/")
         os.umask(0o077)
         os._exit((serve if spec.reopen is None else serve_with_restarts)(spec, report, lifeline))
     except BaseException as error:  # must not continue in the parent's code
-        report_error(report, error)
+        send_line(report, as_message(error))
     os._exit(1)
 
 

@@ -7,12 +7,10 @@ Because of the fork, create it while this process has one thread.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +19,12 @@ from typing import Any, NoReturn, Self
 
 from msgspec import Struct, field
 
-from bootseer.errors import BootseerError, PermanentError, TransientError, error_named
+from bootseer.errors import BootseerError, PermanentError, TransientError, as_message, from_message
 from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.process import die_with, end_child, json_lines
+from bootseer.mounts.process import die_with, end_child, json_lines, send_line
 
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
 _MAPPED, _NOT_MAPPED = b"y", b"n"
@@ -190,27 +188,18 @@ def _run_helper(
             kernel.unshare_mounts()
         die_with(parent)
         built = build() or Built()
-        _write(answer_write, {"facts": dict(built.facts), "folders": dict(built.folders)})
+        send_line(answer_write, {"facts": dict(built.facts), "folders": dict(built.folders)})
         os.read(release_read, 1)
     except BaseException as error:  # must not continue in the parent's code
-        own = isinstance(error, BootseerError)
         number = number_of(error) if isinstance(error, BootseerError) else getattr(error, "errno", None) or 0
-        message = str(error) if own else f"{type(error).__name__}: {error}"
-        _write(answer_write, {"kind": type(error).__name__, "error": message, "number": number})
+        send_line(answer_write, {**as_message(error), "number": number})
     finally:
         os._exit(0)
 
 
 def _ask_for_ids(answer_write: int, release_read: int) -> bool:
-    _write(answer_write, {"unshared": True})
+    send_line(answer_write, {"unshared": True})
     return os.read(release_read, 1) == _MAPPED
-
-
-def _write(pipe: int, message: Mapping[str, Any]) -> None:
-    data = memoryview(json.dumps(message).encode() + b"\n")
-    with contextlib.suppress(OSError):  # the parent has given up
-        while data:
-            data = data[os.write(pipe, data) :]
 
 
 def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
@@ -223,7 +212,7 @@ def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
         raise PermanentError("the process that makes the mounts of a namespace died") from None
     if "error" in message:
         cause = OSError(message["number"], os.strerror(message["number"])) if message["number"] else None
-        raise error_named(message["kind"], message["error"]) from cause
+        raise from_message(message) from cause
     return message
 
 

@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,17 @@ def json_lines(
         if not piece:
             return
     raise TimeoutError("it took too long")
+
+
+def send_line(fd: int, message: Mapping[str, Any]) -> bool:
+    """Write a JSON value as one line, for `json_lines`. False if the other end is closed."""
+    data = memoryview(json.dumps(message).encode() + b"\n")
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        return False
+    return True
 
 
 def readable(watched: Sequence[int | socket.socket], timeout_s: float | None = None) -> list[int | socket.socket]:

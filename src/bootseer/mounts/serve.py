@@ -7,7 +7,6 @@ fetching have their own threads. Runs in the process that `daemon` forked and ne
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -22,11 +21,11 @@ from typing import Protocol
 from msgspec import Struct
 
 from bootseer import __version__, logs
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, PermanentError, as_message
 from bootseer.fuse.session import Session
 from bootseer.mounts import control
 from bootseer.mounts.control import FILES, LOG
-from bootseer.mounts.process import readable
+from bootseer.mounts.process import readable, send_line
 
 OnError = Callable[[str], None]
 _SWITCH_INTERVAL_S = 0.0005
@@ -134,13 +133,13 @@ def serve(
     except BaseException as error:
         _LOG.error("cannot serve: %s: %s", type(error).__name__, error)
         if not restarts:
-            report_error(report, error)
+            send_line(report, as_message(error))
         return 1
     _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
     daemon = _MountDaemon(spec, served, session, listener, log, restarts)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if not restarts:
-        is_connected = send_message(report, {"ready": True})
+        is_connected = send_line(report, {"ready": True})
         os.close(report)
         if not is_connected:
             log("the process that started this one was killed")
@@ -152,22 +151,6 @@ def protect_from_oom() -> None:
     """Make this process an unlikely choice of the kernel's OOM killer."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-
-
-def report_error(pipe: int, error: BaseException) -> None:
-    """Report to the parent why there will be no mount."""
-    own = isinstance(error, BootseerError)
-    message = str(error) if own else f"{type(error).__name__}: {error}"
-    send_message(pipe, {"kind": type(error).__name__, "error": message, "hint": getattr(error, "hint", "")})
-
-
-def send_message(pipe: int, message: dict[str, object]) -> bool:
-    """Write a JSON line to the process that waits for the daemon. False when it is gone."""
-    try:
-        os.write(pipe, json.dumps(message).encode() + b"\n")
-    except OSError:
-        return False
-    return True
 
 
 def catch_signals() -> socket.socket:
