@@ -198,15 +198,9 @@ def _bracketed(host: str) -> str:
 def _listening(settings: Settings) -> socket.socket:
     host, port = settings.listen
     with os_errors_as(UsageError, f"cannot listen on {host} port {port}", hint="give --listen another HOST:PORT"):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-        except OSError:
-            made.close()
-            raise
-    return made
+        is_6 = ":" in host
+        family = socket.AF_INET6 if is_6 else socket.AF_INET
+        return socket.create_server((host, port), family=family, dualstack_ipv6=is_6)
 
 
 def _check_access(settings: Settings, service: Service) -> None:
