@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 from bootseer.env.processes import pid_in
 from bootseer.errors import PermanentError
+from bootseer.io.files import replace_file
 from bootseer.units import format_bytes
 
 _FACTS_NAME = "facts.json"
@@ -55,14 +55,7 @@ class FactCache:
         facts = dict(list(self._load().items())[-_MAX_FACTS:])
         with contextlib.suppress(OSError, ValueError):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            number, name = tempfile.mkstemp(dir=self._folder, prefix=".facts-")
-            try:
-                with os.fdopen(number, "w") as file:
-                    json.dump(facts, file)
-                os.replace(name, self._folder / _FACTS_NAME)  # noqa: PTH105 - a name, no path
-            except BaseException:
-                os.unlink(name)  # noqa: PTH108 - a name, no path
-                raise
+            replace_file(self._folder / _FACTS_NAME, json.dumps(facts).encode())
         self._changed = False
 
     def _load(self) -> dict[str, list[Any]]:
