@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from bootseer.errors import PermanentError
-from bootseer.io.trusted_folder import home_of, trusted_folder
+from bootseer.io import trusted_folder
+from bootseer.io.trusted_folder import home_of
 
 CACHE = "BOOTSEER_CACHE"
 RUNTIME = "BOOTSEER_RUNTIME"
@@ -25,14 +26,8 @@ def cache_root(env: Mapping[str, str], uid: int) -> Path:
     return Path(home).absolute() / "bootseer"
 
 
-def own_folder(
-    folder: Path, *, make: bool = True, private: bool = False, otherwise: str = f"set {CACHE} to another folder"
-) -> Path:
-    """A folder in the cache that only this user can change: see `trusted_folder`. Raises `PermanentError`."""
-    try:
-        return trusted_folder(folder, otherwise=otherwise, make=make, private=private)
-    except OSError as error:
-        raise PermanentError(f"{error.filename}: {error.strerror}; {otherwise}") from error
+own_folder = partial(trusted_folder.own_folder, otherwise=f"set {CACHE} to another folder")
+"""For folders in the cache, unless another remedy is named."""
 
 
 def blocks_folder(root: Path) -> Path:

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from bootseer.errors import AccessError, UsageError
+from bootseer.errors import AccessError, PermanentError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path  # importing it costs each job 3 ms
@@ -49,6 +49,14 @@ def trusted_folder(path: str | Path, *, otherwise: str, make: bool = True, priva
         return Path(walk.path)
     finally:
         walk.close()
+
+
+def own_folder(path: str | Path, *, otherwise: str, make: bool = True, private: bool = False) -> Path:
+    """`trusted_folder`, but all errors are `PermanentError`s."""
+    try:
+        return trusted_folder(path, otherwise=otherwise, make=make, private=private)
+    except OSError as error:
+        raise PermanentError(f"{error.filename}: {error.strerror}; {otherwise}") from error
 
 
 def open_trusted(path: str | Path, *, otherwise: str) -> int:

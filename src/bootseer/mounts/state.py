@@ -27,7 +27,7 @@ from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.files import replace_file
-from bootseer.io.trusted_folder import trusted_folder
+from bootseer.io.trusted_folder import own_folder
 from bootseer.logs import logger
 from bootseer.mounts import control, kernel
 from bootseer.mounts.control import LOG
@@ -77,9 +77,10 @@ class Runtime:
     def __init__(self, root: Path) -> None:
         """Create the folder if it is missing. Raises `PermanentError` when that fails, or other users can change it."""
         # Resolved, as the kernel writes paths in the mount table.
-        self.root = _trusted(root)
-        self.mounts = _trusted(self.root / "mounts")
-        self.layers = _trusted(self.root / "layers")
+        otherwise = "set BOOTSEER_RUNTIME to another folder"
+        self.root = own_folder(root, otherwise=otherwise)
+        self.mounts = own_folder(self.root / "mounts", otherwise=otherwise)
+        self.layers = own_folder(self.root / "layers", otherwise=otherwise)
         self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def new_folder(self) -> Path:
@@ -178,14 +179,6 @@ class Runtime:
                     self.remove_folder(folder)
                     _LOG.info("%s was left by a process that died: removed", folder)
         return removed
-
-
-def _trusted(folder: Path) -> Path:
-    otherwise = "set BOOTSEER_RUNTIME to another folder"
-    try:
-        return trusted_folder(folder, otherwise=otherwise)
-    except OSError as error:
-        raise PermanentError(f"{error.filename}: {error.strerror}; {otherwise}") from error
 
 
 def _is_unrecorded(folder: Path) -> bool:
