@@ -25,6 +25,7 @@ from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.io.files import lines_of
 from bootseer.mounts.control import LOG
 from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
@@ -194,7 +195,7 @@ class MountHandle:
         if daemon is None:
             return ""
         if not daemon.process.alive:
-            line = _last_line(daemon.folder / LOG)
+            line = "".join(lines_of(daemon.folder / LOG)[-1:])
             self._say(
                 f"the mount daemon died while the command ran: later reads of {self._label} failed"
                 f" (log: {line or 'empty, so it was killed'})"
@@ -241,11 +242,3 @@ def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:
         "waited_s": round(fetch.get("waited_s", 0.0), 3),
         **peer_numbers(fetch),
     }
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return lines[-1] if lines else ""

@@ -64,12 +64,14 @@ def put(
     retrying(lambda left_s: put_once(store, name, data, refs, subject=subject), deadline_s=timeout_s)
 
 
-def put_once(store: Store, name: str, data: bytes, refs: Sequence[Stored] = (), *, subject: str | None = None) -> None:
-    """`put` with a single attempt."""
+def put_once(
+    store: Store, name: str | None, data: bytes, refs: Sequence[Stored] = (), *, subject: str | None = None
+) -> Stored:
+    """`put` with a single attempt. `name` None: it is named by its content."""
     upload = store.upload()
     try:
         upload.write(data)
-        upload.commit(name, refs=refs, subject=subject)
+        return upload.commit(name, refs=refs, subject=subject)
     finally:
         upload.abort()  # no effect after a commit
 

@@ -27,7 +27,7 @@ from bootseer.cache.eviction_plan import Candidate, Step, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
-from bootseer.io.files import can_punch
+from bootseer.io.files import can_punch, discard
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -133,7 +133,7 @@ class Cache:
         with mapped("evict from", self.root):
             done = [step for step in steps if self._evict(step)]
             for path in (self.root / disk.TRASH).iterdir():
-                disk.discard(path)
+                discard(path)
             after = sum(one.disk_bytes for one in self.entries())
         _LOG.info("%s: %d bytes, %d after the eviction of %d entries or parts", self.root, used, after, len(done))
         return Pruned(used, max(used - after, 0), tuple(done), in_use)
@@ -220,7 +220,7 @@ class Cache:
                 return
             new = self.root / disk.NEW
             for leaving in new.iterdir():  # of processes that died while they held the lock
-                disk.discard(leaving)
+                discard(leaving)
             made = new / entry.name
             made.mkdir(mode=0o700)
             try:
@@ -234,7 +234,7 @@ class Cache:
                 made.rename(entry)
                 _LOG.debug("%s: a new entry of %d bytes", entry, index.size_bytes)
             except BaseException:
-                disk.discard(made)
+                discard(made)
                 raise
 
     def _discard_damaged(self, entry: Path, folder: int) -> None:
@@ -244,7 +244,7 @@ class Cache:
                 return  # another process replaced it
             gone = evict.move_to_trash(entry, self.root)
         _LOG.warning("%s was damaged and is replaced", entry)
-        disk.discard(gone)
+        discard(gone)
 
     def _lock(self) -> contextlib.AbstractContextManager[int]:
         return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=self._lock_deadline_s)

@@ -11,14 +11,13 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import signal
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
-from bootseer.io.files import replace_file
+from bootseer.io.files import discard, replace_file
 
 FILES = "files"
 NEW = "new"
@@ -121,15 +120,6 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     except IsADirectoryError:
         discard(path)
         replace_file(path, data, durable=durable)
-
-
-def discard(path: Path) -> None:
-    """Remove an unreferenced folder or file; what cannot be removed is left to the next `prune`."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
 
 
 def sweep(entry: Path) -> None:

@@ -18,7 +18,7 @@ from bootseer.cache.disk import NO_SPACE, Damaged
 from bootseer.cache.eviction_plan import Step, cold_blocks
 from bootseer.cache.states import MISSING, Durable, LiveMap
 from bootseer.io import locks
-from bootseer.io.files import punch, sync_path
+from bootseer.io.files import discard, punch, sync_path
 
 _MISSING_RUN = re.compile(b"%c+" % MISSING)
 
@@ -42,7 +42,7 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
             if not locks.is_same(folder, entry):
                 return False
             gone = move_to_trash(entry, root)
-        disk.discard(gone)
+        discard(gone)
         return True
 
 

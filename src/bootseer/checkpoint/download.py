@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -31,7 +30,7 @@ from bootseer.checkpoint.head import Head
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, Interrupted, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.files import write_all
+from bootseer.io.files import discard, write_all
 from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
 from bootseer.places.place import folder_of
@@ -79,7 +78,7 @@ def _create(folder: Path, key: str) -> tuple[Path, int]:
         (new / _WHAT).write_text(key)
         new.rename(folder)
     except BaseException:
-        remove(new)
+        discard(new)
         os.close(lock)
         raise
     return folder, lock
@@ -87,16 +86,7 @@ def _create(folder: Path, key: str) -> tuple[Path, int]:
 
 def _remove_unless_old(folder: Path) -> None:
     if not os.path.lexists(folder / OLD):
-        remove(folder)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or folder, ignoring errors."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        discard(folder)
 
 
 def _find_abandoned(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
@@ -114,7 +104,7 @@ def _find_abandoned(parent: Path, prefix: str, key: str) -> tuple[Path, int] | N
                 elif found is None and _has_key(path, key):
                     found = path, lock
                 else:
-                    remove(path)
+                    discard(path)
                     os.close(lock)
     return found
 
@@ -211,7 +201,7 @@ def _drop_others(own: Path, copy: Path, path: str, infos: Iterable[FileInfo], *,
     except (OSError, ValueError):
         before = {}
     if copy.is_dir() != is_folder:
-        remove(copy)
+        discard(copy)
     for local in sorted(copy.rglob("*"), reverse=True) if is_folder else [copy]:
         name = local.relative_to(copy).as_posix() if is_folder else ""
         with contextlib.suppress(OSError):  # a folder that is not empty
@@ -393,7 +383,7 @@ def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
         except BaseException:
             old.rename(target)
             raise
-        remove(old)
+        discard(old)
         return
     _check_free(target, replace)
     temporary.rename(target)

@@ -13,11 +13,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from msgspec import Struct
 
 from bootseer.io import proc
+from bootseer.io.files import lines_of
 
 _TABLES = (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07"))
 """Tables of the kernel, and the state of a socket that listens (TCP) or is not connected (UDP)."""
@@ -73,11 +73,11 @@ def listening() -> dict[int, str]:
     found = {}
     for table, state in _TABLES:
         # Only few of thousands of rows listen: the others are skipped before they are parsed.
-        for fields in (row.split() for row in lines(f"/proc/net/{table}") if f" {state} " in row):
+        for fields in (row.split() for row in lines_of(f"/proc/net/{table}") if f" {state} " in row):
             with contextlib.suppress(IndexError, ValueError, struct.error):
                 if fields[3] == state:
                     found[int(fields[9])] = f"{table[:3]} {_address(fields[1])}"
-    for line in lines("/proc/net/unix")[1:]:
+    for line in lines_of("/proc/net/unix")[1:]:
         fields = line.rstrip("\n").split(None, 7)
         if len(fields) == 8 and (fields[3] == _ACCEPTS or fields[4] == _DATAGRAMS):
             found[int(fields[6])] = f"unix {fields[7]}"
@@ -117,14 +117,6 @@ def pid_in(path: str) -> int | None:
     except OSError:
         return None
     return int(found[1]) if found else None
-
-
-def lines(path: str) -> list[str]:
-    """The lines of a file; empty if it cannot be read."""
-    try:
-        return Path(path).read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
 
 
 def _address(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Files that are written completely or not at all, and holes in files."""
+"""Files that are written completely or not at all, holes in files, and what is best-effort."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -37,6 +38,25 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
     written = os.pwrite(fd, data, offset)
     while written < len(data):
         written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+
+
+def discard(path: Path) -> None:
+    """Remove a file, or a folder with its content, as far as possible. A link is not followed."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            import shutil
+
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def lines_of(path: str | Path) -> list[str]:
+    """The lines of a text file; none if it cannot be read."""
+    try:
+        return Path(path).read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def sync_path(path: Path) -> None:

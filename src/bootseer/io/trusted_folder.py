@@ -123,6 +123,14 @@ def home_of(env: Mapping[str, str], uid: int, *, otherwise: str) -> str:
     return home
 
 
+def state_folder(env: Mapping[str, str], name: str, *, otherwise: str) -> str:
+    """The folder of this name below `/var/lib/bootseer` for root, and in the user's state folder for others."""
+    if os.geteuid() == 0:
+        return f"/var/lib/bootseer/{name}"
+    state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=otherwise)}/.local/state"
+    return f"{state}/bootseer/{name}"
+
+
 def _open_folder(parent: int, name: str, mode: int) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=parent)

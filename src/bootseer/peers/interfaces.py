@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from bootseer.errors import UsageError
+from bootseer.io.files import lines_of
 
 PORT: Final = 17_507
 """Default port of listed nodes; other nodes use it if it is free."""
@@ -151,20 +152,17 @@ def _address(name: str) -> str:
         address = ipaddress.IPv4Address(answer[20:24])
         if not address.is_link_local:
             return str(address)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, device = line.split()
-            if device == name and scope == "00":
-                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    for line in lines_of("/proc/net/if_inet6"):
+        digits, _, _, scope, _, device = line.split()
+        if device == name and scope == "00":
+            return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     return ""
 
 
 def _default_route() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[1] == "00000000":
-                return words[0]
+    for words in map(str.split, lines_of("/proc/net/route")[1:]):
+        if words[1] == "00000000":
+            return words[0]
     return ""
 
 

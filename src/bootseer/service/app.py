@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from bootseer.errors import UsageError, os_errors_as
 from bootseer.io.locks import claim
-from bootseer.io.trusted_folder import home_of, trusted_folder
+from bootseer.io.trusted_folder import state_folder, trusted_folder
 from bootseer.service.access import LOGIN, READ, Gate, Network, Rules, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
@@ -88,12 +88,7 @@ class Settings:
 
 def default_data(env: dict[str, str] | os._Environ[str]) -> Path:
     """`$BOOTSEER_SERVICE_DATA`, else a system folder for root, and one in the user's state folder for others."""
-    if env.get("BOOTSEER_SERVICE_DATA"):
-        return Path(env["BOOTSEER_SERVICE_DATA"])
-    if os.geteuid() == 0:
-        return Path("/var/lib/bootseer/service")
-    state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=_OTHERWISE)}/.local/state"
-    return Path(state, "bootseer", "service")
+    return Path(env.get("BOOTSEER_SERVICE_DATA") or state_folder(env, "service", otherwise=_OTHERWISE))
 
 
 class Service:

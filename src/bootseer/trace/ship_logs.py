@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from bootseer.io import trusted_folder
 from bootseer.io.locks import claim
-from bootseer.io.trusted_folder import home_of, trusted_folder
 from bootseer.logs import logger
 from bootseer.trace import ship
 from bootseer.trace.sinks import safe_name
@@ -89,13 +89,8 @@ def state_folder(env: Mapping[str, str]) -> Path:
 
     Raises `AccessError` if other users can change it.
     """
-    folder = env.get(STATE, "")
-    if not folder and os.geteuid() == 0:
-        folder = "/var/lib/bootseer/ship"
-    elif not folder:
-        state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=_OTHERWISE)}/.local/state"
-        folder = f"{state}/bootseer/ship"
-    return trusted_folder(folder, otherwise=_OTHERWISE, private=True)
+    folder = env.get(STATE) or trusted_folder.state_folder(env, "ship", otherwise=_OTHERWISE)
+    return trusted_folder.trusted_folder(folder, otherwise=_OTHERWISE, private=True)
 
 
 class Logs:

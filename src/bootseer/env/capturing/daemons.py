@@ -26,6 +26,7 @@ from bootseer.env.capturing.secrets import is_secret_variable
 from bootseer.env.document import Daemon
 from bootseer.env.processes import Process, below, listening, open_files, pid_in, processes, sockets_of
 from bootseer.io import proc
+from bootseer.io.files import lines_of
 
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh", "fish", "busybox"))
 _NAMESPACES = ("pid", "net", "ipc", "uts")
@@ -249,9 +250,7 @@ def _output(at: Path) -> str:
 
 def _user(at: Path, uid: int) -> str:
     """The user's name in the view of the process, where the setup may have added it."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"{at}/root/etc/passwd").read_text(errors="replace").splitlines():
-            fields = line.split(":")
-            if len(fields) > 2 and fields[2] == str(uid):
-                return fields[0]
+    for fields in (line.split(":") for line in lines_of(f"{at}/root/etc/passwd")):
+        if len(fields) > 2 and fields[2] == str(uid):
+            return fields[0]
     return ""

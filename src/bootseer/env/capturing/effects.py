@@ -30,9 +30,10 @@ from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.reads import Reads
 from bootseer.env.changes import Change
-from bootseer.env.processes import lines, process
+from bootseer.env.processes import process
 from bootseer.errors import BootseerError
 from bootseer.io import proc
+from bootseer.io.files import lines_of
 from bootseer.mounts.kernel import mount_table
 
 MARK = "BOOTSEER_SETUP"
@@ -105,7 +106,7 @@ class KernelState:
     def now(cls) -> KernelState:
         """The current state, as far as it is readable."""
         return cls(
-            frozenset(line.split()[0] for line in lines("/proc/modules")),
+            frozenset(line.split()[0] for line in lines_of("/proc/modules")),
             dict(_settings()),
             frozenset(_shared_memory()),
         )
@@ -142,7 +143,7 @@ def _settings() -> Iterator[tuple[str, bytes]]:
 
 def _shared_memory() -> Iterator[str]:
     """Segments whose creator has ended: those of running processes may belong to the user's other programs."""
-    for fields in map(str.split, lines("/proc/sysvipc/shm")[1:]):
+    for fields in map(str.split, lines_of("/proc/sysvipc/shm")[1:]):
         _, number, _, _, maker, *_, creator = fields[:10]
         if int(creator) == os.geteuid() and not Path("/proc", maker).exists():
             yield number
@@ -349,7 +350,7 @@ def _mounts() -> list[Mounted]:
 
 
 def _account_names(path: str) -> list[str]:
-    return [line.partition(":")[0] for line in lines(path) if line]
+    return [line.partition(":")[0] for line in lines_of(path) if line]
 
 
 def _listed(folder: str) -> list[str]:

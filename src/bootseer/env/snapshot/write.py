@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from bootseer.artifact.objects import put_once
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
 from bootseer.env.capturing.exclude import Kind as PathKind
@@ -56,16 +57,7 @@ _MANIFEST_DEADLINE_S = 300.0
 def store_manifest(store: Store, manifest: Manifest) -> Stored:
     """Put a manifest into a store, with retries. Raises what the store raises."""
     data = manifest.encode()
-
-    def once(_left_s: float) -> Stored:
-        upload = store.upload()
-        try:
-            upload.write(data)
-            return upload.commit()
-        finally:
-            upload.abort()
-
-    return retrying(once, deadline_s=_MANIFEST_DEADLINE_S)
+    return retrying(lambda left_s: put_once(store, None, data), deadline_s=_MANIFEST_DEADLINE_S)
 
 
 MAX_BYTES = 256 << 30
