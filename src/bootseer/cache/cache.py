@@ -14,6 +14,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -111,7 +112,7 @@ class Cache:
             with contextlib.suppress(Damaged):
                 cached = self._open(entries.read_index_of(path))
                 with contextlib.closing(cached):
-                    report = None if progress is None else _named(progress, path.name)
+                    report = None if progress is None else partial(progress, path.name)
                     dropped[path.name] = cached.verify_all(threads, report)
         return dropped
 
@@ -273,7 +274,3 @@ class Cache:
         with contextlib.suppress(FileNotFoundError):  # another process evicted it
             return evict.evict(entry, step, self.root, self._boot, lock_deadline_s=self._lock_deadline_s)
         return False
-
-
-def _named(progress: Callable[[str, int, int], None], name: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(name, done, total)

@@ -237,7 +237,7 @@ class Shipper:
                 self.pending = self._gather()
                 if not self.pending:
                     return False
-            lines = b"".join(self._lines(part) for part in self.pending)
+            lines = b"".join(line for part in self.pending for line in event_lines(read_part(self.folder, part)))
         except OSError:
             return False  # retried at the next call
         if lines:
@@ -328,9 +328,6 @@ class Shipper:
                 parts.append(found[0])
                 room -= len(found[1])
         return parts
-
-    def _lines(self, part: Part) -> bytes:
-        return b"".join(event_lines(read_part(self.folder, part)))
 
 
 def _open_positions(folder: int) -> int:

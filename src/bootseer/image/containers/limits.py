@@ -63,7 +63,7 @@ def capabilities_of(limits: Limits) -> list[str]:
     """The container's capabilities. Raises `UsageError` for unknown ones and for those that this process lacks."""
     added = _names("--cap-add", limits.capabilities)
     dropped = _names("--cap-drop", limits.dropped)
-    ours = _bounding()
+    ours = int(proc.status().get("CapBnd", "-1"), 16)
     for name in added - {"ALL"}:
         if not ours >> _ALL.index(name) & 1:
             raise UsageError(f"--cap-add {name}: bootseer does not have it itself", hint="start it with that right")
@@ -79,10 +79,6 @@ def _names(option: str, words: Collection[str]) -> set[str]:
     for name in sorted(names - {"ALL", *_ALL}):
         raise UsageError(f"{option} {name!r} is not a capability", hint=f"for example {option} SYS_PTRACE, or ALL")
     return names
-
-
-def _bounding() -> int:
-    return int(proc.status().get("CapBnd", "-1"), 16)
 
 
 def rlimits_of(limits: Limits) -> list[dict[str, object]]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError, os_errors_as
@@ -92,14 +91,11 @@ class Watch:
 
     def _digest(self, tag: str) -> str | BootseerError:
         try:
-            return retrying(partial(self._ask, tag))
+            return retrying(lambda left_s: self._registry.manifest_digest(tag, timeout_s=left_s))
         except NotFoundError:
             return ""  # removed since
         except BootseerError as error:  # may concern this tag alone
             return error
-
-    def _ask(self, tag: str, left_s: float) -> str:
-        return self._registry.manifest_digest(tag, timeout_s=left_s)
 
     def _write(self) -> None:
         text = json.dumps({"schema": _SCHEMA, "converted": sorted(self._converted)}, indent=1)
