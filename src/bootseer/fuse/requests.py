@@ -16,7 +16,6 @@ VALID_S = 1
 """How long the kernel may cache names and attributes. Opening a file always asks."""
 _NAMES_AT_ONCE = 256
 """How many entries are requested from the file system at a time, which limits the nodes referenced by a listing."""
-_NO_ANSWER = b""
 
 
 class Request(NamedTuple):
@@ -39,7 +38,7 @@ class FileRequests:
 
     def __init__(self, files: FileSystem) -> None:
         self._files = files
-        self._handlers: dict[int, Callable[[Request], bytes]] = {
+        self._handlers: dict[int, Callable[[Request], bytes | None]] = {
             protocol.INIT: self._init,
             protocol.LOOKUP: self._lookup,
             protocol.FORGET: self._forget,
@@ -63,9 +62,9 @@ class FileRequests:
             protocol.READDIRPLUS: self._list,
             protocol.RELEASEDIR: self._release_folder,
             # Changes in a folder are complete in the place when their call returns.
-            protocol.FSYNCDIR: lambda request: _NO_ANSWER,
+            protocol.FSYNCDIR: lambda request: None,
             protocol.STATFS: lambda request: protocol.space_out(files.space()),
-            protocol.DESTROY: lambda request: _NO_ANSWER,
+            protocol.DESTROY: lambda request: None,
         }
         self._refusals = {protocol.SYMLINK: errno.EPERM, protocol.LINK: errno.EPERM, protocol.READLINK: errno.EINVAL}
 
@@ -85,7 +84,7 @@ class FileRequests:
         if handler is None:
             return self._refusals.get(request.opcode, errno.ENOSYS)
         body = handler(request)
-        return None if request.opcode in (protocol.FORGET, protocol.BATCH_FORGET) else body
+        return None if request.opcode in (protocol.FORGET, protocol.BATCH_FORGET) else body or b""
 
     def _init(self, request: Request) -> bytes:
         return protocol.writable_init_out(protocol.Hello(*protocol.INIT_IN.unpack_from(request.body)))
@@ -99,14 +98,12 @@ class FileRequests:
     def _entry(self, found: FoundNode) -> bytes:
         return protocol.node_out(found, VALID_S)
 
-    def _forget(self, request: Request) -> bytes:
+    def _forget(self, request: Request) -> None:
         self._files.forget(request.node, *protocol.FORGET_IN.unpack_from(request.body))
-        return _NO_ANSWER
 
-    def _forget_many(self, request: Request) -> bytes:
+    def _forget_many(self, request: Request) -> None:
         for node, count in protocol.parse_forgets(request.body):
             self._files.forget(node, count)
-        return _NO_ANSWER
 
     def _attributes(self, request: Request) -> bytes:
         return protocol.node_attr_out(self._files.attributes(request.node), VALID_S)
@@ -148,46 +145,39 @@ class FileRequests:
         self._files.write(request.node, handle, offset, data, request.caller)
         return protocol.write_out(size)
 
-    def _flush(self, request: Request) -> bytes:
+    def _flush(self, request: Request) -> None:
         (handle,) = protocol.HANDLE_IN.unpack_from(request.body)
         self._files.flush(request.node, handle, request.caller)
-        return _NO_ANSWER
 
-    def _sync(self, request: Request) -> bytes:
+    def _sync(self, request: Request) -> None:
         (handle,) = protocol.HANDLE_IN.unpack_from(request.body)
         self._files.sync(request.node, handle, request.caller)
-        return _NO_ANSWER
 
-    def _release(self, request: Request) -> bytes:
+    def _release(self, request: Request) -> None:
         self._files.release(request.node, *protocol.HANDLE_IN.unpack_from(request.body))
-        return _NO_ANSWER
 
-    def _unlink(self, request: Request) -> bytes:
+    def _unlink(self, request: Request) -> None:
         self._files.unlink(request.node, protocol.parse_name(request.body))
-        return _NO_ANSWER
 
     def _make_folder(self, request: Request) -> bytes:
         mode, _ = protocol.MKDIR_IN.unpack_from(request.body)
         name = protocol.parse_name(request.body[protocol.MKDIR_IN.size :])
         return self._entry(self._files.make_folder(request.node, name, stat.S_IMODE(mode), request.caller))
 
-    def _remove_folder(self, request: Request) -> bytes:
+    def _remove_folder(self, request: Request) -> None:
         self._files.remove_folder(request.node, protocol.parse_name(request.body))
-        return _NO_ANSWER
 
-    def _rename(self, request: Request) -> bytes:
+    def _rename(self, request: Request) -> None:
         rename = protocol.parse_rename(request.body, has_flags=request.opcode == protocol.RENAME2)
         if not rename.is_known:
             raise OSError(errno.EINVAL, "exchanging two names is not supported")
         self._files.rename(request.node, rename.name, rename.to_parent, rename.to_name, replace=rename.replace)
-        return _NO_ANSWER
 
     def _open_folder(self, request: Request) -> bytes:
         return protocol.open_out(self._files.open_folder(request.node))
 
-    def _release_folder(self, request: Request) -> bytes:
+    def _release_folder(self, request: Request) -> None:
         self._files.release_folder(*protocol.HANDLE_IN.unpack_from(request.body))
-        return _NO_ANSWER
 
     def _list(self, request: Request) -> bytes:
         handle, number, room = protocol.READ_IN.unpack_from(request.body)
