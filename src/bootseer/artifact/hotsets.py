@@ -86,8 +86,8 @@ class HotSets:
         if hot_set is not None:
             self._keep(hot_set)
 
-    def add_record(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> HotSet:
-        """Merge a start's record and imports into the node's set and, with `publish`, the store's; returns the set."""
+    def add_record(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> None:
+        """Merge a start's record and imports into the node's set and, with `publish`, the store's."""
         # The start has loaded the set before and reported the problems.
         known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
         merged = known.merge(record)
@@ -95,7 +95,6 @@ class HotSets:
         self._keep(merged)
         if publish and self._store is not None:
             self.publish(merged)
-        return merged
 
     def add_set(self, given: HotSet) -> HotSet:
         """Merge an imported set into the one of its workload on this node; returns the merged set."""
