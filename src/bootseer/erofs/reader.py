@@ -75,14 +75,10 @@ class ErofsReader:
     def __init__(self, read: Read) -> None:
         self._read_raw = read
         self._super = Superblock.parse(self._exactly(0, BLOCK))
-        self._size = self._super.blocks * BLOCK
+        self.size_bytes = self._super.blocks * BLOCK
         self._meta = self._super.meta_block * BLOCK
-        if not BLOCK <= self._meta < self._size:
+        if not BLOCK <= self._meta < self.size_bytes:
             raise CorruptError("EROFS image: the metadata area lies outside the image")
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size
 
     def root(self) -> Inode:
         root = self.inode(self._super.root_nid)
@@ -205,13 +201,13 @@ class ErofsReader:
     def _check_content(self, number: int, size: int, first_block: int, tail_at: int | None) -> None:
         plain = size if tail_at is None else size - size % BLOCK
         tail = size - plain
-        if plain and (first_block < 1 or first_block * BLOCK + plain > self._size):
+        if plain and (first_block < 1 or first_block * BLOCK + plain > self.size_bytes):
             raise CorruptError(f"EROFS image: the content of inode {number} lies outside the image")
         if tail and tail_at is not None and tail_at % BLOCK + tail > BLOCK:
             raise CorruptError(f"EROFS image: the inline tail of inode {number} crosses a block")
 
     def _read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or offset + length > self._size:
+        if offset < 0 or offset + length > self.size_bytes:
             raise CorruptError("EROFS image: an offset is outside the image")
         return self._exactly(offset, length)
 

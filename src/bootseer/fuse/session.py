@@ -162,7 +162,8 @@ class Session:
         self.writes = 0
         """Write requests so far."""
         self._handler = handler
-        self._device = device
+        self.device = device
+        """The descriptor that requests arrive on."""
         # Replies reference the session, so the descriptor is closed, and its number reused, only after the last reply.
         weakref.finalize(self, os.close, device)
         self._on_error = on_error
@@ -185,18 +186,13 @@ class Session:
         """Wait for the unmount, however it happens; False if it is still mounted after the timeout."""
         return self._ended.wait(timeout_s)
 
-    @property
-    def device(self) -> int:
-        """The descriptor that requests arrive on."""
-        return self._device
-
     def resend(self) -> None:
         """Ask the kernel to send again all requests that a dead process had read and not answered.
 
         Call it before `start`. Raises `PermanentError` if the kernel does not support it (before Linux 6.9).
         """
         with os_errors_as(PermanentError, f"{self.target}: the kernel cannot resend requests, which needs Linux 6.9"):
-            os.writev(self._device, [protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND, 0)])
+            os.writev(self.device, [protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND, 0)])
 
     def start(self) -> None:
         """Start to answer requests, and to fail late ones. Without a thread, unmounts and raises `TransientError`."""
@@ -251,7 +247,7 @@ class Session:
         try:
             while True:
                 try:
-                    received = readv(self._device, buffers)
+                    received = readv(self.device, buffers)
                 except OSError as error:
                     if error.errno in (errno.ENOENT, errno.EAGAIN, errno.EINTR):
                         continue  # the caller was killed before the request was read
@@ -332,7 +328,7 @@ class Session:
                 reading.cancel()
         # Redirected, not closed: a late reply of another thread must not hit a file opened under the same number.
         devnull = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(devnull, self._device, inheritable=False)
+        os.dup2(devnull, self.device, inheritable=False)
         os.close(devnull)
         self._stopped.set()
 
@@ -385,7 +381,7 @@ class Session:
 
     def _write(self, parts: list[Data]) -> None:
         try:
-            os.writev(self._device, parts)
+            os.writev(self.device, parts)
         except OSError as error:
             # ENOENT: the caller was killed meanwhile. The others: unmounted.
             if error.errno != errno.ENOENT and error.errno not in _UNMOUNTED:

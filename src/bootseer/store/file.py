@@ -78,19 +78,15 @@ class PlaceStore:
 
     def __init__(self, place: Place, uri: str = "") -> None:
         self.place = place
-        self._uri = uri or place.uri
+        self.uri = uri or place.uri
         self._swept = False
-
-    @property
-    def uri(self) -> str:
-        return self._uri
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
         check_range(start, length)
         path = content_path(check_name(name))
-        what = f"{self._uri}: {name}"
+        what = f"{self.uri}: {name}"
         late = TransientError(f"{what}: reading it took longer than {timeout_s:g} s")
         until = time.monotonic() + timeout_s
         with self._naming(name), contextlib.closing(self.place.open(path, deadline_s=max(timeout_s, 0.0))) as file:
@@ -121,7 +117,7 @@ class PlaceStore:
             finally:
                 upload.abort()
 
-        return make() if self.place.is_local else within(timeout_s, f"{self._uri}: {name}", make)
+        return make() if self.place.is_local else within(timeout_s, f"{self.uri}: {name}", make)
 
     def stat(self, name: str) -> Stored:
         with self._naming(name):
@@ -166,13 +162,13 @@ class PlaceStore:
 
     def in_the_way(self, name: str) -> PermanentError:
         """The error for a name that conflicts with another object."""
-        return PermanentError(f"{self._uri}: {name}: in a folder, one object's name cannot be the folder of another's")
+        return PermanentError(f"{self.uri}: {name}: in a folder, one object's name cannot be the folder of another's")
 
     def _sweep(self) -> None:
         oldest_ns = (time.time() - _ABANDONED_S) * 1e9
         for entry in self._listed(_UPLOADS):
             if _UPLOAD.fullmatch(name_of(entry.path)) and entry.mtime_ns < oldest_ns:
-                _LOG.info("%s: removing the abandoned upload %s", self._uri, entry.path)
+                _LOG.info("%s: removing the abandoned upload %s", self.uri, entry.path)
                 with contextlib.suppress(NotFoundError):  # another process removed it
                     self.place.delete(entry.path)
 
@@ -186,7 +182,7 @@ class PlaceStore:
         try:
             yield
         except (NotFoundError, IsFolderError) as error:
-            raise NotFoundError(f"{self._uri} has no object {name}") from error
+            raise NotFoundError(f"{self.uri} has no object {name}") from error
         except AccessError as error:
             if not self.place.is_local:
                 raise
@@ -219,9 +215,9 @@ class FileStore(PlaceStore):
         try:
             entry = self.place.stat(path)
         except NotFoundError:
-            raise AccessError(f"{self._uri}/{path} is a symbolic link, which is not followed: delete it") from None
+            raise AccessError(f"{self.uri}/{path} is a symbolic link, which is not followed: delete it") from None
         if not entry.is_folder:
-            raise NotFolderError(f"{self._uri}/{path} is not a folder")
+            raise NotFolderError(f"{self.uri}/{path} is not a folder")
 
     def share(self, path: str, mode: int) -> None:
         if self._group:
@@ -229,7 +225,7 @@ class FileStore(PlaceStore):
                 self.place.set_owner(path, None, self._group)
             except AccessError as error:
                 raise AccessError(
-                    f"{self._uri}: this user does not belong to group {self._group} ({STORE_GROUP})"
+                    f"{self.uri}: this user does not belong to group {self._group} ({STORE_GROUP})"
                 ) from error
         elif path:
             # Fails for a group that this user does not belong to: then the object keeps the user's own group.

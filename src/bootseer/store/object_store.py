@@ -43,13 +43,9 @@ class ObjectStore:
 
     def __init__(self, uri: str, *, allow_http: bool = False) -> None:
         self._bucket = Bucket(uri, allow_http=allow_http)
-        self._uri = self._bucket.uri
+        self.uri = self._bucket.uri
         # Not with the client that tries again: a second attempt to create would find what the first one had made.
         self._reader = self._bucket.reader
-
-    @property
-    def uri(self) -> str:
-        return self._uri
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
@@ -71,18 +67,18 @@ class ObjectStore:
                     raise
                 # Says what is wrong with the range, or that nothing is left to read.
                 size_bytes = obstore.head(self._reader, path)["size"]
-                if range_end(f"{self._uri}: {name}", size_bytes, start, length) > start:
+                if range_end(f"{self.uri}: {name}", size_bytes, start, length) > start:
                     raise
                 return
-            end = range_end(f"{self._uri}: {name}", answer.meta["size"], start, length)
+            end = range_end(f"{self.uri}: {name}", answer.meta["size"], start, length)
             missing = end - start
             for piece in answer.stream(min_chunk_size=PIECE_BYTES // 4):
                 missing -= len(piece)
                 yield from _cut(bytes(piece))
             if missing:
-                raise TransientError(f"{self._uri}: the answer for {name} has another length than it should")
+                raise TransientError(f"{self.uri}: the answer for {name} has another length than it should")
 
-        pieces = stream_within(timeout_s, f"{self._uri}: {name}", produce)
+        pieces = stream_within(timeout_s, f"{self.uri}: {name}", produce)
         with self._bucket.mapping(name), contextlib.closing(pieces):
             yield from pieces
 
@@ -152,7 +148,7 @@ class ObjectStore:
         with self._bucket.mapping(folder):
             # No deadline for the whole of a list of unknown length; each of its pages comes quickly or never.
             produce = lambda: obstore.list(self._reader, folder)  # noqa: E731
-            yield from stream_within(CALL_S, f"{self._uri}: {folder}", produce, each=True)
+            yield from stream_within(CALL_S, f"{self.uri}: {folder}", produce, each=True)
 
 
 class ObjectUpload:
