@@ -28,11 +28,13 @@ from running_service import running_service
 HOSTILE = "x;reboot"
 
 
-def fleets() -> list[Fleet]:
-    """Eight starts of a job, of which the last is slower; one node is always last."""
+def fleets(*names: str) -> list[Fleet]:
+    """Eight starts of a job, of which the last is slower; one node is always last. `names`: of the nodes, with the
+    start's number at `{}`."""
     first_s = time.time() - EPOCH_NS / 1e9 - 8 * 3600
     return [
         Fleet(6, job="moe", attempt=number, seed=number, begin_s=first_s + number * 3600,
+              names=[name.format(number) for name in names],
               work_of={(2, INSTALL): 250.0 if number == 7 else 100.0})
         for number in range(8)
     ]  # fmt: skip
@@ -80,6 +82,19 @@ def test_service_and_folder_tell_the_same(tmp_path: Path) -> None:
         assert worst["stage"].startswith("environment_setup")
     for name in ("teams", "buckets", "stages", "lemons", "failures"):
         assert answers[0][0][name] == answers[1][0][name]
+
+
+def test_pods_of_several_starts_are_nodes_of_one_name(tmp_path: Path) -> None:
+    """Unless pods of one start share their machine: then nobody can say which of them is slow because of it."""
+    for machines, expected in ((6, ["gpu-2"]), (3, [])):
+        folder = tmp_path / str(machines)
+        folder.mkdir()
+        pods = [f"gpu-{node % machines}/0000000{node}-0000-4000-8000-00000000000{{}}" for node in range(6)]
+        for fleet in fleets(*pods):
+            (folder / f"{fleet.attempt}.events").write_bytes(b"".join(fleet.lines()))
+        found = told("fleet", str(folder))["lemons"]
+        assert [row["node"] for row in found] == expected
+        assert exported(found, "kubernetes").count("kubectl label node gpu-2 ") == len(expected)
 
 
 def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:

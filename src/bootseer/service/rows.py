@@ -6,6 +6,8 @@ No I/O. `set_run_s` and `move_to_arrival` complete the rows of an attempt in pla
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,6 +30,7 @@ _MAX_COUNT: Final = 1 << 53
 """Bytes, lines: a database cannot sum the largest numbers that events may have, and then no sum of the day is there."""
 _COUNTS: Final = ("cache_bytes", "peer_bytes", "origin_bytes", "stored_bytes", "lines_lost")
 _VERSIONS: Final = ("bootseer", "python", "torch", "cuda", "driver")
+_POD: Final = re.compile(r"/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
     for one in (start, *techniques):
         one.update({name: min(max(one[name], 0), _MAX_COUNT) for name in _COUNTS if name in one})
     same = {name: start[name] for name in ("day", "bucket", "kind", "cache_state")}
+    names = _names(node.node for node in report.nodes)
     stages = [
         {
             "stage": row.stage,
@@ -65,7 +69,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
             "p90_s": row.p90_s,
             "p99_s": next((seconds_ for seconds_, part in row.cdf if part >= 0.99), row.max_s),
             "max_s": row.max_s,
-            "max_node": row.max_node or None,
+            "max_node": names.get(row.max_node),
             "work_s": row.work_s,
             "wait_s": row.wait_s,
             "gpu_s": None if row.gpu_hours is None else row.gpu_hours * S_PER_H,
@@ -76,9 +80,10 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
     # A node may be a straggler at several barriers: take the largest delay.
     worst = {one.node: one for one in sorted(report.stragglers, key=lambda one: one.delay_s)}
     last = start["last_node"] if len(report.nodes) > 1 else None
+    start["last_node"] = names.get(start["last_node"])
     nodes = [
         {
-            "node": node.node,
+            "node": names[node.node],
             "day": day,
             "work_s": node.work_s,
             "wait_s": node.wait_s,
@@ -92,9 +97,17 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
         }
         for node in report.nodes
     ]
-    places = {node.node: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
+    places = {names[node.node]: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
     racks = {name: str(place) for name, place in places.items() if place}
     return Rows(start, zstandard.compress(report_json.encode(), 6), stages, nodes, techniques, racks)
+
+
+def _names(nodes: Iterable[str]) -> dict[str, str]:
+    """The name of each node in the tables. A pod has that of its machine, by which later starts are compared with this
+    one, unless other pods of the start are on the same machine."""
+    machines = {node: _POD.sub("", node) for node in nodes}
+    pods = Counter(machines.values())
+    return {node: machine if pods[machine] == 1 else node for node, machine in machines.items()}
 
 
 def day_of(ns: int) -> int:
