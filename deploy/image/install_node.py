@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,10 @@ class Node:
 
 def install(node: Node, options: argparse.Namespace) -> None:
     """Install or update what is missing or outdated. Raises `InstallError`."""
-    wanted = [name for name in UNITS if options.containerd or "snapshotter" not in name]
+    snapshotter = [name for name in UNITS if "snapshotter" in name]
+    if not options.containerd:
+        _undo(node, options, snapshotter)
+    wanted = [name for name in UNITS if options.containerd or name not in snapshotter]
     sockets = [name for name in wanted if name in SOCKETS]
     services = [name for name in wanted if name not in SOCKETS]
     variables = "".join(
@@ -172,9 +175,10 @@ def _program(node: Node, source: Path, mark: Path) -> bool:
         new = target.with_name(f".new-{version}")
         shutil.rmtree(new, ignore_errors=True)
         shutil.copytree(source, new, symlinks=True)
-        # Before anything links to it: it does not run on a node with an older C library.
+        # Before anything links to it: an older C library of the node cannot load all of its libraries.
         try:
-            node.must(f"/{FOLDER}/{new.name}/bin/bootseer", "--version")
+            python = f"/{FOLDER}/{new.name}/bin/python3"
+            node.must(python, "-I", "-c", "import bootseer.cli.verbs, pyexpat, sqlite3, ssl")
         except InstallError:
             shutil.rmtree(new, ignore_errors=True)
             raise
@@ -407,16 +411,21 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool | int) else str(value)
 
 
-def remove(node: Node, options: argparse.Namespace) -> None:
-    """Undo `install`. The cache and running versions stay."""
-    there = [name for name in UNITS if os.path.lexists(node.root / UNIT_FOLDER / name)]
-    if options.containerd and node.drop(f"{options.drop_in.strip('/')}/{TOML}"):
+def _undo(node: Node, options: argparse.Namespace, units: Iterable[str]) -> None:
+    """Remove these units, and what containerd reads."""
+    there = [name for name in units if os.path.lexists(node.root / UNIT_FOLDER / name)]
+    if node.drop(f"{options.drop_in.strip('/')}/{TOML}"):
         _restart_containerd(node, options)
     for name in there:
         node.must("systemctl", *(["disable", "--now"] if node.has_systemd else ["disable"]), name)
         node.drop(f"{UNIT_FOLDER}/{name}")
     if there:
         _systemctl(node, "daemon-reload")
+
+
+def remove(node: Node, options: argparse.Namespace) -> None:
+    """Undo `install`. The cache and running versions stay."""
+    _undo(node, options, UNITS)
     node.drop(VARIABLES)
     program = node.root / PROGRAM
     if program.is_symlink() and str(program.readlink()).startswith(f"/{FOLDER}/"):
@@ -433,11 +442,11 @@ def main() -> int:
     )
     parser.add_argument("--source", type=Path, default=Path("/opt/bootseer"), help="the folder made by bundle.py")
     parser.add_argument("--remove", action="store_true", help="uninstall")
-    parser.add_argument("--stay", action="store_true", help="check again every --every seconds, until a signal")
+    parser.add_argument("--stay", action="store_true", help="check again every --every seconds until a signal or error")
     parser.add_argument(
         "--every", type=float, default=300.0, metavar="S", help="with --stay: seconds between two checks"
     )
-    parser.add_argument("--no-containerd", dest="containerd", action="store_false", help="install only the agent")
+    parser.add_argument("--no-containerd", dest="containerd", action="store_false", help="the agent alone")
     parser.add_argument("--containerd-program", default="containerd", help="a name or path on the node")
     parser.add_argument("--containerd-unit", default="containerd.service", help="its systemd unit")
     parser.add_argument("--config", default="/etc/containerd/config.toml", help="containerd's own file, read only")
@@ -460,8 +469,7 @@ def main() -> int:
                 (remove if options.remove else install)(node, options)
         except (InstallError, OSError, shutil.Error) as error:
             sys.stderr.write(f"error: {error}\n")
-            if not options.stay:
-                return 1
+            return 1
         if not options.stay or ended.wait(options.every):
             return 0
 

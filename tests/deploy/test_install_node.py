@@ -160,7 +160,13 @@ def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.
     said = [line for line in again.stdout.splitlines() if "one snapshotter for all pods" not in line]
     assert (again.returncode, said) == (0, [])
 
-    done = install("--remove")
+    assert install("--no-containerd", BOOTSEER_AGENT_OPTIONS="--cache-limit 500g").returncode == 0
+    assert dumped(node) == before
+    assert list((node / "etc/systemd/system").rglob("*snapshotter*")) == []
+    assert in_node(node, "systemctl", "is-enabled", "bootseer-agent") == "enabled"
+
+    assert install(BOOTSEER_AGENT_OPTIONS="--cache-limit 500g").returncode == 0
+    done = install("--remove", "--no-containerd")
     assert done.returncode == 0, done.stderr
     assert dumped(node) == before
     left = {str(path.relative_to(node)) for path in node.rglob("*bootseer*") if path.is_file() or path.is_symlink()}
@@ -197,7 +203,7 @@ def test_a_node_that_does_not_fit_is_left_as_it_was(
         ("etc/containerd/config.toml", CONFIG + "[", "config.toml of the node"),
     ):
         (node / path).write_text(text)
-        done = install()
+        done = install("--stay")  # the container ends, and its pod is not ready
         assert done.returncode == 1, said
         assert said in done.stderr and done.stderr.count("\n") == 1
         assert (node / path).read_text() == text

@@ -190,6 +190,7 @@ def named(found: list[Document]) -> dict[str, Document]:
     for document in found:
         if document["kind"] != "RuntimeClass":
             document["metadata"]["namespace"] = "bootseer"
+        document["metadata"].pop("annotations", None)
     text = re.sub(r'"imagePullPolicy": "\w+", |, "imagePullPolicy": "\w+"', "", json.dumps(found))
     return {f"{each['kind']}/{each['metadata']['name']}": each for each in json.loads(text)}
 
