@@ -58,7 +58,7 @@ LATE = (
     _START.format(
         """
 find = lazy.LazyImages._find
-lazy.LazyImages._find = lambda *arguments: (time.sleep(1.2 * lazy._DECIDE_S), find(*arguments))
+lazy.LazyImages._find = lambda *arguments: time.sleep(1.2 * lazy._DECIDE_S) or find(*arguments)
 """
     ),
 )

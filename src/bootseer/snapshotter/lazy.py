@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LateError
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +42,7 @@ from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import Reference, SourceKind, parse_reference, store_uri
 from bootseer.io import locks
 from bootseer.io.files import replace_file
+from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
@@ -59,6 +59,7 @@ _UNKNOWN_S = 10.0
 _MOUNT_S = 120.0
 _LOCK_S = 2 * _MOUNT_S
 _LINK_DIGITS = 20
+_FINDERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class LazyImages:
         self._settings = settings
         self._runtime = Runtime(Path(settings.runtime))
         self._lock = threading.Lock()
+        self._finders = Tasks("bootseer-find", _FINDERS)
         self._lookups: dict[str, tuple[float, Future[_KnownImage | None]]] = {}
         self._mounting: dict[str, threading.RLock] = {}
         """By digest: held while an image is mounted or unmounted, and until its new snapshot is recorded."""
@@ -139,16 +141,15 @@ class LazyImages:
                 self._store_known(known)
                 self.lowers(layer)
                 record(layer)
-        except LateError:
+            return layer
+        except TimeoutError:
             _LOG.warning("%s: no answer within %g s; its layers are pulled", match[0], _DECIDE_S)
-            return None
-        except (BootseerError, OSError) as error:
+        except Exception as error:  # of any library: pods must start
             _LOG.warning("%s: its layers are pulled: %s", match[0], error)
             unknown: Future[_KnownImage | None] = Future()
             unknown.set_result(None)
             self._lookups[match[0]] = (time.monotonic(), unknown)
-            return None
-        return layer
+        return None
 
     def lowers(self, name: str) -> list[Path]:
         """Links to the mounted layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
@@ -265,29 +266,20 @@ class LazyImages:
                 is_old = time.monotonic() - asked_s > _UNKNOWN_S
                 if not future.done() or not is_old or (future.exception() is None and future.result() is not None):
                     return future
-            future = Future()
+            future = self._finders.submit(self._find, digest, reference)
             self._lookups[digest] = (time.monotonic(), future)
-        try:
-            threading.Thread(target=self._find, args=(digest, reference, future), name="find", daemon=True).start()
-        except RuntimeError as error:  # no thread can be started
-            future.set_exception(TransientError(str(error)))
         return future
 
-    def _find(self, digest: str, reference: str, future: Future[_KnownImage | None]) -> None:
+    def _find(self, digest: str, reference: str) -> _KnownImage | None:
         try:
             uri = store_uri(parse_reference(reference), self._settings.store) or ""
             found = resolve_image(_request(self._settings, digest, uri), say=_LOG.info)
-            chains = _chains(found.document)
-            future.set_result(
-                _KnownImage(digest, uri, [layer.file.identity for layer in found.document.layers], chains)
-                if chains
-                else None
-            )
         except UsageError as error:
             _LOG.info("%s: %s", digest, error)
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error if isinstance(error, BootseerError) else PermanentError(str(error)))
+            return None
+        found.store.close()
+        identities, chains = [layer.file.identity for layer in found.document.layers], _chains(found.document)
+        return _KnownImage(digest, uri, identities, chains) if chains else None
 
     def _store_known(self, known: _KnownImage) -> None:
         path = self._folder / f"{known.digest.removeprefix('sha256:')}.json"

@@ -38,8 +38,6 @@ CREATE INDEX IF NOT EXISTS by_parent ON snapshots (parent);
 CREATE INDEX IF NOT EXISTS by_image ON snapshots (image);
 """
 _COLUMNS = "id, key, parent, kind, created_s, updated_s, labels, size_bytes, inodes, image"
-_LABELS = 6
-"""The index of the JSON column."""
 _FIELD = re.compile(r"\s*(\w+)((?:\.(?:[\w\-/]+|\"(?:[^\"\\]|\\.)*\"))*)\s*", re.ASCII)
 _VALUE = re.compile(r"(==|!=|~=)\s*(\"(?:[^\"\\]|\\.)*\"|[^,]*)")
 
@@ -124,11 +122,6 @@ class Records:
             rows = self._db.execute("SELECT image FROM snapshots WHERE image != '' GROUP BY image ORDER BY min(id)")
             return [image for (image,) in rows]
 
-    def children(self, key: str) -> int:
-        """The number of snapshots with this parent."""
-        with self._lock:
-            return int(self._db.execute("SELECT count(*) FROM snapshots WHERE parent = ?", (key,)).fetchone()[0])
-
     def ancestors(self, key: str) -> list[Record]:
         """A snapshot, its parent and so on, down to the lowest; empty for an empty key."""
         chain = []
@@ -191,7 +184,7 @@ class Records:
         """Remove a snapshot. Raises `NotFoundError`, and `RefusedError` if it has children."""
         with self.change():
             found = self.get(key)
-            if self.children(key):
+            if self._select("WHERE parent = ? LIMIT 1", key):
                 raise RefusedError(f"cannot remove snapshot {key}: it has children")
             self._db.execute("DELETE FROM snapshots WHERE id=?", (found.id,))
             return found
@@ -199,10 +192,7 @@ class Records:
     def _select(self, where: str, *values: str) -> list[Record]:
         with self._lock:
             rows = self._db.execute(f"SELECT {_COLUMNS} FROM snapshots {where}", values).fetchall()  # noqa: S608
-        return [
-            Record(*(json.loads(value) if number == _LABELS else value for number, value in enumerate(row)))
-            for row in rows
-        ]
+        return [Record(*row[:6], json.loads(row[6]), *row[7:]) for row in rows]  # 6: the labels
 
 
 def matching(filters: Sequence[str]) -> Callable[[Record], bool]:
