@@ -127,11 +127,11 @@ def install(node: Node, options: argparse.Namespace) -> None:
     services = [name for name in wanted if name not in SOCKETS]
     variables = "".join(
         f'{name}="{os.environ[name]}"\n'
-        for name in ("BOOTSEER_AGENT_OPTIONS", "BOOTSEER_SNAPSHOTTER_OPTIONS")
+        for name in ("BOOTSEER_AGENT_OPTIONS", "BOOTSEER_SNAPSHOTTER_OPTIONS", "BOOTSEER_CACHE")
         if os.environ.get(name)
     )
     if '"' in variables.replace('="', "").replace('"\n', "") or "\\" in variables:
-        raise InstallError('options of agent and snapshotter may not hold " and \\')
+        raise InstallError('the cache and options of agent and snapshotter may not hold " and \\')
     # Exists while changes, also those of an earlier run that was stopped, have not been loaded by systemd.
     unfinished = node.root / FOLDER / ".unfinished"
     changed = _program(node, options.source, unfinished)

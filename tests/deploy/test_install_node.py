@@ -134,11 +134,12 @@ def runtimes(config: dict) -> dict:
 @pytest.mark.parametrize("node", [(path, text) for path in CONTAINERDS for text in (CONFIG, CONFIG3)], indirect=True)
 def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     before = dumped(node)
-    done = install(BOOTSEER_AGENT_OPTIONS="--cache-limit 500g")
+    given = {"BOOTSEER_AGENT_OPTIONS": "--cache-limit 500g", "BOOTSEER_CACHE": "/nvme/bootseer"}
+    done = install(**given)
     assert done.returncode == 0, done.stderr
     assert in_node(node, "/usr/local/bin/bootseer", "--version").startswith("bootseer ")
     assert in_node(node, "systemctl", "is-enabled", "bootseer-agent", "bootseer-snapshotter") == "enabled\nenabled"
-    assert (node / "etc/bootseer/node.env").read_text() == 'BOOTSEER_AGENT_OPTIONS="--cache-limit 500g"\n'
+    assert (node / "etc/bootseer/node.env").read_text() == "".join(f'{name}="{text}"\n' for name, text in given.items())
     is_old = containerd_version(node) < (1, 7)
     assert ("one snapshotter for all pods" in done.stdout) == is_old
     # containerd has our runtime, made after its own, and all that it had.
@@ -156,16 +157,16 @@ def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.
         assert platforms["bootseer"]["snapshotter"] == "bootseer"
     assert (node / "etc/containerd/config.toml").read_text() in (CONFIG, CONFIG3)
 
-    again = install(BOOTSEER_AGENT_OPTIONS="--cache-limit 500g")
+    again = install(**given)
     said = [line for line in again.stdout.splitlines() if "one snapshotter for all pods" not in line]
     assert (again.returncode, said) == (0, [])
 
-    assert install("--no-containerd", BOOTSEER_AGENT_OPTIONS="--cache-limit 500g").returncode == 0
+    assert install("--no-containerd", **given).returncode == 0
     assert dumped(node) == before
     assert list((node / "etc/systemd/system").rglob("*snapshotter*")) == []
     assert in_node(node, "systemctl", "is-enabled", "bootseer-agent") == "enabled"
 
-    assert install(BOOTSEER_AGENT_OPTIONS="--cache-limit 500g").returncode == 0
+    assert install(**given).returncode == 0
     done = install("--remove", "--no-containerd")
     assert done.returncode == 0, done.stderr
     assert dumped(node) == before

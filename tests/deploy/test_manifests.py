@@ -212,7 +212,8 @@ def test_the_charts_values_reach_the_manifests() -> None:
         "node": {
             "remove": True,
             "nodeSelector": {"gpu": "yes"},
-            "agent": {"port": 9000, "options": "--cache-limit 500g"},
+            "cache": "/nvme/bootseer",
+            "agent": {"port": 9000, "cacheLimit": "500g", "options": "--idle 60"},
             "containerd": {"enabled": False, "restart": False, "baseRuntime": "nvidia"},
         },
         "service": {
@@ -233,7 +234,8 @@ def test_the_charts_values_reach_the_manifests() -> None:
     kinds = named([each for each in found if each["metadata"].get("namespace") not in ("a", "b")])
     pod = kinds["DaemonSet/bootseer-node"]["spec"]["template"]["spec"]
     assert {"--restart=no", "--base-runtime=nvidia", "--no-containerd", "--remove"} <= set(pod["containers"][0]["args"])
-    assert pod["containers"][0]["env"][0]["value"] == "--listen 0.0.0.0:9000 --cache-limit 500g"
+    assert pod["containers"][0]["env"][0]["value"] == "--listen 0.0.0.0:9000 --cache-limit 500g --idle 60"
+    assert pod["containers"][0]["env"][2] == {"name": "BOOTSEER_CACHE", "value": "/nvme/bootseer"}
     assert kinds["RuntimeClass/bootseer"]["scheduling"]["nodeSelector"] == pod["nodeSelector"]
     assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "gpu": "yes"}
     pod = kinds["Deployment/bootseer-service"]["spec"]["template"]["spec"]
