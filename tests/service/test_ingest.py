@@ -134,6 +134,8 @@ def test_lines_that_cannot_be_kept_are_not_acknowledged(service):
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) > 0
     assert httpx.get(f"{service.url}/healthz").status_code == 503
+    # What deploy/ probes: a pod that is not ready would get no line with which it could recover.
+    assert httpx.get(f"{service.url}/static/service.css").status_code == 200
     (service.settings.data / "raw").unlink()
     assert service.post("/v1/lines", lines(), x_bootseer_sender="n").status_code == 202
     assert httpx.get(f"{service.url}/healthz").status_code == 200
