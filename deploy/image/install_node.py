@@ -210,9 +210,12 @@ def _forget(node: Node) -> None:
         | {"current", ".lock", ".unfinished", ".unread"}
         | ({str(current.readlink())} if current.is_symlink() else set())
     )
+    gone = folder / ".gone"
+    shutil.rmtree(gone, ignore_errors=True)
     for version in folder.iterdir():
         if version.name not in keep:
-            shutil.rmtree(version, ignore_errors=True)
+            version.rename(gone)  # what an interrupted deletion leaves must not be taken for the version
+            shutil.rmtree(gone, ignore_errors=True)
             node.say(f"removed /{FOLDER}/{version.name}")
 
 
