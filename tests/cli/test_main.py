@@ -50,6 +50,14 @@ def test_options_of_a_verb_with_a_command_are_completed_before_the_command_is_th
     assert ran.stdout.split() == ["plain,--cap-add", "plain,--cap-drop"], ran.stderr
 
 
+def test_packages_for_the_job_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
+    """As of another Python, or old ones, in a PYTHONPATH that is meant for the job."""
+    (tmp_path / "click.py").write_text("raise ImportError('of another Python')\n")
+    command = [Path(sys.executable).parent / "bootseer", "--version"]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
 def test_a_path_that_may_not_be_read_is_one_line(tmp_path: Path) -> None:
     far = tmp_path / ("x" * 300)
     ran = subprocess.run(

@@ -234,7 +234,7 @@ class TestImages:
     ) -> None:
         assert run("image", "convert", node.reference, "--sign", str(key)).returncode == 0
         (tmp_path / "lib").mkdir()
-        (tmp_path / "lib" / "cryptography.py").write_text("raise ModuleNotFoundError('cryptography')\n")
+        (tmp_path / "lib" / "sitecustomize.py").write_text("import sys; sys.modules['cryptography'] = None\n")
         more = {"PYTHONPATH": str(tmp_path / "lib")}
         ran = run("image", "run", node.reference, "--trusted-keys", trusted, "--", "true", more=more)
         assert (ran.returncode, "pip install 'bootseer[sign]'" in ran.stderr) == (2, True), ran.stderr

@@ -17,6 +17,9 @@ from bootseer.errors import BootseerError, Interrupted, UsageError
 
 def main() -> None:
     """Entry point of the `bootseer` program."""
+    # Folders that are meant for the job come last: their packages may be of another Python.
+    theirs = {os.path.abspath(word) for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word}  # noqa: PTH100
+    sys.path.sort(key=theirs.__contains__)
     with suppress(OSError):
         # Fill closed standard streams: a file opened later would get the number, and messages would be written to it.
         while (number := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
