@@ -121,7 +121,8 @@ def _add_libraries(target: Path) -> None:
 def _search_in(path: Path, libraries: Path) -> None:
     relative = os.path.relpath(libraries, path.parent)
     path.chmod(path.stat().st_mode | 0o200)
-    subprocess.run(["patchelf", "--set-rpath", f"$ORIGIN/{relative}", path], check=True)
+    # Before a job's LD_LIBRARY_PATH, which may have other versions of these libraries.
+    subprocess.run(["patchelf", "--force-rpath", "--set-rpath", f"$ORIGIN/{relative}", path], check=True)
 
 
 def _is_elf(path: Path) -> bool:

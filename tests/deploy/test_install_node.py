@@ -73,6 +73,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_bundle_has_its_own_libraries(bundle: Path, tmp_path: Path) -> None:
+    libraries = [*bundle.glob("lib/lib*.so*")]
+    assert libraries
+    for library in libraries:
+        (tmp_path / library.name).write_text("of an image's Python\n")
+    done = run(bundle / "bin" / "python3", "-Ic", "import pyexpat, sqlite3, ssl", LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A node without Python: busybox, the C library, systemctl, containerd and its configuration."""
