@@ -119,10 +119,13 @@ def _add_libraries(target: Path) -> None:
 
 
 def _search_in(path: Path, libraries: Path) -> None:
-    relative = os.path.relpath(libraries, path.parent)
     path.chmod(path.stat().st_mode | 0o200)
+    asked = subprocess.run(["patchelf", "--print-rpath", path], capture_output=True, text=True, check=True)
+    # A package may have libraries of its own beside it.
+    places = [place for place in asked.stdout.strip().split(":") if place.startswith("$ORIGIN")]
+    places.append(f"$ORIGIN/{os.path.relpath(libraries, path.parent)}")
     # Before a job's LD_LIBRARY_PATH, which may have other versions of these libraries.
-    subprocess.run(["patchelf", "--force-rpath", "--set-rpath", f"$ORIGIN/{relative}", path], check=True)
+    subprocess.run(["patchelf", "--force-rpath", "--set-rpath", ":".join(places), path], check=True)
 
 
 def _is_elf(path: Path) -> bool:

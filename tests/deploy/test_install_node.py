@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -79,6 +80,20 @@ def test_the_bundle_has_its_own_libraries(bundle: Path, tmp_path: Path) -> None:
     for library in libraries:
         (tmp_path / library.name).write_text("of an image's Python\n")
     done = run(bundle / "bin" / "python3", "-Ic", "import pyexpat, sqlite3, ssl", LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_packages_find_libraries_of_their_own_and_of_the_bundle(tmp_path: Path) -> None:
+    """numpy has libscipy_openblas beside it, and needs libstdc++ of the system."""
+    site = Path(sysconfig.get_path("purelib"))
+    for name in ("numpy", "numpy.libs"):
+        shutil.copytree(site / name, tmp_path / "lib" / "python" / name)
+    add = "import sys; from bundle import *; _add_libraries(Path(sys.argv[1]))"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run(sys.executable, "-c", add, tmp_path, PATH=path, PYTHONPATH=str(IMAGE))
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("lib/libstdc++*"))
+    done = run(sys.executable, "-Sc", f"import sys; sys.path.insert(0, {str(tmp_path / 'lib/python')!r}); import numpy")
     assert done.returncode == 0, done.stderr
 
 
