@@ -7,6 +7,7 @@ these need besides the C library, found by relative paths. Needs the programs `l
 """
 
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -35,6 +36,26 @@ _NOT_NEEDED = (
 # The C library has to fit the kernel's loader and the node's name service: it stays the node's own.
 _GLIBC = re.compile(r"(ld-linux|linux-vdso|lib(c|m|dl|rt|pthread|resolv|util|nsl|anl)\.so)")
 _NEEDED = re.compile(r"(?m)^\s*(\S+) => (/\S+)")
+# OpenSSL looks for authorities only where the distribution that it was built for has them.
+_AUTHORITIES = """
+
+_load_default_certs = SSLContext.load_default_certs
+_FILES = (
+    "/etc/ssl/certs/ca-certificates.crt",  # Debian
+    "/etc/pki/tls/certs/ca-bundle.crt",  # Red Hat
+    "/etc/ssl/ca-bundle.pem",  # SUSE
+)
+
+
+def _load_certs(self, purpose=Purpose.SERVER_AUTH):
+    _load_default_certs(self, purpose)
+    for name in _FILES:
+        if not self.cert_store_stats()["x509_ca"] and os.path.isfile(name):
+            self.load_verify_locations(name)
+
+
+SSLContext.load_default_certs = _load_certs
+"""
 _START = """#!/bin/sh
 exec "$(dirname "$(readlink -f "$0")")/python3" -P -s -m bootseer "$@"
 """
@@ -51,6 +72,9 @@ def main(target: Path, extras: list[str]) -> None:
         ignore=shutil.ignore_patterns(*_NOT_NEEDED, "dist-packages", "sitecustomize.py"),
         ignore_dangling_symlinks=True,
     )
+    with (library / "ssl.py").open("a") as file:
+        file.write(_AUTHORITIES)
+    py_compile.compile(str(library / "ssl.py"), doraise=True)
     (target / "bin").mkdir()
     shutil.copy2(Path(sys.executable).resolve(), target / "bin" / python)
     (target / "bin" / "python3").symlink_to(python)

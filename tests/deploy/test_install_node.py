@@ -198,6 +198,17 @@ def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.
     assert left == set()
 
 
+def test_the_bundle_finds_the_authorities_of_any_distribution(node: Path, bundle: Path) -> None:
+    authority = node / "etc/pki/tls/certs/ca-bundle.crt"
+    authority.parent.mkdir(parents=True)
+    key = ("-newkey", "ed25519", "-nodes", "-keyout", "/dev/null")
+    done = run("openssl", "req", "-x509", *key, "-subj", "/CN=authority", "-out", authority)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(bundle, node / "opt/new", symlinks=True)
+    count = "import ssl; print(ssl.create_default_context().cert_store_stats()['x509_ca'])"
+    assert in_node(node, "/opt/new/bin/python3", "-Ic", count) == "1"
+
+
 def test_a_version_that_runs_stays(
     node: Path, install: Callable[..., subprocess.CompletedProcess[str]], bundle: Path, tmp_path: Path
 ) -> None:
