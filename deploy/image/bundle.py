@@ -57,7 +57,7 @@ def _load_certs(self, purpose=Purpose.SERVER_AUTH):
 SSLContext.load_default_certs = _load_certs
 """
 _START = """#!/bin/sh
-exec "$(dirname "$(readlink -f "$0")")/python3" -P -s -m bootseer "$@"
+exec "$(dirname "$(readlink -f "$0")")/python3" -I -m bootseer "$@"
 """
 
 
