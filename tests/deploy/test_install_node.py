@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -85,10 +84,12 @@ def test_the_bundle_has_its_own_libraries(bundle: Path, tmp_path: Path) -> None:
 
 def test_packages_find_libraries_of_their_own_and_of_the_bundle(tmp_path: Path) -> None:
     """numpy has libscipy_openblas beside it, and needs libstdc++ of the system."""
-    site = Path(sysconfig.get_path("purelib"))
+    import numpy
+
+    site = Path(numpy.__file__).parents[1]
     for name in ("numpy", "numpy.libs"):
         shutil.copytree(site / name, tmp_path / "lib" / "python" / name)
-    add = "import sys; from bundle import *; _add_libraries(Path(sys.argv[1]))"
+    add = "import sys; from bundle import Path, _add_libraries; _add_libraries(Path(sys.argv[1]))"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = run(sys.executable, "-c", add, tmp_path, PATH=path, PYTHONPATH=str(IMAGE))
     assert done.returncode == 0, done.stderr
