@@ -192,7 +192,7 @@ class Records:
     def _select(self, where: str, *values: str) -> list[Record]:
         with self._lock:
             rows = self._db.execute(f"SELECT {_COLUMNS} FROM snapshots {where}", values).fetchall()  # noqa: S608
-        return [Record(*row[:6], json.loads(row[6]), *row[7:]) for row in rows]  # 6: the labels
+        return [Record(*(*row[:6], json.loads(row[6]), *row[7:])) for row in rows]  # 6: the labels
 
 
 def matching(filters: Sequence[str]) -> Callable[[Record], bool]:
