@@ -57,6 +57,18 @@ def test_views_are_saved_without_what_they_are_views_of(tmp_path: Path) -> None:
     assert_same(state, loaded_plainly(target, tmp_path / "one"))
 
 
+def test_a_tensor_that_consists_of_others_is_saved(tmp_path: Path) -> None:
+    """As those of quantization, which have no memory of their own."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    first, second = torch.randn(100, 200), torch.randn(100, 200)
+    save({"w": two(first, second)}, tmp_path / "one")
+    target = {"w": two(torch.zeros(100, 200), torch.zeros(100, 200))}
+    with torch.serialization.safe_globals([two]):
+        loaded(target, tmp_path / "one")
+    assert torch.equal(target["w"].a, first)
+    assert torch.equal(target["w"].b, second)
+
+
 class Doubling(DefaultSavePlanner):
     """Makes each tensor anew when it is asked for."""
 

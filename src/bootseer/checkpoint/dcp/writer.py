@@ -39,7 +39,7 @@ from bootseer.checkpoint.dcp.saved import metadata_name
 from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.locations import FOLDERS, is_uri, resolve
-from bootseer.checkpoint.tensors import memory_of
+from bootseer.checkpoint.tensors import is_plain, memory_of
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
@@ -137,7 +137,7 @@ class RecordedFile(io.RawIOBase):
 
     def save(self, tensor: torch.Tensor, to: IO[bytes]) -> None:
         """`torch.save` to `to`, which writes to this file. The tensor must not change before the last read."""
-        if tensor.nbytes < _MIN_BYTES:  # it makes forty writes of a few bytes
+        if tensor.nbytes < _MIN_BYTES or not is_plain(tensor):  # it makes forty writes of a few bytes
             whole = io.BytesIO()
             torch.save(tensor, whole)
             to.write(whole.getbuffer())
@@ -360,7 +360,7 @@ class StripedWriter(filesystem.FileSystemWriter):
 
 def _is_as_saved(tensor: torch.Tensor) -> bool:
     """Whether `torch.save` writes exactly the tensor's memory: a view would be saved with all of its base."""
-    return tensor.device.type == "cpu" and tensor.untyped_storage().size() == tensor.nbytes and tensor.is_contiguous()
+    return is_plain(tensor) and tensor.untyped_storage().size() == tensor.nbytes
 
 
 def _by_size(items: Sequence[WriteItem], num_groups: int) -> list[list[WriteItem]]:
