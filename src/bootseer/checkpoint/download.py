@@ -338,7 +338,7 @@ def _copy_file(
         local.chmod(0o600)
     descriptor = os.open(local, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        with contextlib.closing(reading.open(info.path)) as file:
+        with reading.open(info.path) as file:
             pieces = []
             for offset in range(0, file.size_bytes, _PIECE_BYTES):
                 length = min(_PIECE_BYTES, file.size_bytes - offset)

@@ -88,8 +88,9 @@ class Location(Struct, frozen=True):
         return self.at(name).uri
 
     def open(self, name: str = "") -> CheckpointFile:
-        """Open a file in this folder, or this file itself."""
-        return self.system.reading.open(self.at(name).path if name else self.path)
+        """Open a file in this folder, or this file itself. Links are followed, as model hubs create them."""
+        found = resolve_below(self.root, self.at(name).path) if name else self
+        return found.system.reading.open(found.path)
 
     def read_bytes(self, name: str, limit: int) -> bytes:
         """All of a file in this folder. Raises `PermanentError` if it has more than `limit` bytes."""

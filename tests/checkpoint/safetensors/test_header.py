@@ -29,7 +29,10 @@ class MemoryFile:
         self.reads.append((offset, length))
         return self.data[offset : offset + length]
 
-    def close(self) -> None:
+    def __enter__(self) -> MemoryFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
 

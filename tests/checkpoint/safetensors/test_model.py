@@ -50,6 +50,17 @@ def test_all_types_are_read(tmp_path: Path, name: str) -> None:
         assert_equal(found[key], tensor)
 
 
+def test_a_model_in_the_cache_of_a_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5, 7)}
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots/main").mkdir(parents=True)
+    safetensors.torch.save_file(tensors, tmp_path / "blobs/1")
+    (tmp_path / "blobs/2").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    (tmp_path / "snapshots/main/part.safetensors").symlink_to("../../blobs/1")
+    (tmp_path / "snapshots/main/model.safetensors.index.json").symlink_to("../../blobs/2")
+    assert_equal(load_sharded(tmp_path / "snapshots/main")["a"], tensors["a"])
+
+
 def test_the_types_are_those_of_the_format() -> None:
     assert PAIRS in _NAMES
 

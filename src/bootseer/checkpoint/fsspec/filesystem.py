@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 from fsspec.compression import compr  # type: ignore[import-untyped]
@@ -175,12 +175,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
     """Base of the file systems. Paths begin with `/`, the root of the file system."""
 
     root_marker = "/"
-    scheme: ClassVar[str]
 
     def __init__(self, authority: str = "", **storage_options: Any) -> None:
         """`authority`: host and port of the NameNode, a nameservice, or a bucket; "" for folders."""
         super().__init__(authority=authority, **storage_options)
         self.authority = authority
+        self.scheme = self.protocol.removeprefix("bootseer+")
 
     @property
     def fsid(self) -> str:
@@ -335,7 +335,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """The bytes of a file from `start` to `end`; negative ones count from its end."""
-        with self._at(path) as (system, below), contextlib.closing(system.reading.open(below)) as file:
+        with self._at(path) as (system, below), system.reading.open(below) as file:
             first, last, _ = slice(start, end).indices(file.size_bytes)
             return file.read(first, last - first) if last > first else b""
 
@@ -365,7 +365,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
             def begin(path: str) -> list[Span[int]]:
                 try:
                     with self._at(path) as (system, below):
-                        file = files[path] = to_close.enter_context(contextlib.closing(system.reading.open(below)))
+                        file = files[path] = to_close.enter_context(system.reading.open(below))
                 except OSError as error:
                     for number in numbers[path]:
                         results[number] = error
@@ -416,35 +416,30 @@ class HdfsFileSystem(CheckpointFileSystem):
     """`bootseer+hdfs://NAMENODE/PATH`."""
 
     protocol = "bootseer+hdfs"
-    scheme = "hdfs"
 
 
 class S3FileSystem(CheckpointFileSystem):
     """`bootseer+s3://BUCKET/PATH`."""
 
     protocol = "bootseer+s3"
-    scheme = "s3"
 
 
 class GoogleFileSystem(CheckpointFileSystem):
     """`bootseer+gs://BUCKET/PATH`."""
 
     protocol = "bootseer+gs"
-    scheme = "gs"
 
 
 class AzureFileSystem(CheckpointFileSystem):
     """`bootseer+az://CONTAINER/PATH`."""
 
     protocol = "bootseer+az"
-    scheme = "az"
 
 
 class FolderFileSystem(CheckpointFileSystem):
     """`bootseer+file:///PATH`: any folder, for example one shared by many nodes."""
 
     protocol = "bootseer+file"
-    scheme = "file"
 
 
 def _info(info: FileInfo, name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from itertools import count
 
 from bootseer.blocks.codec import digest_of
 from bootseer.cache.cache import Cache
+from bootseer.checkpoint.files import check_visible
 from bootseer.checkpoint.head import PEEK_BYTES, Head, Segment, is_head_size, parse_head, peek
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
@@ -207,7 +208,8 @@ class Reading:
         _readings.add(self)
 
     def open(self, path: str) -> CheckpointFile:
-        """Open the current version of a file; to be closed. Raises `NotFoundError` and other `BootseerError`s."""
+        """Open the current version of a visible file; to be closed. Raises `NotFoundError` and other errors."""
+        check_visible(path)
         if self._closed:
             raise self._after_close(path)
         file = self._place.open(path)

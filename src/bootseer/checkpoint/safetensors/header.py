@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from bootseer.checkpoint.reading.file import CheckpointFile
@@ -63,11 +62,9 @@ def read_headers(
     """
 
     def read(begin: tuple[str, int]) -> Header:
-        with closing(open_file(begin[0])) as file:
+        with open_file(begin[0]) as file:
             return read_header(file, begin[0], begin[1])
 
-    if len(begins) <= 1:
-        return {begin: read(begin) for begin in begins}
     with Tasks("bootseer-headers", min(_AT_ONCE, len(begins))) as threads:
         return dict(zip(begins, threads.map(read, begins), strict=True))
 
