@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -64,6 +67,34 @@ def test_writing_over_a_link_replaces_the_link(place: Place, tmp_path: Path) -> 
     place.write_bytes("link", b"new")
     assert (tmp_path / "secret").read_bytes() == b"secret"
     assert place.read_bytes("link", 10) == b"new"
+
+
+def test_a_file_that_another_machine_replaces_on_nfs_is_read_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write_bytes("latest", b"step-1")
+    preadv = os.preadv
+
+    def stale(*words: Any) -> int:
+        monkeypatch.setattr(os, "preadv", preadv)
+        place.write_bytes("latest", b"step-2")
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "preadv", stale)
+    assert place.read_bytes("latest", 10) == b"step-2"
+
+
+def test_without_room_the_clock_is_this_machines(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for what removes things."""
+    os_open = os.open
+
+    def full(path: str, flags: int, *words: Any, **folder: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return os_open(path, flags, *words, **folder)
+
+    monkeypatch.setattr(os, "open", full)
+    assert abs(place.now_s() - time.time()) < 60
 
 
 def test_a_name_that_was_taken_for_a_moment_was_taken(

@@ -25,6 +25,7 @@ from bootseer.errors import (
     AccessError,
     AlreadyExistsError,
     IsFolderError,
+    NoSpaceError,
     NotFoundError,
     PermanentError,
 )
@@ -222,8 +223,8 @@ class FolderPlace(SmallReads):
                 finally:
                     os.close(descriptor)
                     drop(name, parent)
-        except AccessError:
-            return time.time()  # a caller without write access holds no lease there
+        except (AccessError, NoSpaceError):
+            return time.time()  # a caller without write access holds no lease there, and one without room removes
 
     def space(self) -> tuple[int, int]:
         with self._mapping(""):

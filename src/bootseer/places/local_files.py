@@ -28,7 +28,7 @@ from bootseer.errors import (
 )
 from bootseer.io.files import write_all
 from bootseer.io.trusted_folder import NEW
-from bootseer.places.place import TEMPORARY_PREFIX
+from bootseer.places.place import TEMPORARY_PREFIX, ChangedError
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -110,6 +110,7 @@ _KINDS: dict[int, type[BootseerError]] = {
     errno.EINVAL: PermanentError,
     errno.EXDEV: PermanentError,
     errno.ENOTSUP: PermanentError,
+    errno.ESTALE: ChangedError,  # NFS: another machine has replaced or removed the file
 }
 
 

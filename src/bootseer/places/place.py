@@ -9,15 +9,15 @@ All methods raise `BootseerError`s only: `TransientError` for what may succeed l
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from typing import Protocol, Unpack
 
 from msgspec import Struct
 
-from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, NoSpaceError, NotFoundError, PermanentError, TransientError
 from bootseer.io.pooled_reads import ReadOptions, ReadOutcome
 
 RESERVED_PREFIXES = (".stripes", ".attempts")
@@ -232,7 +232,7 @@ class Place(Protocol):
 
     def now_s(self, folder: str = "") -> float:
         """The place's own clock in seconds since 1970: the `mtime_ns` that a file written into `folder` now would get.
-        This machine's clock where the caller may not write there."""
+        This machine's clock where the caller may not write there, or there is no room."""
 
     def space(self) -> tuple[int, int]:
         """Total and free bytes."""
@@ -286,27 +286,22 @@ class SmallReads:
         if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
             try:
                 clock = self._clock = (measure(), time.monotonic())
-            except AccessError:
-                return time.time()  # a caller without write access holds no lease there
+            except (AccessError, NoSpaceError):
+                return time.time()  # as in `FolderPlace.now_s`
         return clock[0] + time.monotonic() - clock[1]
 
 
 def read_blocking(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:
     """Read a range inside the file and wait for it. `uri` names the file in errors."""
-    data = bytearray(length)
-    ended = threading.Event()
-    outcomes: list[ReadOutcome] = []
-
-    def done(outcome: ReadOutcome) -> None:
-        outcomes.append(outcome)
-        ended.set()
-
-    ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
-    if not ended.wait(2 * deadline_s):
+    data, ended = bytearray(length), Future[ReadOutcome]()
+    ticket = file.read_into(offset, memoryview(data), ended.set_result, deadline_s=deadline_s)
+    try:
+        error = ended.result(2 * deadline_s).error
+    except TimeoutError:
         ticket.cancel()
-        raise TransientError(f"{uri}: not read within {2 * deadline_s:.0f} s")
-    if outcomes[0].error is not None:
-        raise outcomes[0].error
+        raise TransientError(f"{uri}: not read within {2 * deadline_s:.0f} s") from None
+    if error is not None:
+        raise error
     return data
 
 

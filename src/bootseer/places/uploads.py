@@ -10,6 +10,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -45,7 +46,8 @@ class ObjectPart:
         self._buffer = bytearray()
         self._pieces: queue.Queue[bytes | None] = queue.Queue(_MAX_AHEAD)
         self._is_sending = False
-        self._outcome: queue.Queue[BaseException | None] = queue.Queue()
+        self._sent: Future[None] = Future()
+        """Ends with the thread that sends."""
         self._is_dropped = False
         self._ended = False
 
@@ -60,19 +62,13 @@ class ObjectPart:
 
     def _give(self, piece: bytes | None) -> None:
         until_s = time.monotonic() + WRITE_S
-        while time.monotonic() < until_s and self._outcome.empty():
+        while time.monotonic() < until_s:
+            if self._sent.done():
+                self._sent.result()  # raises its error
             with suppress(queue.Full):
                 self._pieces.put(piece, timeout=_POLL_S)
                 return
-        self._check()
         raise TransientError(f"{self._bucket.uri}/{self.path}: the server accepted no data for {WRITE_S:.0f} s")
-
-    def _check(self) -> None:
-        with suppress(queue.Empty):
-            error = self._outcome.get_nowait()
-            if error is not None:
-                self._outcome.put(error)
-                raise error
 
     def _send(self) -> None:
         def pieces() -> Iterator[bytes]:
@@ -89,9 +85,9 @@ class ObjectPart:
                     self._bucket.writer, self._key, pieces(), use_multipart=True, chunk_size=self._part_bytes,
                     max_concurrency=PARTS_AT_ONCE,
                 )  # fmt: skip
-            self._outcome.put(None)
+            self._sent.set_result(None)
         except BaseException as error:  # panics of Rust code are not Exceptions
-            self._outcome.put(error if isinstance(error, BootseerError) else TransientError(str(error)))
+            self._sent.set_exception(error if isinstance(error, BootseerError) else TransientError(str(error)))
 
     def close(self) -> tuple[str, ...]:
         if not self._is_sending:
@@ -104,14 +100,11 @@ class ObjectPart:
             self._give(bytes(self._buffer))
         self._give(None)
         try:
-            error = self._outcome.get(timeout=WRITE_S)
-        except queue.Empty:
+            self._sent.result(WRITE_S)
+        except TimeoutError:
             raise TransientError(
                 f"{self._bucket.uri}/{self.path}: the server did not end the upload within {WRITE_S:.0f} s"
             ) from None
-        if error is not None:
-            self._outcome.put(error)  # for `abort`
-            raise error
         self._ended = True
         return ()
 
@@ -120,8 +113,7 @@ class ObjectPart:
             return
         self._ended = self._is_dropped = True
         if self._is_sending:
-            with suppress(queue.Empty):
-                self._outcome.get(timeout=CALL_S)
+            wait([self._sent], CALL_S)
 
 
 _uploads = Executor("bootseer-upload")
