@@ -151,6 +151,21 @@ def test_an_upload_that_fails_leaves_nothing(store: Store, proxy: FaultProxy, se
     assert server.uploads(bucket) == []
 
 
+def test_an_upload_that_this_user_may_not_remove_is_stored(store: Store, proxy: FaultProxy) -> None:
+    refused: list[Request] = []
+
+    def plan(request: Request) -> Fault | None:
+        if request.method != "DELETE" and not request.path.endswith("?delete"):
+            return None
+        refused.append(request)
+        return Fault(status=403)
+
+    proxy.plan = plan
+    assert put(store, bytes(20_000_000), "name").size_bytes == 20_000_000
+    assert len(get(store, "name")) == 20_000_000
+    assert refused
+
+
 def test_an_object_that_could_not_be_copied_is_refused_while_it_is_written(
     store: Store, server: S3Server, bucket: str
 ) -> None:

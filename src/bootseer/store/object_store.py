@@ -196,18 +196,15 @@ class ObjectUpload:
         def finish() -> None:
             if part is None:
                 obstore.put(client, target, bytes(self._buffer), use_multipart=False)
-                return
-            obstore.copy(client, part.path, target)
-            obstore.delete(client, part.path)
+            else:
+                obstore.copy(client, part.path, target)
 
         try:
             if part is not None:
                 part.close()
             self._store.call(name, finish, WRITE_S)
-        except BootseerError:
+        finally:
             self.abort()
-            raise
-        self._ended = True
         return Stored(name, self._size)
 
     def abort(self) -> None:
@@ -217,7 +214,8 @@ class ObjectUpload:
             return
         self._ended = True
         part.abort()
-        with contextlib.suppress(BootseerError):  # it is there, where its end was reached
+        # It is there, where its end was reached. What this user may not remove is left to the bucket's rule.
+        with contextlib.suppress(BootseerError):
             self._store.call("an upload", lambda: obstore.delete(self._bucket.writer, part.path), WRITE_S)
 
 
