@@ -284,6 +284,30 @@ def test_parts_without_a_head_go_a_day_later_or_with_their_lease(place: Place, j
     assert sorted(path.name for path in (job / STRIPES).iterdir()) == sorted(["a" * 32, "b" * 32, head.id])
 
 
+def test_what_was_written_in_place_into_a_checkpoint_is_cleaned_with_its_job(place: Place, job: Path) -> None:
+    """As by PyTorch, which a kill has ended."""
+    kept = put_striped(place, "team/step-1/model/kept", content_of(2 << 20), stripes=2)
+    parts = job / "team/step-1/model" / STRIPES
+    for folder in (parts / ("a" * 32), parts / kept.id, job / "team/.attempts/1"):
+        folder.mkdir(parents=True, exist_ok=True)
+        age(folder, 25 * _HOUR_S)
+    (job / "team/step-1/.attempts-old").write_bytes(b"x")
+    age(job / "team/step-1/.attempts-old", _HOUR_S)
+    stepwise = StepwisePlace(place)
+
+    def refuse(step: str, path: str) -> None:
+        if (step, path) == ("list", "private"):
+            raise AccessError("another user's")
+
+    stepwise.before = refuse
+    place.make_folder("private")
+    assert collect(stepwise, "") == 0  # type: ignore[arg-type]
+    assert collect(stepwise, "", below=True) == 3  # type: ignore[arg-type]
+    assert sorted(path.name for path in job.rglob("*") if path.is_dir()) == sorted(
+        ["private", "team", ".attempts", "step-1", "model", STRIPES, kept.id]
+    )
+
+
 @pytest.mark.parametrize("name", ["y" * 300, "a\0b", "\udcff" * 300])
 def test_a_lease_with_a_name_that_nothing_can_have_stops_no_collector(place: Place, job: Path, name: str) -> None:
     place.make_folder(".attempts/0.old", parents=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.catalog import checkpoints, missing_parts, newest_whole, remove, walk
+from bootseer.checkpoint.catalog import checkpoints, flaw, missing_parts, newest_whole, remove, walk
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import ATTEMPTS
 from bootseer.checkpoint.latest import read_latest, set_latest
-from bootseer.errors import AccessError, NotFoundError, UsageError
+from bootseer.errors import AccessError, NoSpaceError, NotEmptyError, NotFoundError, UsageError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from stepwise_place import StepwisePlace
 
@@ -101,8 +102,13 @@ def test_a_checkpoint_that_pytorch_has_only_begun_is_not_whole(files: Files, job
     make(job, "step-1", model=1)
     make(job, "step-2", **{"0_0.distcp": 1})
     assert newest_whole(files, "") == "step-1"
+    make(job, "step-2", **{"optimizer__.metadata": 1})
+    assert flaw(files, "step-2") == "was not saved completely: PyTorch's .metadata is missing"
     make(job, "step-2", **{".metadata": 1})
     assert newest_whole(files, "") == "step-2"
+    (job / "step-3").mkdir()
+    assert newest_whole(files, "") == "step-2"
+    assert [flaw(files, f"step-{step}") for step in (2, 3, 4)] == ["", "is empty", "does not exist"]
 
 
 def test_a_head_that_was_copied_without_its_parts_names_what_is_missing(files: Files, job: Path) -> None:
@@ -143,6 +149,36 @@ def test_a_checkpoint_that_may_be_hidden_and_not_deleted_is_shown_again(files: F
         assert (job / "step-1" / "model").exists()
 
 
+def test_a_checkpoint_is_removed_where_there_is_no_room_for_anything_new(files: Files, job: Path) -> None:
+    make(job, "step-1", model=1)
+    place = StepwisePlace(files.place)
+
+    def refuse(step: str, path: str) -> None:
+        if step in ("make_folder", "write_bytes", "create_bytes"):
+            raise NoSpaceError("make room and try again")
+
+    place.before = refuse
+    assert remove(Files(place), "", "step-1") == 1  # type: ignore[arg-type]
+    assert list(job.iterdir()) == []
+
+
+def test_what_nfs_keeps_of_open_files_fails_no_removal(files: Files, job: Path) -> None:
+    """A file that is removed while it is open stays in its folder under another name until it is closed."""
+    make(job, "step-1", model=1)
+    put_striped(files.place, "model", content_of(2 * _MIB), stripes=2)
+    place = StepwisePlace(files.place)
+
+    def refuse(step: str, path: str) -> None:
+        if step == "delete" and (path.endswith(".gone") or "/" in path):
+            raise NotEmptyError(path)
+
+    place.before = refuse
+    files = Files(place)  # type: ignore[arg-type]
+    remove(files, "", "step-1")
+    files.remove("model")
+    assert [entry.path for entry in files.names("")] == []
+
+
 def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one_then(files: Files, job: Path) -> None:
     for step in (1, 2, 3):
         make(job, f"step-{step}", model=1)
@@ -158,14 +194,24 @@ def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one
 
 
 def test_a_job_is_not_removed_for_a_checkpoint(files: Files, job: Path) -> None:
-    for step in (1, 2):
-        make(job, f"moe/step-{step}", model=1)
-    remove(files, "moe", "step-1")
-    with pytest.raises(UsageError, match="job"):
-        remove(files, "", "moe")
-    assert (job / "moe" / "step-2" / "model").exists()
-    remove(files, "", "moe", force=True)
-    assert not (job / "moe").exists()
+    """Whether BootSeer has put checkpoints into it, or a program has written them in place."""
+    make(job, "moe/step-1", model=1)
+    make(job, "put/best", model=1)
+    (job / "put" / ATTEMPTS).mkdir()
+    for name in ("moe", "put"):
+        with pytest.raises(UsageError, match="job"):
+            remove(files, "", name)
+        assert (job / name).exists()
+        remove(files, "", name, force=True)
+        assert not (job / name).exists()
+
+
+def test_folders_of_ranks_and_of_deepspeed_make_no_job(files: Files, job: Path) -> None:
+    make(job, "final", **{"rank-0__model": 1, "mp_rank_00__model": 1})
+    make(job, "checkpoint-9", global_step9__model=1)
+    for name in ("final", "checkpoint-9"):
+        remove(files, "", name)
+        assert not (job / name).exists()
 
 
 def test_a_folder_that_may_not_be_read_does_not_hide_the_others(files: Files, job: Path) -> None:

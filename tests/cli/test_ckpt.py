@@ -140,6 +140,9 @@ def test_latest_that_names_nothing_says_what_is_whole(ckpt: Run, job: str, sourc
     ckpt("latest", job, "step-10")
     next((tmp_path / "jobs/moe/step-10/.stripes").glob("*/*")).unlink()
     assert "lost some of its parts; there is no complete checkpoint" in ckpt("latest", job, code=1).stderr
+    (tmp_path / "jobs/moe/step-11").mkdir()
+    (tmp_path / "jobs/moe/step-11/__0_0.distcp").write_bytes(b"x")
+    assert "latest names step-11, which was not saved completely" in ckpt("latest", job, "step-11", code=1).stderr
 
 
 def test_stat_shows_parts_and_verify_shows_wrong_bytes(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:

@@ -276,19 +276,34 @@ class Attempt:
         return f"{self._place.uri}/{self._target}"
 
 
-def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
-    """Remove what dead writers have left in a folder; returns how many. What belongs to other users stays."""
+def collect(
+    place: Place, folder: str, *, below: bool = False, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S
+) -> int:
+    """Remove what dead writers have left in a folder, with `below` also in those below it, where files are written in
+    place; returns how many. What belongs to other users stays."""
     entries = list(place.list(folder))
     now_s = place.now_s(folder)
-    attempts = join(folder, ATTEMPTS)
-    removed = _collect_attempts(place, attempts, now_s - lease_s)
-    for entry in entries:
-        if name_of(entry.path).startswith(TEMPORARY_PREFIX) and _is_dead_temporary(place, entry, now_s - lease_s):
-            removed += _delete(place, entry.path)
-    removed += _collect_parts(place, folder, now_s, lease_s, no_lease_s)
+    removed = _collect_in(place, folder, entries, now_s, lease_s, no_lease_s)
+    while below and entries:
+        entry = entries.pop()
+        if entry.is_folder and not is_hidden(name_of(entry.path)):
+            with contextlib.suppress(NotFoundError, AccessError):
+                inside = list(place.list(entry.path))
+                removed += _collect_in(place, entry.path, inside, now_s, lease_s, no_lease_s)
+                entries += inside
     if removed:
         _LOG.info("%s/%s: %d leftovers of dead writers removed", place.uri, folder, removed)
     return removed
+
+
+def _collect_in(
+    place: Place, folder: str, entries: Iterable[Entry], now_s: float, lease_s: float, no_lease_s: float
+) -> int:
+    removed = _collect_attempts(place, join(folder, ATTEMPTS), now_s - lease_s)
+    for entry in entries:
+        if name_of(entry.path).startswith(TEMPORARY_PREFIX) and _is_dead_temporary(place, entry, now_s - lease_s):
+            removed += _delete(place, entry.path)
+    return removed + _collect_parts(place, folder, now_s, lease_s, no_lease_s)
 
 
 def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:

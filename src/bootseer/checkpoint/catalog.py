@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
 from bootseer.checkpoint.attempts import collect
-from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible, delete_hidden
+from bootseer.checkpoint.files import FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Part, Segment, part_path
-from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
+from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
-from bootseer.places.place import join, make_folder_like_parent
+from bootseer.places.place import join, name_of
 
 _ENDINGS = (
     ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras",
@@ -84,16 +83,27 @@ def missing_parts(files: Files, path: str) -> list[str]:
         return [part for parts in threads.map(lambda one: _missing_of(files, one), striped) for part in parts]
 
 
+def flaw(files: Files, path: str) -> str:
+    """Why a checkpoint is not complete, by listings alone, to follow its name and "which"; "" if it seems to be."""
+    try:
+        names = [info.path.rpartition("/") for info in walk(files, path)]
+        # PyTorch writes that last. A folder may hold several of its checkpoints.
+        saved = {folder for folder, _, name in names if name.endswith(".metadata")}
+        if any(name.endswith(".distcp") and folder not in saved for folder, _, name in names):
+            return "was not saved completely: PyTorch's .metadata is missing"
+        if not names:
+            return "is empty"
+        return "has lost some of its parts" if missing_parts(files, path) else ""
+    except CorruptError as error:
+        return f"is damaged: {error}"
+    except NotFoundError:
+        return "does not exist"
+
+
 def newest_whole(files: Files, folder: str, *, without: str | None = None) -> str | None:
     """The name of the newest complete checkpoint; None if there is none."""
-    for found in reversed(checkpoints(files, folder)):
-        if found.name != without and found.num_files:
-            with contextlib.suppress(CorruptError, NotFoundError):
-                endings = {info.path.rpartition(".")[2] for info in walk(files, found.path)}
-                is_begun = "distcp" in endings and "metadata" not in endings  # PyTorch writes that last
-                if not is_begun and not missing_parts(files, found.path):
-                    return found.name
-    return None
+    names = (found.name for found in reversed(checkpoints(files, folder)))
+    return next((name for name in names if name != without and not flaw(files, join(folder, name))), None)
 
 
 def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
@@ -120,11 +130,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
             )
         drop_latest(files, folder, name, newest_whole(files, folder, without=name))
     if found.is_folder:
-        attempts = join(folder, ATTEMPTS)
-        hidden = f"{attempts}/{secrets.token_hex(8)}{GONE}"
-        make_folder_like_parent(files.place, attempts)
-        files.place.rename(path, hidden, replace=False)
-        delete_hidden(files.place, hidden, path)
+        files.remove_folder(path, recursive=True)
     else:
         files.remove(path)
     collect(files.place, folder)
@@ -148,8 +154,10 @@ def superseded(files: Files, folder: str, name: str, keep: int | None) -> list[C
 
 
 def is_job(files: Files, path: str) -> bool:
-    """Whether a folder is a job: checkpoints are put into it."""
-    return any(entry.path.endswith(f"/{ATTEMPTS}") for entry in files.place.list(path))
+    """Whether a folder is a job: checkpoints were put into it, or folders in it are named by their steps, and it is not
+    itself, as a `checkpoint-9` that contains DeepSpeed's `global_step9`."""
+    names = [name_of(entry.path) for entry in files.place.list(path) if entry.is_folder]
+    return ATTEMPTS in names or (not STEP_NAME.match(name_of(path)) and any(map(STEP_NAME.match, names)))
 
 
 def _latest(files: Files, folder: str) -> str | None:

@@ -145,7 +145,16 @@ class Files:
         if not recursive and any(not is_hidden(name_of(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
             raise NotEmptyError(f"{self._uri_of(path)} is not empty")
-        delete_hidden(self.place, hidden, path)
+        try:
+            # A collector may be deleting it too, and NFS keeps what this machine has open until that is closed.
+            with contextlib.suppress(NotFoundError, NotEmptyError):
+                self.place.delete(hidden, recursive=True)
+        except AccessError:
+            # The right to rename it is not that to delete what is in it: before its owner's collector deletes it, it
+            # gets its name back.
+            with contextlib.suppress(BootseerError):
+                self.place.rename(hidden, path, replace=False)
+            raise
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder. A file replaces a file, a folder one that shows nothing.
@@ -223,8 +232,9 @@ class Files:
             try:
                 if not any(self._has_id(entry, head.id) for entry in others):
                     self.place.delete(parts_folder(path, head.id), recursive=True)
-            except (AccessError, CorruptError):
-                return  # a head that cannot be read could name them, and only their owner can delete them
+            except (AccessError, CorruptError, NotEmptyError):
+                # A head that cannot be read could name them, only their owner can delete them, or NFS keeps open ones.
+                return
 
     def lost_parts(self, path: str, head: Head) -> Sequence[str]:
         """Names of a striped file's parts that are missing or of the wrong length."""
@@ -318,18 +328,6 @@ class Files:
 
     def _uri_of(self, path: str) -> str:
         return f"{self.place.uri}/{path}" if path else self.place.uri
-
-
-def delete_hidden(place: Place, hidden: str, path: str) -> None:
-    """Delete the folder `path`, which was renamed to `hidden`. The right to rename it is not that to delete what is in
-    it: without the second one it gets its name back, before its owner's collector deletes it."""
-    try:
-        with contextlib.suppress(NotFoundError):  # a collector may be deleting it too
-            place.delete(hidden, recursive=True)
-    except AccessError:
-        with contextlib.suppress(BootseerError):
-            place.rename(hidden, path, replace=False)
-        raise
 
 
 def check_visible(path: str) -> None:

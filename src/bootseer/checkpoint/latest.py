@@ -44,6 +44,8 @@ _POLL_S = 0.1
 # number is a part of the word.
 _STEP_WORDS = "(?:global)?step|iter|iteration|epoch|ckpt|checkpoint|batch"
 _STEP = re.compile(rf"(?:^|[-_=]|(?<![a-z])(?:{_STEP_WORDS}))\d*?(\d{{1,18}})(?:\.[a-z]\w*)*$", re.IGNORECASE)
+STEP_NAME = re.compile(rf"(?:{_STEP_WORDS})[-_=]?\d", re.IGNORECASE)
+"""What the names of folders of steps begin with, as `step-9`; not `rank-9`."""
 
 
 def step_of(name: str) -> int | None:

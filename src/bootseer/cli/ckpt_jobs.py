@@ -104,7 +104,7 @@ def latest_command(job: str, name: str | None, output: Output) -> None:
     bootseer ckpt latest hdfs://namenode/jobs/moe
     bootseer ckpt latest hdfs://namenode/jobs/moe step-900
     """
-    from bootseer.checkpoint.catalog import missing_parts, newest_whole
+    from bootseer.checkpoint.catalog import flaw, newest_whole
     from bootseer.checkpoint.latest import read_latest, set_latest
 
     with files_at(job) as files:
@@ -115,15 +115,9 @@ def latest_command(job: str, name: str | None, output: Output) -> None:
             except NotFoundError as error:
                 raise UsageError(f"{uri} has no {name}", hint=f"bootseer ckpt list {job}", exit_code=1) from error
         found = read_latest(files.place, "")
-        problem = ""
-        if found is None:
-            problem = f"{uri} has no latest"
-        else:
-            try:
-                if missing_parts(files, found):
-                    problem = f"{uri}: latest names {found}, which has lost some of its parts"
-            except NotFoundError:
-                problem = f"{uri}: latest names {found}, which does not exist"
+        problem = f"{uri} has no latest" if found is None else ""
+        if found is not None and (reason := flaw(files, found)):
+            problem = f"{uri}: latest names {found}, which {reason}"
         other = newest_whole(files, "", without=found) if problem else None
     document = {"job": uri, "latest": found, "problem": problem, "newest_whole": other}
     output(document, *([] if problem else [found]))
@@ -249,10 +243,10 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
               help="Keep younger uploads, which may still be in progress.")  # fmt: skip
 @json_option("bootseer.checkpoint-clean/1")
 def clean_command(job: str, older_than: float, output: Output) -> None:
-    """Remove leftovers of killed writers in the folder JOB.
+    """Remove leftovers of killed writers in the folder JOB and below it.
 
     In S3 this includes unfinished multipart uploads below JOB, which no listing shows but which are billed. Other
-    leftovers are removed 10 minutes after their writer's last heartbeat, as with each `put` and `remove`.
+    leftovers are removed 10 minutes after their writer's last heartbeat, or after a day if it had none.
 
     \b
     bootseer ckpt clean s3://checkpoints/moe --older-than 24
@@ -261,7 +255,7 @@ def clean_command(job: str, older_than: float, output: Output) -> None:
 
     ended: list[str] = []
     with files_at(job) as files:
-        leftovers = collect(files.place, "")
+        leftovers = collect(files.place, "", below=True)
     if job.startswith("s3://"):
         from bootseer.places.uploads import Uploads
 
