@@ -316,6 +316,15 @@ def test_files_that_the_key_does_not_know_make_it_untrusted_until_they_are_decla
     assert (place.start()["mode"], place.num_setups) == ("restored", 3)
 
 
+def test_what_a_setup_makes_and_no_snapshot_keeps_is_no_unknown_input(place: Place) -> None:
+    """As `uv venv` makes a lock file, and conda unpacks packages."""
+    for name in (".lock", "conda/pkgs/x"):
+        script = place.alpha_script(f"mkdir -p conda/pkgs; : > {name}; cat {name}\n")
+        assert "does not cover" not in place.run("--setup", script, "--", "true").stderr
+    place.run("--setup", script, "--", "true")
+    assert (place.start()["mode"], place.start()["trust"]) == ("restored", "observed")
+
+
 def test_imports_that_were_asked_for_are_tried_before_a_snapshot_is_kept(place: Place) -> None:
     place.write("requirements.txt", "alpha==1.0\n")
     ran = place.run("--env-import", "gamma", "-r", "requirements.txt", "--", "true")

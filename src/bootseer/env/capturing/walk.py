@@ -150,7 +150,7 @@ class LeftOut:
 
     exclusions: Exclusions
     paths: dict[str, list[str]] = field(default_factory=dict)
-    """The first paths of each rule, by the rule's name."""
+    """By the rule's name. Of a folder only itself is here."""
     warnings: list[str] = field(default_factory=list)
     """Messages about files that a restored start may miss."""
     reasons: dict[str, LeftOutPath] = field(default_factory=dict)
@@ -162,8 +162,8 @@ class LeftOut:
         """Note that a rule leaves this path out."""
         _log.info("not in the snapshot: %s (%s): it %s", path, rule.name, rule.reason)
         kept = self.paths.setdefault(rule.name, [])
-        if rule.secret or len(kept) < _PATHS_KEPT:
-            kept.append(path)
+        kept.append(path)
+        if rule.secret or len(kept) <= _PATHS_KEPT:
             self.reasons[path] = LeftOutPath(path, rule.name, f"it {rule.reason}", secret=rule.secret)
             if rule.warn:
                 self.warnings.append(f"{path} is not kept ({rule.name}): it {rule.reason}")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import bootseer
@@ -268,7 +268,8 @@ class _CapturedSetup:
         base += _installers(task.env.get("PATH"))
         homes = [home for home in (task.env.get("HOME"),) if home]
         made = {*(change.path for change in changes), *view.left_out.withheld}
-        accounted = self._key.accounted
+        # What the setup made and the rules left out (the lock file of `uv venv`, conda's packages) is no input either.
+        accounted = [*self._key.accounted, *chain.from_iterable(view.left_out.paths.values())]
         return unaccounted(self.reads.paths, accounted, made, base=base, homes=homes, inside=view.points)
 
     def _packages_outside(self) -> Iterator[str]:
