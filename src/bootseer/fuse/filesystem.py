@@ -165,7 +165,7 @@ class FileSystem(Protocol):
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
         """Write all of `data`, which is valid until this returns. During long waits here, in `flush` and in `sync`,
-        `callers` shows whether the caller is being killed."""
+        `io.proc` shows whether the caller is being killed."""
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
         """A writable descriptor was closed; others of the same handle may still be open."""

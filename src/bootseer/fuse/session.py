@@ -336,8 +336,9 @@ class Session:
 
     def _interrupt(self, unique: int) -> None:
         """A caller got a signal: cancel its read if that kills it, which may become visible a moment later
-        (`_check_pending`). A caller that goes on must not see EINTR: the kernel reads inodes of EROFS in the same way,
-        and would pass it on as the result of stat(2), open(2) or execve(2)."""
+        (`_check_pending`): the kernel tells the first signal only, whether or not it ends the process. A caller that
+        goes on must not see EINTR: a page fault would turn it into SIGBUS, and the kernel reads inodes of EROFS in the
+        same way, and would pass it on as the result of stat(2), open(2) or execve(2)."""
         reading = self._pending.get(unique)
         if reading is None:
             return  # answered already

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 _SIGKILL = 9
+_SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
 def pids() -> list[int]:
@@ -32,8 +33,12 @@ def stat(pid: int) -> list[bytes]:
 
 def status(pid: int | str = "self") -> dict[str, str]:
     """The fields of `status`."""
-    rows = (line.partition(":") for line in read(pid, "status").decode(errors="replace").splitlines())
-    return {name: value.strip() for name, _, value in rows}
+    return _fields(pid, "status")
+
+
+def _fields(pid: int | str, name: str) -> dict[str, str]:
+    rows = (line.partition(":") for line in read(pid, name).decode(errors="replace").splitlines())
+    return {field: value.strip() for field, _, value in rows}
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -49,5 +54,52 @@ def parent(pid: int) -> int:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether a process or thread has SIGKILL pending, as it may have for long in the kernel: in a dead mount."""
+    """Whether a process or thread has SIGKILL pending, whichever signal killed it. It may have for long in the kernel:
+    in a dead mount."""
     return bool(int(status(pid).get("SigPnd", "0"), 16) >> (_SIGKILL - 1) & 1)
+
+
+# Of a thread whose request a file system handles, only what never blocks on its process may be read: during execve(2)
+# the kernel holds `stat` and `fd/N` until the new program is loaded, and closes the process's files before that.
+
+
+def process_of(thread: int) -> int:
+    """The process of a thread; 0 if it is not visible."""
+    return int(status(thread).get("Tgid", "0"))
+
+
+def was_killed(thread: int) -> bool:
+    """Whether a thread closes its files because a signal killed it. False if it is not visible."""
+    known = status(thread)
+    # VmSize is shown as long as the thread has memory, which is released before the files when a process ends.
+    if not known or "VmSize" in known:
+        return False  # it is alive, and may be executing another program
+    fields = stat(thread)
+    return bool(fields) and bool(int(fields[6]) & _SIGNALED)
+
+
+def num_writers(process: int, name: str, inode: int) -> int:
+    """How many descriptors of `process` are open for writing on the file with this inode number; 0 if not visible.
+
+    A shell opens the file of `{ a; b; } > file` once, and each program in it inherits and closes the descriptor: FUSE
+    reports each close, but not which one is the last. Before Linux 5.14 fdinfo has no inode numbers: all files called
+    `name` are counted. Descriptors from several opens of one file cannot be distinguished.
+    """
+    try:
+        numbers = os.listdir(f"/proc/{process}/fdinfo") if process > 0 else []  # noqa: PTH208 - numbers, not paths
+    except OSError:
+        return 0
+    return sum(_is_open_at(process, number, name, inode) for number in numbers)
+
+
+def _is_open_at(process: int, number: str, name: str, inode: int) -> bool:
+    info = _fields(process, f"fdinfo/{number}")
+    if int(info.get("flags", "0"), 8) & os.O_ACCMODE == os.O_RDONLY:
+        return False
+    if "ino" in info:
+        return int(info["ino"]) == inode
+    try:
+        path = os.readlink(f"/proc/{process}/fd/{number}")  # noqa: PTH115 - the text
+    except OSError:
+        return False
+    return path.removesuffix(" (deleted)").rpartition("/")[2] == name

@@ -64,7 +64,7 @@ class Nodes:
     def __init__(self, root: FileInfo) -> None:
         self.root = Node(ROOT, "", root)
         self._lock = threading.Lock()
-        # Random, to differ from inode numbers of other file systems: `fuse.callers` finds the processes that have a
+        # Random, to differ from inode numbers of other file systems: `io.proc` finds the processes that have a
         # file open by its number alone.
         self._numbers = itertools.count(_FIRST + secrets.randbits(40))
         self._by_number = {ROOT: self.root}

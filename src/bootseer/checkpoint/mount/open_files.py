@@ -22,8 +22,8 @@ from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
 from bootseer.checkpoint.os_errors import os_error
 from bootseer.checkpoint.writing.writing import Check, no_check
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.fuse.callers import num_writers, process_of, was_killed
 from bootseer.fuse.filesystem import Opened
+from bootseer.io.proc import num_writers, process_of, was_killed
 from bootseer.places.place import folder_of
 
 REMEMBERED_S = 5.0
