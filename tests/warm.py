@@ -37,13 +37,13 @@ class Parent:
     """A fork server of its own: the context knows only one for the whole process, and the first test that needs it
     starts it, with that test's environment and imports."""
 
-    def __init__(self, *modules: str, **env: str | Callable[[], Path]) -> None:
+    def __init__(self, *modules: str, **env: Callable[[], Path | str]) -> None:
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload([*modules])
         self._env = env
 
     def start(self, *processes: ForkServerProcess) -> None:
-        given = {name: str(value() if callable(value) else value) for name, value in self._env.items()}
+        given = {name: str(value()) for name, value in self._env.items()}
         with (
             # PyTorch reads how many threads it may start when it is imported.
             mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **given}),
@@ -83,7 +83,8 @@ _bootseer = Parent(
     *(f"bootseer.env.capturing.{name}" for name in ("capture", "effects", "leftovers", "overlay", "watch")),
     *("bootseer.launch.image.environment", "bootseer.image.conversion.convert", "bootseer.store.registry"),
     *("bootseer.env.snapshot.oracle", "in_capture", "plain_user", "read_secret_rules", "store_doubles"),
-    PYTHONPATH=str(Path(__file__).parent),
+    # The sources of another tree, if the tests run with them.
+    PYTHONPATH=lambda: os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)])),
     KF_RULE_CACHE_DIR=_secret_rules,
 )
 _service = Parent(
