@@ -139,7 +139,7 @@ def test_a_name_that_no_job_has_is_an_error_at_once(follow, env, alarm):
         with follow(word) as process:
             out, errors = process.communicate()
         assert (process.returncode, out) == (2, "")
-        assert f"hint: jobs here: {near}`--follow --wait` waits for one" in errors
+        assert f"hint: jobs here: {near}`bootseer report --follow --wait` waits for one" in errors
 
 
 def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):

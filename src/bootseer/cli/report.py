@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.cli.output import Progress, print_json, terminal, write_file
-from bootseer.cli.verb_parts import Amount
-from bootseer.errors import UsageError
+from bootseer.cli.verb_parts import price_options
 
 if TYPE_CHECKING:
     from bootseer.report.analysis.live import Moment
@@ -27,18 +26,7 @@ if TYPE_CHECKING:
 @click.option("--restart", type=click.IntRange(0), help="Restart within the attempt (default: the last).")
 @click.option("--nodes", "num_nodes", type=click.IntRange(1), help="Number of nodes, if the logs do not say.")
 @click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs per node, if the logs do not say.")
-@click.option(
-    "--price", "price_per_gpu_hour", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, to show costs."
-)
-@click.option(
-    "--currency",
-    metavar="SIGN",
-    default="$",
-    envvar="BOOTSEER_CURRENCY",
-    show_default=True,
-    show_envvar=True,
-    help="Currency of the price, such as $ or EUR.",
-)
+@price_options
 @click.option("--began-pattern", metavar="REGEX", help="Log line that marks the end of the first step.")
 @click.option(
     "--pattern",
@@ -94,7 +82,7 @@ def report_command(
     options = Options(**chosen)
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     stages = of_stages(patterns)
-    with _hints(), watched(follow, as_json, color) as watch, Progress("reading") as progress:
+    with watched(follow, as_json, color) as watch, Progress("reading") as progress:
         report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=stages, watch=watch, wait=wait,
                              progress=progress.read)  # fmt: skip
     if html is not None:
@@ -117,20 +105,6 @@ def report_command(
     for path in (html, perfetto):
         if path is not None and sys.stderr is not None:
             sys.stderr.write(f"bootseer: wrote {path}\n")
-
-
-@contextmanager
-def _hints() -> Iterator[None]:
-    """Adds to errors of the analysis the options of this verb that help."""
-    from bootseer.report.analysis.prepare import SeveralJobsError, printable
-    from bootseer.report.read_logs import NoSuchJobError
-
-    try:
-        yield
-    except SeveralJobsError as error:
-        raise UsageError(str(error), hint=f"choose one: --job {printable(error.jobs[0])}") from error
-    except NoSuchJobError as error:
-        raise UsageError(str(error), hint=f"{error.hint}; `--follow --wait` waits for one") from error
 
 
 @contextmanager

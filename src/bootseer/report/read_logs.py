@@ -30,11 +30,7 @@ _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9
 """A number with more digits is not an attempt, but part of the name."""
 
 
-class NoSuchJobError(UsageError):
-    """The place is neither a file nor a job that has run on this machine."""
-
-
-class _LocalZone(tzinfo):
+class LocalZone(tzinfo):
     """This machine's zone as it was at each time: a log of the summer may be read in winter."""
 
     def utcoffset(self, at: datetime | None) -> timedelta | None:
@@ -116,7 +112,7 @@ def _read(
     watch: Callable[[Moment], None] | None = None,
     progress: Progress | None = None,
 ) -> Scanned:
-    zone = _LocalZone()
+    zone = LocalZone()
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
         found = scan(
@@ -176,11 +172,12 @@ def _resolve(place: str, env: Mapping[str, str]) -> str:
         shown = addresses.shown(place) if "://" in place else place
         names = spools.job_names(root)
         near = get_close_matches(place, names, _NEAR) or names[:_NEAR]
-        raise NoSuchJobError(
+        hint = "give log files, a folder, - for standard input, or the name given to `bootseer run --job`"
+        if near:
+            hint = f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}"
+        raise UsageError(
             f"{shown}: no such file, and no job of this name has run on this machine",
-            hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}"
-            if near
-            else "give log files, a folder, - for standard input, or the name given to `bootseer run --job`",
+            hint=f"{hint}; `bootseer report --follow --wait` waits for one",
         )
     _LOG.info("job %r of this machine: %s", place, job)
     return job

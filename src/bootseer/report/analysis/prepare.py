@@ -24,15 +24,6 @@ _MAX_REPEATED = 1 << 19
 """Of a scheduler's events: 32 of a job of 16,384 nodes. A short line can name that many."""
 
 
-class SeveralJobsError(UsageError):
-    """The input contains more than one job, and none was chosen; `jobs` are their names."""
-
-    def __init__(self, jobs: Sequence[str]) -> None:
-        shown = ", ".join(printable(name) for name in jobs[:10]) + (", ..." if len(jobs) > 10 else "")
-        super().__init__(f"{len(jobs)} jobs in the input: {shown}", hint="give the logs of one job")
-        self.jobs = jobs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of a report."""
@@ -146,15 +137,16 @@ def of_one_job(events: Sequence[Event], options: Options) -> tuple[list[Event], 
     """The events of the chosen or only job; a scheduler's events are repeated for each of their nodes. Also the number
     of those that name more nodes than are repeated.
 
-    Raises `SeveralJobsError` if there are several jobs and none was chosen.
+    Raises `UsageError` if the chosen job is not there, or if there are several jobs and none was chosen.
     """
     # The job of lines that name none is not a useful suggestion: it comes last.
     names = sorted({event.job for event in events}, key=lambda name: (name == UNKNOWN_JOB, name))
+    shown = ", ".join(printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
     if options.job is not None and options.job not in names:
-        shown = ", ".join(printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
         raise UsageError(f"no job {options.job!r} in the input", hint=f"jobs in the input: {shown}")
     if options.job is None and len(names) > 1:
-        raise SeveralJobsError(names)
+        hint = f"give the logs of one job; `bootseer report` can choose one: --job {printable(names[0])}"
+        raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=hint)
     job = options.job or names[0]
     found: list[Event] = []
     room, num_cut = _MAX_REPEATED, 0
