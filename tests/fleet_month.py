@@ -101,8 +101,7 @@ class Month:
             stages = [{"id": number + 1, "name": name} for number, name in enumerate(STAGES)]
             database.insert_all(connection, schema.stage, stages)
             nodes = [
-                {"id": node, "name": self.name(node), "rack": f"r{node // 32}", "last_seen_ns": self.now_ns}
-                for node in range(1, self.num_nodes + 1)
+                {"id": node, "name": self.name(node), "rack": f"r{node // 32}"} for node in range(1, self.num_nodes + 1)
             ]
             database.insert_all(connection, schema.node, nodes)
         for day in range(self.first_day, self.last_day + 1):
@@ -165,7 +164,7 @@ class Month:
                 "image_digest": f"sha256:{number % 50}", "env_key": f"e{number % 200}", "checkpoint": "",
                 "fingerprint": f'{{"nodes": {num}}}', "overhead_s": took_s, "queue_s": queue_s,
                 "work_s": work_s * num * 0.7, "wait_s": work_s * num * 0.3, "gpu_s": gpu_s, "wait_gpu_s": gpu_s * 0.3,
-                "cost": gpu_s / 3600 * 2.0, "currency": "$", "straggler_s": delay_s, "run_s": run_s,
+                "straggler_s": delay_s, "run_s": run_s,
                 "origin_bytes": origin, "peer_bytes": origin // 4, "lines_lost": lost, "clock_error_s": 0.01,
                 "last_node_id": last, "last_stage_id": stopped + 1, "computed_ns": began_ns, "computed_n": 1,
             }
@@ -179,16 +178,16 @@ class Month:
                     "start_id": identity, "stage_id": stage + 1, **same, "num_nodes": num, "num_failed": 0,
                     "num_truncated": 0, "median_s": median_s, "p90_s": median_s * 1.05, "p99_s": median_s * 1.1,
                     "max_s": worst_s, "max_node_id": last, "work_s": median_s * num, "wait_s": 0.0,
-                    "gpu_s": median_s * gpus, "cost": median_s * gpus / 3600 * 2.0,
+                    "gpu_s": median_s * gpus,
                 }
             )  # fmt: skip
-            truth.stage_work_s[bucket, stage] += median_s * num
-            truth.stage_medians[bucket, stage].append(median_s)
+            if not is_open:
+                truth.stage_work_s[bucket, stage] += median_s * num
+                truth.stage_medians[bucket, stage].append(median_s)
         for node in nodes:
             tables["node_start"].append(
                 {
-                    "start_id": identity, "node_id": node, "day": day, "work_s": work_s * 0.7, "wait_s": work_s * 0.3,
-                    "untracked_s": 0.0, "own_end_s": work_s, "outcome": "ok", "last_stage_id": len(STAGES),
+                    "start_id": identity, "node_id": node, "day": day,
                     "is_last": node == last and num > 1, "stage_id": INSTALL + 1 if node == last else None,
                     "delay_s": delay_s if node == last else None,
                 }
@@ -202,15 +201,14 @@ class Month:
                     "origin_bytes": origin // 2, "saved_s": 12.5 * hits,
                 }
             )  # fmt: skip
-            truth.hits[name] += hits
-            truth.misses[name] += misses
+            truth.hits[name] += 0 if is_open else hits
+            truth.misses[name] += 0 if is_open else misses
         if day > self.last_day - 14:  # older raw lines are forgotten
             for node in nodes:
                 tables["batch"].append(
                     {
                         "raw_key": f"raw/{day}/{job}/attempt-{identity}/{node}-1-0123456789abcdef.events.zst",
-                        "day": day, "job": job, "attempt": identity, "sender": self.name(node), "sequence": identity,
-                        "lines": 40, "bytes": 16_000, "received_ns": began_ns, "done": True,
+                        "day": day, "job": job, "attempt": identity, "received_ns": began_ns, "done": True,
                     }
                 )  # fmt: skip
         self._count(tables["start"][-1], nodes, last, delay_s)
@@ -219,20 +217,21 @@ class Month:
     def _count(self, row: dict[str, Any], nodes: Iterable[int], last: int, delay_s: float) -> None:
         truth, bucket = self.truth, row["bucket"]
         truth.starts += 1
-        truth.teams[row["team"]].update(starts=1, gpu_s=row["gpu_s"], cost=row["cost"])
+        truth.teams[row["team"]].update(starts=1, gpu_s=row["gpu_s"])
         if row["run_s"] is not None:
             truth.teams[row["team"]].update(ended_gpu_s=row["gpu_s"], run_gpu_s=row["run_s"] * row["gpus"])
             truth.jobs[row["job"]].update(ended_s=row["overhead_s"] - row["queue_s"], run_s=row["run_s"])
         truth.jobs[row["job"]].update(starts=1, wait_s=row["wait_s"], work_s=row["work_s"], gpu_s=row["gpu_s"])
         if row["outcome"] == BEGAN:
             truth.overheads[bucket].append(row["overhead_s"] - row["queue_s"])
+            truth.queue_s[bucket].append(row["queue_s"])
             truth.straggler_s[bucket] += delay_s
         elif row["state"] == schema.CLOSED:
             truth.failures[row["last_stage_id"] - 1] += 1
-        truth.queue_s[bucket].append(row["queue_s"])
-        truth.seen.update(nodes)
-        truth.last[last] += len(nodes) > 1
-        truth.delay_s[last] += delay_s
+        if row["state"] == schema.CLOSED:
+            truth.seen.update(nodes)
+            truth.last[last] += len(nodes) > 1
+            truth.delay_s[last] += delay_s
         truth.days[row["day"], row["kind"]] += 1
         truth.origin[row["began_ns"] // (3600 * NS_PER_S)] += row["origin_bytes"]
         truth.open += row["state"] == schema.OPEN

@@ -25,6 +25,7 @@ from bootseer.service.database import Database
 from bootseer.service.metrics import text_of
 from bootseer.service.over_time import OverTime, learned, now
 from bootseer.service.schema import alert, batch, live, start, technique_start
+from bootseer.service.upkeep import roll_up
 from fleet import Fleet
 from fleet_month import INSTALL, STAGES, Month
 from running_service import running_service
@@ -100,6 +101,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
             connection.execute(table.update().where(where).values(**values))
 
     change(start, start.c.state == "open", state="closed")
+    roll_up(database, made.last_day)
     change(batch, batch.c.day > 0, received_ns=now_ns)
     change(start, start.c.nodes_heard < start.c.nodes_expected, nodes_heard=start.c.nodes_expected)
     quiet = found(share=1.0, hit_share=0.0)
@@ -130,11 +132,12 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
         with database.write() as connection:
             connection.execute(start.insert().values(values))
     assert f"{newest.job}, attempt {newest.attempt}: " in found()["slower"]
-    change(batch, batch.c.sequence == newest.id, done=False, received_ns=now_ns - hour_ns // 30)
+    change(batch, batch.c.attempt == newest.attempt, done=False, received_ns=now_ns - hour_ns // 30)
     assert "wait to be analysed, the oldest for 2 min" in found()["ingest_lag"]
     change(batch, batch.c.day > 0, done=True, received_ns=now_ns - 2 * hour_ns)
     assert "silent" not in found(), "nothing is open"
-    change(start, start.c.id == newest.id, state="open", outcome="", nodes_heard=0, nodes_expected=10**6)
+    under_way = {"state": "open", "outcome": "", "began_ns": now_ns - hour_ns}
+    change(start, start.c.id == newest.id, **under_way, nodes_heard=0, nodes_expected=10**6)
     missing = {"node": "n7", "rank": -1, "stage": STAGES[INSTALL], "seconds": 1e6}
     moment = {"barrier": "process_group", "arrived": 0, "expected": 1, "unit": "nodes", "missing": [missing]}
     with database.write() as connection:
@@ -226,14 +229,14 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
         alerts = Alerts(database, OverTime(database), hooks, Limits())
         now_ns = time.time_ns()
         with database.write() as connection:
-            settle(connection, None, [Finding("slower", "moe", "<!channel> moe")], now_ns)
+            settle(connection, ["slower"], [Finding("slower", "moe", "<!channel>\nmoe")], now_ns)
         alerts._send_changes(now_ns)
         assert "500" in alerts.problem
         server.status, server.got[:] = 200, []
         alerts._send_changes(now_ns)
         alerts._send_changes(now_ns)
         slack = [said for path, said in server.got if path == "/secret"]
-        assert slack == [{"text": "alert (slower): &lt;!channel&gt; moe"}]
+        assert slack == [{"text": "alert (slower): &lt;!channel&gt;\ufffdmoe"}]
         manager = [said for path, said in server.got if path == "/api/v2/alerts"]
         assert len(manager) == 2, "Alertmanager forgets what it is not told again"
         assert manager[0][0]["labels"]["alertname"] == "bootseer_slower"
@@ -241,7 +244,7 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
         alerts.evaluate(now_ns + 1)  # its rule finds nothing now
         alerts._send_changes(now_ns + 2)
         assert [said["text"] for path, said in server.got if path == "/secret"] == [
-            "over (slower): &lt;!channel&gt; moe"
+            "over (slower): &lt;!channel&gt;\ufffdmoe"
         ]
         with database.read() as connection:
             (row,) = connection.execute(select(alert)).all()
@@ -264,13 +267,32 @@ def test_a_webhook_that_is_away_repeats_nothing_at_the_others(tmp_path: Path) ->
     alerts = Alerts(database, OverTime(database), hooks, Limits())
     for number, found in enumerate([[Finding("slower", "a", "a")], [Finding("slower", "b", "b")], []]):
         with database.write() as connection:
-            settle(connection, None, found, number + 1)
+            settle(connection, ["slower"], found, number + 1)
         for _ in range(3):
             alerts._send_changes(number + 1)
             assert alerts.problem
     assert [said["text"] for _, said in server.got] == [
         "alert (slower): a", "over (slower): a\nalert (slower): b", "over (slower): b"
     ]  # fmt: skip
+    database.close()
+    server.shutdown()
+    server.server_close()
+
+
+def test_alerts_are_left_for_the_service_that_has_webhooks(tmp_path: Path) -> None:
+    """Of two services on one database, one without webhooks marked them as sent."""
+    server: Any = HTTPServer(("127.0.0.1", 0), Hook)
+    server.got, server.status = [], 200
+    Thread(target=server.serve_forever, daemon=True).start()
+    database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
+    now_ns, day_ns = time.time_ns(), 86_400 * 10**9
+    for key, at_ns in (("old", now_ns - 8 * day_ns), ("new", now_ns)):
+        with database.write() as connection:
+            settle(connection, ["slower"], [Finding("slower", key, key)], at_ns)
+    hook = webhook(f"slack=http://127.0.0.1:{server.server_port}/")
+    for hooks in ([], [hook]):
+        Alerts(database, OverTime(database), hooks, Limits())._send_changes(now_ns)
+    assert [said["text"] for _, said in server.got] == ["over (slower): old\nalert (slower): new"]
     database.close()
     server.shutdown()
     server.server_close()
@@ -287,7 +309,7 @@ def test_a_new_alert_is_sent_however_many_are_open(tmp_path: Path, monkeypatch: 
     for number in range(4):
         found.append(Finding("slower", f"job-{number}", f"job-{number}"))
         with database.write() as connection:
-            settle(connection, None, found, number)
+            settle(connection, ["slower"], found, number)
         alerts._send_changes(number + 1)
     assert [said["text"] for _, said in server.got] == [f"alert (slower): {one.key}" for one in found]
     database.close()

@@ -22,10 +22,10 @@ from bootseer.errors import TransientError
 from bootseer.report.log_scan import Scanned
 from bootseer.service import questions, schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, derive_attempt, derive_found
+from bootseer.service.derive import Attempt, Derived, derive_attempt, derive_found, skip_alive
 from bootseer.service.deriver import Deriver
 from bootseer.service.questions import Filter
-from bootseer.service.raw import RawStore
+from bootseer.service.raw import LOG, RawStore
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.service.upkeep import roll_up
 from bootseer.store.open import open_store
@@ -35,7 +35,7 @@ from fleet import INSTALL, Fleet
 from startups import EPOCH_S, moment, span
 from waiting import until
 
-_PATIENCE_S = 300.0
+DAY = EPOCH_S // 86_400
 
 
 class Place:
@@ -52,7 +52,7 @@ class Place:
     def put(self, lines: Sequence[bytes], job: str = "fleet", attempt: int = 0, sender: str = "node") -> None:
         """A batch arrives."""
         data, received_ns = b"".join(lines), time.time_ns()
-        kept = self.raw.put(data, day=20_000, job=job, attempt=attempt, sender=sender, sequence=len(self.batches))
+        kept = self.raw.put(data, day=DAY, job=job, attempt=attempt, sender=sender, sequence=len(self.batches))
         self.batches.append((kept.name, received_ns))
         row = {"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt, "received_ns": received_ns}
         with self.database.write() as connection:
@@ -174,6 +174,47 @@ def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> Non
     assert slow[0][2] == pytest.approx(30.0, abs=1.0)
 
 
+def test_a_log_is_of_the_job_it_was_sent_for_whatever_torchrun_calls_it(place: Place) -> None:
+    """With an id of the rendezvous, as all jobs of several nodes have, nothing of it was shown."""
+    data = (Path(__file__).parents[1] / "golden" / "torchelastic" / "restart.log").read_bytes()
+    batches = []
+    for number, lines in enumerate((data, data.replace(b"moe-42", b"moe-43"))):
+        kept = place.raw.put(lines, day=DAY, job="llama", attempt=0, sender=f"node-{number}", sequence=0, suffix=LOG)
+        batches.append((kept.name, time.time_ns()))
+        derived = derive_attempt(place.raw, place.database, Attempt("llama", 0), batches, time.time_ns())
+        assert derived.starts == 2
+        assert {(row.job, row.nodes_heard) for row in place.rows(schema.start)} == {("llama", number + 1)}
+
+
+def test_times_of_logs_without_a_zone_are_those_of_the_services_zone(place: Place, monkeypatch: Any) -> None:
+    data = (Path(__file__).parents[1] / "golden" / "torchelastic" / "restart.log").read_bytes()
+    kept = place.raw.put(data, day=DAY, job="j", attempt=0, sender="n", sequence=0, suffix=LOG)
+    began_ns = []
+    for zone in ("UTC", "Asia/Tokyo"):
+        with monkeypatch.context() as patched:
+            patched.setenv("TZ", zone)
+            time.tzset()
+            derive_attempt(place.raw, place.database, Attempt("j", 0), [(kept.name, time.time_ns())], time.time_ns())
+        began_ns.append(place.rows(schema.start)[0].began_ns)
+    time.tzset()
+    assert began_ns[0] - began_ns[1] == 9 * 3600 * NS_PER_S
+
+
+def test_signs_of_life_of_a_job_that_trains_are_not_analysed(place: Place) -> None:
+    """Those of 1,440 nodes took a fifth of a core all day."""
+    attempt, alive = Attempt("fleet", 0), moment(9_000, "alive")._replace(job="fleet", node="node-0000")
+    place.put(Fleet(2).lines())
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
+    place.put([encode(alive)])
+    assert not skip_alive(place.raw, place.database, attempt), "it is open"
+    derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns() + DAY_NS)
+    assert not skip_alive(place.raw, place.database, attempt), "nothing is new: it is analysed for another reason"
+    for number, (stage, is_skipped) in enumerate([("alive", True), ("training_began", False)]):
+        place.put([encode(alive._replace(mono_ns=number)), encode(alive._replace(mono_ns=number, stage=stage))])
+        assert skip_alive(place.raw, place.database, attempt) == is_skipped
+        assert all(row.done for row in place.rows(schema.batch)) == is_skipped
+
+
 def test_batches_in_any_order_and_twice_end_in_the_same_rows(place: Place) -> None:
     lines = Fleet(4, ranks_per_node=2).lines()
     rng = random.Random(5)
@@ -263,6 +304,17 @@ def test_many_batches_that_another_service_analyses_hold_up_no_other_attempt(pla
         deriver.close()
 
 
+def test_attempts_that_another_service_has_claimed_are_not_tried(place: Place, monkeypatch: Any) -> None:
+    """A transaction for each of them, four times a second."""
+    place.put(Fleet(2).lines())
+    first, second = (Deriver(place.database, place.url, str(place.folder), name=name) for name in ("a", "b"))
+    first._take()
+    monkeypatch.setattr(second, "_claim", lambda attempt: pytest.fail(f"{attempt} is taken"))
+    second._take()
+    first._take()
+    assert list(first._states) == [Attempt("fleet", 0)]
+
+
 def test_late_lines_of_a_start_whose_lines_were_removed_leave_no_live_state(place: Place, monkeypatch: Any) -> None:
     monkeypatch.setattr("bootseer.service.deriver._CLAIMED_S", 2)
     lines = Fleet(2).lines()
@@ -313,6 +365,18 @@ def test_a_start_is_open_while_it_starts_whatever_the_attempt_did_before_and_doe
     assert states(two_days_s + 140) == [schema.CLOSED, schema.CLOSED, schema.OPEN], "n1 is gone"
 
 
+def test_a_start_is_over_when_only_a_node_that_died_has_not_ended(place: Place) -> None:
+    """It was in progress, and its node late, for a day."""
+    parts = [span(0, 300, "run", node="n0", outcome="failed"), span(0, 300, "command", node="n0", outcome="failed"),
+             span(0, None, "run", node="n1"), span(10, None, "environment_setup", node="n1")]  # fmt: skip
+    place.put([encode(event) for part in parts for event in part], job="j")
+    arrived_ns = place.batches[0][1]
+    for after_s, state in ((500, schema.OPEN), (700, schema.CLOSED)):
+        now_ns = arrived_ns + after_s * NS_PER_S
+        derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, now_ns)
+        assert [row.state for row in place.rows(schema.start)] == [state]
+
+
 def test_attempts_whose_lines_keep_arriving_leave_the_others_their_turn(place: Place) -> None:
     last, ended = 11, threading.Event()
     for attempt in range(last + 1):
@@ -346,12 +410,14 @@ def test_an_open_start_without_raw_lines_is_closed(place: Place) -> None:
     assert [row.state for row in place.rows(schema.start)] == [schema.OPEN]
     with place.database.write() as connection:
         connection.execute(delete(schema.batch))
-    deriver = Deriver(place.database, place.url, str(place.folder))
+    derived: list[Derived] = []
+    deriver = Deriver(place.database, place.url, str(place.folder), on_derived=derived.append)
     deriver.start()
     try:
         until(lambda: [row.state for row in place.rows(schema.start)] == [schema.CLOSED], "it stays open")
     finally:
         deriver.close()
+    assert derived[-1].days == {row.day for row in place.rows(schema.start)}, "now it counts in the sums of its day"
 
 
 def test_an_analysis_that_fails_is_repeated(place: Place) -> None:

@@ -19,7 +19,7 @@ from bootseer.service.deadlines import Day, Deadlines
 from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.over_time import band, exported, now, since_day
 from bootseer.service.rows import DAY_NS
-from bootseer.service.schema import OPEN, batch, live, start
+from bootseer.service.schema import CLOSED, OPEN, batch, live, start
 from bootseer.service.upkeep import roll_up
 from conftest_launch import BOOTSEER
 from fleet import EPOCH_NS, INSTALL, Fleet
@@ -65,6 +65,8 @@ def test_service_and_folder_tell_the_same(tmp_path: Path) -> None:
         until = time.monotonic() + 30
         while not all(row.done for row in service.rows(batch)) and time.monotonic() < until:  # type: ignore[attr-defined]
             time.sleep(0.1)
+        with service.service.database.write() as connection:  # as half a minute later
+            connection.execute(start.update().values(state=CLOSED))
         for day in {row.day for row in service.rows(start)}:  # type: ignore[attr-defined]
             roll_up(service.service.database, day)
         asked = {"BOOTSEER_SERVICE": service.url}
@@ -95,6 +97,15 @@ def test_pods_of_several_starts_are_nodes_of_one_name(tmp_path: Path) -> None:
         found = told("fleet", str(folder))["lemons"]
         assert [row["node"] for row in found] == expected
         assert exported(found, "kubernetes").count("kubectl label node gpu-2 ") == len(expected)
+
+
+def test_a_start_in_progress_is_open_in_the_history(tmp_path: Path) -> None:
+    """It was "truncated", as if it had been killed."""
+    fleet = Fleet(3, job="moe", begin_s=time.time() - EPOCH_NS / 1e9 - 60, killed_in={1: INSTALL})
+    (tmp_path / "0.events").write_bytes(b"".join(fleet.lines()))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")}
+    shown = warm.bootseer(["history", "moe", str(tmp_path)], cwd=Path.cwd(), env=env).stdout
+    assert ("open" in shown, "truncated" in shown) == (True, False)
 
 
 def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:

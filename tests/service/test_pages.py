@@ -17,6 +17,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
+from sqlalchemy import func, select
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,8 +26,10 @@ from bootseer.service import schema
 from bootseer.service.access import Grant
 from bootseer.service.charts import bars
 from bootseer.service.database import Database, default_url
-from bootseer.service.rows import day_of
+from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.shared_answers import Answers
+from bootseer.service.upkeep import roll_up
+from bootseer.units import format_money
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
 from fleet_month import Month
 from running_service import RunningService, ask, running_service
@@ -61,8 +64,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         send(running, Fleet(3, job="dead", killed_in={1: INSTALL}))
         derived(running, 6)
         until = time.monotonic() + 300
-        while sum(row.n for row in running.rows(schema.node_day)) < 4 * 4 + 2 + 3:  # the sums of the day
+        while not all(row.done for row in running.rows(schema.batch, 6)):
             assert time.monotonic() < until
+        began = schema.start.c.outcome == BEGAN
+        with running.service.database.write() as connection:  # as half a minute later
+            connection.execute(schema.start.update().where(began).values(state=schema.CLOSED))
+        for day in {row.day for row in running.rows(schema.start)}:
+            roll_up(running.service.database, day)
         yield running
 
 
@@ -237,24 +245,31 @@ def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp
     month.fill(database)
     with database.write() as connection:  # open ones would be derived again, from lines that there are not
         connection.execute(schema.start.update().values(state=schema.CLOSED))
+        failed = schema.start.c.outcome == "failed"
+        odd = schema.start.update().where(failed, schema.start.c.id % 2 == 1)
+        connection.execute(odd.values(outcome="unobserved"))  # which may have trained
+        num_failed = connection.execute(select(func.count()).where(failed)).scalar_one()
+    for day in (today - 1, today):
+        roll_up(database, day)
     database.close()
-    with running_service(tmp_path) as running:
+    with running_service(tmp_path, price=2.0, currency="EUR") as running:
         nodes = get(running, "/api/v1/nodes").json()
         assert nodes["lemons"]
         assert set(nodes["lemons"]) <= {month.name(node) for node in month.lemons}
         page = get(running, "/nodes").text
         assert f"sbatch --exclude={','.join(nodes['lemons'])}" in page
         assert "too often to be chance" in page
-        teams = {row["team"]: row["cost"] for row in get(running, "/api/v1/fleet").json()["by_team"]}
-        assert teams == pytest.approx({team: sums["cost"] for team, sums in month.truth.teams.items()})
+        teams = {row["team"]: row["gpu_s"] for row in get(running, "/api/v1/fleet").json()["by_team"]}
+        assert teams == pytest.approx({team: sums["gpu_s"] for team, sums in month.truth.teams.items()})
         page = get(running, "/").text
-        assert all(f">{cost:,.0f}<" in page for cost in teams.values())
+        assert f'<p class="sub">{num_failed} failed or abandoned</p>' in page
+        assert all(f">{format_money(gpu_s / 3600 * 2, 'EUR')}<" in page for gpu_s in teams.values())
         of_team = get(running, "/api/v1/fleet?team=llm").json()
-        stages = sum(row["cost"] for row in of_team["stages"])
-        every = sum(row["cost"] for row in get(running, "/api/v1/fleet").json()["stages"])
+        stages = sum(row["gpu_s"] for row in of_team["stages"])
+        every = sum(row["gpu_s"] for row in get(running, "/api/v1/fleet").json()["stages"])
         assert 0 < stages < every
         parts = [get(running, f"/api/v1/fleet?team={team}").json()["stages"] for team in teams]
-        assert sum(row["cost"] for rows in parts for row in rows) == pytest.approx(every)
+        assert sum(row["gpu_s"] for rows in parts for row in rows) == pytest.approx(every)
 
 
 def test_two_starts_are_compared(service: RunningService) -> None:

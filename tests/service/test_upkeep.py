@@ -27,7 +27,7 @@ from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
 from bootseer.service.histogram import CLASSES, bound_s, class_of, quantile_s
-from bootseer.service.raw import LOG
+from bootseer.service.raw import LOG, parse_name
 from bootseer.service.rows import DAY_NS
 from bootseer.service.upkeep import Upkeep, forget, reconcile, reindex, roll_up
 from fleet import EPOCH_NS, INSTALL, Fleet
@@ -46,7 +46,7 @@ def place(tmp_path: Path, database_url: str) -> Iterator[Place]:
 def derive_all(place: Place) -> None:
     for attempt in sorted({row.attempt for row in place.rows(schema.batch)}):
         batches = [(row.raw_key, row.received_ns) for row in place.rows(schema.batch) if row.attempt == attempt]
-        derive_attempt(place.raw, place.database, Attempt("fleet", attempt), batches, time.time_ns())
+        derive_attempt(place.raw, place.database, Attempt("fleet", attempt), batches, time.time_ns() + DAY_NS)
 
 
 def test_sums_of_a_day_are_those_of_its_starts_however_often_they_are_computed(place: Place) -> None:
@@ -68,6 +68,21 @@ def test_sums_of_a_day_are_those_of_its_starts_however_often_they_are_computed(p
     assert all(row.delay_s == 0 for row in rows if row.name != "node-0001")
 
 
+def test_a_start_counts_in_the_sums_once_it_is_closed(place: Place) -> None:
+    """Its numbers may fall until then: Prometheus took that for counters that began again, and the node that was last
+    so far counted as last."""
+    lines = Fleet(4, work_of={(1, INSTALL): 100.0}).lines()
+    place.put(lines[: len(lines) // 2])
+    derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns())
+    roll_up(place.database, DAY)
+    assert place.rows(schema.stage_start)
+    assert place.rows(schema.stage_day) == place.rows(schema.node_day) == place.rows(schema.storage_day) == []
+    place.put(lines[len(lines) // 2 :])
+    derive_all(place)
+    roll_up(place.database, DAY)
+    assert [row.n for row in place.rows(schema.node_day)] == [1] * 4
+
+
 def test_two_services_may_compute_the_same_day_at_once(place: Place) -> None:
     """One of them failed: its rows were those that the other had just written."""
     place.put(Fleet(4).lines(), attempt=0)
@@ -87,7 +102,7 @@ def test_a_day_whose_sums_fail_is_tried_again_after_a_pause(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On PostgreSQL a missing table is an error that nothing foresees."""
-    monkeypatch.setattr("bootseer.service.upkeep._FIRST_PAUSE_S", 1e6)
+    monkeypatch.setattr("bootseer.service.upkeep._RETRY_S", 1e6)
     place.put(Fleet(2).lines())
     derive_all(place)
     upkeep = Upkeep(place.database, place.raw, 14, lambda: None)
@@ -98,7 +113,7 @@ def test_a_day_whose_sums_fail_is_tried_again_after_a_pause(
         for _ in range(3):
             upkeep._sum()
     assert (len(caplog.records), place.rows(schema.stage_day)) == (1, [])
-    upkeep._retries[DAY] = (0.0, 1e6)
+    upkeep._retries[DAY] = 0.0
     upkeep._sum()
     assert place.rows(schema.stage_day)
     assert (upkeep._days, upkeep._retries) == (set(), {})
@@ -134,7 +149,7 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
         for table in (schema.batch, schema.stage_start, schema.node_start, schema.start_report):
             connection.execute(delete(table))
         connection.execute(delete(schema.start))
-    assert reconcile(place.database, place.raw, [20_000]) == 2
+    assert reconcile(place.database, place.raw, [DAY]) == 2
     assert reconcile(place.database, place.raw) == 0
     assert {(row.job, row.attempt, row.done) for row in place.rows(schema.batch)} == {("fleet", 7, False)}
     seen: list[tuple[int, int]] = []
@@ -146,6 +161,14 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
     assert seen == [(1, 1)]
     assert sorted(row[1:] for row in place.rows(schema.stage_start)) == sorted(row[1:] for row in whole)
     assert place.rows(schema.stage_day)
+
+
+def test_an_abandoned_start_is_over_also_after_its_database_was_lost(place: Place) -> None:
+    """All of the last two weeks were in progress again, for a day."""
+    place.raw.put(b"".join(Fleet(2, killed_in={1: INSTALL}).lines()), day=DAY, job="fleet", attempt=0, sender="n",
+                  sequence=0)  # fmt: skip
+    reindex(place.database, place.raw, lambda done, of: None)
+    assert [row.state for row in place.rows(schema.start)] == [schema.CLOSED]
 
 
 @pytest.mark.parametrize("job", ["moe", "team a/llama 7", "größe"])
@@ -166,7 +189,11 @@ def test_of_a_log_that_had_grown_the_longer_batch_counts_after_its_rows_were_los
         for lines in (whole[: number + 1], [*whole[: number + 1], b"more\n"]):
             place.raw.put(b"".join(lines), day=20_000, job="j", attempt=0, sender=f"s{number}", sequence=0, suffix=LOG)
     assert reconcile(place.database, place.raw) == 16
-    latest = {row.sender: row.lines for row in sorted(place.rows(schema.batch), key=lambda row: row.received_ns)}
+    latest: dict[str, int] = {}
+    for row in sorted(place.rows(schema.batch), key=lambda row: row.received_ns):
+        key = parse_name(row.raw_key)
+        assert key is not None
+        latest[key.sender] = place.raw.read(row.raw_key).count(b"\n")
     assert latest == {f"s{number}": number + 2 for number in range(8)}
 
 
@@ -200,18 +227,16 @@ def test_each_line_counts_once_whatever_happens(place: Place, steps: list[tuple[
             place.put(data, attempt=attempt.attempt, sender=f"node-{number}")
             came.add(piece)
         elif step == "arrives without a row":
-            place.raw.put(
-                b"".join(data), day=20_000, job="fleet", attempt=attempt.attempt, sender="rack", sequence=piece
-            )
+            place.raw.put(b"".join(data), day=DAY, job="fleet", attempt=attempt.attempt, sender="rack", sequence=piece)
             came.add(piece)
         elif step == "is derived":
             derive()
         elif step == "is found":
-            reconcile(place.database, place.raw, [20_000])
+            reconcile(place.database, place.raw, [DAY])
         else:
             with contextlib.suppress(TransientError):
                 derive_attempt(place.raw, place.database, attempt, before[piece % len(before)], time.time_ns())
-    reconcile(place.database, place.raw, [20_000])
+    reconcile(place.database, place.raw, [DAY])
     derive()
     whole, _ = unique([event for piece in came for event in list(events)[piece::NUM_PIECES]])
     model = {}

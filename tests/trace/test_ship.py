@@ -18,6 +18,7 @@ import pytest
 
 from bootseer.errors import UsageError
 from bootseer.service import schema
+from bootseer.service.raw import parse_name
 from bootseer.trace import ship
 from bootseer.trace.ship import Link, Shipper, Spools, target
 from conftest_launch import BOOTSEER
@@ -80,7 +81,7 @@ def test_a_spool_arrives_once_while_it_grows_and_the_folders_time_stays(service,
     until_sent(shipper)
     shipper.close()
     assert service.raw_lines() == sorted([*lines, more])
-    assert {row.sequence for row in service.batches(2)} == {0, 1}
+    assert {parse_name(row.raw_key).sequence for row in service.batches(2)} == {0, 1}
 
 
 def test_only_events_leave_the_node(service, tmp_path, link):

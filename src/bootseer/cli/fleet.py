@@ -63,11 +63,11 @@ def fleet_command(
         text = exported(found["lemons"], export)
         output({"nodes": [row["node"] for row in found["lemons"]], "text": text}, *([text] if text else []))
         return
-    cost = table("team", "starts", "GPU-hours", "share", "cost", right=("starts", "GPU-hours", "share", "cost"))
+    cost = table("team", "starts", "GPU-hours", "share", right=("starts", "GPU-hours", "share"))
     for row in found["teams"]:
-        money = "-" if row["cost"] is None else f"{row['cost']:,.0f}"
-        cost.add_row(row["team"] or "-", f"{row['starts']:,}", _hours(row["gpu_s"]), _share(row["share"]), money)
-    scales = table("GPUs", "starts", "p50", "p95", "p50 before", "paper", right=("starts", "p50", "p95", "paper"))
+        cost.add_row(row["team"] or "-", f"{row['starts']:,}", _hours(row["gpu_s"]), _share(row["share"]))
+    figures = ("starts", "p50", "p95", "p50 before", "paper")
+    scales = table("GPUs", *figures, right=figures)
     for row in found["buckets"]:
         then, paper = _seconds(row["p50_before_s"]), _seconds(row["paper_s"])
         scales.add_row(row["bucket"], f"{row['starts']:,}", _seconds(row["p50_s"]), _seconds(row["p95_s"]), then, paper)
@@ -112,7 +112,8 @@ def history_command(job: str, logs: tuple[str, ...], service: str | None, since:
     for row in found["starts"]:
         number = f"{row['attempt']}.{row['restart']}" if row["restart"] else str(row["attempt"])
         began = datetime.fromtimestamp(row["began_ns"] / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
-        state = "slower" if row["slower"] else "" if row["outcome"] == "training_began" else row["outcome"] or "open"
+        ended = "open" if row["state"] == "open" else row["outcome"]
+        state = "slower" if row["slower"] else "" if row["outcome"] == "training_began" else ended
         took, usual = format_seconds(row["own_s"]), _seconds(row["baseline_s"])
         rows.add_row(number, began, row["kind"], str(row["nodes_heard"]), took, usual, row["last_node"] or "", state)
     output(found, rows, *_changes(found["changed"], found["starts"]))

@@ -14,7 +14,7 @@ import click
 
 from bootseer import logs
 from bootseer.cli.output import Output, table
-from bootseer.cli.verb_parts import Group, json_option, listen_address
+from bootseer.cli.verb_parts import Group, json_option, listen_address, price_options
 from bootseer.errors import NotFoundError, UsageError, needs_extra
 from bootseer.units import plural
 
@@ -94,6 +94,7 @@ def _tokens(**place: Any) -> Iterator[Tokens]:
               help="Send alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_pattern_option
 @_retention_option
+@price_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Trust a proxy at this address or network to name the user; may be repeated.")  # fmt: skip
 @click.option("--proxy-header", default="X-Forwarded-User", show_default=True, metavar="NAME",
@@ -109,6 +110,8 @@ def serve_command(
     alert_to: tuple[str, ...],
     patterns: tuple[str, ...],
     raw_days: int,
+    price_per_gpu_hour: float | None,
+    currency: str,
     proxy_from: tuple[str, ...],
     proxy_header: str,
     **place: Any,
@@ -132,8 +135,8 @@ def serve_command(
     if tls_key is not None and tls_cert is None:
         raise UsageError("--tls-key needs --tls-cert")
     address = listen_address(listen, 8765, least=0)
-    settings = settings_of(**place, listen=address, certificate=tls_cert, key=tls_key,
-                           workers=workers, proxy_header=proxy_header)  # fmt: skip
+    settings = settings_of(**place, listen=address, certificate=tls_cert, key=tls_key, workers=workers,
+                           price=price_per_gpu_hour or 0.0, currency=currency, proxy_header=proxy_header)  # fmt: skip
     from dataclasses import replace
 
     from bootseer.cli.pattern import of_stages

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -21,10 +21,11 @@ from sqlalchemy import Connection, func, insert, select, text, update
 
 from bootseer.errors import BootseerError, UsageError
 from bootseer.logs import logger
+from bootseer.report.render.fold import clean
 from bootseer.service import over_time, questions
 from bootseer.service.database import Database
 from bootseer.service.questions import Filter
-from bootseer.service.rows import BEGAN, day_of
+from bootseer.service.rows import BEGAN, DAY_NS, day_of
 from bootseer.service.schema import OPEN, alert, start
 from bootseer.units import NS_PER_S, format_seconds
 
@@ -146,11 +147,10 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
     return found
 
 
-def settle(connection: Connection, rules: Iterable[str] | None, found: Sequence[Finding], now_ns: int) -> None:
-    """Update the table `alert` with the findings: begin, refresh, end. `rules`: those evaluated; None: all."""
-    kept = list(rules) if rules is not None else None
-    where = [alert.c.ended_ns.is_(None), *([alert.c.rule.in_(kept)] if kept is not None else [])]
-    open_alerts = {(row.rule, row.key): row for row in connection.execute(select(alert).where(*where))}
+def settle(connection: Connection, rules: Sequence[str], found: Sequence[Finding], now_ns: int) -> None:
+    """Update the table `alert` with the findings: begin, refresh, end. `rules`: those evaluated."""
+    known = select(alert).where(alert.c.ended_ns.is_(None), alert.c.rule.in_(rules))
+    open_alerts = {(row.rule, row.key): row for row in connection.execute(known)}
     seen = {(one.rule, one.key): one for one in found}
     for key, one in seen.items():
         row = open_alerts.get(key)
@@ -171,9 +171,10 @@ OF_WEEKS: Final = ("share", "slower", "node_often_last", "cache_misses")
 def body(form: str, rows: Sequence[Any], now_ns: int) -> bytes:
     """The request body for a webhook of this form."""
     if form == SLACK:
-        lines = [f"{'over' if row.ended_ns is not None else 'alert'} ({row.rule}): {row.text}" for row in rows[:_SHOWN]]
+        words = ["over" if row.ended_ns is not None else "alert" for row in rows]
+        lines = [f"{word} ({row.rule}): {clean(row.text)}" for word, row in zip(words, rows[:_SHOWN], strict=False)]
         lines += [f"{len(rows) - _SHOWN:,} more"] if len(rows) > _SHOWN else []
-        # Names come from outside: escape them so that they are not links or mentions.
+        # Names come from outside: neither links nor mentions, nor lines of their own.
         text = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         return json.dumps({"text": text}).encode()
     alerts = [
@@ -272,7 +273,11 @@ class Alerts:
         self._send_changes(now_ns)
 
     def _send_changes(self, now_ns: int) -> None:
+        if not self._to:  # another service on this database may have webhooks
+            return
         new = alert.c.sent_ns.is_(None) | (alert.c.ended_ns.is_not(None) & (alert.c.sent_ns < alert.c.ended_ns))
+        # Not those from before the first webhook was configured.
+        new &= func.coalesce(alert.c.ended_ns, alert.c.since_ns) > now_ns - _WEEK * DAY_NS
         open_ = alert.c.ended_ns.is_(None)
         with self._database.read() as connection:
             # New ones first: otherwise many open alerts would keep them from being sent.

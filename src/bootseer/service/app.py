@@ -42,7 +42,7 @@ from bootseer.service.upkeep import RAW_DAYS, Upkeep
 from bootseer.store.open import is_loopback, open_store
 
 DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
-_MAX_CONNECTIONS = 2000
+_MAX_CONNECTIONS = 10_000  # 8 KiB each; each node that starts has one
 _END_S = 10
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _OTHERWISE = "give --data another folder"
@@ -69,6 +69,9 @@ class Settings:
     alert_to: tuple[Webhook, ...] = ()
     patterns: Patterns = ()
     """Patterns of stages in logs of jobs without BootSeer."""
+    price: float = 0.0
+    """Of a GPU-hour, for the pages; 0: they show no money."""
+    currency: str = "$"
 
     def made(self) -> Settings:
         """The same, with the data folder created if necessary. Raises `AccessError` if others can write to it,

@@ -89,12 +89,11 @@ class Database:
             yield connection
 
     def insert_all(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert many rows with the same columns: by COPY, or in large batches."""
+        """Insert many rows with the same columns, on PostgreSQL by COPY."""
         if not rows:
             return
         if not self.is_postgres:
-            for first in range(0, len(rows), _ROWS):
-                connection.execute(insert(table), rows[first : first + _ROWS])
+            connection.execute(insert(table), rows)
             return
         names = list(rows[0])
         quoted = ", ".join(f'"{name}"' for name in names)
@@ -116,13 +115,6 @@ class Database:
                 table.c.name.in_(some)))  # fmt: skip
             found.update({row.name: row.id for row in rows})
         return found
-
-    def return_pages(self, most: int) -> None:
-        """Return up to `most` free pages to the disk, on SQLite."""
-        with self._with_database_errors(), self._engine.connect() as connection:
-            driver: Any = connection.connection.driver_connection
-            driver.execute(f"PRAGMA incremental_vacuum({most:d})").fetchall()
-            driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         self._engine.dispose()
@@ -166,7 +158,6 @@ def _set_up_sqlite(connection: Any, record: object) -> None:
     if path:
         os.chmod(path, 0o600)  # noqa: PTH101 - it contains hashes of tokens
     for setting in (
-        "auto_vacuum = INCREMENTAL",  # must be set before the first table is created, or it needs a VACUUM
         "journal_mode = WAL",
         "synchronous = NORMAL",
         "foreign_keys = ON",

@@ -15,7 +15,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,14 +26,15 @@ from bootseer.report.analysis.compose import Analysis
 from bootseer.report.analysis.live import Live
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans, unique
-from bootseer.report.foreign.parser import UNKNOWN_JOB
+from bootseer.report.foreign.parser import FOREIGN, UNKNOWN_JOB
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import Scanned, scan
 from bootseer.report.model import Report
+from bootseer.report.read_logs import LocalZone
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name
-from bootseer.service.rows import Rows, move_to_arrival, rows_of, set_run_s
+from bootseer.service.rows import BEGAN, Rows, move_to_arrival, rows_of, set_run_s
 from bootseer.trace.event import OK, Event
 from bootseer.units import NS_PER_S
 
@@ -45,6 +45,7 @@ _STAGES: Final = ("stage", "last_stage")
 Patterns = Sequence[tuple[str, re.Pattern[bytes]]]
 _MARK: Final = re.compile(r"-[0-9a-f]{8,12}$")
 """The suffix that `bootseer ship` adds to the name of a file."""
+_ALIVE: Final = b'"stage":"alive"'
 _CLOCKS_DIFFER_NS: Final = 3600 * NS_PER_S
 """Maximum difference between the clocks of several services' machines; much less than any retention."""
 
@@ -92,7 +93,7 @@ def derive_attempt(
     """
     gone: set[str] = set()
     arrived = dict(sorted(batches))
-    found = scan(_sources(raw, arrived, gone), zone=UTC, patterns=patterns)
+    found = scan(_sources(raw, arrived, gone), zone=LocalZone(), patterns=patterns)
     events, duplicates = unique(_own(found, attempt))
     rows, closes = _analysed(events, duplicates, attempt, found, list(arrived.values()), now_ns)
     live = Live(attempt.job, attempt.attempt, None)
@@ -100,19 +101,48 @@ def derive_attempt(
     moment = json.dumps(live.moment(now_ns).to_json())
     with database.write() as connection:
         _only_one(database, connection, attempt, {name for name, _ in batches})
-        days: set[int] = set()
         if _has_all(connection, attempt, batches, gone):
             days = _replace(database, connection, attempt, rows, now_ns)
             live_row = update(schema.live).where(attempt.of(schema.live))
             connection.execute(live_row.values(moment=moment, updated_ns=now_ns))
         else:
-            rows, closes = [], None
-            connection.execute(update(schema.start).where(attempt.of(schema.start)).values(state=schema.CLOSED))
+            rows, closes, days = [], None, close_starts(connection, attempt)
             _LOG.warning("%r, attempt %d: late lines were ignored, because earlier ones were removed", *attempt)
-        if batches:
-            done = update(schema.batch).where(schema.batch.c.raw_key == bindparam("name")).values(done=True)
-            connection.execute(done, [{"name": name} for name, _ in batches])
+        _mark_done(connection, [name for name, _ in batches])
     return Derived(len(rows), frozenset(days), closes)
+
+
+def skip_alive(raw: RawStore, database: Database, attempt: Attempt) -> bool:
+    """If training has begun, and the new batches have only `alive` events, mark them as done; returns whether it did.
+
+    They change no figure of the starts, and 1,440 nodes send several each second.
+    """
+    start, batch = schema.start, schema.batch
+    trains = select((start.c.outcome == BEGAN) & (start.c.state == schema.CLOSED)).where(attempt.of(start))
+    with database.read() as connection:
+        if not connection.execute(trains.order_by(start.c.restart.desc()).limit(1)).scalar():
+            return False
+        new = select(batch.c.raw_key).where(attempt.of(batch), batch.c.done.is_(False))
+        names = connection.execute(new).scalars().all()
+    lines = (line for _, data in raw.of_attempt(names, set()) for line in data.split(b"\n") if line)
+    if not names or not all(_ALIVE in line for line in lines):
+        return False
+    with database.write() as connection:
+        _mark_done(connection, names)
+    return True
+
+
+def _mark_done(connection: Connection, names: Sequence[str]) -> None:
+    if names:
+        done = update(schema.batch).where(schema.batch.c.raw_key == bindparam("name")).values(done=True)
+        connection.execute(done, [{"name": name} for name in names])
+
+
+def close_starts(connection: Connection, attempt: Attempt) -> set[int]:
+    """Close all starts of the attempt; returns their days."""
+    start = schema.start
+    over = update(start).where(attempt.of(start)).values(state=schema.CLOSED).returning(start.c.day)
+    return set(connection.execute(over).scalars())
 
 
 def _only_one(database: Database, connection: Connection, attempt: Attempt, names: set[str]) -> None:
@@ -135,12 +165,17 @@ def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[s
 
 
 def _own(found: Scanned, attempt: Attempt) -> list[Event]:
-    """The attempt's events, and those of logs that name no job."""
-    return [
-        event if event.job != UNKNOWN_JOB else event._replace(job=attempt.job, attempt=attempt.attempt)
-        for event in found.events
-        if event.job == UNKNOWN_JOB or (event.job, event.attempt) == attempt
-    ]
+    """The attempt's events, and those of its logs, whose programs may give the job another name, as torchrun's
+    `--rdzv-id` does. Only logs of schedulers, and lines of a site's own patterns, may be about several jobs."""
+    is_one = len({event.job for event in found.events}) == 1
+    own = []
+    for event in found.events:
+        program = event.attrs.get(FOREIGN)
+        if (event.job, event.attempt) == attempt:
+            own.append(event)
+        elif event.job == UNKNOWN_JOB or (program and (is_one or program not in ("slurm", "pattern"))):
+            own.append(event._replace(job=attempt.job, attempt=attempt.attempt))
+    return own
 
 
 def _sources(raw: RawStore, arrived: Mapping[str, int], gone: set[str]) -> Iterator[Source]:
@@ -170,7 +205,8 @@ def derive_found(database: Database, found: Scanned, now_ns: int) -> frozenset[i
     days: set[int] = set()
     for attempt, events in attempts.items():
         times = [event.wall_ns for event in events]
-        rows, _ = _analysed(*unique(events), attempt, found, [min(times), max(times)], now_ns)
+        later_ns = now_ns + AFTER_BEGAN_NS  # no lines are on their way
+        rows, _ = _analysed(*unique(events), attempt, found, [min(times), max(times)], later_ns)
         with database.write() as connection:
             days |= _replace(database, connection, attempt, rows, now_ns)
     return frozenset(days)
@@ -201,7 +237,7 @@ def _analysed(
         over_ns = min(closes_ns(seen), next_ns)
         next_ns = seen.first_ns + AFTER_BEGAN_NS  # a later restart ends those before it
         is_closed = now_ns >= over_ns
-        rows.append(rows_of(report, startup, is_closed=is_closed, report_json=report.to_text()))
+        rows.append(rows_of(report, startup, is_closed=is_closed))
         open_until += [] if is_closed else [int(over_ns)]
     set_run_s(rows, analysis.startups)
     move_to_arrival(rows, first_ns)
@@ -253,16 +289,11 @@ def _replace(
         ):
             made = [{"start_id": identity, **_with_ids(row, ids)} for row in parts]
             database.insert_all(connection, table, made)
-        table = schema.node
-        seen = [{"id_": nodes[row["node"]], "ns": values["ended_ns"]} for row in one.nodes]
-        if seen:
-            later = (table.c.id == bindparam("id_")) & (table.c.last_seen_ns < bindparam("ns"))
-            connection.execute(update(table).where(later).values(last_seen_ns=bindparam("ns")), seen)
         racks = [{"id_": nodes[name], "place": rack} for name, rack in one.racks.items()]
         if racks:
-            connection.execute(
-                update(table).where(table.c.id == bindparam("id_")).values(rack=bindparam("place")), racks
-            )
+            of = schema.node.c
+            moved = update(schema.node).where(of.id == bindparam("id_"), of.rack != bindparam("place"))
+            connection.execute(moved.values(rack=bindparam("place")), racks)
     return days
 
 
@@ -278,6 +309,7 @@ def _with_ids(row: Mapping[str, Any], ids: Mapping[str, Mapping[str, int]]) -> d
 AFTER_BEGAN_NS: Final = 30 * NS_PER_S
 """Nodes write a few more lines after the first step."""
 QUIET_NS: Final = 10 * NS_PER_S
+LOST_NS: Final = 600 * NS_PER_S
 CAP_NS: Final = 24 * 3600 * NS_PER_S
 
 
@@ -303,13 +335,15 @@ def closes_ns(seen: Seen) -> int:
     Why not simply after some quiet time: on 1,440 nodes one slow node may be silent for minutes while all others wait.
     A start that is closed too early would be counted with a wrong duration until the next line. So it closes soon after
     training began on every expected node; or soon after its last line before training if every command that was started
-    has ended; or `CAP_NS` after its first line, even if nodes are missing, because a node that died sends no end. A
-    later restart closes it, too (`_analysed`).
+    has ended; later if only some have, because a node that died sends no end; or `CAP_NS` after its first line, even if
+    nodes are missing. A later restart closes it, too (`_analysed`).
     """
     capped_ns = seen.first_ns + CAP_NS
     all_nodes = max(seen.nodes_expected or 0, seen.nodes_heard)
     if seen.nodes_began >= all_nodes > 0:
         return min(seen.latest_ns + AFTER_BEGAN_NS, capped_ns)
-    if seen.nodes_heard and seen.nodes_ended >= seen.nodes_heard:
-        return min(seen.latest_ns + QUIET_NS, capped_ns)
-    return capped_ns
+    if not seen.nodes_ended:
+        return capped_ns
+    # Commands that are running send `alive` each time that a tenth of their age has passed.
+    lost_ns = max(LOST_NS, (seen.latest_ns - seen.first_ns) // 4)
+    return min(seen.latest_ns + (QUIET_NS if seen.nodes_ended >= seen.nodes_heard else lost_ns), capped_ns)

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
 from bootseer.service import schema
 from bootseer.service.database import Database
-from bootseer.service.derive import Attempt, Derived, Patterns, derive_attempt
+from bootseer.service.derive import Attempt, Derived, Patterns, close_starts, derive_attempt, skip_alive
 from bootseer.service.raw import RawStore
 from bootseer.store.open import open_store
 from bootseer.units import NS_PER_S
@@ -87,19 +87,30 @@ def _work(
     database_url: str,
     patterns: Patterns,
     attempt: Attempt,
-    batches: list[tuple[str, int]],
 ) -> None:
     result: tuple[str, Derived | str]
     gc.disable()  # not worth it in such a short-lived process
     try:
         raw, database = RawStore(open_store(raw_uri)), Database(database_url)
-        result = ("derived", derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns))
+        result = ("derived", _derived(raw, database, attempt, patterns))
         database.close()
     except TransientError as error:
         result = ("transient", str(error))
     except Exception as error:  # one attempt that cannot be analysed must not stop the others
         result = ("error", "".join(traceback.format_exception(error)))
     results.send(result)
+
+
+def _derived(raw: RawStore, database: Database, attempt: Attempt, patterns: Patterns) -> Derived:
+    if skip_alive(raw, database, attempt):
+        return Derived(0, frozenset(), None)
+    batch = schema.batch
+    with database.read() as connection:
+        rows = connection.execute(select(batch.c.raw_key, batch.c.received_ns).where(attempt.of(batch)))
+        batches = [(name, received_ns) for name, received_ns in rows]
+    if not batches:  # its raw lines were deleted: an open start never changes again
+        return Derived(0, frozenset(), 0)
+    return derive_attempt(raw, database, attempt, batches, time.time_ns(), patterns)
 
 
 @dataclass(slots=True)
@@ -200,12 +211,14 @@ class Deriver:
             self._states[Attempt(job, number)].is_changed = True
 
     def _take(self) -> None:
-        """Poll for new batches."""
-        batch = schema.batch
+        """Poll for new batches of attempts that no other service has claimed."""
+        batch, live = schema.batch, schema.live
+        claim = (live.c.job == batch.c.job) & (live.c.attempt == batch.c.attempt)
         with self._database.read() as connection:
             rows = connection.execute(
                 select(batch.c.job, batch.c.attempt, func.count(), func.max(batch.c.received_ns))
-                .where(batch.c.done.is_(False))
+                .outerjoin(live, claim)
+                .where(batch.c.done.is_(False), live.c.owner.is_(None) | self._is_free())
                 .group_by(batch.c.job, batch.c.attempt)
                 .order_by(func.min(batch.c.received_ns))
             ).all()
@@ -218,21 +231,25 @@ class Deriver:
             if state.waiting != waiting:
                 state.waiting, state.arrived_s = waiting, time.monotonic()
 
+    def _is_free(self) -> ColumnElement[bool]:
+        """The condition for an attempt's row in `live` that this service may claim it."""
+        live, now_ns = schema.live, time.time_ns()
+        # A claim even further in the future was made before a clock was set back: it counts as expired.
+        until_ns = now_ns + (_CLAIMED_S + _CLOCKS_DIFFER_S) * NS_PER_S
+        return (live.c.owner == self._name) | ~live.c.owned_until_ns.between(now_ns, until_ns)
+
     def _claim(self, attempt: Attempt) -> bool:
         """Claim the attempt for this process, or renew the claim. Returns whether it succeeded."""
         state = self._states.get(attempt)
         if state is not None and time.monotonic() - state.claimed_s < _CLAIMED_S / 3:
             return True
-        live, now_ns = schema.live, time.time_ns()
-        until_ns = now_ns + _CLAIMED_S * NS_PER_S
-        # A claim even further in the future was made before a clock was set back: it counts as expired.
-        is_taken = live.c.owned_until_ns.between(now_ns, until_ns + _CLOCKS_DIFFER_S * NS_PER_S)
-        is_free = (live.c.owner == self._name) | ~is_taken
-        claim = {"owner": self._name, "owned_until_ns": until_ns}
+        live = schema.live
+        claim = {"owner": self._name, "owned_until_ns": time.time_ns() + _CLAIMED_S * NS_PER_S}
+        renewed = update(live).where(attempt.of(live), self._is_free()).values(claim)
         made = self._database.insert(live).values(**attempt._asdict(), **claim).on_conflict_do_nothing()
         with self._database.write() as connection:
             # No upsert: in PostgreSQL it locks the row also where it changes nothing, and so waits for its owner.
-            is_ours = connection.execute(update(live).where(attempt.of(live), is_free).values(claim)).rowcount > 0
+            is_ours = connection.execute(renewed).rowcount > 0
             if not is_ours and connection.execute(select(live.c.owner).where(attempt.of(live))).first() is None:
                 is_ours = connection.execute(made.returning(live.c.owner)).first() is not None
         if is_ours:
@@ -240,7 +257,7 @@ class Deriver:
         return is_ours
 
     def _submit(self) -> None:
-        now_s, batch = time.monotonic(), schema.batch
+        now_s = time.monotonic()
         idle = self._workers - sum(state.running is not None for state in self._states.values())
         # The one that has waited longest first: a few whose lines keep arriving would keep all others from their turn.
         for attempt, state in sorted(self._states.items(), key=lambda item: item[1].ended_s):
@@ -251,14 +268,9 @@ class Deriver:
             if now_s < min(max(state.arrived_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
                 continue
             if not self._claim(attempt):
+                state.ended_s = now_s  # tried again in a second
                 continue
-            with self._database.read() as connection:
-                rows = connection.execute(select(batch.c.raw_key, batch.c.received_ns).where(attempt.of(batch)))
-                batches = [(name, received_ns) for name, received_ns in rows]
-            if not batches:  # its raw lines were deleted: an open start never changes again
-                state.is_changed, state.closes_ns = False, 0
-                continue
-            state.began_s, state.running = now_s, _Worker(*self._places, attempt, batches)
+            state.began_s, state.running = now_s, _Worker(*self._places, attempt)
             idle -= 1
 
     def _collect(self) -> None:
@@ -292,7 +304,7 @@ class Deriver:
 
     def _close_starts(self) -> None:
         """Close starts whose time has come, and forget attempts that are finished."""
-        start, live = schema.start, schema.live
+        live = schema.live
         for attempt, state in list(self._states.items()):
             if state.is_changed or state.running:
                 continue
@@ -300,9 +312,9 @@ class Deriver:
                 if time.time_ns() < state.closes_ns:
                     continue
                 with self._database.write() as connection:
-                    connection.execute(update(start).where(attempt.of(start)).values(state=schema.CLOSED))
+                    days = close_starts(connection, attempt)
                 state.closes_ns = None
-                self._on_derived(Derived(0, frozenset(), None))
+                self._on_derived(Derived(0, frozenset(days), None))
             if time.monotonic() - state.arrived_s > _CLAIMED_S:
                 with self._database.write() as connection:
                     connection.execute(delete(live).where(attempt.of(live), live.c.owner == self._name))

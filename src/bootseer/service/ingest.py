@@ -18,7 +18,6 @@ import re
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -151,8 +150,6 @@ class Ingest:
     """Accepts batches. `arrived` is called from a background thread after rows of new batches were written."""
 
     def __init__(self, raw: RawStore, database: Database, arrived: Callable[[], None] = lambda: None) -> None:
-        self.counts: Counter[str] = Counter()
-        """Metrics: batches, lines, bytes, rejected lines, duplicate batches, rejected requests by status."""
         self.problem = ""
         """Why batches cannot be stored now; empty if they can."""
         self._raw = raw
@@ -237,7 +234,6 @@ class Ingest:
         return min(max(2.0, len(self._seen) / _RATE), 30.0)
 
     def refuse(self, refused: Refused) -> Response:
-        self.counts[f"refused_{refused.status}"] += 1
         wait = refused.retry_after_s
         return refusal(refused.status, str(refused), {"retry-after": f"{wait:.0f}"} if wait is not None else None)
 
@@ -302,12 +298,9 @@ class Ingest:
                     why = "the lines cannot be stored now"
                     raise Refused(503, why, random.uniform(5.0, 15.0)) from error  # noqa: S311
                 is_new |= kept.is_new
-                self.counts["stored_bytes"] += kept.stored_bytes if kept.is_new else 0
                 rows.append({"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt,
-                             "sender": batch.sender, "sequence": batch.sequence, "lines": len(piece),
-                             "bytes": len(data), "received_ns": now_ns, "done": False})  # fmt: skip
+                             "received_ns": now_ns, "done": False})  # fmt: skip
         self.problem = ""
-        self.counts.update(batches=1, lines=accepted, rejected=rejected, duplicates=int(bool(rows) and not is_new))
         self._registrar.add(rows)
         return Outcome(accepted, rejected, is_new or not rows)
 

@@ -25,7 +25,7 @@ from bootseer.service.database import Database
 from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import node_start, stage, stage_day, start
+from bootseer.service.schema import CLOSED, node_start, stage, stage_day, start
 from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
@@ -41,7 +41,8 @@ _BAND: Final = 0.1
 _CHANCE: Final = 1e-3
 """Probability that any node is on the list of lemons by chance."""
 _LEAST_LAST: Final = 3
-_COMPARED: Final = (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
+_IS_CLOSED: Final = start.c.state == CLOSED  # of an open start, another node may still be the last one
+_COMPARED: Final = _IS_CLOSED & (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
 _MAX_DAYS: Final = 3660
 _MAX_AGE_S: Final = 7 * 86_400
 """If a stage seems to have lasted longer, a clock is wrong."""
@@ -91,7 +92,7 @@ def lemons(
     more extreme (Hoeffding 1956).
     """
     sums = questions.node_sums(connection, where) if sums is None else sums
-    days, of = start.c.day.between(where.since_day, where.until_day), node_start.c.node_id
+    days, of = start.c.day.between(where.since_day, where.until_day) & _IS_CLOSED, node_start.c.node_id
     least = 1 / (connection.execute(select(func.max(start.c.nodes_heard)).where(days)).scalar() or 1)
     other = select(of, func.count()).join_from(node_start, start).where(days, ~_COMPARED).group_by(of)
     others = {row[0]: row[1] for row in connection.execute(other)}

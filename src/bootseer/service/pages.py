@@ -41,7 +41,7 @@ from bootseer.service.charts import bars
 from bootseer.service.over_time import ADDRESS, QUESTIONS, exported, lemons, now
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
-from bootseer.units import PROMETHEUS, S_PER_H, format_bytes, format_seconds
+from bootseer.units import PROMETHEUS, S_PER_H, format_bytes, format_money, format_seconds
 
 if TYPE_CHECKING:
     from bootseer.service.app import Service
@@ -93,12 +93,14 @@ class Pages:
             trim_blocks=True,
             auto_reload=False,
         )
+        settings = service.settings
+        self._templates.globals["has_price"] = settings.price > 0
         self._templates.filters |= {
             "seconds": lambda value: "–" if value is None else format_seconds(value),
             "bytes": lambda value: "–" if value is None else format_bytes(value),
             "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
             "hours": lambda value: "–" if value is None else f"{value / S_PER_H:,.1f}",
-            "money": lambda value: "–" if value is None else f"{value:,.0f}",
+            "money": lambda gpu_s: format_money((gpu_s or 0.0) / S_PER_H * settings.price, settings.currency),
             "moment": lambda ns: datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             "count": lambda value: "–" if value is None else f"{value:,.0f}",
             "dotted": lambda text: Markup(dotted(text)),  # noqa: S704 - escaped by `dotted`

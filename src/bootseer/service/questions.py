@@ -3,7 +3,7 @@
 Each function answers one question with a list of plain dicts, which pages, `/api/v1`, `/metrics` and the verbs show.
 They read the rows of starts and the sums of days, never spans, so a month of a large fleet takes less than a second.
 
-Shares and medians are over starts; GPU time is in seconds of one GPU, money in the currency of the reports.
+Shares and medians are over starts; GPU time is in seconds of one GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
             start.c[by],
             gpu_s=func.sum(start.c.gpu_s),
             wait_gpu_s=func.sum(start.c.wait_gpu_s),
-            cost=func.sum(start.c.cost),
             overhead_s=func.sum(start.c.overhead_s),
             ended_gpu_s=func.sum(case((ran, start.c.gpu_s), else_=0.0)),
             run_gpu_s=func.sum(case((ran, start.c.run_s * func.coalesce(start.c.gpus, 0)), else_=0.0)),
@@ -114,10 +113,11 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
 
 
 def stages(connection: Connection, where: Filter) -> Rows:
-    """Cost of each stage: 50th and 95th percentiles of the starts' medians over nodes, and sums."""
+    """Cost of each stage in closed starts: 50th and 95th percentiles of their medians over nodes, and sums."""
     # The sums of days are not split by team, queue and job: with such a filter the rows of starts are summed.
     of = stage_start if where.needs_starts(stage_day) else stage_day
-    known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s", "cost")
+    where = replace(where, state=CLOSED)  # as in these sums
+    known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s")
     columns = (of.c.stage_id, *(func.sum(of.c[name]).label(name) for name in summed))
     hists: dict[int, list[int]] = defaultdict(lambda: [0] * CLASSES)
     if of is stage_day:  # all histograms of a stage as one text: thousands of small ones take longer to parse
@@ -325,11 +325,12 @@ def caches_by_day(connection: Connection, where: Filter) -> Rows:
 
 
 def technique_days(connection: Connection, where: Filter) -> Rows:
-    """The same from the rows of starts. Stored bytes are those of the different images, environments and checkpoints
-    that were used on the day."""
+    """The same from the rows of closed starts. Stored bytes are those of the different images, environments and
+    checkpoints that were used on the day."""
     of = technique_start.c
     sums = (func.max(of.stored_bytes).label("stored_bytes"), *(func.sum(of[name]).label(name) for name in _USES))
-    query = select(of.day, of.technique, *sums).join_from(technique_start, start).where(*where.of(start))
+    query = select(of.day, of.technique, *sums).join_from(technique_start, start)
+    query = query.where(*where.of(start), start.c.state == CLOSED)
     query = query.group_by(of.day, of.technique, of.digest).order_by(of.day, of.technique)
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for row in connection.execute(query).mappings():
@@ -340,11 +341,10 @@ def technique_days(connection: Connection, where: Filter) -> Rows:
 
 
 def by_day(connection: Connection, where: Filter) -> Rows:
-    """Starts by day and kind, with their overhead and cost."""
+    """Starts by day and kind, with their overhead and GPU time."""
     query = (
         select(start.c.day, start.c.kind, func.count().label("starts"),
                func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
-               func.sum(start.c.cost).label("cost"),
                func.sum(cast(_FAILED, Integer)).label("failed"))
         .where(*where.of(start)).group_by(start.c.day, start.c.kind).order_by(start.c.day, start.c.kind)
     )  # fmt: skip
@@ -365,7 +365,6 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
             work_s=func.sum(start.c.work_s),
             wait_s=func.sum(start.c.wait_s),
             gpu_s=func.sum(start.c.gpu_s),
-            cost=func.sum(start.c.cost),
             failed=func.sum(cast(_FAILED, Integer)),
             restarts=func.sum(cast(start.c.kind != "full", Integer)),
             latest_ns=func.max(start.c.began_ns),
@@ -413,9 +412,10 @@ def origin(connection: Connection, where: Filter) -> Rows:
 
 
 def queues(connection: Connection, where: Filter) -> Rows:
-    """Wait for the scheduler and duration of the start, by scale: medians of starts for which both are known."""
+    """Wait for the scheduler and duration of the start, by scale: medians of starts that reached training and for
+    which both are known."""
     values: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    each = select(start.c.bucket, start.c.queue_s, start.c.overhead_s).where(*where.of(start))
+    each = select(start.c.bucket, start.c.queue_s, start.c.overhead_s).where(*where.of(start), start.c.outcome == BEGAN)
     for number, queue_s, took_s in connection.execute(each.where(start.c.queue_s.is_not(None))):
         queued, started = values[number]
         queued.append(queue_s)
@@ -435,8 +435,7 @@ def failures(connection: Connection, where: Filter) -> Rows:
     """Starts without training: the stage in which they stopped, and what they cost."""
     query = (
         select(start.c.outcome, stage.c.name.label("stage"), func.count().label("starts"),
-               func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
-               func.sum(start.c.cost).label("cost"))
+               func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"))
         .outerjoin_from(start, stage, stage.c.id == start.c.last_stage_id)
         .where(*where.of(start), start.c.outcome != BEGAN, start.c.state == CLOSED)
         .group_by(start.c.outcome, stage.c.name).order_by(func.count().desc(), start.c.outcome, stage.c.name)
@@ -447,7 +446,9 @@ def failures(connection: Connection, where: Filter) -> Rows:
 def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
     """Completeness of the data: nodes with events of those expected, lost lines, clock errors, batches that wait."""
     stated = func.coalesce(start.c.nodes_expected, start.c.nodes_heard)
-    is_under_way = (start.c.state == CLOSED) | (own_s > _COMING_S)  # otherwise nodes are still to come
+    left_queue_ns = start.c.began_ns + func.coalesce(start.c.queue_s, 0.0) * NS_PER_S
+    # Otherwise nodes are still to come. By our clock: the lines of a start may all stop before.
+    is_under_way = (start.c.state == CLOSED) | (left_queue_ns < now_ns - _COMING_S * NS_PER_S)
     row = connection.execute(
         select(
             func.count().label("starts"),

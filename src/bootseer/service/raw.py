@@ -66,7 +66,6 @@ class Kept:
     day: int
     is_new: bool
     """False: the same batch had been stored before."""
-    stored_bytes: int
 
 
 class RawStore:
@@ -94,14 +93,14 @@ class RawStore:
             packed += _SKIPPABLE.pack(_MAGIC, len(named)) + named
         if len(packed) <= MAX_CREATE_BYTES:
             made = self._create_here(name, packed) if self._folder else self.store.create(name, packed)
-            return Kept(name, day, made, len(packed))
+            return Kept(name, day, made)
         upload = self.store.upload()
         try:
             upload.write(packed)
             upload.commit(name)  # may replace an object with the same content
         finally:
             upload.abort()
-        return Kept(name, day, True, len(packed))
+        return Kept(name, day, True)
 
     def _create_here(self, name: str, packed: bytes) -> bool:
         """`Store.create` in a local folder that only services write to. It needs two syncs, of file and folder, instead

@@ -46,8 +46,8 @@ class Rows:
     """Rack by node, if known."""
 
 
-def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_json: str) -> Rows:
-    """The rows of a start. `report_json`: its report as `bootseer report --json` prints it."""
+def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool) -> Rows:
+    """The rows of a start, with its report as `bootseer report --json` prints it."""
     techniques = _techniques(report)
     start = _start(report, startup, techniques)
     start["state"] = CLOSED if is_closed else OPEN
@@ -73,7 +73,6 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
             "work_s": row.work_s,
             "wait_s": row.wait_s,
             "gpu_s": None if row.gpu_hours is None else row.gpu_hours * S_PER_H,
-            "cost": row.cost,
         }
         for row in report.stages
     ]
@@ -85,12 +84,6 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
         {
             "node": names[node.node],
             "day": day,
-            "work_s": node.work_s,
-            "wait_s": node.wait_s,
-            "untracked_s": node.untracked_s,
-            "own_end_s": node.own_end_s,
-            "outcome": node.outcome,
-            "last_stage": node.last_stage or None,
             "is_last": node.node == last,
             "stage": worst[node.node].stage if node.node in worst else None,
             "delay_s": worst[node.node].delay_s if node.node in worst else None,
@@ -99,7 +92,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool, report_js
     ]
     places = {names[node.node]: node.attrs.get("run.rack") or node.attrs.get("run.topology") for node in report.nodes}
     racks = {name: str(place) for name, place in places.items() if place}
-    return Rows(start, zstandard.compress(report_json.encode(), 6), stages, nodes, techniques, racks)
+    return Rows(start, zstandard.compress(report.to_text().encode(), 6), stages, nodes, techniques, racks)
 
 
 def _names(nodes: Iterable[str]) -> dict[str, str]:
@@ -163,8 +156,6 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "wait_s": sum(node.wait_s for node in report.nodes),
         "gpu_s": (overhead.gpu_hours or 0.0) * S_PER_H,
         "wait_gpu_s": (overhead.wait_gpu_hours or 0.0) * S_PER_H,
-        "cost": overhead.cost,
-        "currency": overhead.currency if overhead.cost is not None else "",
         "straggler_s": max((group.joint_s for group in report.straggler_groups), default=0.0),
         "run_s": None,  # see `set_run_s`
         **{name: sum(one[name] for one in techniques) for name in ("cache_bytes", "peer_bytes", "origin_bytes")},

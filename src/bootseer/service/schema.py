@@ -65,7 +65,6 @@ node: Final = Table(
     _key("id"),
     Column("name", Text, nullable=False, unique=True),
     _text("rack"),
-    _count("last_seen_ns"),
 )
 
 start: Final = Table(
@@ -101,8 +100,6 @@ start: Final = Table(
     _sum("wait_s"),
     _sum("gpu_s"),
     _sum("wait_gpu_s"),
-    Column("cost", Double),
-    _text("currency"),
     # How much sooner training would have begun without stragglers.
     _sum("straggler_s"),
     # From the end of the queue to the end of the command, or to the next restart; null while the command runs.
@@ -150,7 +147,6 @@ stage_start: Final = Table(
     _sum("work_s"),
     _sum("wait_s"),
     Column("gpu_s", Double),
-    Column("cost", Double),
     Index("stage_start_by_day", "day", "stage_id", "bucket"),
     sqlite_with_rowid=False,
 )
@@ -161,12 +157,6 @@ node_start: Final = Table(
     _key("start_id", ForeignKey("start.id", ondelete="CASCADE")),
     _key("node_id", ForeignKey("node.id")),
     Column("day", Integer, nullable=False),
-    _sum("work_s"),
-    _sum("wait_s"),
-    _sum("untracked_s"),
-    _sum("own_end_s"),
-    _text("outcome"),
-    Column("last_stage_id", BigInteger, ForeignKey("stage.id")),
     # Whether it was the last node.
     Column("is_last", Boolean, nullable=False),
     # The stage with its largest delay against the others' median, and the delay; null if it is not a straggler.
@@ -203,7 +193,6 @@ stage_day: Final = Table(
     _sum("work_s"),
     _sum("wait_s"),
     _sum("gpu_s"),
-    _sum("cost"),
     # Histograms in 64 classes (`histogram.class_of`), as JSON: of the starts' medians over nodes, and of their 99th
     # percentiles.
     _text("hist"),
@@ -239,10 +228,6 @@ batch: Final = Table(
     Column("day", Integer, nullable=False),
     Column("job", Text, nullable=False),
     Column("attempt", Integer, nullable=False),
-    _text("sender"),
-    _count("sequence"),
-    _count("lines"),
-    _count("bytes"),
     _count("received_ns"),
     Column("done", Boolean, nullable=False),
     Index("batch_by_attempt", "job", "attempt", "received_ns"),

@@ -1,7 +1,6 @@
 """Background maintenance: sums by day, rows for raw objects that have none, and deletion of old raw lines.
 
 The sums of a day are recomputed from the day's starts when one of them has changed, so that no start counts twice.
-After a deletion, SQLite returns free pages to the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, select, text
+from sqlalchemy import Connection, Integer, Table, bindparam, cast, delete, func, select, text
 from sqlalchemy.sql.elements import ColumnElement
 
 from bootseer.errors import BootseerError, CorruptError, TransientError
@@ -33,16 +32,13 @@ _EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
 _END_S: Final = 10.0
 _PACE: Final = 10
 """Multiple of a task's duration after which it begins again: listing a large bucket takes minutes, and is billed."""
-_FIRST_PAUSE_S: Final = 2.0
-_LONGEST_PAUSE_S: Final = 300.0
-_PAGES: Final = 20_000
-"""Maximum number of SQLite pages to return to the disk at once, because other transactions wait meanwhile."""
+_RETRY_S: Final = 60.0
 RAW_DAYS: Final = 14
 """How long raw lines are kept; starts, reports and sums are kept for ever."""
 
 
 def roll_up(database: Database, day: int) -> None:
-    """Compute the sums of a day."""
+    """Compute the sums of a day, over its closed starts."""
     with database.write() as connection:
         # Several services may compute the same day at once. Without the lock, the second one's DELETE would not see the
         # rows that the first one has just inserted, and its own rows would be duplicates.
@@ -55,16 +51,24 @@ def roll_up(database: Database, day: int) -> None:
         database.insert_all(connection, schema.storage_day, technique_days(connection, Filter(day, day)))
 
 
+def _closed(of: Table, day: int) -> ColumnElement[bool]:
+    """The condition for the rows of a day's closed starts. The numbers of others may fall: Prometheus would take that
+    for a restart of the counter, and a node that is last so far for one that is last."""
+    ids = select(schema.start.c.id).where(schema.start.c.day == day, schema.start.c.state == schema.CLOSED)
+    return (of.c.day == day) & of.c.start_id.in_(ids)
+
+
 def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
     of = schema.stage_start
     keys = (of.c.bucket, of.c.kind, of.c.cache_state, of.c.stage_id)
     hists: dict[tuple[Any, ...], tuple[list[int], ...]] = defaultdict(lambda: ([0] * CLASSES, [0] * CLASSES))
-    for *key, median_s, p99_s in connection.execute(select(*keys, of.c.median_s, of.c.p99_s).where(of.c.day == day)):
+    where = _closed(of, day)
+    for *key, median_s, p99_s in connection.execute(select(*keys, of.c.median_s, of.c.p99_s).where(where)):
         for hist, value in zip(hists[tuple(key)], (median_s, p99_s), strict=True):
             if value is not None:
                 hist[class_of(value)] += 1
-    sums = [func.sum(func.coalesce(of.c[name], 0.0)).label(name) for name in ("work_s", "wait_s", "gpu_s", "cost")]
-    grouped = select(*keys, func.count().label("n"), *sums).where(of.c.day == day).group_by(*keys)
+    sums = [func.sum(func.coalesce(of.c[name], 0.0)).label(name) for name in ("work_s", "wait_s", "gpu_s")]
+    grouped = select(*keys, func.count().label("n"), *sums).where(where).group_by(*keys)
     found = []
     for row in connection.execute(grouped).mappings():
         of_key = hists[tuple(row[key.name] for key in keys)]
@@ -76,7 +80,7 @@ def _stage_days(connection: Connection, day: int) -> list[dict[str, Any]]:
 def _node_days(connection: Connection, day: int) -> list[dict[str, Any]]:
     of = schema.node_start
     last: ColumnElement[int] = func.sum(cast(of.c.is_last, Integer))
-    where = of.c.day == day
+    where = _closed(of, day)
     worst: dict[int, tuple[float, int]] = {}
     lost = select(of.c.node_id, of.c.stage_id, func.sum(of.c.delay_s).label("lost"))
     for row in connection.execute(lost.where(where, of.c.stage_id.is_not(None)).group_by(of.c.node_id, of.c.stage_id)):
@@ -121,8 +125,8 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
 def _batch(raw: RawStore, name: str, now_ns: int) -> dict[str, Any]:
     """The row of a raw object, from its name and its first line.
 
-    When it arrived is unknown: of batches of a log with the same number, of which only the latest counts, the longest
-    is taken for the latest, because logs grow.
+    Of its arrival only the day is known: of batches of a log with the same number, of which only the latest counts, the
+    longest is taken for the latest, because logs grow.
     """
     key, lines = parse_name(name), raw.read(name)
     if key is None:
@@ -143,11 +147,7 @@ def _batch(raw: RawStore, name: str, now_ns: int) -> dict[str, Any]:
         "day": key.day,
         "job": job,
         "attempt": attempt,
-        "sender": key.sender,
-        "sequence": key.sequence,
-        "lines": lines.count(b"\n"),
-        "bytes": len(lines),
-        "received_ns": now_ns + len(lines),
+        "received_ns": min(now_ns, (key.day + 1) * DAY_NS) + len(lines),
         "done": False,
     }
 
@@ -201,8 +201,6 @@ def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int
         with database.write() as connection:
             gone = delete(batch).where(batch.c.raw_key == bindparam("name"))
             connection.execute(gone, [{"name": name} for name in names])
-    if not database.is_postgres:
-        database.return_pages(_PAGES)
     return len(names)
 
 
@@ -227,8 +225,8 @@ class Upkeep:
         self._raw_days = raw_days
         self._found = found
         self._days: set[int] = set()
-        self._retries: dict[int, tuple[float, float]] = {}
-        """For each day whose sums failed: when they are tried again, and the pause after another failure."""
+        self._retries: dict[int, float] = {}
+        """When the sums of a day that failed are tried again."""
         self._since: int | None = None
         """The first day that may have objects without rows; None before the first look."""
         self._lock = threading.Lock()
@@ -270,23 +268,23 @@ class Upkeep:
     def _find_days(self) -> None:
         """A killed service may have left sums that were not recomputed."""
         start = schema.start
-        lately = start.c.computed_ns >= time.time_ns() - DAY_NS
+        lately = start.c.computed_ns >= time.time_ns() - 2 * DAY_NS  # it may have been closed a day later
         with self._database.read() as connection:
             self.changed(connection.execute(select(start.c.day).distinct().where(lately)).scalars())
 
     def _sum(self) -> None:
         now_s = time.monotonic()
         with self._lock:
-            days = {day for day in self._days if self._retries.get(day, (now_s, 0.0))[0] <= now_s}
+            days = {day for day in self._days if self._retries.get(day, now_s) <= now_s}
             self._days -= days
         for day in sorted(days):
             if self._ended.is_set():  # each may wait for a database that hangs
                 return
-            _, pause_s = self._retries.pop(day, (0.0, _FIRST_PAUSE_S))
+            self._retries.pop(day, None)
             with _logged():
                 roll_up(self._database, day)
                 continue
-            self._retries[day] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._retries[day] = time.monotonic() + _RETRY_S
             self.changed([day])
 
     def _reconcile(self) -> None:
