@@ -37,7 +37,7 @@ from running_service import RunningService, ask, running_service
 pytestmark = pytest.mark.slow
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'"
+HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'\u202e" + "x" * 200
 PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare")
 
 
@@ -289,6 +289,7 @@ def test_names_are_shown_as_they_are_and_nothing_more(service: RunningService) -
         page = get(service, path)
         assert "<script>alert" not in page.text
         assert "<b>node" not in page.text
+        assert "\u202e" not in page.text, "a mark that turns what follows around"
         assert "script-src" in page.headers["content-security-policy"] or "default-src 'self'" in str(page.headers)
     assert get(service, f"/api/v1/job/{job}").json()["job"] == HOSTILE
     assert len(service.rows(schema.start)) == 6
@@ -339,6 +340,11 @@ def test_pages_in_a_browser(service: RunningService) -> None:
                 page.set_viewport_size({"width": width, "height": 800})
                 element = "document.documentElement"
                 assert page.evaluate(f"{element}.scrollWidth - {element}.clientWidth") == 0, (path, width)
+        page.goto(service.url + "/jobs")
+        hidden = page.evaluate(
+            "[...document.querySelectorAll('.scroll')].map((one) => one.scrollWidth - one.clientWidth)"
+        )
+        assert hidden == [0], "a long name does not push the figures of all jobs aside"
         page.goto(service.url + "/now")
         page.keyboard.press("o")
         page.wait_for_url("**/nodes")

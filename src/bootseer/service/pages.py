@@ -92,6 +92,7 @@ class Pages:
             undefined=StrictUndefined,
             trim_blocks=True,
             auto_reload=False,
+            finalize=html.shown,
         )
         settings = service.settings
         self._templates.globals["has_price"] = settings.price > 0

@@ -62,7 +62,7 @@ _LIMITS = {"max_facts": 500, "max_startups": 500, "max_columns": 120, "max_liste
            "fold_above": fold.FOLD_ABOVE}  # fmt: skip
 
 
-def _shown(value: object) -> object:
+def shown(value: object) -> object:
     """Text of a log without control characters and direction marks; the template engine then escapes it."""
     return value if isinstance(value, Markup) else fold.clean(value)
 
@@ -76,7 +76,7 @@ def _html(function: Callable[..., str]) -> Callable[..., Markup]:
 def _templates() -> Environment:
     made = Environment(
         loader=PackageLoader("bootseer.report.render"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, auto_reload=False, finalize=_shown,
+        lstrip_blocks=True, auto_reload=False, finalize=shown,
     )  # fmt: skip
     made.filters |= {"count": count, "median": median}
     made.tests |= {"about_clocks": is_about_clocks, "a_line": lambda text: " " in text}
