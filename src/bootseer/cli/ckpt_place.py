@@ -60,7 +60,9 @@ def files_at(uri: str) -> Iterator[Files]:
             except (AccessError, NotFoundError):  # each verb reports that in its own way
                 is_folder = True
         if not is_folder:
-            raise UsageError(f"{place.uri} is not a folder", hint="name the folder that contains it", exit_code=1)
+            is_latest = place.uri.endswith("/latest")
+            hint = "`bootseer ckpt latest` prints the checkpoint that it names" if is_latest else "name its folder"
+            raise UsageError(f"{place.uri} is not a folder", hint=hint, exit_code=1)
         yield Files(place)
 
 

@@ -73,7 +73,9 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
     jobs = sorted({run.job for run in runs})
     if not runs:
         what = f"no run of job {job}" if job else "no run"
-        raise UsageError(f"{what} on this node can be restarted", hint="start it with bootseer run --restarts N")
+        others = ", ".join(sorted({run.job for run in find_runs()}))
+        hint = f"these jobs can: {others}" if others else "start it with bootseer run --restarts N"
+        raise UsageError(f"{what} on this node can be restarted", hint=hint)
     if len(jobs) > 1:
         raise UsageError(f"several jobs can be restarted: {', '.join(jobs)}", hint="name one")
     until_s = time.monotonic() + within_s
