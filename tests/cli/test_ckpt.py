@@ -78,6 +78,7 @@ def test_put_list_latest_get_verify_and_remove(ckpt: Run, job: str, source: Path
     ckpt("get", f"{job}/latest", "here")
     assert (tmp_path / "here/model").read_bytes() == (source / "model").read_bytes()
     assert (tmp_path / "here/sub/config").read_bytes() == b"{}"
+    assert "`bootseer ckpt latest` prints" in ckpt("get", f"{job}/latest/model", code=1).stderr
     ckpt("get", f"{job}/step-20.pt")
     assert (tmp_path / "step-20.pt").read_bytes() == (source / "model").read_bytes()
     assert ": no problems" in ckpt("verify", f"{job}/latest").stdout

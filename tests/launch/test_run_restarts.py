@@ -226,6 +226,7 @@ def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run:
         ran = run("restart")
         assert (ran.returncode, "several jobs can be restarted: " in ran.stderr) == (2, True), ran.stderr
         assert all(job in ran.stderr for job in jobs)
+        assert all(job in run("restart", jobs[0].partition("-")[0]).stderr for job in jobs)  # Slurm's have a number
         for process in (one, two):
             process.communicate("\n", timeout=LIMIT_S)
             assert process.returncode == 0

@@ -74,7 +74,7 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
     if not runs:
         what = f"no run of job {job}" if job else "no run"
         others = ", ".join(sorted({run.job for run in find_runs()}))
-        hint = f"these jobs can: {others}" if others else "start it with bootseer run --restarts N"
+        hint = "start it with bootseer run --restarts N" + (f"; jobs that can: {others}" if others else "")
         raise UsageError(f"{what} on this node can be restarted", hint=hint)
     if len(jobs) > 1:
         raise UsageError(f"several jobs can be restarted: {', '.join(jobs)}", hint="name one")
