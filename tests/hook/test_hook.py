@@ -253,6 +253,23 @@ def test_compiled_code_is_compiled_as_without_us(hooked, events, compiled_withou
         assert "training_began" in stages(found, "instant")
 
 
+def test_a_compiled_module_does_not_warn_of_our_hook(hooked, events):
+    source = """
+import warnings, torch
+warnings.filterwarnings("error", message="Using .torch.compile")
+model = torch.compile(torch.nn.Linear(8, 8), backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+"""
+    done = hooked(source)
+    assert done.returncode == 0, done.stderr
+    begins = [event.attrs["from"] for event in events() if (event.stage, event.phase) == ("first_step", "begin")]
+    assert begins == ["compile"]
+
+
 def test_it_can_be_switched_off(run, events, tmp_path):
     (tmp_path / "torch.py").touch()  # an import of this name is marked
     job = ("--", sys.executable, "-c", "import torch")

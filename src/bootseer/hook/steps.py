@@ -72,7 +72,17 @@ def _mark_forward(torch: ModuleType) -> None:
             handle.remove()
             _first_forward()
 
-    handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(before_forward)
+    module = sys.modules["torch.nn.modules.module"]
+    handle = module.register_module_forward_pre_hook(before_forward)
+
+    def make(original: Callable[[], Any]) -> Callable[[], Any]:
+        def has_any_global_hook() -> Any:  # asked by a module of torch.compile, which would warn of ours
+            handle.remove()
+            return original()
+
+        return has_any_global_hook
+
+    add_undo(replace(module, "_has_any_global_hook", make))
     state.forward_undo = handle.remove
     state.undo.append(handle.remove)
 
