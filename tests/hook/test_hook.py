@@ -253,7 +253,13 @@ def test_compiled_code_is_compiled_as_without_us(hooked, events, compiled_withou
         assert "training_began" in stages(found, "instant")
 
 
-def test_a_compiled_module_does_not_warn_of_our_hook(hooked, events):
+def test_compiled_and_exported_modules_do_not_meet_our_hook(hooked, events):
+    exported = """
+import torch
+print(len(torch.export.export(torch.nn.Linear(4, 4), (torch.ones(2, 4),), strict=True).graph.nodes) > 0)
+"""
+    done = hooked(exported)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     source = """
 import warnings, torch
 warnings.filterwarnings("error", message="Using .torch.compile")

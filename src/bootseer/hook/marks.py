@@ -32,7 +32,7 @@ from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, add_undo, begin, compiling, guarded
-from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps
+from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps, without_forward_hook
 from bootseer.hook.wrap import replace, spanned
 from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
 from bootseer.trace.tracer import Tracer, new_span
@@ -139,6 +139,8 @@ def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
         "torch": mark_steps,
         "torch.cuda": mark_cuda,
         "jax": mark_jax,
+        "torch.nn.modules.module": without_forward_hook("_has_any_global_hook"),
+        "torch._dynamo.convert_frame": without_forward_hook("get_traced_fn"),
         "torch._dynamo.callback": mark_compilation,
         "deepspeed.runtime.engine": mark_outer_steps("DeepSpeedEngine._take_model_step"),
         "megatron.core.optimizer.optimizer": mark_outer_steps(

@@ -72,19 +72,25 @@ def _mark_forward(torch: ModuleType) -> None:
             handle.remove()
             _first_forward()
 
-    module = sys.modules["torch.nn.modules.module"]
-    handle = module.register_module_forward_pre_hook(before_forward)
-
-    def make(original: Callable[[], Any]) -> Callable[[], Any]:
-        def has_any_global_hook() -> Any:  # asked by a module of torch.compile, which would warn of ours
-            handle.remove()
-            return original()
-
-        return has_any_global_hook
-
-    add_undo(replace(module, "_has_any_global_hook", make))
+    handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(before_forward)
     state.forward_undo = handle.remove
     state.undo.append(handle.remove)
+
+
+def without_forward_hook(name: str) -> Callable[[ModuleType], None]:
+    """A function that has the forward hook removed when this function of a module is called: those that look for global
+    hooks, of which torch.compile warns, and with which torch.export fails."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*args: Any, **kwargs: Any) -> Any:
+            state = active()
+            if state is not None and state.forward_undo is not None:
+                state.forward_undo()
+            return original(*args, **kwargs)
+
+        return look
+
+    return lambda module: add_undo(replace(module, name, make))
 
 
 @guarded
