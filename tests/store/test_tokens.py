@@ -16,7 +16,7 @@ from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.store.open import open_store
 from bootseer.store.tokens import _check_receiver
 from bootseer.store.transport import Origin
-from fault_proxy import Fault, FaultProxy, once
+from fault_proxy import Fault, FaultProxy, Request, once
 from registry import PASSWORD, USER, Registry, needs_registry
 from store.contract import DATA, get, put, sha256
 from token_server import IDENTITY_TOKEN, TokenServer
@@ -100,6 +100,27 @@ class TestBasic:
                     put(store, DATA)
                 log_in(docker_config, registry.host)
                 assert get(store, put(store, DATA).name) == DATA
+
+
+    def test_a_login_that_expires_with_403_is_looked_up_again(self, tmp_path: Path, docker_config: Path) -> None:
+        """As Amazon's registries do after twelve hours, without a challenge."""
+        valid = PASSWORD
+
+        def plan(request: Request) -> Fault | None:
+            sent = base64.b64decode(request.headers.get("authorization", "").removeprefix("Basic "))
+            if not sent:
+                return Fault(status=401, headers={"WWW-Authenticate": 'Basic realm="tests"'})
+            return None if sent == f"{USER}:{valid}".encode() else Fault(status=403)
+
+        with Registry(tmp_path) as registry, FaultProxy(registry.host, plan) as proxy:
+            log_in(docker_config, proxy.host)
+            with closing(open_store(f"oci://{proxy.host}/a/b")) as store:
+                name = put(store, DATA).name
+                valid = "next"
+                with pytest.raises(AccessError, match=f"status 403.*docker login {proxy.host}"):
+                    get(store, name)
+                log_in(docker_config, proxy.host, username=USER, password=valid)
+                assert get(store, name) == DATA
 
 
 class TestBearer:

@@ -315,14 +315,18 @@ class Registry:
             raise PermanentError(f"{self}: the registry names an http address, which is not encrypted")
         authorization = self._authorizer.header(action, until) if mine else None
         answer = self._transport.send(method, url, until=until, headers=headers, body=body, authorization=authorization)
-        if answer.status == 401 and mine and answer.origin == self._origin:
+        if not mine or answer.origin != self._origin:
+            return answer
+        if answer.status == 401:
             answer.finish()
             challenges = answer.headers.getlist("WWW-Authenticate")
             authorization = self._authorizer.renewed(action, challenges, authorization, until)
-            answer = self._transport.send(
-                method, url, until=until, headers=headers, body=body, authorization=authorization
-            )
-        return answer
+        elif answer.status == 403 and (fresh := self._authorizer.changed(authorization, until)) is not None:
+            answer.finish()
+            authorization = fresh
+        else:
+            return answer
+        return self._transport.send(method, url, until=until, headers=headers, body=body, authorization=authorization)
 
     def expect(self, answer: Answer, operation: str, *statuses: int) -> None:
         """Raise the error for a response with any other status."""

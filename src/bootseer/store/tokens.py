@@ -262,6 +262,15 @@ class Authorizer:
             self._basic = credentials.basic
             return self._basic
 
+    def changed(self, refused: str | None, until: float) -> str | None:
+        """The header to replace `refused`, a login that the registry rejected with 403, as Amazon's does with expired
+        ones; None without a new login, and for tokens."""
+        with self._locked(until):
+            if self._basic is not None and self._basic == refused and self._login_changed():
+                login = self._login(self._origin)
+                self._basic = login.basic if login is not None else refused
+            return self._basic if self._basic != refused else None
+
     def denied(self, reason: str) -> AccessError:
         """The error for a refusal of the registry, with advice."""
         if self._credentials.why:
