@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError
 from bootseer.fuse import attach
 from bootseer.fuse.session import mount
+from bootseer.mounts.kernel import mount_table
 from fuse.memory_tree import MemoryTree
 
 pytestmark = pytest.mark.fuse
@@ -41,6 +42,14 @@ def test_a_mount_that_fails_says_why_and_leaves_no_descriptor(tmp_path: Path, he
     assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
 
 
-def test_a_label_cannot_smuggle_in_options(tmp_path: Path) -> None:
-    with pytest.raises(PermanentError, match="cannot be shown"):
-        attach.attach(tmp_path, label="x,dev,suid")
+@needs_device
+@pytest.mark.parametrize("helper", [False, True])
+def test_a_label_adds_no_options(tmp_path: Path, helper: bool) -> None:
+    if helper and shutil.which(attach.HELPER) is None:
+        pytest.skip("fusermount3 is not installed")
+    session = mount(MemoryTree({}), tmp_path, "oci:./lr=0.1,bs=32,allow_other x\\", helper=helper)
+    try:
+        shown = [row.source for row in mount_table() if row.path == str(tmp_path)]
+        assert shown == ["oci:./lr=0.1_bs=32_allow_other_x_"]
+    finally:
+        session.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -29,8 +30,7 @@ def attach(target: Path, *, label: str, helper: bool | None = None, writable: bo
     according to mode bits, if it is `shared`; other mounts never are. `helper` forces or forbids fusermount3, which by
     default is used by all users but root.
     """
-    if "," in label or "\\" in label:
-        raise PermanentError(f"{label!r} cannot be shown in the mount table")
+    label = re.sub(r"[,\\\s]", "_", label)  # they would end it in the mount options
     by_helper = os.geteuid() != 0 if helper is None else helper
     return _by_helper(target, label, writable) if by_helper else _by_kernel(target, label, writable, shared)
 

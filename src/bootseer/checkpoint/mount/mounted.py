@@ -147,7 +147,7 @@ def mount_checkpoint(
     if target is not None:
         _make_room(record, request, target)
     folder = record.new_folder()
-    spec = DaemonSpec(folder, Serving(request), label=_label(uri), window_s=_WINDOW_S, at=target, lifeline=lifeline)
+    spec = DaemonSpec(folder, Serving(request), label=uri, window_s=_WINDOW_S, at=target, lifeline=lifeline)
     try:
         daemon = start_daemon(spec, deadline_s=_START_S, waiting=waiting)
     except BaseException:
@@ -226,11 +226,6 @@ def _absolute(uri: str) -> str:
 
 def _lies_in(path: Path | str, folder: Path | str) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-
-
-def _label(uri: str) -> str:
-    # These characters would end the name in the kernel's mount options.
-    return uri if not set(uri) & set(",\\ \n\t") else "bootseer"
 
 
 def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
