@@ -96,13 +96,14 @@ def test_secrets_pass_only_when_they_are_named(tmp_path: Path) -> None:
         "http_proxy": "http://me:s3cret@proxy:3128/",
         "https_proxy": "me:s3/cr@s3cret@proxy:3128",
         "no_proxy": "localhost,10.0.0.0/8",
+        "HTTPS_PROXY": "http://me:s3cret@proxy:3128",
     }
     env = process(ProcessOptions(), tmp_path, host).env
     assert not [name for name in host if "cret" in env.get(name, "")]
     assert (env["SLURM_JOB_ID"], env["NCCL_IB_PKEY"]) == ("7", "0")
     assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318/?token="
     assert (env["http_proxy"], env["https_proxy"]) == ("http://proxy:3128/", "proxy:3128")
-    assert env["no_proxy"] == host["no_proxy"]
+    assert (env["no_proxy"], env["HTTPS_PROXY"]) == (host["no_proxy"], "http://proxy:3128")
     named = process(ProcessOptions(env=("SLURM_JWT", "http_proxy", "PET_RDZV_TOKEN=mine")), tmp_path, host).env
     assert (named["SLURM_JWT"], named["http_proxy"]) == (host["SLURM_JWT"], host["http_proxy"])
     assert named.get("PET_RDZV_TOKEN") == "mine"

@@ -20,7 +20,8 @@ from bootseer.store.addresses import without_credentials
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
            "GROUP_RANK", "ROLE_NAME", "NODE_NAME", "POD_UID", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
-           "OMP_NUM_THREADS", "TERM", "TZ", "COLUMNS", "http_proxy", "https_proxy", "no_proxy")  # fmt: skip
+           "OMP_NUM_THREADS", "TERM", "TZ", "COLUMNS", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY",
+           "HTTPS_PROXY", "NO_PROXY")  # fmt: skip
 _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "SKYPILOT_", "OMPI_", "PMI_", "PMIX_",
                     "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
 # Credentials of schedulers, collectors and webhooks (whose addresses are secrets) are not passed on, unless the user
@@ -115,7 +116,7 @@ def passed_variables(host_env: Mapping[str, str]) -> dict[str, str]:
     Variables whose names suggest secrets are left out, and credentials are removed from addresses.
     """
     return {
-        name: _without_login(value) if name.endswith("_proxy") else without_credentials(value)
+        name: _without_login(value) if name.lower().endswith("_proxy") else without_credentials(value)
         for name, value in host_env.items()
         if (name in _PASSED or name.startswith(_PASSED_FAMILIES))
         and name not in _NOT_PASSED
