@@ -344,9 +344,17 @@ def test_a_folder_of_devices_brings_all_of_them(run: Run, tmp_path: Path) -> Non
     for name in ("null", "more/zero"):
         os.mknod(tmp_path / "devices" / name, stat.S_IFCHR | 0o666, os.makedev(1, 3))
     (tmp_path / "devices" / "README").touch()
-    options = Options(devices=(f"{tmp_path}/devices",))
-    ran = run("sh", "-c", f"cd {tmp_path}/devices && busybox find . -type c -o -type f", options=options)
-    assert sorted(ran.stdout.split()) == ["./more/zero", "./null"]
+    options = Options(devices=(f"{tmp_path}/devices", "/dev/full:/dev/other:rwm", f"{tmp_path}/devices:/dev/more"))
+    ran = run(
+        "sh", "-c", f"cd {tmp_path}/devices && busybox find . /dev/other /dev/more -type c -o -type f", options=options
+    )
+    assert sorted(ran.stdout.split()) == [
+        "./more/zero",
+        "./null",
+        "/dev/more/more/zero",
+        "/dev/more/null",
+        "/dev/other",
+    ]
 
 
 @pytest.mark.parametrize(("program", "code"), [("nothing", 127), ("/etc/passwd", 126), ("./nothing", 127)])

@@ -101,7 +101,6 @@ class TestBasic:
                 log_in(docker_config, registry.host)
                 assert get(store, put(store, DATA).name) == DATA
 
-
     def test_a_login_that_expires_with_403_is_looked_up_again(self, tmp_path: Path, docker_config: Path) -> None:
         """As Amazon's registries do after twelve hours, without a challenge."""
         valid = PASSWORD

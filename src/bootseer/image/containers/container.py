@@ -66,7 +66,7 @@ class Options(Struct, frozen=True):
     gpus: str = ""
     """`all`, or comma-separated numbers; empty: no GPU."""
     devices: tuple[str, ...] = ()
-    """CDI names (`vendor.com/class=name`) and device nodes of the host, or folders of them."""
+    """CDI names (`vendor.com/class=name`), and device nodes of the host or folders of them (`device_nodes`)."""
     runtime: Runtime = "auto"
     own_pids: bool = True
     """Whether the container gets its own process id namespace; else it sees and may signal the host's processes."""
@@ -94,6 +94,7 @@ class Container:
         """
         names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
         edits = edits_for(names, cdi_folders)
+        edits.nodes += (node for name in options.devices if "=" not in name for node in device_nodes(name))
         self.process = process_of(image, options.process, root, host_env)
         if options.process.groups and not is_host() and max(self.process.user.groups, default=0) >= num_owners():
             raise UsageError("--group-add needs root", hint="leave it out")
@@ -109,7 +110,6 @@ class Container:
         first = self.process
         if python:
             first = replace(first, args=(python, "-I", "-S", *options.parent, *first.args))
-        nodes = [node for name in options.devices if "=" not in name for node in device_nodes(name)]
         self._folder = folder
         self._state = folder / "state"
         # Random: nodes that are containers have equal process ids, and may share the cgroups named by this ID.
@@ -119,9 +119,9 @@ class Container:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             binds = [*self._name_files(options.limits.hostname), *options.binds]
             if not is_host():
-                binds += node_binds(edits.nodes, nodes)
-                edits, nodes = replace(edits, nodes=[]), []
-            config = runtime_config(first, root, binds, edits, options.limits, nodes)
+                binds += node_binds(edits.nodes)
+                edits = replace(edits, nodes=[])
+            config = runtime_config(first, root, binds, edits, options.limits)
             if not is_host():
                 config = without_root(config, num_owners(), self.process.user)
             self._config = config

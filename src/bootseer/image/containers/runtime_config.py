@@ -13,6 +13,7 @@ instead (`without_root`, `node_binds`).
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ _MASKED = ("/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/p
            "/proc/sched_debug", "/proc/scsi", "/sys/firmware")  # fmt: skip
 _READ_ONLY = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 _CGROUPS = "/sys/fs/cgroup"
+_DEVICE = "--device takes a device node or a folder with some, HOST[:CONTAINER[:rwm]], or VENDOR/CLASS=NAME"
 
 
 class Bind(Struct, frozen=True):
@@ -52,15 +54,11 @@ def parse_bind(text: str) -> Bind:
     return Bind(str(path), target, mode == "ro")
 
 
-def runtime_config(
-    process: Process, root: Path, binds: Sequence[Bind], edits: Edits, limits: Limits, devices: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The whole document. `devices` are paths of device nodes (`/dev/infiniband/uverbs0`) in addition to `edits`.
-
-    Raises `UsageError` for a device that does not exist, an unknown capability and a malformed CDI mount.
-    """
+def runtime_config(process: Process, root: Path, binds: Sequence[Bind], edits: Edits, limits: Limits) -> dict[str, Any]:
+    """The whole document. Raises `UsageError` for a device that does not exist, an unknown capability and a malformed
+    CDI mount."""
     capabilities = capabilities_of(limits)
-    nodes = [_node(node) for node in [*edits.nodes, *({"path": path} for path in devices)]]
+    nodes = [_node(node) for node in edits.nodes]
     env = {**process.env, **dict(word.split("=", 1) for word in edits.env)}
     own = [*map(_tmpfs, limits.tmpfs), *map(_bind, binds)]
     # Parents first: a mount on /a after one on /a/b would hide it.
@@ -141,10 +139,9 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     try:
         status = Path(host).stat()
     except (OSError, ValueError) as error:
-        raise UsageError(f"device {host} does not exist", hint="is the driver loaded?") from error
+        raise UsageError(f"device {host} does not exist", hint=f"is the driver loaded? {_DEVICE}") from error
     if not stat.S_ISCHR(status.st_mode) and not stat.S_ISBLK(status.st_mode):
-        hint = "--device takes a device node, a folder with some, or VENDOR/CLASS=NAME"
-        raise UsageError(f"{host} is not a device", hint=hint)
+        raise UsageError(f"{host} is not a device", hint=_DEVICE)
     found = {
         "path": path,
         "type": "b" if stat.S_ISBLK(status.st_mode) else "c",
@@ -174,16 +171,19 @@ def _hooks(edits: Edits) -> dict[str, list[dict[str, Any]]]:
 _FROM_HOST = {"proc": [], "sysfs": ["ro", "rro"]}
 
 
-def device_nodes(path: str) -> list[str]:
-    """The devices below a folder such as /dev/infiniband, as for docker; any other path itself."""
-    files = [f"{folder}/{name}" for folder, _, names in os.walk(path) for name in names]
-    return sorted(file for file in files if Path(file).is_char_device() or Path(file).is_block_device()) or [path]
+def device_nodes(text: str) -> list[dict[str, str]]:
+    """The nodes of a device, or of all devices below a folder such as /dev/infiniband, in the form of CDI. As for
+    docker, `text` is HOST[:CONTAINER][:rwm]."""
+    named = re.fullmatch(r"(.+):(/[^:]*?)/?(?::rwm)?", text)
+    host, place = named.groups() if named else [text.removesuffix(":rwm")] * 2
+    files = [f"{folder}/{name}" for folder, _, names in os.walk(host) for name in names]
+    found = sorted(file for file in files if Path(file).is_char_device() or Path(file).is_block_device()) or [host]
+    return [{"hostPath": file, "path": place + file.removeprefix(host)} for file in found]
 
 
-def node_binds(nodes: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> list[Bind]:
-    """Bind mounts for the device nodes of CDI files and for the paths in `devices`."""
-    found = [(str(node.get("hostPath") or node.get("path") or ""), str(node.get("path") or "")) for node in nodes]
-    return [Bind(source, target) for source, target in [*found, *((path, path) for path in devices)]]
+def node_binds(nodes: Sequence[Mapping[str, Any]]) -> list[Bind]:
+    """Bind mounts for device nodes in the form of CDI."""
+    return [Bind(str(node.get("hostPath") or node.get("path") or ""), str(node.get("path") or "")) for node in nodes]
 
 
 def is_renamed(user: User, num_owners: int) -> bool:
