@@ -171,9 +171,8 @@ def free_port() -> int:
 
 
 def make_certificate(key: Path, certificate: Path) -> None:
-    """A key and a certificate for 127.0.0.1 that signs itself."""
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    )
-    files = ["-keyout", str(key), "-out", str(certificate)]
+    """A key and a certificate for 127.0.0.1 and registry.test that signs itself."""
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:registry.test"]
+    files = [*names, "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -110,3 +112,93 @@ def test_tls_to_a_registry_without_says_what_to_write(tmp_path: Path) -> None:
         refused = pytest.raises(PermanentError, match=f"--plain-http, or BOOTSEER_PLAIN_HTTP={registry.host}")
         with refused:
             client.manifest("latest")
+
+
+@pytest.fixture
+def tunnel() -> Iterator[list[str]]:
+    """A proxy for `registry.test`: where it connects to (set by the test), its own address, and what it was asked."""
+    asked: list[str] = []
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve(client: socket.socket) -> None:
+        with client:
+            head = client.recv(65536).decode()
+            asked.append(head)
+            if "Proxy-Authorization: Basic bWU6cyBjcmV0" not in head:  # me:s cret
+                client.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
+                return
+            host, _, port = asked[0].partition(":")
+            with socket.create_connection((host, int(port))) as server:
+                client.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
+                back = threading.Thread(target=copy, args=(server, client))
+                back.start()
+                copy(client, server)
+                back.join()
+
+    def accept(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],)).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked.append(f"127.0.0.1:{listener.getsockname()[1]}")
+        thread = threading.Thread(target=accept, args=(listener,))
+        thread.start()
+        yield asked
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_registry_behind_a_proxy(
+    tmp_path: Path, certificates: Path, tunnel: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Registry(tmp_path, tls=True) as registry:
+        (certificates / "registry.test").mkdir(parents=True)
+        (certificates / "registry.test" / "ca.crt").write_bytes(registry.certificate.read_bytes())
+        monkeypatch.delenv("https_proxy", raising=False)
+        monkeypatch.setenv("HTTPS_PROXY", f"http://{tunnel[0]}")
+        tunnel[0] = registry.host
+        assert "407 Proxy Authentication Required" in str(asked("registry.test"))
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:s%20cret@{os.environ['HTTPS_PROXY'].removeprefix('http://')}")
+        assert isinstance(asked("registry.test"), NotFoundError)
+        assert tunnel[-1].startswith("CONNECT registry.test:443 ")
+        monkeypatch.setenv("HTTPS_PROXY", "127.0.0.1:1")
+        error = asked("registry.test")
+    assert isinstance(error, TransientError)
+    assert (
+        str(error) == "cannot connect to the proxy for registry.test:443 (HTTP_PROXY, HTTPS_PROXY): Connection refused"
+    )
+
+
+def test_plain_http_goes_through_a_proxy_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Registry(tmp_path) as registry, FaultProxy(registry.host) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://{proxy.host}")
+        assert isinstance(asked("registry.test", plain_http=True), NotFoundError)
+        assert {request.path for request in proxy.requests} == {"http://registry.test/v2/a/b/manifests/latest"}
+
+
+@pytest.mark.parametrize(
+    ("url", "exempt", "expected"),
+    [
+        ("https://registry.test/", "", "http://proxy:3128"),
+        ("http://registry.test/", "", ""),  # only HTTPS_PROXY is given
+        ("https://127.0.0.1:5000/", "", ""),
+        ("https://registry.test/", "localhost, .test", ""),
+        ("https://registry.test/", "REGISTRY.test:443", ""),
+        ("https://registry.test:5000/", "registry.test:443", "http://proxy:3128"),
+        ("https://registry.test/", "*.test", ""),
+        ("https://myregistry.test/", "registry.test", "http://proxy:3128"),
+        ("https://registry.test/", "*", ""),
+        ("https://10.1.2.3:5000/", "10.0.0.0/8", ""),
+        ("https://10.1.2.3:5000/", "10.2.0.0/16,fd00::/8", "http://proxy:3128"),
+        ("https://[fd00::1]:5000/", "fd00::/8", ""),
+    ],
+)
+def test_which_origins_have_a_proxy(url: str, exempt: str, expected: str) -> None:
+    env = {"HTTPS_PROXY": "proxy:3128", "NO_PROXY": exempt}
+    assert transport.proxy_of(transport.Origin.of(url), env) == expected

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import io
+import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -23,7 +25,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin
 
 import urllib3
 from msgspec import Struct
@@ -35,6 +37,7 @@ from urllib3.exceptions import (
     NameResolutionError,
     NewConnectionError,
     ProtocolError,
+    ProxyError,
     ReadTimeoutError,
     SSLError,
 )
@@ -43,6 +46,7 @@ from urllib3.util import parse_url
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.fork import in_each_process
 from bootseer.logs import logger
+from bootseer.store.open import is_loopback
 from bootseer.store.store import PIECE_BYTES
 
 _LOG = logger(__name__)
@@ -310,7 +314,8 @@ class Transport:
     def _pool(self, origin: Origin) -> urllib3.PoolManager:
         """The connection pool with the TLS settings of this origin."""
         folder = certificates(origin.host, origin.port) if origin.scheme == "https" else None
-        name = f"{origin.scheme} {folder or ''}"
+        proxy = proxy_of(origin, os.environ)
+        name = f"{origin.scheme} {folder or ''} {proxy}"
         with self._lock:
             pool = self._pools.get(name)
             if pool is None:
@@ -320,10 +325,33 @@ class Transport:
                     context.sslsocket_class = TlsSocket
                     if folder is not None:
                         _load(context, folder)
-                pool = urllib3.PoolManager(num_pools=16, maxsize=_MAX_CONNECTIONS, ssl_context=context)
+                settings: dict[str, Any] = {"num_pools": 16, "maxsize": _MAX_CONNECTIONS, "ssl_context": context}
+                if proxy:
+                    login = unquote(parse_url(proxy).auth or "")
+                    headers = urllib3.make_headers(proxy_basic_auth=login or None)
+                    pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
+                else:
+                    pool = urllib3.PoolManager(**settings)
                 pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
                 self._pools[name] = pool
             return pool
+
+
+def proxy_of(origin: Origin, env: Mapping[str, str]) -> str:
+    """The address of the proxy for an origin, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY as docker reads them; empty for
+    none, and for this machine."""
+    proxy, exempt = (env.get(name) or env.get(name.upper(), "") for name in (f"{origin.scheme}_proxy", "no_proxy"))
+    host = origin.host.strip("[]")
+    if not proxy or is_loopback(origin.host):
+        return ""
+    for item in exempt.lower().replace(",", " ").split():
+        domain = f".{item.lstrip('*.')}"
+        if item == "*" or f".{host}".endswith(domain) or f".{host}:{origin.port}".endswith(domain):
+            return ""
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host) in ipaddress.ip_network(item, strict=False):
+                return ""
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def certificates(host: str, port: int) -> Path | None:
@@ -410,6 +438,9 @@ def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
         raise TransientError(f"cannot connect to {origin}: {reason}") from error
     except ConnectTimeoutError as error:
         raise TransientError(f"cannot connect to {origin}: no answer") from error
+    except ProxyError as error:
+        reason = getattr(error.original_error.__cause__, "strerror", None) or "no answer"
+        raise TransientError(f"cannot connect to the proxy for {origin} (HTTP_PROXY, HTTPS_PROXY): {reason}") from error
     except (ReadTimeoutError, TimeoutError) as error:
         raise TransientError(f"{origin} did not answer completely within {timeout_s:.1f} s") from error
     except (HTTPError, OSError) as error:  # `SSLError` is one
