@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.artifact import mounting
 from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.hotsets import HotSets
@@ -447,9 +448,34 @@ def test_a_store_whose_client_a_fork_would_break_is_asked_by_a_child(tmp_path: P
     def refused() -> None:
         raise AccessError("the store refuses")
 
+    def misused() -> None:
+        raise UsageError("no such thing", hint="name another one")
+
     with pytest.raises(AccessError, match="the store refuses"):
         run_in_child(refused)
+    with pytest.raises(UsageError) as caught:
+        run_in_child(misused)
+    assert caught.value.hint == "name another one"
     with pytest.raises(TransientError, match="ZeroDivisionError"):
         run_in_child(lambda: 1 // 0)
     assert all(breaks_forks(f"{scheme}://a/b") for scheme in ("s3", "gs", "az", "hdfs", "viewfs"))
     assert not any(breaks_forks(uri) for uri in ("oci://h/r", "file:///folder", "/folder", None))
+
+
+def test_an_image_that_such_a_store_lacks_is_converted_by_the_start_itself(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child would be killed after minutes, and the report would not name the fallback."""
+    stages: list[str] = []
+
+    @contextmanager
+    def stage(name: str) -> Iterator[dict[str, object]]:
+        stages.append(name)
+        yield {}
+
+    monkeypatch.setattr(mounting, "breaks_forks", lambda uri: True)
+    wanted = request(node, store=str(node.folder / "store"))
+    mounted = mount_image(wanted, node.folder / "mnt", stage=stage, say=lambda line: None)
+    assert (mounted.facts["mode"], mounted.facts["reason"]) == ("fallback", f"{node.reference} is not converted")
+    mounted.close()
+    assert stages[:3] == ["store", "resolve", "fallback"]

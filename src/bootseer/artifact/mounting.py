@@ -35,6 +35,10 @@ _KEEP_S = 5.0
 _POLL_S = 0.01
 
 
+class NotInStoreError(Exception):
+    """The store does not have the artifact; the text is the reason."""
+
+
 class LazyMount(ABC):
     """A mount in the making. Call `run` while this process has one thread."""
 
@@ -44,6 +48,8 @@ class LazyMount(ABC):
     """The mount point; None: below the mount's own folder."""
     is_cached = False
     """Whether `find` used metadata of an earlier start."""
+    missing = ""
+    """Why the store does not have the artifact, if a child process has found out: then `find` does not ask it."""
 
     def __init__(self, options: MountOptions, *, lifeline: bool, stage: Stage, say: Say, show: Show) -> None:
         """`lifeline`: the daemon ends with this process."""
@@ -58,7 +64,8 @@ class LazyMount(ABC):
 
     @abstractmethod
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
-        """Find the artifact and the indexes of its block files, the lowest first."""
+        """Find the artifact and the indexes of its block files, the lowest first. `in_child`: raise `NotInStoreError`
+        instead of making it on this node, because a child process has a deadline."""
 
     def is_outdated(self) -> bool:
         """Whether the cached metadata are useless now, since the store has deleted what they name; then the next `find`
@@ -112,21 +119,26 @@ class LazyMount(ABC):
     def _find(self, store_uri: str | None) -> tuple[Subject, Sequence[Index]]:
         if breaks_forks(store_uri):
             with self.stage("store"):
-                run_in_child(self._fetch_metadata)
+                self.missing = run_in_child(self._fetch_metadata)
         return self.find()
 
     def _is_outdated(self, store_uri: str | None) -> bool:
         return bool(run_in_child(self.is_outdated)) if breaks_forks(store_uri) else self.is_outdated()
 
-    def _fetch_metadata(self) -> None:
-        """In a child process: copy all metadata that the mount needs from the store to this node."""
-        subject, _ = self.find(in_child=True)
+    def _fetch_metadata(self) -> str:
+        """In a child process: copy all metadata that the mount needs from the store to this node. Returns why the store
+        does not have the artifact."""
+        try:
+            subject, _ = self.find(in_child=True)
+        except NotInStoreError as error:
+            return str(error)
         options = self.options
         if options.workload:
             from bootseer.artifact.hotsets import HotSets
 
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
             sets.copy_to_node(options.workload)
+        return ""
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
         layers = self.layers

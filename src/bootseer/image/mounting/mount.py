@@ -112,9 +112,9 @@ class _ImageMount(LazyMount):
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
         request = self._request
         image = (
-            resolve_image(request, say=self.say)
+            resolve_image(request, say=self.say, in_child=True)
             if in_child
-            else resolve_image(request, stage=self.stage, say=self.say, show=self.show)
+            else resolve_image(request, stage=self.stage, say=self.say, show=self.show, missing=self.missing)
         )
         self._image = image
         self.is_cached = image.is_cached
@@ -228,12 +228,12 @@ class _ImageMount(LazyMount):
         from bootseer.image.unpack import unpack_layers
 
         layers = self.layers
+        if layers.lifeline:
+            user_namespace.enter()  # first: clients of object stores have threads for as long as this process lives
         layers.pull_all(f"it is mounted {reason}")
         write = partial(unpack_layers, layers.stack)
         with layers.stage("unpack"):
             tree = unpack_once(self.options.cache, [layer.index.identity for layer in layers.stack], write)
-        if layers.lifeline:
-            user_namespace.enter()
         try:
             with layers.stage("mount"):
                 self._mount_over([tree], userxattr=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.artifact.catalog import Catalog
+from bootseer.artifact.mounting import NotInStoreError
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.blocks.index import Index
@@ -52,15 +53,24 @@ class ResolvedImage(Struct, frozen=True):
 
 
 def resolve_image(
-    request: Request, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress
+    request: Request,
+    *,
+    stage: Stage = lambda name: nullcontext({}),
+    say: Say,
+    show: Show = no_progress,
+    missing: str = "",
+    in_child: bool = False,
 ) -> ResolvedImage:
     """Find the converted image, or convert it on this node. Raises `UsageError` if it is missing or `fallback` forbids
-    a conversion, `SignatureError` if a required signature is missing, and the errors of the source and the store."""
+    a conversion, `SignatureError` if a required signature is missing, and the errors of the source and the store.
+    `missing`, `in_child`: see `LazyMount`."""
     metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
-    reason = ""
+    reason = missing
     with stage("resolve"):
-        store = None if request.store is None else open_store(request.store, plain_http=request.plain_http)
+        store = None
+        if request.store is not None and not missing:
+            store = open_store(request.store, plain_http=request.plain_http)
         try:
             document, uri = _document(request, metadata, local_uri, store)
         except SignatureError as error:
@@ -75,6 +85,8 @@ def resolve_image(
     if document is None:
         _check_may_pull(request, reason or f"{request.reference} is not converted, so it has no signature")
         reason = reason or f"{request.reference} is not converted"
+        if in_child:
+            raise NotInStoreError(reason)
         if request.fallback != "convert":
             how = f"{request.reference} {request.store or 'DST'}{' --plain-http' if request.plain_http else ''}"
             named = (
