@@ -148,7 +148,14 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--rw")
     (target / "new").write_text("x")
+    second, third = node.folder / "second", node.folder / "third"
+    bootseer("image", "mount", node.reference, str(second), "--rw")
+    kernel.unmount(second)  # as umount does: its changes are deleted with the next mount
+    bootseer("image", "mount", node.reference, str(third), "--rw")
+    assert (target / "new").read_text() == "x"
+    assert len(list((node.cache / "containers").iterdir())) == 2
     bootseer("image", "umount", str(target))
+    bootseer("image", "umount", str(third))
     assert list((node.cache / "containers").iterdir()) == []
 
 
@@ -223,6 +230,7 @@ def test_interrupted_a_conversion_ends_at_once_and_publishes_nothing(node: Node,
         (("image", "run", "127.0.0.1:1/a:1", "--shm-size", "big"), "8g"),
         (("image", "convert", "127.0.0.1:1/a:1", "--layer-limit", "files=7"), "unpacked_bytes"),
         (("image", "mount", "127.0.0.1:1/a:1", "/mnt/x", "--layer-limit", "members=x"), "8g"),
+        (("image", "mount", "127.0.0.1:1/a:1", "/proc/self"), "name a folder to mount on: /proc/"),
         (("image", "run", "127.0.0.1:1/a:1", "--layer-limit", "text_bytes=big"), "8g"),
         *(
             ((*verb, "--" + option.partition(" ")[0], option.partition(" ")[2], "--", "true"), hint)

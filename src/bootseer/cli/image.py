@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,20 +134,23 @@ def mount_command(
     bootseer image mount registry:5000/team/train:7 /mnt/train
     bootseer image umount /mnt/train
     """
-    from bootseer.artifact.places import containers_folder, own_folder
+    from bootseer.artifact.owned_folder import OwnedFolder
+    from bootseer.artifact.places import containers_folder
     from bootseer.image.mounting.mount import mount_image
+    from bootseer.image.mounting.mounted import check_unused
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
     from bootseer.mounts import kernel
 
     if kernel.is_mount(folder.absolute()):  # first: one whose daemon is dead has no attributes
         raise UsageError(f"{folder}: already a mount point", hint=f"bootseer image umount {folder}")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: not a folder", hint="name a folder to mount on")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"{folder}: not a folder", hint=f"name a folder to mount on: {os.path.realpath(folder)}")
     asked = request(reference, {**values, "workload": workload})
     changes = None
     if writable:
-        changes = Path(tempfile.mkdtemp(prefix="mount-", dir=own_folder(containers_folder(asked.cache))))
+        # Also deletes those of mounts that ended with a reboot, or were unmounted by another program.
+        changes = OwnedFolder.made(containers_folder(asked.cache), "mount-", partial(check_unused, _runtime())).path
     with interruptible():
         mounted = mount_image(asked, folder.absolute(), writable=changes, suid=suid, say=say, show=shown)
     facts = mounted.facts

@@ -206,8 +206,8 @@ def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
         if state is None or record.health(state) != "daemon dead":
             raise UsageError(f"{target}: something is mounted there", hint=f"bootseer ckpt umount {target}")
         MountedCheckpoint(record, state).unmount()
-    if target.exists() and not target.is_dir():
-        raise UsageError(f"{target}: not a folder", hint="name a folder to mount on")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise UsageError(f"{target}: not a folder", hint=f"name a folder to mount on: {os.path.realpath(target)}")
     # The daemon would access its own mount, and deadlock.
     place = request.uri.removeprefix("file://")
     if "://" not in place and _lies_in(target, place):

@@ -97,6 +97,12 @@ def _delete_changes(state: MountState) -> None:
         shutil.rmtree(changes, ignore_errors=True)
 
 
+def check_unused(runtime: Runtime, changes: Path) -> None:
+    """Raise `OSError` if a mount writes its changes to this folder."""
+    if any(state.details.get(CHANGES) == str(changes) and runtime.health(state) != "gone" for state in runtime.all()):
+        raise FileExistsError(changes)
+
+
 def find_mount(runtime: Runtime, target: Path) -> MountState:
     """The record of the mount at `target`. Raises `UsageError` if there is none."""
     state = runtime.find(target)
