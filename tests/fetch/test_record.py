@@ -60,17 +60,6 @@ def test_needs_come_back_with_their_times_until_training_began(path, clock):
     )
 
 
-def test_needs_after_the_window_are_not_recorded(path, clock):
-    writer = RecordWriter(path, started_s=0, window_s=10, clock=clock)
-    clock.now += 9
-    writer.need(FILE, 1, Availability.MISSING)
-    clock.now += 2
-    writer.need(FILE, 2, Availability.MISSING)
-    writer.close()
-    assert [need.block for need in read_record(path).needs] == [1]
-    assert read_record(path).duration_ms == 10_000
-
-
 def test_needs_reach_the_file_by_themselves(path):
     writer = RecordWriter(path, started_s=0)
     writer.need(FILE, 3, Availability.MISSING)

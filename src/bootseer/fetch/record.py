@@ -20,8 +20,6 @@ from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch.hotset import MAX_BLOCK, MAX_MS, MAX_NEEDS, Availability, Need, Record
 
 SCHEMA = "bootseer.record/1"
-WINDOW_S = 600.0
-"""Needs after this time belong to no startup; usually `end` is called much earlier."""
 _FLUSH_S = 1.0
 _CLOSE_S = 10.0
 _MAX_LINE = 256
@@ -29,14 +27,13 @@ _MAX_FILES = 4096
 
 
 class RecordWriter:
-    """Writes the record of one startup, until `end` or `close`, at most for `window_s`."""
+    """Writes the record of one startup, until `end` or `close`."""
 
     def __init__(
         self,
         path: Path,
         *,
         started_s: float,
-        window_s: float = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[Path], None] = lambda path: None,
     ) -> None:
@@ -46,7 +43,6 @@ class RecordWriter:
         """
         self._path = path
         self._on_finished = on_finished
-        self._window_s = window_s
         self._clock = clock
         self._begin = clock()
         self._files: dict[str, int] = {}
@@ -65,7 +61,7 @@ class RecordWriter:
         """A reader needed a block of the file with this identity for the first time."""
         passed_s = self._clock() - self._begin
         with self._changed:
-            if self._ended or passed_s > self._window_s or self._num_needs >= MAX_NEEDS:
+            if self._ended or self._num_needs >= MAX_NEEDS:
                 return
             number = self._files.get(file)
             if number is None:
@@ -84,8 +80,7 @@ class RecordWriter:
             if self._ended:
                 return
             self._ended = True
-            passed_s = min(self._clock() - self._begin, self._window_s)
-            self._append({"end_ms": int(passed_s * 1000)})
+            self._append({"end_ms": int((self._clock() - self._begin) * 1000)})
             self._changed.notify()
 
     def close(self) -> None:

@@ -195,6 +195,8 @@ def test_mounting_over_a_mount_or_a_file_or_into_the_place_is_refused(
     assert start()["kind"] == "UsageError"
     (tmp_path / "file").write_text("x")
     assert "not a folder" in start(target=tmp_path / "file")["error"]
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    assert "not a folder" in start(target=tmp_path / "link")["error"]
     assert "lies in" in start(target=tmp_path / "place/inside")["error"]
     own = tmp_path / "own"
     (own / "place").mkdir(parents=True)
