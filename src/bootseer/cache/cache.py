@@ -93,11 +93,7 @@ class Cache:
         return sorted((one for one in found if one), key=lambda one: one.last_use_ns, reverse=True)
 
     def verify(
-        self,
-        identities: Iterable[str] | None = None,
-        *,
-        threads: int = 2,
-        progress: Callable[[str, int, int], None] | None = None,
+        self, *, threads: int = 2, progress: Callable[[str, int, int], None] | None = None
     ) -> dict[str, list[int]]:
         """Verify the digests of all blocks here and drop wrong ones; returns the dropped blocks by identity.
 
@@ -105,10 +101,7 @@ class Cache:
         they are replaced at their next use.
         """
         dropped = {}
-        chosen = None if identities is None else set(identities)
         for path in self._paths():
-            if chosen is not None and path.name not in chosen:
-                continue
             with contextlib.suppress(Damaged):
                 cached = self._open(entries.read_index_of(path))
                 with contextlib.closing(cached):

@@ -12,7 +12,6 @@ checks that they still exist before it publishes.
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -32,22 +31,21 @@ from bootseer.errors import BootseerError, NotFoundError, UsageError
 from bootseer.image.conversion import layer_document
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.sources.manifest import check_document
-from bootseer.store.store import Store
+from bootseer.store.store import Store, is_content_name
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
 _SILENT_S = 3600.0
 """Age of a lease after which its conversion counts as dead. Generous, because it compares two nodes' clocks."""
 
 
 def _check_digest(digest: str) -> None:
-    if not _DIGEST.fullmatch(digest):
+    if not is_content_name(digest):
         raise UsageError(f"{digest[:80]!r} is not a digest", hint="use sha256: and 64 hexadecimal digits")
 
 
 def _digest_in(name: str) -> str:
     digest = name.removeprefix(_FOLDER).replace("-", ":", 1)
-    return digest if _DIGEST.fullmatch(digest) else ""
+    return digest if is_content_name(digest) else ""
 
 
 def _parse(data: bytes) -> ImageDocument:

@@ -20,12 +20,9 @@ from enum import Enum
 from msgspec import Struct
 
 from bootseer.errors import UsageError
-from bootseer.store.addresses import shown
+from bootseer.store.addresses import HOST, REPOSITORY, TAG, shown
+from bootseer.store.store import is_content_name
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:\d{1,5})?")
-_REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MAX = 4096
 _FORMS = "use host/repository:tag, oci:FOLDER, docker-archive:FILE or dir:FOLDER"
 
@@ -97,7 +94,7 @@ def store_uri(reference: Reference, given: str | None) -> str | None:
 
 
 def _parse_any(text: str) -> Reference:
-    if _DIGEST.fullmatch(text):
+    if is_content_name(text):
         return Reference(SourceKind.CONVERTED, digest=text)
     if text.endswith((".sqsh", ".squashfs")):
         raise UsageError(
@@ -121,22 +118,22 @@ def _parse_any(text: str) -> Reference:
 
 def _in_registry(text: str) -> Reference:
     name, at, digest = text.replace("#", "/", 1).partition("@")
-    if at and not _DIGEST.fullmatch(digest):
+    if at and not is_content_name(digest):
         raise UsageError(
             f"{shown(text)!r}: the text after @ is not a digest", hint="use sha256: and 64 hexadecimal digits"
         )
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"
-    if not slash or not named or not _HOST.fullmatch(host):
-        printable = _REPOSITORY.match(name) and not at  # text before an @ may be a password
+    if not slash or not named or not HOST.fullmatch(host):
+        printable = REPOSITORY.match(name) and not at  # text before an @ may be a password
         hint = f"there is no default registry: use registry.example:5000/{name}; or " if printable else ""
         raise UsageError(f"{shown(text)!r} names no registry", hint=hint + _FORMS)
     repository, colon, tag = path.partition(":")
-    if not _REPOSITORY.fullmatch(repository) or len(repository) > 255:
+    if not REPOSITORY.fullmatch(repository) or len(repository) > 255:
         raise UsageError(
             f"{shown(text)!r}: {repository!r} is not a repository", hint="use lower case, digits, . _ - and /"
         )
-    if colon and not _TAG.fullmatch(tag):
+    if colon and not TAG.fullmatch(tag):
         raise UsageError(f"{shown(text)!r}: {tag!r} is not a tag", hint="use letters, digits, . _ and -")
     if not colon and not digest:
         tag = "latest"
@@ -148,7 +145,7 @@ def _in_registry(text: str) -> Reference:
 def _split_tag(text: str) -> tuple[str, str]:
     """Split a folder from the tag after its last colon, if that text is a valid tag."""
     path, colon, tag = text.rpartition(":")
-    return (path, tag) if colon and path and _TAG.fullmatch(tag) else (text, "")
+    return (path, tag) if colon and path and TAG.fullmatch(tag) else (text, "")
 
 
 def _path(path: str, text: str) -> str:

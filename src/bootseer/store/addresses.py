@@ -1,4 +1,5 @@
-"""Addresses without credentials: user names, passwords, tokens in queries and in conda's paths.
+"""The form of names in registries, and addresses without credentials: user names, passwords, tokens in queries and in
+conda's paths.
 
 A cache key must not contain a token or change when one is renewed; errors and containers must not contain one either.
 Applied wherever an address enters a key, a message or a container. Decides and touches nothing.
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import re
 
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:\d{1,5})?")
+REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
+TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 # In `ssh://git@host` and `git+ssh://git@host` the user is part of the address; a password never is.
 _USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/\s'\"]*)@(?=[^/\s@])")
 _PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")

@@ -35,6 +35,7 @@ from bootseer.errors import (
     TransientError,
     UsageError,
 )
+from bootseer.store.addresses import HOST, REPOSITORY, TAG
 from bootseer.store.store import check_range, is_content_name, upload_ended
 from bootseer.store.tokens import Authorizer, find_credentials
 from bootseer.store.transport import Answer, Origin, Transport, join
@@ -150,9 +151,6 @@ MANIFEST_TYPES = (
     "application/vnd.docker.distribution.manifest.list.v2+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:\d{1,5})?")
-_REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SERVERS = {"docker.io": "registry-1.docker.io"}
 """Registries whose server has another name than their images: docker.io itself redirects to a web site."""
 _NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="?next"?')
@@ -173,9 +171,9 @@ class Registry:
     """One repository of one registry. `host` is `name[:port]`; `plain_http` sends everything unencrypted."""
 
     def __init__(self, host: str, repository: str, *, plain_http: bool = False) -> None:
-        if not _HOST.fullmatch(host):
+        if not HOST.fullmatch(host):
             raise UsageError(f"{host[:200]!r} is not the name of a registry", hint="use host or host:port")
-        if len(repository) > 255 or not _REPOSITORY.fullmatch(repository):
+        if len(repository) > 255 or not REPOSITORY.fullmatch(repository):
             raise UsageError(
                 f"{repository[:255]!r} is not a repository", hint="use lower case, digits, . _ - and /, without a tag"
             )
@@ -288,7 +286,7 @@ class Registry:
             document = parse_object(answer.body(2 * MAX_MANIFEST_BYTES), f"{self}: the list of tags")
             tags = document.get("tags")  # null when there are none
             yield from (
-                tag for tag in (tags if isinstance(tags, list) else ()) if isinstance(tag, str) and _TAG.fullmatch(tag)
+                tag for tag in (tags if isinstance(tags, list) else ()) if isinstance(tag, str) and TAG.fullmatch(tag)
             )
             following = _NEXT.search(answer.headers.get("Link", ""))
             if following is None:
@@ -421,7 +419,7 @@ def parse_object(data: bytes, operation: str) -> dict[str, Any]:
 
 
 def _checked_reference(reference: str) -> str:
-    if not (is_content_name(reference) or _TAG.fullmatch(reference)):
+    if not (is_content_name(reference) or TAG.fullmatch(reference)):
         raise UsageError(f"{reference[:200]!r} is neither a tag nor a digest", hint="use sha256: or a tag")
     return reference
 

@@ -23,11 +23,11 @@ from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.store.registry import Registry
+from bootseer.store.store import is_content_name
 
 _SCHEMA = "bootseer.watch/1"
 _OWN_TAGS = re.compile(r"bootseer-|sha(256|512)-[0-9a-f]{64}")
 """Tags of BootSeer's objects, lists of referrers and signatures: not user images."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _THREADS = 8
 _PAUSE_S, _MAX_PAUSE_S = 60.0, 3600.0
 
@@ -116,7 +116,7 @@ def _read(state: Path) -> set[str]:
     hint = "remove it: all images are then checked again; converted layers are reused"
     try:
         document = json.loads(state.read_bytes())
-        if document["schema"] == _SCHEMA and all(map(_DIGEST.fullmatch, document["converted"])):
+        if document["schema"] == _SCHEMA and all(map(is_content_name, document["converted"])):
             return set(document["converted"])
     except FileNotFoundError:
         return set()

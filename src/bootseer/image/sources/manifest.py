@@ -16,10 +16,10 @@ from msgspec import Struct
 from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, ImageDocument
+from bootseer.store.store import is_content_name
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_LAYER_BYTES = 1 << 42
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -140,7 +140,7 @@ def read_diff_ids(config: Mapping[str, object], layers: int | None, where: str) 
     if not isinstance(found, list) or len(found) != (len(found) if layers is None else layers):
         raise CorruptError(f"{where}: the configuration does not name the {layers or ''} layers of the manifest")
     for diff_id in found:
-        if not isinstance(diff_id, str) or not _DIGEST.fullmatch(diff_id):
+        if not isinstance(diff_id, str) or not is_content_name(diff_id):
             raise CorruptError(f"{where}: the configuration has a diff_id that is not a sha256 digest")
     return tuple(found)
 
@@ -214,7 +214,7 @@ def _descriptor(row: object, where: str, limit: int) -> Descriptor:
     if not isinstance(row, dict):
         raise CorruptError(f"{where}: the descriptor is missing")
     digest, size, media_type = row.get("digest"), row.get("size"), row.get("mediaType", "")
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+    if not isinstance(digest, str) or not is_content_name(digest):
         raise PermanentError(f"{where}: {str(digest)[:100]!r} is not a sha256 digest")
     if type(size) is not int or not 0 <= size <= limit or not isinstance(media_type, str):
         raise CorruptError(f"{where}: its descriptor has no valid size")
