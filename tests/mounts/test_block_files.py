@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -121,6 +122,17 @@ def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: ServedFile, s
     (place / "store").mkdir()
     second = shown.show(BlockFileService((stored,), place / "cache", rest=False))
     assert (second.target / "layer").read_bytes() == image
+
+
+def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored: ServedFile, shown: Shown) -> None:
+    """The log lies in memory, and would get a line every half minute."""
+    session = shown.show(BlockFileService((stored,), place / "cache", rest=False))
+    shutil.rmtree(place / "cache")
+    assert (session.target / "layer").read_bytes() == (place / "image").read_bytes()
+    for _ in range(3):
+        shown.served[0].source._sync()  # type: ignore[attr-defined]
+    (line,) = shown.said
+    assert "No such file" in line
 
 
 def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(

@@ -80,7 +80,7 @@ def show_command(folder: Path | None, output: Output) -> None:
     output(
         {"folder": str(cache.root), "disk_bytes": total, "files": files},
         rows,
-        f"{plural(len(entries), 'file')}, {format_bytes(total)} in {cache.root}",
+        f"{plural(len(entries), 'file')}, {format_bytes(total)} in {_root(folder)}",
     )
 
 
@@ -126,7 +126,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
         # Layers that are kept mounted for the next start would keep their files in use.
         runtime = Runtime(runtime_root(os.environ, os.getuid()))
         unmount_idle(runtime, cache, idle_s=0)
-        delete_idle_trees(cache.root.parent, runtime, idle_s=0)
+        delete_idle_trees(_root(folder), runtime, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
     steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]
     kept = f", {plural(len(pruned.in_use), 'file')} in use" if pruned.in_use else ""
@@ -145,12 +145,18 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
 
 
 def _cache(folder: Path | None) -> Cache:
-    from bootseer.artifact.places import blocks_folder, cache_root
+    from bootseer.artifact.places import blocks_folder
     from bootseer.cache.cache import Cache
 
     if folder is not None and not folder.is_dir():
         raise UsageError(f"{folder}: no such folder", hint="name the folder of a cache")
-    return Cache(blocks_folder(folder or cache_root(os.environ, os.getuid())))
+    return Cache(blocks_folder(_root(folder)))
+
+
+def _root(folder: Path | None) -> Path:
+    from bootseer.artifact.places import cache_root
+
+    return folder or cache_root(os.environ, os.getuid())
 
 
 def _state(damaged: bool, in_use: bool, trusted: bool) -> str:

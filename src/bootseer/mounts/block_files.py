@@ -97,6 +97,8 @@ class _OpenBlockFiles:
         self._identities = [file.index.identity for file in spec.files]
         self._cached: list[CachedFile] = []
         self._stores: dict[tuple[str, bool], Store] = {}
+        self._unsynced = ""
+        """Why the cache could not be synced last."""
         self.recorder: RecordWriter | None = None
         if spec.record is not None:
             on_record = spec.on_record or (lambda path: None)
@@ -178,8 +180,11 @@ class _OpenBlockFiles:
             self.recorder.need(self._identities[file], block, found)
 
     def _sync(self) -> None:
+        before, self._unsynced = self._unsynced, ""
         for cached in self._cached:
             try:
                 cached.sync()
             except BootseerError as error:
-                self._on_error(str(error))
+                self._unsynced = str(error)
+        if self._unsynced not in ("", before):  # not each time: the log of a mount that lasts weeks is in memory
+            self._on_error(self._unsynced)
