@@ -148,6 +148,12 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--rw")
     (target / "new").write_text("x")
+    with (target / "new").open():
+        assert "fuser -vm" in bootseer("image", "umount", str(target), code=1).stderr
+        bootseer("image", "umount", str(target), "--force")
+    assert not kernel.is_mount(target)
+    bootseer("image", "mount", node.reference, str(target), "--rw")
+    (target / "new").write_text("x")
     second, third = node.folder / "second", node.folder / "third"
     bootseer("image", "mount", node.reference, str(second), "--rw")
     kernel.unmount(second)  # as umount does: its changes are deleted with the next mount

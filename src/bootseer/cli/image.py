@@ -160,13 +160,14 @@ def mount_command(
 
 @click.command("umount")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-def umount_command(folder: Path) -> None:
+@click.option("--force", is_flag=True, help="Unmount while in use; programs that use it get I/O errors.")
+def umount_command(folder: Path, force: bool) -> None:
     """Unmount DIR, end its daemon and discard changes. Fetched blocks stay in the cache."""
     from bootseer.artifact.places import cache_root
     from bootseer.image.mounting.mounted import find_mount, unmount_recorded
 
     runtime = _runtime()
-    unmount_recorded(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()))
+    unmount_recorded(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()), force=force)
 
 
 @click.command("list")

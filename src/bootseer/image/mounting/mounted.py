@@ -50,14 +50,14 @@ class MountedImage(MountHandle):
             _delete_changes(self._state)
 
 
-def unmount_recorded(runtime: Runtime, state: MountState, cache: Path) -> None:
+def unmount_recorded(runtime: Runtime, state: MountState, cache: Path, *, force: bool = False) -> None:
     """Unmount, then delete the changes, but only in this cache: the record could name any folder.
 
     Raises `UsageError` if it was unmounted before, after the removal of what is left of it. The record of a mount stays
     until its daemon ends, which serves copies of the mount in other mount namespaces.
     """
     is_gone = runtime.health(state) == "gone"
-    unmount(runtime, state)
+    unmount(runtime, state, force=force)
     containers = own_folder(containers_folder(cache), make=False)
     if containers in Path(os.path.normpath(state.details.get(CHANGES, ""))).parents:
         _delete_changes(state)
