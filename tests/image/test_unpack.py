@@ -15,7 +15,7 @@ from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
-from bootseer.errors import CorruptError, UsageError
+from bootseer.errors import CorruptError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
@@ -23,7 +23,6 @@ from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
 from erofs_images import needs_root
 from oci_images import device, directory, file, hard_link, layer, symlink, write_layout
-from stored import open_merged
 
 LAYERS = [
     layer(
@@ -74,14 +73,6 @@ def test_anybody_gets_the_files_if_not_their_owners(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["d", "hard", "link", "sparse"]
     assert os.listxattr(tmp_path / "out" / "hard") == ["user.a"]
     assert (tmp_path / "out" / "sparse").stat().st_blocks == 0
-
-
-def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
-    write_layout(tmp_path / "layout", [layer(file("f"))])
-    store = open_store(str(tmp_path / "store"))
-    document = convert(open_source(parse_reference(f"oci:{tmp_path}/layout")), store)
-    with pytest.raises(UsageError, match="not empty"):
-        unpack(open_merged(document, store), tmp_path)
 
 
 def test_a_directory_with_two_names_is_corrupt(tmp_path: Path) -> None:

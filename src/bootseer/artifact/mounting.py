@@ -24,7 +24,7 @@ from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.io.files import lines_of
 from bootseer.mounts.control import LOG
 from bootseer.mounts.method import MountMethod
@@ -33,10 +33,6 @@ from bootseer.mounts.state import MountState, Runtime
 
 _KEEP_S = 5.0
 _POLL_S = 0.01
-
-
-class NotInStoreError(Exception):
-    """The store does not have the artifact; the text is the reason."""
 
 
 class LazyMount(ABC):
@@ -64,7 +60,7 @@ class LazyMount(ABC):
 
     @abstractmethod
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
-        """Find the artifact and the indexes of its block files, the lowest first. `in_child`: raise `NotInStoreError`
+        """Find the artifact and the indexes of its block files, the lowest first. `in_child`: raise `NotFoundError`
         instead of making it on this node, because a child process has a deadline."""
 
     def is_outdated(self) -> bool:
@@ -119,26 +115,24 @@ class LazyMount(ABC):
     def _find(self, store_uri: str | None) -> tuple[Subject, Sequence[Index]]:
         if breaks_forks(store_uri):
             with self.stage("store"):
-                self.missing = run_in_child(self._fetch_metadata)
+                try:
+                    run_in_child(self._fetch_metadata)
+                except NotFoundError as error:
+                    self.missing = str(error)
         return self.find()
 
     def _is_outdated(self, store_uri: str | None) -> bool:
         return bool(run_in_child(self.is_outdated)) if breaks_forks(store_uri) else self.is_outdated()
 
-    def _fetch_metadata(self) -> str:
-        """In a child process: copy all metadata that the mount needs from the store to this node. Returns why the store
-        does not have the artifact."""
-        try:
-            subject, _ = self.find(in_child=True)
-        except NotInStoreError as error:
-            return str(error)
+    def _fetch_metadata(self) -> None:
+        """In a child process: copy all metadata that the mount needs from the store to this node."""
+        subject, _ = self.find(in_child=True)
         options = self.options
         if options.workload:
             from bootseer.artifact.hotsets import HotSets
 
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
             sets.copy_to_node(options.workload)
-        return ""
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
         layers = self.layers

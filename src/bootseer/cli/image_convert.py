@@ -135,7 +135,7 @@ def convert_command(
 
 def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, object], str]:
     """Convert one image; the result as JSON and as a line of text."""
-    from bootseer.image.conversion.convert import all_layers, convert
+    from bootseer.image.conversion.convert import convert
     from bootseer.image.sources.open import open_source
     from bootseer.store.open import open_store
 
@@ -143,7 +143,7 @@ def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, objec
     with Progress("converting") as progress:
         opened = open_source(reference, platform=settings.platform, plain_http=settings.plain_http)
         layers = plural(len(opened.layers) or 1, "layer")
-        report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
+        report = lambda done, total: progress.show_bytes(done, total, layers)  # noqa: E731
         with closing(opened), closing(open_store(settings.uri, plain_http=settings.plain_http)) as store:
             document = convert(opened, store, progress=report, jobs=settings.jobs, options=settings.options)
     took_s = time.monotonic() - began_s

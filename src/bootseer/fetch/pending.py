@@ -47,9 +47,6 @@ class PendingReads:
         self._reads: dict[PendingRead, None] = {}
         self._by_block: dict[Key, list[PendingRead]] = {}
 
-    def __len__(self) -> int:
-        return len(self._reads)
-
     def wait(self, read: PendingRead, blocks: Iterable[int]) -> None:
         """Add a read, or add it again for blocks that were cached and are not any more."""
         self._reads[read] = None

@@ -10,25 +10,17 @@ from bootseer.artifact.unpacked import TreeFile, write_tree
 from bootseer.cache.cached_file import CachedFile
 from bootseer.erofs.merged import Layer, MergedLayers, Node, is_mark, unescape_xattr
 from bootseer.erofs.reader import ErofsReader
-from bootseer.errors import CorruptError, PermanentError, UsageError, os_errors_as
+from bootseer.errors import CorruptError
 
 
 def unpack_layers(stack: Sequence[CachedFile], folder: Path) -> None:
-    """Unpack layers whose blocks are all cached on this node. Raises as `unpack` does."""
+    """Unpack layers whose blocks are all cached on this node. Raises as `write_tree` does."""
     unpack(MergedLayers([Layer(ErofsReader(layer.read), layer.index.identity) for layer in stack]), folder)
 
 
 def unpack(tree: MergedLayers, folder: Path) -> None:
-    """Write the tree to an empty folder, which is created if missing; see `write_tree`.
-
-    Raises `UsageError` if the folder is not empty.
-    """
-    if tree.root is None:
-        raise UsageError("an image without layers", hint="convert it again")
-    with os_errors_as(PermanentError, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if next(folder.iterdir(), None) is not None:
-            raise UsageError(f"{folder} is not empty", hint="name a new folder")
+    """Write the tree to an empty folder, which is created if missing; see `write_tree`."""
+    assert tree.root is not None  # noqa: S101 - an image has layers
     write_tree(_files(tree.root), folder, _visible_xattrs)
 
 

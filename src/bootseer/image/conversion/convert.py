@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import CancelledError as FutureCancelledError
 from pathlib import Path
@@ -35,8 +35,6 @@ from bootseer.io.memory import keep_freed_memory
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
-Progress = Callable[[int, int, int], None]
-"""Called by any thread with a layer's number (0 is the lowest), its source bytes done, and in all (0: unknown)."""
 _MAX_JOBS = 8
 _THREADS_PER_JOB = 4
 """Limits the layers that wait for lower ones: they are no jobs meanwhile, but each keeps an upload open."""
@@ -48,27 +46,26 @@ def convert(
     source: ImageSource,
     store: Store,
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback = lambda done, total: None,
     jobs: int | None = None,
     options: ConvertOptions | None = None,
 ) -> ImageDocument:
     """Convert the image of `source` into `store`, and publish its document there.
 
-    `jobs` is the number of layers converted at once (default: two per processor, at most eight). Layers already in the
-    store are reused; with signing keys in `options`, only signed ones. Raises `CorruptError`, `PermanentError` and the
-    store's errors; then nothing was published under the image's name.
+    `progress` gets bytes of the source. `jobs` is the number of layers converted at once (default: two per processor,
+    at most eight). Layers already in the store are reused; with signing keys in `options`, only signed ones. Raises
+    `CorruptError`, `PermanentError` and the store's errors; then nothing was published under the image's name.
     """
     keep_freed_memory()
     options = options or ConvertOptions()
-    report = progress or (lambda layer, done, total: None)
     with converting(store, source.digest, socket.gethostname()):
         if source.folder is not None:
-            document = _convert_folder(source, source.folder, store, options, report)
+            document = _convert_folder(source, source.folder, store, options, progress)
         else:
             # A layer's thread often waits, for its source or the store's disk. With one layer per processor a third of
             # two processors was idle.
             jobs = jobs or min(_MAX_JOBS, 2 * len(os.sched_getaffinity(0)))
-            layers = _Conversion(source, store, options, report, jobs).run()
+            layers = _Conversion(source, store, options, progress, jobs).run()
             assembled = _assemble(source, store, options, layers)
             document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
         subject = source.digest if source.location and source.location == store.uri else None
@@ -76,28 +73,18 @@ def convert(
     return document
 
 
-def all_layers(source: ImageSource, on_progress: ProgressCallback) -> Progress:
-    """A `Progress` that reports the sum over all layers, in bytes, to `on_progress`."""
-    sizes = {number: layer.size_bytes for number, layer in enumerate(source.layers)}
-    done: dict[int, int] = {}
-    lock = threading.Lock()
-
-    def progress(layer: int, so_far: int, of: int) -> None:
-        with lock:
-            done[layer], sizes[layer] = so_far, of
-            on_progress(sum(done.values()), sum(sizes.values()))
-
-    return progress
-
-
 class _Conversion:
     """The conversion of all layers of one image."""
 
-    def __init__(self, source: ImageSource, store: Store, options: ConvertOptions, report: Progress, jobs: int) -> None:
+    def __init__(
+        self, source: ImageSource, store: Store, options: ConvertOptions, progress: ProgressCallback, jobs: int
+    ) -> None:
         self._source = source
         self._store = store
         self._options = options
-        self._report = report
+        self._progress = progress
+        self._done = [0] * len(source.layers)
+        self._progress_lock = threading.Lock()
         self._results: list[Future[ConvertedLayer]] = []
         self._num_threads = _THREADS_PER_JOB * jobs
         self._working = threading.Semaphore(jobs)
@@ -127,7 +114,9 @@ class _Conversion:
         def progress(done: int) -> None:
             if self._stop.is_set():
                 raise CancelledError(f"{self._source.name}: cancelled")
-            self._report(number, done, layer.size_bytes)
+            with self._progress_lock:
+                self._done[number] = done
+                self._progress(sum(self._done), sum(each.size_bytes for each in self._source.layers))
 
         where = f"{self._source.name}, layer {number + 1} of {len(self._source.layers)}"
         lower = (lambda: self._lower(number)) if number else None
@@ -191,13 +180,13 @@ def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> Bloc
 
 
 def _convert_folder(
-    source: ImageSource, folder: Path, store: Store, options: ConvertOptions, report: Progress
+    source: ImageSource, folder: Path, store: Store, options: ConvertOptions, progress: ProgressCallback
 ) -> ImageDocument:
     """Convert a folder. Its digest is computed from the result."""
     with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
         writer = ErofsWriter(blocks)
-        write_folder(writer, folder, lambda done: report(0, done, 0))
+        write_folder(writer, folder, lambda done: progress(done, 0))
         file = blocks.finish(writer.finish())
-    report(0, file.size_bytes, file.size_bytes)
+    progress(file.size_bytes, file.size_bytes)
     digest = folder_digest(source.config, file.identity)
     return ImageDocument(digest, b"", source.config_data, (LayerFile("", "", file),))

@@ -15,7 +15,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.artifact.catalog import Catalog
-from bootseer.artifact.mounting import NotInStoreError
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.blocks.index import Index
@@ -68,9 +67,8 @@ def resolve_image(
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
     reason = missing
     with stage("resolve"):
-        store = None
-        if request.store is not None and not missing:
-            store = open_store(request.store, plain_http=request.plain_http)
+        asked = None if missing else request.store
+        store = None if asked is None else open_store(asked, plain_http=request.plain_http)
         try:
             document, uri = _document(request, metadata, local_uri, store)
         except SignatureError as error:
@@ -86,7 +84,7 @@ def resolve_image(
         _check_may_pull(request, reason or f"{request.reference} is not converted, so it has no signature")
         reason = reason or f"{request.reference} is not converted"
         if in_child:
-            raise NotInStoreError(reason)
+            raise NotFoundError(reason)
         if request.fallback != "convert":
             how = f"{request.reference} {request.store or 'DST'}{' --plain-http' if request.plain_http else ''}"
             named = (
@@ -198,7 +196,7 @@ def _find_converted(
 
 
 def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument:
-    from bootseer.image.conversion.convert import all_layers, convert  # few starts need it
+    from bootseer.image.conversion.convert import convert  # few starts need it
     from bootseer.image.conversion.layer import LayerLimits
     from bootseer.image.conversion.layer_job import ConvertOptions
 
@@ -208,7 +206,7 @@ def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument
         show(f"converting {request.reference}", "bytes") as on_progress,
     ):
         options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
-        return convert(source, store, progress=all_layers(source, on_progress), options=options)
+        return convert(source, store, progress=on_progress, options=options)
 
 
 def _source_digest(request: Request) -> str:
