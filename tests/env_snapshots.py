@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bootseer.artifact.objects import read_all
-from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.artifact.objects import read_all, read_index
+from bootseer.blocks.block_file import BlockFile
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.manifest import Manifest

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import zstandard
 
-from bootseer.artifact.objects import read_all
-from bootseer.blocks.block_file import read_index
+from bootseer.artifact.objects import read_all, read_index
 from bootseer.env.document import EnvironmentDocument
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.image.block_reader import BlockReader, open_layer

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.artifact.objects import read_index
 from bootseer.blocks import codec
-from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import PermanentError, TransientError, UsageError
 

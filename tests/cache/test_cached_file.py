@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bootseer.blocks.block_file import read_index
+from bootseer.artifact.objects import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import MissingBlocks

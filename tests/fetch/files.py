@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.artifact.objects import read_index
+from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.index import Index, Stripe, encode_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bootseer.blocks.block_file import read_index
+from bootseer.artifact.objects import read_index
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.store.open import open_store

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bootseer.blocks.block_file import read_index
+from bootseer.artifact.objects import read_index
 from bootseer.errors import BootseerError
 from bootseer.image.block_reader import BlockReader
 from bootseer.image.conversion.convert import convert

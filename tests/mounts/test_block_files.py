@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.blocks.block_file import read_index
+from bootseer.artifact.objects import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.fetch_settings import FetchSettings

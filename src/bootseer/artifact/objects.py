@@ -51,6 +51,15 @@ def read_all(store: Store, name: str, max_bytes: int, timeout_s: float = 60.0) -
     return data
 
 
+def read_index(store: Store, file: BlockFile) -> Index:
+    """The index of a block file. Raises as `read_all`, and `CorruptError` when it is not the referenced one."""
+    return parse_index(read_all(store, *_of_index(file)), file, store.uri)
+
+
+def _of_index(file: BlockFile) -> Stored:
+    return Stored(file.index_name, min(file.index_bytes, MAX_READ_BYTES))
+
+
 def put(
     store: Store,
     name: str,
@@ -100,10 +109,7 @@ class LocalObjects:
 
     def index(self, file: BlockFile, origin: Store) -> Index:
         """The index of a block file, read like `content`. Raises as `read_index`."""
-        if file.index_bytes > MAX_READ_BYTES:
-            raise CorruptError(f"{file.index_name}: an index of {file.index_bytes} bytes is too large")
-        data = self.content(Stored(file.index_name, file.index_bytes), origin)
-        return parse_index(data, file, origin.uri)
+        return parse_index(self.content(_of_index(file), origin), file, origin.uri)
 
     def content(self, stored: Stored, origin: Store, *, timeout_s: float = 60.0) -> bytes:
         """An object named by its content: from this node, else from another node of the job, else from `origin`.

@@ -1,19 +1,18 @@
 """Reference to a block file, in documents: enough to fetch its index and verify it.
 
-Images, snapshots and checkpoints keep a `BlockFile` as JSON; `read_index` turns it into the index.
+Images, snapshots and checkpoints keep a `BlockFile` as JSON; `artifact.objects` reads the index that it names.
 """
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import closing
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index, Stripe
 from bootseer.errors import CorruptError
-from bootseer.store.store import Store, Stored, is_content_name
+from bootseer.store.store import Stored, is_content_name
 
 # 6 million blocks: 1.5 TiB in blocks of 256 KiB. An index is read into memory before anything can start.
 MAX_READ_BYTES = 256 << 20
@@ -46,23 +45,6 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
             Stored(self.index_name, self.index_bytes),
             *(Stored(stripe.name, stripe.size_bytes) for stripe in self.stripes if stripe.size_bytes),
         )
-
-
-def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) -> Index:
-    """Fetch the index of a block file and verify it. One attempt: wrap it in `retrying`.
-
-    Raises what `Store.read` raises, and `CorruptError` when it is not the referenced index.
-    """
-    if block_file.index_bytes > MAX_READ_BYTES:
-        raise CorruptError(f"{block_file.index_name}: an index of {block_file.index_bytes} bytes is too large")
-    data = bytearray()
-    # Read to the end, whatever the object's size is: damage may have changed that, too.
-    with closing(store.read(block_file.index_name, timeout_s=timeout_s)) as pieces:
-        for piece in pieces:
-            data += piece
-            if len(data) > block_file.index_bytes:
-                break
-    return parse_index(bytes(data), block_file, store.uri)
 
 
 def parse_index(data: bytes, block_file: BlockFile, where: str) -> Index:

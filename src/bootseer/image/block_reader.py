@@ -8,7 +8,8 @@ from __future__ import annotations
 from contextlib import closing
 from functools import lru_cache, partial
 
-from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.artifact.objects import read_index
+from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import decode
 from bootseer.blocks.index import Index
 from bootseer.erofs.reader import ErofsReader
@@ -61,5 +62,4 @@ def _fetch(store: Store, index: Index, number: int, left_s: float) -> bytes:
 
 def open_layer(store: Store, file: BlockFile) -> ErofsReader:
     """The EROFS image in a block file; blocks are read from the store on demand. Raises the store's errors."""
-    index = retrying(lambda left_s: read_index(store, file, timeout_s=left_s))
-    return ErofsReader(BlockReader(store, index).read)
+    return ErofsReader(BlockReader(store, read_index(store, file)).read)

@@ -7,6 +7,7 @@ names or numbers) are looked up in the image's own `/etc/passwd` and `/etc/group
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -31,8 +32,7 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO or a device must not block
     try:
-        fd = _open_in_root(root, path, flags)
-        with os.fdopen(fd, "rb") as file:
+        with _opened(root, path, flags) as fd, open(fd, "rb", closefd=False) as file:
             return file.read(max_bytes) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
@@ -43,11 +43,8 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
 def is_executable(root: Path, path: str) -> bool | None:
     """Whether the regular file at `path` below `root` has an execute bit; None if there is no such file."""
     try:
-        fd = _open_in_root(root, path, os.O_PATH | os.O_CLOEXEC)
-        try:
+        with _opened(root, path) as fd:
             mode = os.fstat(fd).st_mode
-        finally:
-            os.close(fd)
     except OSError:
         return None
     return bool(mode & 0o111) and stat.S_ISREG(mode)
@@ -56,29 +53,27 @@ def is_executable(root: Path, path: str) -> bool | None:
 def target_name(root: Path, path: str) -> str:
     """Name of the file to which the links at `path` below `root` lead; empty if there is none."""
     try:
-        fd = _open_in_root(root, path, os.O_PATH | os.O_CLOEXEC)
-        try:
+        with _opened(root, path) as fd:
             return Path(f"/proc/self/fd/{fd}").readlink().name
-        finally:
-            os.close(fd)
     except OSError:
         return ""
 
 
-def _open_in_root(root: Path, path: str, flags: int) -> int:
+@contextlib.contextmanager
+def _opened(root: Path, path: str, flags: int = os.O_PATH | os.O_CLOEXEC) -> Iterator[int]:
     how = struct.pack("=QQQ", flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     name = ctypes.c_char_p(os.fsencode(path.lstrip("/")))
-    top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as opened:
+        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, top)
         fd = syscall(ctypes.c_long(_OPENAT2), ctypes.c_int(top), name, how, ctypes.c_size_t(len(how)))
         if fd < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), path)
-        return int(fd)
-    finally:
-        os.close(top)
+        opened.callback(os.close, fd)
+        yield int(fd)
 
 
 _MAX_BYTES = 1 << 20

@@ -6,10 +6,9 @@ from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 
-from bootseer.errors import NotFoundError, PermanentError
+from bootseer.errors import NotFoundError
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import (
-    MAX_MANIFEST_BYTES,
     Descriptor,
     Platform,
     checked,
@@ -47,8 +46,6 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Image
             if version != reference.version:
                 raise
             raise NotFoundError(f"no such tag or repository: {where}") from error
-        if len(manifest.data) > MAX_MANIFEST_BYTES:
-            raise PermanentError(f"{where}: a manifest of {len(manifest.data)} bytes")
         return manifest.data, manifest.media_type, manifest.digest
 
     manifest, digest = resolve_manifest(read, reference.version, platform, where)
