@@ -60,11 +60,13 @@ def remove_command(
         with closing(open_store(_uri(asked.store), plain_http=plain_http)) as opened:
             catalog = images.images_in(opened, say)
             digest = converted_digest(catalog, asked, say)
-            done = images.remove(catalog, [digest], time.time(), mounted=mounted, dry_run=dry_run)
-        removed += done.removed
-        for gone in [] if dry_run else done.removed:
-            Metadata(metadata_folder(asked.cache), say).forget(gone)
-        kept |= done.refused
+            reason = images.remove(catalog, digest, time.time(), mounted=mounted, dry_run=dry_run)
+        if reason:
+            kept[digest] = reason
+            continue
+        removed.append(digest)
+        if not dry_run:
+            Metadata(metadata_folder(asked.cache), say).forget(digest)
     output(
         {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": text} for key, text in kept.items()]},
         *removed,

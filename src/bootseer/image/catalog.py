@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
-from msgspec import Struct, field
-
 from bootseer.artifact.catalog import Catalog, Listing
 from bootseer.artifact.kind import Kind
 from bootseer.artifact.lease import announced, look
@@ -108,40 +106,20 @@ def conversions(store: Store, now_s: float) -> dict[str, str]:
     return found
 
 
-class RemovalResult(Struct):
-    """What `remove` did."""
-
-    removed: list[str] = field(default_factory=list)
-    """Digests of removed images."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Digests of images that were not removed, with the reasons."""
-
-
 def remove(
-    catalog: Catalog[ImageDocument],
-    digests: Iterable[str],
-    now_s: float,
-    *,
-    mounted: Mapping[str, str],
-    dry_run: bool = False,
-) -> RemovalResult:
-    """Remove these images from the catalog; `prune` deletes their objects later.
-
-    Images that are being converted or are mounted here are not removed; `mounted` maps digests to mount points.
-    """
-    done = RemovalResult()
-    converting_now = conversions(catalog.store, now_s)
-    for digest in dict.fromkeys(digests):
-        reason = f"it is mounted at {mounted[digest]}" if digest in mounted else converting_now.get(digest, "")
-        if not reason and catalog.look(digest).kind == "none":
-            reason = f"{catalog.store.uri} does not have it"
-        if reason:
-            done.refused[digest] = reason
-            continue
-        if not dry_run:
-            catalog.remove(digest, now_s)
-        done.removed.append(digest)
-    return done
+    catalog: Catalog[ImageDocument], digest: str, now_s: float, *, mounted: Mapping[str, str], dry_run: bool = False
+) -> str:
+    """Remove an image from the catalog; `prune` deletes its objects later. Returns why it was not removed: it is being
+    converted, or mounted here; `mounted` maps digests to mount points."""
+    if digest in mounted:
+        return f"it is mounted at {mounted[digest]}"
+    if reason := conversions(catalog.store, now_s).get(digest):
+        return reason
+    if catalog.look(digest).kind == "none":
+        return f"{catalog.store.uri} does not have it"
+    if not dry_run:
+        catalog.remove(digest, now_s)
+    return ""
 
 
 def prune(
