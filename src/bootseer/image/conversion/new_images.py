@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -106,10 +106,11 @@ class Watch:
 @contextmanager
 def lock_state(state: Path) -> Iterator[None]:
     """Lock the state file. Raises `TransientError` if another process holds it, `PermanentError` without access."""
-    with os_errors_as(PermanentError, f"{state}: cannot be used"):
-        state.parent.mkdir(parents=True, exist_ok=True)
-        with flocked(state.with_name(f"{state.name}.lock"), deadline_s=1.0):
-            yield
+    with ExitStack() as held:
+        with os_errors_as(PermanentError, f"{state}: cannot be used"):
+            state.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(flocked(state.with_name(f"{state.name}.lock"), deadline_s=1.0))
+        yield
 
 
 def _read(state: Path) -> set[str]:
