@@ -50,6 +50,7 @@ from bootseer.store.open import is_loopback
 from bootseer.store.store import PIECE_BYTES
 
 _LOG = logger(__name__)
+_PROXY = "the proxy (HTTP_PROXY, HTTPS_PROXY) for"
 
 
 class _TotalTimeout(socket.socket):
@@ -327,9 +328,12 @@ class Transport:
                         _load(context, folder)
                 settings: dict[str, Any] = {"num_pools": 16, "maxsize": _MAX_CONNECTIONS, "ssl_context": context}
                 if proxy:
-                    login = unquote(parse_url(proxy).auth or "")
-                    headers = urllib3.make_headers(proxy_basic_auth=login or None)
-                    pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
+                    try:
+                        login = unquote(parse_url(proxy).auth or "")
+                        headers = urllib3.make_headers(proxy_basic_auth=login or None)
+                        pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
+                    except HTTPError as error:  # its text may contain a password
+                        raise PermanentError(f"{_PROXY} {origin} is not an http or https address") from error
                 else:
                     pool = urllib3.PoolManager(**settings)
                 pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
@@ -439,8 +443,9 @@ def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
     except ConnectTimeoutError as error:
         raise TransientError(f"cannot connect to {origin}: no answer") from error
     except ProxyError as error:
-        reason = getattr(error.original_error.__cause__, "strerror", None) or "no answer"
-        raise TransientError(f"cannot connect to the proxy for {origin} (HTTP_PROXY, HTTPS_PROXY): {reason}") from error
+        cause = error.original_error.__cause__ or error.original_error
+        reason = getattr(cause, "strerror", None) or (str(cause) if isinstance(cause, OSError) else "no answer")
+        raise TransientError(f"{_PROXY} {origin}: {reason}") from error
     except (ReadTimeoutError, TimeoutError) as error:
         raise TransientError(f"{origin} did not answer completely within {timeout_s:.1f} s") from error
     except (HTTPError, OSError) as error:  # `SSLError` is one
