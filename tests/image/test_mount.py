@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.artifact import mounting
-from bootseer.artifact.cache_space import unmount_idle
+from bootseer.artifact import materialize, mounting
+from bootseer.artifact.cache_space import CacheSpace, unmount_idle
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.hotsets import HotSets
 from bootseer.artifact.places import blocks_folder, metadata_folder
@@ -479,3 +479,19 @@ def test_an_image_that_such_a_store_lacks_is_converted_by_the_start_itself(
     assert (mounted.facts["mode"], mounted.facts["reason"]) == ("fallback", f"{node.reference} is not converted")
     mounted.close()
     assert stages[:3] == ["store", "resolve", "fallback"]
+
+
+@pytest.mark.parametrize("where", ["on a full disk", "by FUSE alone"])
+def test_this_process_does_not_pull_from_such_a_store_before_it_starts_a_daemon(
+    where: str, converted: Node, mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounting, "breaks_forks", lambda uri: True)
+    monkeypatch.setattr(materialize, "breaks_forks", lambda uri: True)
+    facts = None
+    if where == "on a full disk":
+        monkeypatch.setattr(CacheSpace, "is_short", lambda space, num_bytes=0: True)
+    else:
+        facts = Facts(erofs_file="said to be missing", loop="said to be missing")
+    mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", facts=facts)
+    assert mounted.facts["mode"] == "lazy"
+    mounted.close()

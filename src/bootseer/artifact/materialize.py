@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 
 from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.child import breaks_forks
-from bootseer.artifact.loading import PULL, Loading, choose_loading
+from bootseer.artifact.loading import LAZY, PULL, Loading, Prediction, choose_loading
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.artifact.signatures import UNSIGNED, Signatures
@@ -109,7 +109,7 @@ class Materializer(Struct):
 
     def serve_tree(self, make_tree: MakeTree, at: Path | None) -> None:
         """Serve all layers as one tree, mounted at `at` or in the mount's folder. Raises the daemon's errors."""
-        _, plan = self._missing_and_plan()
+        _, plan = self._missing_and_plan(needs_daemon=True)
         with self.stage("daemon"):
             self.daemon = self._start_daemon(self.stack, plan, make_tree=make_tree, at=at)
         self._note_fallback()
@@ -159,7 +159,7 @@ class Materializer(Struct):
                 peers.file(layer.index, self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
             peers.close()
 
-    def _missing_and_plan(self) -> tuple[list[CachedFile], list[Block] | None]:
+    def _missing_and_plan(self, *, needs_daemon: bool = False) -> tuple[list[CachedFile], list[Block] | None]:
         """The incomplete layers, and the hot blocks. Pulls everything if that is predicted to be faster."""
         self._register_with_peers()
         self._verify_complete()
@@ -167,10 +167,14 @@ class Materializer(Struct):
         if not missing:
             self.mode, self.reason = "local", "all layers are complete on this node"
             return missing, None
-        if self.space.is_short(sum(layer.missing_bytes for layer in missing)):
+        missing_bytes = sum(layer.missing_bytes for layer in missing)
+        if self.space.is_short(missing_bytes):
             self.space.evict()
         plan = self._hot_set()
         prediction = choose_loading(self.subject.options.loading, missing, plan)
+        daemon_follows = needs_daemon or self.space.is_short(missing_bytes)
+        if daemon_follows and self.subject.options.loading == "auto" and breaks_forks(self.subject.store_uri):
+            prediction = Prediction(LAZY, "a daemon could not access its store after a pull by this process")
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
         if prediction.mode == PULL:
             self.mode = "pull"
