@@ -30,6 +30,10 @@ def write(folder: Path, name: str, text: str = "x") -> None:
     "name",
     [
         "build/lib.linux-x86_64-cpython-311/a.so",
+        "slurm-1234.out",
+        "slurm-1234_5.out",
+        "pip.log",
+        "wandb/run-1/config.yaml",
         "build/temp.linux-x86_64-3.11/a.o",
         "build/bdist.linux-x86_64/x",
         "build/cp311-cp311-linux_x86_64/CMakeCache.txt",
@@ -82,6 +86,19 @@ def test_files_of_somebodys_own_making_count_wherever_they_are(tmp_path: Path, n
     write(tmp_path, "cpp/CMakeCache.txt")
     before = digest(tmp_path)
     write(tmp_path, name)
+    assert digest(tmp_path) != before
+
+
+def test_extension_modules_that_were_built_in_place_are_no_change(tmp_path: Path) -> None:
+    for name in ("a/__init__.py", "src/b/__init__.py"):
+        write(tmp_path, name)
+    before = digest(tmp_path)
+    for folder, inside in (("a", ""), ("b", "src/")):
+        module = f"{folder}/fast.cpython-311-x86_64-linux-gnu.so"
+        write(tmp_path, f"build/lib.linux-x86_64-cpython-311/{module}")
+        write(tmp_path, f"{inside}{module}", "copy")
+    assert digest(tmp_path) == before
+    write(tmp_path, "a/other.so")
     assert digest(tmp_path) != before
 
 

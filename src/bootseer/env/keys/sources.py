@@ -2,8 +2,8 @@
 
 For folders, names, kinds, execute bits, link targets and bytes count, but not times, owners and other modes, which
 differ between checkouts. Excluded are files that tools leave in a source tree and no build reads: version control's own
-files, bytecode, caches, build results, virtual environments. Otherwise the first run of a setup would change its own
-key.
+files, bytecode, caches, build results, virtual environments, logs. Otherwise the first run of a setup, or each job,
+would change its key.
 
 A moved branch gives another key: `git ls-remote` is called, with a deadline and without password prompts.
 """
@@ -11,6 +11,7 @@ A moved branch gives another key: `git ls-remote` is called, with a deadline and
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -28,10 +29,10 @@ from bootseer.machine import child
 _JUNK_FOLDERS = frozenset(
     """
     .git .hg .svn __pycache__ .mypy_cache .pytest_cache .ruff_cache .tox .nox .eggs .ipynb_checkpoints .hypothesis
-    .venv .idea .vscode node_modules _skbuild
+    .venv .idea .vscode node_modules _skbuild wandb mlruns lightning_logs
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
-_JUNK = re.compile(r".*\.(swp|egg-info)|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
+_JUNK = re.compile(r".*\.(swp|egg-info|log)|slurm-[\d_]+\.out|nohup\.out|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
 # Build folders of setuptools, scikit-build and meson-python; other content of such folders counts.
 _BUILT = {
     "build": re.compile(r"lib([.-].*)?|(temp|bdist)\..*|scripts-\d.*|__editable__\..*|(cp|pp|py)\d.*"),
@@ -56,12 +57,15 @@ class Tree(NamedTuple):
 
 def read_tree(path: str, files: NodeFiles) -> Tree:
     """The digest of a folder. Raises `PermanentError` if it is too large or unreadable."""
+    built = _built_modules(path)
     parts: list[str] = []
     lines: list[str] = []
     num_files = 0
     for num_entries, (name, kind, whole) in enumerate(_walk(path, ())):
         if num_entries > 2 * MAX_FILES:
             raise PermanentError(f"{path}: more than {MAX_FILES:,} files; name the ones that count with --env-input")
+        if name.removeprefix("src/") in built:
+            continue
         parts += (name, kind)
         if kind.startswith("file"):
             digest, _ = files.digest(whole)
@@ -127,6 +131,12 @@ def _is_built(folder: str, name: str) -> bool:
     """Whether an entry is a build result, judged by the name of its folder."""
     built = _BUILT.get(folder)
     return built is not None and built.fullmatch(name) is not None
+
+
+def _built_modules(path: str) -> set[str]:
+    """Extension modules that setuptools has built in place, relative to the project: it made them in `build/lib*`."""
+    folders = glob.glob(f"{glob.escape(path)}/build/lib*")  # noqa: PTH207 - strings
+    return {name for folder in folders for name in glob.glob("**/*.so", root_dir=folder, recursive=True)}  # noqa: PTH207
 
 
 def _version_control(path: str, files: NodeFiles) -> str:
