@@ -147,6 +147,11 @@ def test_a_checkpoint_that_may_be_hidden_and_not_deleted_is_shown_again(files: F
         with pytest.raises(AccessError):
             drop()
         assert (job / "step-1" / "model").exists()
+    make(job, "step-0", model=1)
+    set_latest(files, "", "step-1")
+    with pytest.raises(AccessError):
+        remove(files, "", "step-1", force=True)
+    assert read_latest(files.place, "") == "step-1"
 
 
 def test_a_checkpoint_is_removed_where_there_is_no_room_for_anything_new(files: Files, job: Path) -> None:

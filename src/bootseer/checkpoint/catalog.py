@@ -19,7 +19,7 @@ from msgspec import Struct
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Part, Segment, part_path
-from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, step_of
+from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, set_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
@@ -121,18 +121,24 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
             hint="name one of its checkpoints, or --force",
             exit_code=1,
         )
-    if _latest(files, folder) == name:
-        if not force:
-            raise UsageError(
-                f"{files.place.uri}/{path} is what `latest` names; nothing was removed",
-                hint="--force, or let latest name another one first",
-                exit_code=1,
-            )
+    is_latest = _latest(files, folder) == name
+    if is_latest and not force:
+        raise UsageError(
+            f"{files.place.uri}/{path} is what `latest` names; nothing was removed",
+            hint="--force, or let latest name another one first",
+            exit_code=1,
+        )
+    if is_latest:
         drop_latest(files, folder, name, newest_whole(files, folder, without=name))
-    if found.is_folder:
-        files.remove_folder(path, recursive=True)
-    else:
-        files.remove(path)
+    try:
+        if found.is_folder:
+            files.remove_folder(path, recursive=True)
+        else:
+            files.remove(path)
+    except AccessError:  # it is shown again
+        if is_latest:
+            set_latest(files, folder, name)
+        raise
     collect(files.place, folder)
     return found.size_bytes
 

@@ -82,14 +82,18 @@ def read_latest(place: Place, folder: str) -> str | None:
 def move_latest(files: Files, folder: str, name: str) -> str:
     """Let `latest` name a just published checkpoint, unless it names a later one; returns the name it holds now."""
     _check_published(files, folder, name)
-    with _locked(files.place, folder):
-        try:
-            current = read_latest(files.place, folder)
-        except CorruptError:
-            current = None
-        if current is not None and current != name and not _is_later(files, folder, name, current):
-            return current
-        _write(files.place, folder, name)
+    try:
+        with _locked(files.place, folder):
+            try:
+                current = read_latest(files.place, folder)
+            except CorruptError:
+                current = None
+            if current is not None and current != name and not _is_later(files, folder, name, current):
+                return current
+            _write(files.place, folder, name)
+    except BootseerError as error:
+        what = f"{files.place.uri}/{join(folder, name)}"
+        raise PermanentError(f"{what} is published, but `latest` does not name it: {error}") from error
     return name
 
 

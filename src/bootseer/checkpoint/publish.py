@@ -134,14 +134,7 @@ def put_checkpoint(
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
             attempt.publish(replace=settings.replace)
-    latest = None
-    if settings.move_latest:
-        try:
-            latest = move_latest(files, folder, name)
-        except BootseerError as error:
-            raise PermanentError(
-                f"{place.uri}/{target} is published, but `latest` does not name it: {error}"
-            ) from error
+    latest = move_latest(files, folder, name) if settings.move_latest else None
     removed = []
     try:
         for old in superseded(files, folder, name, settings.keep_last):

@@ -154,6 +154,13 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
         save({"w": torch.zeros(3)}, tmp_path / "step-0", move_latest=True)
 
 
+def test_a_checkpoint_is_saved_although_latest_cannot_name_it(tmp_path: Path) -> None:
+    (tmp_path / ".attempts").write_bytes(b"not a folder")
+    with pytest.raises(CheckpointException, match="step-1 is published, but `latest` does not name it"):
+        save({"w": torch.ones(3)}, tmp_path / "step-1", move_latest=True)
+    assert loaded({"w": torch.zeros(3)}, tmp_path / "step-1")["w"].tolist() == [1, 1, 1]
+
+
 def test_a_checkpoint_is_as_private_as_the_umask_says(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
