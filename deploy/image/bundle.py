@@ -6,8 +6,8 @@ Copies the interpreter that runs it, its standard library, BootSeer with the nam
 these need besides the C library, found by relative paths. Needs the programs `ldd` and `patchelf`.
 """
 
+import compileall
 import os
-import py_compile
 import re
 import shutil
 import subprocess
@@ -74,7 +74,6 @@ def main(target: Path, extras: list[str]) -> None:
     )
     with (library / "ssl.py").open("a") as file:
         file.write(_AUTHORITIES)
-    py_compile.compile(str(library / "ssl.py"), doraise=True)
     (target / "bin").mkdir()
     shutil.copy2(Path(sys.executable).resolve(), target / "bin" / python)
     (target / "bin" / "python3").symlink_to(python)
@@ -84,6 +83,7 @@ def main(target: Path, extras: list[str]) -> None:
 
     if not (library / "bootseer").exists():  # installed as an editable
         shutil.copytree(Path(bootseer.__file__).parent, library / "bootseer")
+    compileall.compile_dir(library, quiet=2)  # images of Python have no bytecode, and jobs may not write it here
     start = target / "bin" / "bootseer"
     start.write_text(_START)
     start.chmod(0o755)

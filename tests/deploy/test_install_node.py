@@ -78,8 +78,9 @@ def test_the_bundle_has_its_own_libraries(bundle: Path, tmp_path: Path) -> None:
     assert libraries
     for library in libraries:
         (tmp_path / library.name).write_text("of an image's Python\n")
-    done = run(bundle / "bin" / "python3", "-Ic", "import pyexpat, sqlite3, ssl", LD_LIBRARY_PATH=str(tmp_path))
+    done = run(bundle / "bin" / "python3", "-Ivc", "import pyexpat, sqlite3, ssl", LD_LIBRARY_PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert re.search(r"code object from '\S+/ssl\.\S+\.pyc'", done.stderr), "bytecode that is up to date"
 
 
 def test_packages_find_libraries_of_their_own_and_of_the_bundle(tmp_path: Path) -> None:
