@@ -124,6 +124,18 @@ def test_a_job_that_begins_later_and_standard_input(follow, env, tmp_path, alarm
     assert process.returncode == 0
 
 
+def test_a_log_that_is_away_while_it_is_rotated(follow, tmp_path, alarm):
+    early, late = split(started())
+    path = tmp_path / "n.log"
+    written(early, path)
+    with follow(str(path)) as process:
+        assert "missing: node-0003" in process.stdout.readline()
+        path.rename(tmp_path / "n.log.1")
+        time.sleep(2.5)  # it looks every second
+        written(late, path)
+        assert "Startup took" in process.communicate()[0]
+
+
 def test_a_name_that_no_job_has_is_an_error_at_once(follow, env, alarm):
     for words, said in (
         (("moe",), "moe: no such file"),

@@ -153,11 +153,10 @@ def _follow(
 
 
 def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> list[inputs.Source]:
-    """The current files of a place; none for a job that has not started."""
+    """The current files of a place; none for a job that has not started, and while a log is rotated."""
     if place == inputs.STDIN or os.path.isfile(place):  # noqa: PTH113 - pathlib raises for a name that is too long
         return inputs.sources([place])
-    waited_for = os.sep not in place and not inputs.exists(place)
-    folder = spools.find_job(spools.default_root(env), place) if waited_for else _resolve(place, env)
+    folder = place if inputs.exists(place) else spools.find_job(spools.default_root(env), place)
     if folder is None:
         return []
     return inputs.inside(spools.newest_attempt(folder) if attempt is None else folder)
