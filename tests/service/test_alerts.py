@@ -24,7 +24,7 @@ from bootseer.service.alerts import Alerts, Finding, Limits, of_weeks, settle, u
 from bootseer.service.database import Database
 from bootseer.service.metrics import text_of
 from bootseer.service.over_time import OverTime, learned, now
-from bootseer.service.schema import alert, batch, live, start, technique_start
+from bootseer.service.schema import alert, batch, live, stage, stage_day, start, technique_start
 from bootseer.service.upkeep import roll_up
 from fleet import Fleet
 from fleet_month import INSTALL, STAGES, Month
@@ -80,6 +80,29 @@ def test_figures_and_rules_of_a_month(month: Any) -> None:
     listed = {one.key for one in found if one.rule == "node_often_last"}
     assert made.name(max(made.truth.last, key=made.truth.last.__getitem__)) in listed
     assert listed <= {made.name(node) for node in made.lemons}, "none by bad luck"
+
+
+def test_labels_of_stages_stay_whatever_they_cost(month: Any) -> None:
+    """A stage that became cheaper than another one moved to `other`, which Prometheus took for what it had done."""
+    made, database = month
+    with database.write() as connection:
+        rare = [{"id": 1000 + number, "name": f"model_initialization.import.m{number}"} for number in range(60)]
+        connection.execute(stage.insert(), rare)
+
+    def labels() -> set[str]:
+        with database.read() as connection:
+            text = text_of(connection, OverTime(database), made.now_ns - 1)
+        return set(re.findall(r'bootseer_stage_gpu_seconds_total{stage="([^"]+)"', text))
+
+    before = labels()
+    assert set(STAGES) <= before
+    with database.write() as connection:
+        row = dict(connection.execute(select(stage_day)).first()._mapping)
+        for one in rare:
+            values = {**row, "stage_id": one["id"], "gpu_s": 1e12, "work_s": 1e12}
+            connection.execute(stage_day.insert().values(values))
+    assert before <= labels()
+    assert "other" in labels()
 
 
 def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:

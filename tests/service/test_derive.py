@@ -107,6 +107,19 @@ def test_the_time_of_a_run_is_divided_among_its_starts(place: Place) -> None:
     assert team["share"] == pytest.approx(200 / 10_000)
 
 
+def test_a_run_is_over_when_it_has_ended_on_most_nodes(place: Place) -> None:
+    """Where a node had died, the GPU time of the job was in no share."""
+    parts = [span(0, None, "run", node=f"n{number}", attrs={"gpus": 8}) for number in range(3)]
+    for number, run_s in enumerate((None, 1000.0, 1010.0, 1020.0)):
+        if run_s is not None:
+            begin = parts[number - 1][0]
+            end_ns = {name: getattr(begin, name) + round(run_s * NS_PER_S) for name in ("wall_ns", "mono_ns")}
+            parts.append([begin._replace(phase="end", outcome="ok", attrs={}, **end_ns)])
+        place.put([encode(event) for part in parts for event in part], job="j", sender=f"s{number}")
+        derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, time.time_ns() + DAY_NS)
+        assert [row.run_s for row in place.rows(schema.start)] == [run_s if number > 1 else None]
+
+
 def test_a_start_of_clocks_that_are_years_ahead_is_counted_when_its_lines_arrived(place: Place) -> None:
     """Otherwise each `--since` would count it until then, and no month."""
     at: dict[str, Any] = {"clock_s": 10 * 365 * 86_400.0}
@@ -363,6 +376,17 @@ def test_a_start_is_open_while_it_starts_whatever_the_attempt_did_before_and_doe
     again = span(two_days_s + 97, None, "model_initialization.process_group", restart=2, node="n0")
     assert states(two_days_s + 100, again) == [schema.CLOSED, schema.OPEN, schema.OPEN]
     assert states(two_days_s + 140) == [schema.CLOSED, schema.CLOSED, schema.OPEN], "n1 is gone"
+
+
+def test_a_restart_is_over_with_the_command(place: Place) -> None:
+    """Without training it was in progress for a day."""
+    waits = "model_initialization.process_group"
+    parts = [span(0, 300, "run", outcome="failed"), span(1, 299, "command", outcome="failed"), span(9, 99, waits),
+             span(200, 250, waits, restart=1, outcome="failed")]  # fmt: skip
+    place.put([encode(event) for part in parts for event in part], job="j")
+    later_ns = place.batches[0][1] + 60 * NS_PER_S
+    derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, later_ns)
+    assert [row.state for row in place.rows(schema.start)] == [schema.CLOSED] * 2
 
 
 def test_a_start_is_over_when_only_a_node_that_died_has_not_ended(place: Place) -> None:

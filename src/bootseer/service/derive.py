@@ -248,7 +248,7 @@ def _seen(report: Report, startup: StartupSpans, arrival_ns: Callable[[int], int
     zero_ns, ended = report.startup.zero_ns, 0
     begin_s, end_s = min((node.start_s for node in report.nodes), default=0.0), report.overhead.startup_s or 0.0
     for node in startup.nodes.values():
-        runs = [span for span in node.structure if span.stage == RUN]
+        runs = [span for span in node.spans if span.stage == RUN]  # the last restart has that of the attempt
         ended += node.restarted or bool(runs and all(span.outcome != TRUNCATED for span in runs))
     return Seen(
         first_ns=arrival_ns(zero_ns + round(begin_s * NS_PER_S)),

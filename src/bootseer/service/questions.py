@@ -482,8 +482,8 @@ def _grouped(where: Filter, by: ColumnElement[Any], **sums: ColumnElement[Any]) 
 
 
 def names(connection: Connection, table: Table) -> Mapping[int, str]:
-    """The names of stages or nodes by id."""
-    return {row.id: row.name for row in connection.execute(select(table.c.id, table.c.name))}
+    """The names of stages or nodes by id, in the order in which they were first seen."""
+    return {row.id: row.name for row in connection.execute(select(table.c.id, table.c.name).order_by(table.c.id))}
 
 
 def _quantile(values: Iterable[float], share: float) -> float | None:

@@ -180,14 +180,14 @@ def _stopped_in(report: Report) -> str:
 
 def set_run_s(rows: Sequence[Rows], startups: Iterable[StartupSpans]) -> None:
     """Divide the time of an attempt's `bootseer run`, from the end of the queue on, among its starts: each has it until
-    the next restart. It stays unknown while the run goes on on a node."""
+    the next restart. It stays unknown while the run goes on on half of the nodes; a node that died sends no end."""
     runs = [span for one in startups for node in one.nodes.values() for span in node.structure if span.stage == RUN]
-    if not runs or any(span.outcome == TRUNCATED for span in runs):
+    ends_ns = [span.end_ns for span in runs if span.outcome != TRUNCATED]
+    if 2 * len(ends_ns) <= len(runs):
         return
     starts = sorted((one.start for one in rows), key=lambda start: int(start["restart"]))
     begins_ns = [start["began_ns"] + round((start["queue_s"] or 0.0) * NS_PER_S) for start in starts]
-    ended_ns = max(span.end_ns for span in runs)
-    for start, begin_ns, end_ns in zip(starts, begins_ns, [*begins_ns[1:], ended_ns], strict=True):
+    for start, begin_ns, end_ns in zip(starts, begins_ns, [*begins_ns[1:], max(ends_ns)], strict=True):
         start["run_s"] = seconds(max(end_ns - begin_ns, 0))
 
 
