@@ -84,6 +84,17 @@ def test_a_file_that_another_machine_replaces_on_nfs_is_read_again(
     assert place.read_bytes("latest", 10) == b"step-2"
 
 
+def test_a_checkpoint_mount_that_refuses_our_names_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: Any, **folder: int) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(AccessError, match="use the address that `bootseer ckpt mounted` shows"):
+        place.make_folder(".attempts")
+    with pytest.raises(AccessError, match="not permitted$"):
+        place.make_folder("other")
+
+
 def test_without_room_the_clock_is_this_machines(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for what removes things."""
     os_open = os.open

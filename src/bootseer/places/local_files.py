@@ -28,7 +28,7 @@ from bootseer.errors import (
 )
 from bootseer.io.files import write_all
 from bootseer.io.trusted_folder import NEW
-from bootseer.places.place import TEMPORARY_PREFIX, ChangedError
+from bootseer.places.place import RESERVED_PREFIXES, TEMPORARY_PREFIX, ChangedError, name_of
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -121,6 +121,8 @@ def mapped(error: OSError, subject: str) -> BootseerError:
     text = f"{subject}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"{text}; nothing was stored, make room and try again")
+    if error.errno == errno.EPERM and name_of(subject).startswith(RESERVED_PREFIXES):
+        text += "; in a checkpoint mount, use the address that `bootseer ckpt mounted` shows"
     return _KINDS.get(error.errno or 0, TransientError)(text)
 
 
