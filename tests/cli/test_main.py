@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bootseer
+
 _LEFT_BEHIND = """
 import atexit, sys, threading
 from bootseer.cli import main
@@ -56,6 +58,11 @@ def test_packages_for_the_job_do_not_take_the_place_of_ours(tmp_path: Path) -> N
     command = [Path(sys.executable).parent / "bootseer", "--version"]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, b"")
+    # A folder that BootSeer itself is in has what it needs.
+    (tmp_path / "bootseer").symlink_to(Path(bootseer.__file__).parent)
+    command = [sys.executable, "-P", "-m", "bootseer", "--version"]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
+    assert (ran.returncode, b"of another Python" in ran.stderr) == (1, True)
 
 
 def test_a_path_that_may_not_be_read_is_one_line(tmp_path: Path) -> None:

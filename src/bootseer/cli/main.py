@@ -19,6 +19,7 @@ def main() -> None:
     """Entry point of the `bootseer` program."""
     # Folders that are meant for the job come last: their packages may be of another Python.
     theirs = {os.path.abspath(word) for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word}  # noqa: PTH100
+    theirs.discard(os.path.abspath(f"{__file__}/../../.."))  # noqa: PTH100 - ours, installed by `pip install --target`
     sys.path.sort(key=theirs.__contains__)
     with suppress(OSError):
         # Fill closed standard streams: a file opened later would get the number, and messages would be written to it.
