@@ -67,6 +67,13 @@ def test_a_login_lies_in_the_file(config: Callable[[Any], None], key: str) -> No
     assert find_credentials("registry.example") == Credentials()
 
 
+def test_a_login_of_a_path_is_for_what_is_below(config: Callable[[Any], None]) -> None:
+    users = {"/team": "team", "": "all", "/team/a": "team-a", "/tea": "tea"}
+    config({"auths": {f"{HOST}{path}": {"auth": encoded(f"{user}:x")} for path, user in users.items()}})
+    for repository, user in (("team/a", "team-a"), ("team/ab", "team"), ("other/a", "all"), ("team", "team")):
+        assert find_credentials(HOST, repository) == Credentials(user, "x")
+
+
 @pytest.mark.parametrize("host", ["docker.io", "index.docker.io", "registry-1.docker.io"])
 @pytest.mark.parametrize("key", ["https://index.docker.io/v1/", "docker.io"])
 def test_the_login_for_docker_hub_counts_for_all_its_names(

@@ -73,7 +73,7 @@ def find_credentials(host: str, repository: str = "") -> Credentials:
 
     Raises `AccessError` when one exists but is unusable.
     """
-    found = _of_docker(host) or _of_enroot(host)
+    found = _of_docker(host, repository) or _of_enroot(host)
     if found is not None:
         return found
     login, source = find_login(host, repository, os.environ)
@@ -81,17 +81,17 @@ def find_credentials(host: str, repository: str = "") -> Credentials:
     return Credentials(user, password, until=source.until, why=source.why)
 
 
-def _of_docker(host: str) -> Credentials | None:
+def _of_docker(host: str, repository: str) -> Credentials | None:
     # `Path.home` raises for a user without a name or a home; such a user has no logins.
     folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")  # noqa: PTH111
     path = Path(folder) / "config.json"
     config = _read(path)
-    helper = _lookup(_table(config, "credHelpers"), host) or config.get("credsStore")
+    helper = _lookup(_table(config, "credHelpers"), host, repository) or config.get("credsStore")
     if isinstance(helper, str) and helper:
         found = _ask(helper, host)
         if found is not None:
             return found
-    entry = _lookup(_table(config, "auths"), host)
+    entry = _lookup(_table(config, "auths"), host, repository)
     return _decode(entry, path, host) if isinstance(entry, dict) else None
 
 
@@ -135,15 +135,18 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _lookup(table: dict[str, Any], host: str) -> Any:
-    """Older programs wrote whole URLs in place of the host name, and all of them do for Docker Hub."""
-    if host in table:
-        return table[host]
+def _lookup(table: dict[str, Any], host: str, repository: str) -> Any:
+    """The entry of a repository: of several with paths, as podman writes them, the longest that it is below. Older
+    programs wrote whole URLs in place of the host name, and all of them do for Docker Hub."""
     names = _DOCKER_HUB if host in _DOCKER_HUB else (host,)
+    longest, found = -2, None
     for key, value in table.items():
-        if key.partition("://")[2].partition("/")[0] in names or key.partition("/")[0] in names:
-            return value
-    return None
+        server, _, path = key.rpartition("://")[2].partition("/")
+        path = path.strip("/")
+        rank = len(path) if not path or f"{repository}/".startswith(f"{path}/") else -1
+        if server in names and rank > longest:
+            longest, found = rank, value
+    return found
 
 
 def _decode(entry: dict[str, Any], path: Path, host: str) -> Credentials | None:
