@@ -87,6 +87,15 @@ def test_errors_of_the_server_are_ours(peer: FakeNameNode, kind: str, expected: 
     assert "Stack" not in str(error)
 
 
+def test_a_message_of_several_lines_is_read_as_a_whole(peer: FakeNameNode) -> None:
+    """Of Hadoop 2.7.4, whose second line says why; the third begins a stack trace."""
+    said = "file /f on client 127.0.0.1.\nRequested replication 3 exceeds maximum 2\n\tat org.apache.hadoop.Stack"
+    peer.answers["getBlockLocations"] = lambda _: ("java.io.IOException", said)
+    error = error_of(asked(peer.port))
+    assert type(error) is PermanentError
+    assert str(error).endswith("file /f on client 127.0.0.1. Requested replication 3 exceeds maximum 2")
+
+
 @pytest.mark.parametrize("said", ["Cannot find locations for /f", "not allowed, no eligible destination was found"])
 def test_what_a_router_has_no_cluster_for_is_not_tried_again(peer: FakeNameNode, said: str) -> None:
     peer.answers["getBlockLocations"] = lambda _: ("java.io.IOException", said)

@@ -11,6 +11,7 @@ from bootseer.errors import (
     CorruptError,
     NoSpaceError,
     NotEmptyError,
+    NotFolderError,
     NotFoundError,
     PermanentError,
     TransientError,
@@ -44,6 +45,10 @@ class PanicException(BaseException):
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.SnapshotException", "/a has snapshots")'),
             PermanentError,
+        ),
+        (
+            RuntimeError('RPCError("java.lang.IllegalStateException", "Current inode is not a directory: a")'),
+            NotFolderError,
         ),
         (OSError("Connection refused (os error 111)"), TransientError),
         (PanicException("Cannot read past end of the file"), TransientError),

@@ -62,7 +62,7 @@ class UnsupportedError(PermanentError):
 
 _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
     NotEmptyError: ("PathIsNotEmptyDirectoryException", "is not empty"),
-    NotFolderError: ("ParentNotDirectoryException",),
+    NotFolderError: ("ParentNotDirectoryException", "Current inode is not a directory"),  # the second one: Hadoop 2
     IsFolderError: ("Path is not a file", "already exists as a directory", "must both be directories"),
     AlreadyExistsError: (
         "AlreadyExistsException",

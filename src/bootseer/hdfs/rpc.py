@@ -60,8 +60,8 @@ class RemoteError(Exception):
     """An error that the server reports."""
 
     def __init__(self, kind: str, message: str) -> None:
-        # A Java stack trace follows the first line.
-        super().__init__(message.partition("\n")[0][:600])
+        # A Java stack trace follows the message, which may have several lines.
+        super().__init__(message.partition("\n\tat ")[0].replace("\n", " ")[:600])
         self.kind = kind.rpartition(".")[2]
 
 
