@@ -115,7 +115,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     path = join(folder, name)
     check_visible(path)
     found = _measured(files, files.stat(path), None)
-    if found.is_folder and not force and is_job(files, path):
+    if found.is_folder and not force and is_job(files, path, by_names=True):
         raise UsageError(
             f"{files.place.uri}/{path} is a job with checkpoints of its own; nothing was removed",
             hint="name one of its checkpoints, or --force",
@@ -159,11 +159,12 @@ def superseded(files: Files, folder: str, name: str, keep: int | None) -> list[C
     return [one for one in older[:num_removed] if not one.is_latest and not (one.is_folder and is_job(files, one.path))]
 
 
-def is_job(files: Files, path: str) -> bool:
-    """Whether a folder is a job: checkpoints were put into it, or folders in it are named by their steps, and it is not
-    itself, as a `checkpoint-9` that contains DeepSpeed's `global_step9`."""
+def is_job(files: Files, path: str, *, by_names: bool = False) -> bool:
+    """Whether a folder is a job: checkpoints were put into it. With `by_names` also if folders in it are named by their
+    steps, and it is not itself, as a `checkpoint-9` that contains DeepSpeed's `global_step9`."""
     names = [name_of(entry.path) for entry in files.place.list(path) if entry.is_folder]
-    return ATTEMPTS in names or (not STEP_NAME.match(name_of(path)) and any(map(STEP_NAME.match, names)))
+    is_named_so = by_names and not STEP_NAME.match(name_of(path)) and any(map(STEP_NAME.match, names))
+    return ATTEMPTS in names or is_named_so
 
 
 def _latest(files: Files, folder: str) -> str | None:
