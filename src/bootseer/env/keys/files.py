@@ -172,7 +172,8 @@ class NodeFiles:
         self._num_bytes += size
         if self._num_files > MAX_FILES or self._num_bytes > MAX_BYTES:
             limit = f"{MAX_FILES:,} files and {format_bytes(MAX_BYTES)}"
-            raise PermanentError(f"{path}: the files that the setup depends on are more than {limit}")
+            reason = f"the files that the setup depends on are more than {limit}"
+            raise PermanentError(f"{path}: {reason}; keep data and results out of folders that it installs from")
 
 
 def stamp_of(status: os.stat_result) -> list[object]:
