@@ -251,6 +251,15 @@ def test_secrets_are_in_no_snapshot(place: Place) -> None:
     assert not place.documents()
 
 
+def test_uv_is_told_that_there_are_no_hard_links_out_of_a_capture(place: Place) -> None:
+    script = place.alpha_script('echo "mode $UV_LINK_MODE"')
+    ran = place.run("--setup", script, "--", "sh", "-c", "echo job ${UV_LINK_MODE-unset}")
+    assert "mode copy" in ran.stderr
+    assert ran.stdout == "job unset\n"
+    again = ("--env", "refresh", "--setup", script, "--", "true")
+    assert "mode symlink" in place.run(*again, more={"UV_LINK_MODE": "symlink"}).stderr
+
+
 def test_exports_of_the_script_reach_every_job(place: Place) -> None:
     script = place.counting_script("export GREETING=hello\nexport PATH=/somewhere/bin:$PATH\nunset GONE\n")
     words = ("--setup", script, "--", "sh", "-c", 'echo "$GREETING ${PATH%%:*} ${GONE-none}"')

@@ -109,7 +109,9 @@ class SetupHost:
         self.folder = task.cwd
         """Its working folder, as the setup sees it."""
         self.root = root
-        self.env: Mapping[str, str] = {**task.env, **more_env}
+        # Hard links to uv's cache cannot be made out of a capture, of which uv would warn.
+        private = {"UV_LINK_MODE": "copy"} if enter is not None else {}
+        self.env: Mapping[str, str] = {**private, **task.env, **more_env}
         """The environment of its processes."""
         self._enter = enter
 
