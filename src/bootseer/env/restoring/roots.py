@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
@@ -108,8 +108,8 @@ class _RootFinder:
         self._folders = folders
         self._new: set[str] = set()
         self._inside: dict[str, set[str]] = {}
-        self._roots: dict[str, str] = {}
-        self._environment: Callable[[str], Environment] = functools.cache(folders.environment)
+        self._environment = functools.cache(folders.environment)
+        self._of_folder = functools.cache(self._find)
 
     def add(self, change: Change) -> None:
         """One changed path; all of them before the first `root`."""
@@ -128,13 +128,9 @@ class _RootFinder:
             folder = path
         return self._of_folder(folder)
 
-    def _of_folder(self, folder: str) -> str:
-        found = self._roots.get(folder)
-        if found is None:
-            found = self._roots[folder] = self._find(_with_parents(folder)) if folder else ""
-        return found
-
-    def _find(self, around: Sequence[str]) -> str:
+    def _find(self, folder: str) -> str:
+        """The root of a folder; empty for none."""
+        around = _with_parents(folder) if folder else []
         for place in range(len(around) - 1, -1, -1):
             folder = around[place]
             if kind := self._environment(folder):

@@ -164,18 +164,8 @@ class _Comparison(NamedTuple):
 
 def _walk(tree: bytes) -> Iterator[bytes]:
     """All paths below a folder, relative to it. Unreadable directories were reported before."""
-    waiting = [b""]
-    while waiting:
-        folder = waiting.pop()
-        try:
-            with os.scandir(tree + folder + b"/") as found:
-                for entry in found:
-                    path = folder + b"/" + entry.name
-                    yield path
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(path)
-        except OSError:
-            continue
+    for folder, folders, files in os.walk(tree):
+        yield from (folder[len(tree) :] + b"/" + name for name in (*folders, *files))
 
 
 def _digest(path: bytes) -> str:
