@@ -168,10 +168,9 @@ def is_job(files: Files, path: str, *, by_names: bool = False) -> bool:
 
 
 def _latest(files: Files, folder: str) -> str | None:
-    try:
+    with contextlib.suppress(CorruptError):
         return read_latest(files.place, folder)
-    except CorruptError:
-        return None
+    return None
 
 
 def _is_checkpoint(info: FileInfo, latest: str | None) -> bool:

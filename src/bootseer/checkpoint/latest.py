@@ -84,10 +84,9 @@ def move_latest(files: Files, folder: str, name: str) -> str:
     _check_published(files, folder, name)
     try:
         with _locked(files.place, folder):
-            try:
+            current = None
+            with contextlib.suppress(CorruptError):
                 current = read_latest(files.place, folder)
-            except CorruptError:
-                current = None
             if current is not None and current != name and not _is_later(files, folder, name, current):
                 return current
             _write(files.place, folder, name)

@@ -6,7 +6,6 @@ A forked child opens its own: neither connections nor threads survive a fork.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 import threading
@@ -23,7 +22,7 @@ from bootseer.checkpoint.latest import LATEST, read_latest
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
-from bootseer.errors import BootseerError, IsFolderError, PermanentError, UsageError
+from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io import proc
 from bootseer.io.fork import after_fork
 from bootseer.logs import logger
@@ -104,11 +103,8 @@ class Location(Struct, frozen=True):
         folder, _, name = self.path.rpartition("/")
         if name != LATEST:
             return self
-        with contextlib.suppress(IsFolderError):  # a user's own folder of this name
-            chosen = read_latest(self.system.place, folder)
-            if chosen is not None:
-                return replace(self, path=posixpath.join(folder, chosen))
-        return self
+        chosen = read_latest(self.system.place, folder)
+        return self if chosen is None else replace(self, path=posixpath.join(folder, chosen))
 
 
 def is_below(name: object) -> bool:

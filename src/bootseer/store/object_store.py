@@ -208,11 +208,9 @@ class ObjectUpload:
         return Stored(name, self._size)
 
     def abort(self) -> None:
-        part = self._part
-        if self._ended or part is None:
-            self._ended = True
+        part, had_ended, self._ended = self._part, self._ended, True
+        if had_ended or part is None:
             return
-        self._ended = True
         part.abort()
         # It is there, where its end was reached. What this user may not remove is left to the bucket's rule.
         with contextlib.suppress(BootseerError):
