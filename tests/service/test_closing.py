@@ -22,9 +22,10 @@ from bootseer.service.derive import (
     closes_ns,
     derive_attempt,
 )
+from bootseer.service.raw import LOG
 from bootseer.trace.event import Event, encode
 from bootseer.units import NS_PER_S
-from service.test_derive import Place
+from service.test_derive import DAY, Place
 from startups import EPOCH_S, moment, span
 
 NODES = st.integers(0, 2_000)
@@ -106,6 +107,16 @@ def test_a_start_is_open_while_it_starts_whatever_the_attempt_did_before_and_doe
     again = span(two_days_s + 97, None, "model_initialization.process_group", restart=2, node="n0")
     assert states(two_days_s + 100, again) == [schema.CLOSED, schema.OPEN, schema.OPEN]
     assert states(two_days_s + 140) == [schema.CLOSED, schema.CLOSED, schema.OPEN], "n1 is gone"
+
+
+def test_a_start_of_a_log_that_is_sent_later_is_not_in_progress(place: Place) -> None:
+    data = (Path(__file__).parents[1] / "golden" / "torchelastic" / "restart.log").read_bytes()
+    kept = place.raw.put(data, day=DAY, job="j", attempt=0, sender="n", sequence=0, suffix=LOG)
+    written_ns = 1_795_198_660 * NS_PER_S  # 2026-11-20 18:17:40
+    for later_s, state in ((60, schema.OPEN), (2 * 86_400, schema.CLOSED)):
+        now_ns = written_ns + later_s * NS_PER_S
+        derive_attempt(place.raw, place.database, Attempt("j", 0), [(kept.name, now_ns)], now_ns)
+        assert {row.restart: row.state for row in place.rows(schema.start)} == {0: schema.CLOSED, 1: state}
 
 
 def test_a_restart_is_over_with_the_command(place: Place) -> None:

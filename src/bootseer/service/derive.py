@@ -245,14 +245,16 @@ def _analysed(
 
 
 def _seen(report: Report, startup: StartupSpans, arrival_ns: Callable[[int], int]) -> Seen:
-    zero_ns, ended = report.startup.zero_ns, 0
-    begin_s, end_s = min((node.start_s for node in report.nodes), default=0.0), report.overhead.startup_s or 0.0
+    zero_ns, ended, has_runs = report.startup.zero_ns, 0, False
     for node in startup.nodes.values():
         runs = [span for span in node.spans if span.stage == RUN]  # the last restart has that of the attempt
         ended += node.restarted or bool(runs and all(span.outcome != TRUNCATED for span in runs))
+        has_runs |= bool(runs)
+    begin_ns = zero_ns + round(min((node.start_s for node in report.nodes), default=0.0) * NS_PER_S)
     return Seen(
-        first_ns=arrival_ns(zero_ns + round(begin_s * NS_PER_S)),
-        latest_ns=arrival_ns(zero_ns + round(end_s * NS_PER_S)),
+        # Logs of jobs without `bootseer run` may be sent long afterwards.
+        first_ns=arrival_ns(begin_ns) if has_runs else min(arrival_ns(begin_ns), begin_ns),
+        latest_ns=arrival_ns(zero_ns + round((report.overhead.startup_s or 0.0) * NS_PER_S)),
         nodes_expected=report.coverage.nodes_expected,
         nodes_heard=report.coverage.nodes_heard,
         nodes_began=sum(node.outcome == OK for node in report.nodes),
