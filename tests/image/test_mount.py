@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -29,6 +31,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import parse_reference
 from bootseer.mounts import kernel, shared_layers
+from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.method import Facts
 from bootseer.mounts.state import Runtime
@@ -495,3 +498,14 @@ def test_this_process_does_not_pull_from_such_a_store_before_it_starts_a_daemon(
     mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", facts=facts)
     assert mounted.facts["mode"] == "lazy"
     mounted.close()
+
+
+@pytest.mark.parametrize(("free", "expected"), [(10 << 20, False), (60 << 20, True), (900 << 20, True)])
+def test_the_rest_of_an_image_does_not_fill_the_disk(
+    free: int, expected: bool, converted: Node, mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(materialize, "start_daemon", lambda spec: started.append(spec.open) or start_daemon(spec))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 30, used=0, free=free))
+    mount().close()
+    assert [spec.rest for spec in started] == [expected]

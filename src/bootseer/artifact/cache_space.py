@@ -43,6 +43,10 @@ class CacheSpace(Struct, frozen=True):
             return False
         return usage.free - num_bytes < _FREE_SHARE * usage.total
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the disk has room for bytes that are not needed yet: other programs write to it, too."""
+        return not self.is_short(num_bytes) or 2 * num_bytes <= shutil.disk_usage(self.cache.root).free
+
     def open(self, index: Index) -> CachedFile:
         """Open a cached file, as `Cache.open`; evicts if the disk is full."""
         try:

@@ -254,6 +254,7 @@ class Materializer(Struct):
             on_record=partial(merge_record, options, subject.digest, publish_in, plan),
             hot_blocks=plan or (),
             make_tree=make_tree or LazyFiles,
+            rest=self.space.has_room(self._missing_size()),
         )
         label = f"bootseer:{subject.name}"
         # A restarted daemon does not record: half a startup would be taken for the needs of a whole one.
@@ -267,11 +268,15 @@ class Materializer(Struct):
         try:
             self._fetch_all()
         except CacheFull as error:
-            sizes = [(layer, layer.missing(0, layer.index.size_bytes)) for layer in self.stack]
-            if not self.space.make_free(sum(len(missing) * layer.index.block_size for layer, missing in sizes)):
+            if not self.space.make_free(self._missing_size()):
                 self.full = error
                 raise
             self._fetch_all()
+
+    def _missing_size(self) -> int:
+        """The size of the missing blocks on the disk."""
+        sizes = [(layer.index, layer.missing(0, layer.index.size_bytes)) for layer in self.stack]
+        return sum(len(missing) * index.block_size for index, missing in sizes)
 
     def _fetch_all(self) -> None:
         from bootseer.fetch.fetcher import Fetcher
