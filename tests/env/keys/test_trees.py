@@ -72,6 +72,7 @@ def test_what_an_installation_leaves_in_a_tree_is_no_change_of_it(tmp_path: Path
         "library/x",
         "a/dist.py",
         "build/docs/x.md",
+        "wandb/__init__.py",
         "a/whole.pyc",
         "cpp/more.cpp",
     ],

@@ -29,14 +29,15 @@ from bootseer.machine import child
 _JUNK_FOLDERS = frozenset(
     """
     .git .hg .svn __pycache__ .mypy_cache .pytest_cache .ruff_cache .tox .nox .eggs .ipynb_checkpoints .hypothesis
-    .venv .idea .vscode node_modules _skbuild wandb mlruns lightning_logs
+    .venv .idea .vscode node_modules _skbuild mlruns lightning_logs
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 _JUNK = re.compile(r".*\.(swp|egg-info|log)|slurm-[\d_]+\.out|nohup\.out|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
-# Build folders of setuptools, scikit-build and meson-python; other content of such folders counts.
+# Build folders of setuptools, scikit-build and meson-python, and wandb's runs; other content of such folders counts.
 _BUILT = {
     "build": re.compile(r"lib([.-].*)?|(temp|bdist)\..*|scripts-\d.*|__editable__\..*|(cp|pp|py)\d.*"),
     "dist": re.compile(r".*\.(whl|tar\.gz|zip|egg)"),
+    "wandb": re.compile(r"(offline-)?run-.*|latest-run|debug.*\.log|settings"),
 }
 _BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta")
 """A folder with one of these entries was built from something else, unless it has sources of CMake itself."""
