@@ -19,7 +19,7 @@ import bootseer
 from bootseer.trace import tracer as module
 from bootseer.trace.event import Event, decode
 from bootseer.trace.sinks import FanOut, SpoolSink, StderrSink
-from bootseer.trace.tracer import Tracer, from_environment, open_sink, set_process_tracer
+from bootseer.trace.tracer import Tracer, from_environment, open_sink
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -38,6 +38,10 @@ class Spool:
     def story(self) -> list[str]:
         """`begin a`, `end a ok`, ... in the order written."""
         return [f"{event.phase} {event.stage} {event.outcome}".strip() for event in self.events()]
+
+
+def set_process_tracer(tracer: Tracer | None) -> None:
+    module._tracer, module._resolved, module._began = tracer, True, False
 
 
 @pytest.fixture

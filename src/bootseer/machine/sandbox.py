@@ -76,10 +76,6 @@ def scratch() -> Path:
     return Path(folder)
 
 
-def try_userns() -> None:
-    enter_user_namespace()
-
-
 def try_fuse() -> None:
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
@@ -117,7 +113,7 @@ def try_erofs(image: str, target: str, name: str, content: str) -> None:
 
 def main(trial: str, arguments: list[str]) -> None:
     if trial == "userns":
-        try_userns()
+        enter_user_namespace()
     elif trial == "erofs":
         try_erofs(*arguments)
     else:

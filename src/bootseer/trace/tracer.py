@@ -269,9 +269,3 @@ def process_tracer() -> Tracer | None:
                 _tracer = from_environment(os.environ)
                 _resolved = True
     return _tracer
-
-
-def set_process_tracer(tracer: Tracer | None) -> None:
-    global _resolved, _tracer, _began
-    with _lock:
-        _tracer, _resolved, _began = tracer, True, False
