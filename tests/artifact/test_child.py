@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.child import run_in_child
-from bootseer.errors import TransientError
+from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.errors import AccessError, TransientError, UsageError
 from hung_mount import hung_mount, needs_fuse
 
 
@@ -30,3 +30,25 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path) -> None:
     with hung_mount(tmp_path / "hung") as path, pytest.raises(TransientError, match="has no result after"):
         run_in_child(path.stat, deadline_s=0.5)
     os.wait()
+
+
+def test_a_store_whose_client_a_fork_would_break_is_asked_by_a_child(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    run_in_child(lambda: pids.write_text(str(os.getpid())))
+    assert int(pids.read_text()) != os.getpid()
+
+    def refused() -> None:
+        raise AccessError("the store refuses")
+
+    def misused() -> None:
+        raise UsageError("no such thing", hint="name another one")
+
+    with pytest.raises(AccessError, match="the store refuses"):
+        run_in_child(refused)
+    with pytest.raises(UsageError) as caught:
+        run_in_child(misused)
+    assert caught.value.hint == "name another one"
+    with pytest.raises(TransientError, match="ZeroDivisionError"):
+        run_in_child(lambda: 1 // 0)
+    assert all(breaks_forks(f"{scheme}://a/b") for scheme in ("s3", "gs", "az", "hdfs", "viewfs"))
+    assert not any(breaks_forks(uri) for uri in ("oci://h/r", "file:///folder", "/folder", None))

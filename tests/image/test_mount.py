@@ -20,11 +20,10 @@ from msgspec.structs import replace
 
 from bootseer.artifact import materialize, mounting
 from bootseer.artifact.cache_space import CacheSpace, unmount_idle
-from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.hotsets import HotSets
 from bootseer.artifact.places import blocks_folder, metadata_folder
 from bootseer.cache.cache import Cache
-from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
+from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_recorded
 from bootseer.image.mounting.request import Request
@@ -443,29 +442,7 @@ def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: N
     in_child(on_tmpfs)
 
 
-def test_a_store_whose_client_a_fork_would_break_is_asked_by_a_child(tmp_path: Path) -> None:
-    pids = tmp_path / "pid"
-    run_in_child(lambda: pids.write_text(str(os.getpid())))
-    assert int(pids.read_text()) != os.getpid()
-
-    def refused() -> None:
-        raise AccessError("the store refuses")
-
-    def misused() -> None:
-        raise UsageError("no such thing", hint="name another one")
-
-    with pytest.raises(AccessError, match="the store refuses"):
-        run_in_child(refused)
-    with pytest.raises(UsageError) as caught:
-        run_in_child(misused)
-    assert caught.value.hint == "name another one"
-    with pytest.raises(TransientError, match="ZeroDivisionError"):
-        run_in_child(lambda: 1 // 0)
-    assert all(breaks_forks(f"{scheme}://a/b") for scheme in ("s3", "gs", "az", "hdfs", "viewfs"))
-    assert not any(breaks_forks(uri) for uri in ("oci://h/r", "file:///folder", "/folder", None))
-
-
-def test_an_image_that_such_a_store_lacks_is_converted_by_the_start_itself(
+def test_an_image_that_a_bucket_lacks_is_converted_by_the_start_itself(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child would be killed after minutes, and the report would not name the fallback."""
@@ -485,7 +462,7 @@ def test_an_image_that_such_a_store_lacks_is_converted_by_the_start_itself(
 
 
 @pytest.mark.parametrize("where", ["on a full disk", "by FUSE alone"])
-def test_this_process_does_not_pull_from_such_a_store_before_it_starts_a_daemon(
+def test_this_process_does_not_pull_from_a_bucket_before_it_starts_a_daemon(
     where: str, converted: Node, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mounting, "breaks_forks", lambda uri: True)

@@ -91,7 +91,7 @@ def test_a_checkpoint_mount_that_refuses_our_names_is_told(place: Place, monkeyp
     monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(AccessError, match="use the address that `bootseer ckpt mounted` shows"):
         place.make_folder(".attempts")
-    with pytest.raises(AccessError, match="not permitted$"):
+    with pytest.raises(AccessError, match=r"not permitted$"):
         place.make_folder("other")
 
 
