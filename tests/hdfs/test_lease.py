@@ -119,7 +119,7 @@ def test_full_nodes_are_distinguished_from_busy_ones(namenode: NameNode, folder:
     refused.__cause__ = RemoteError("java.io.IOException", said)
 
     def raised(most: int, *, may_ask: bool = True) -> BootseerError:
-        nodes = [field(1, node(port)) + field(4, room) for port, room in ((1, most), (2, most // 2))]
+        nodes = [field(1, node(port)) + field(4, room) for port, room in ((1, most), (2, most // 2)) if most]
         nodes.append(field(1, node(3)) + field(4, 8 << 30) + field(10, 2))  # decommissioned
         report = b"".join(field(1, told) for told in nodes) if may_ask else AccessError("superuser privilege")
         stats = field(1, 1 << 40) + field(2, 0) + field(3, 2 * most)
@@ -134,9 +134,10 @@ def test_full_nodes_are_distinguished_from_busy_ones(namenode: NameNode, folder:
     assert isinstance(full, NoSpaceError)
     assert str(full).endswith("for a block of 4.0 MiB; free: 127.0.0.1:1 3.0 MiB, 127.0.0.1:2 1.5 MiB")
     assert "free: 3.0 MiB on each DataNode" in str(raised(3 << 20, may_ask=False))
-    short, busy = raised(8 << 20), raised(8 << 30)
+    short, busy, none_in_service = raised(8 << 20), raised(8 << 30), raised(0)
     assert isinstance(short, NoSpaceNowError)
     assert isinstance(busy, NoNodesError)
+    assert isinstance(none_in_service, NoNodesError)
 
 
 def test_a_block_that_no_node_has_confirmed_does_not_end_the_file(namenode: NameNode, folder: str) -> None:

@@ -190,7 +190,7 @@ class Lease:
         """
         try:
             rooms = self._namenode.free_bytes_by_node()
-            most = max(rooms.values(), default=0)
+            most = max(rooms.values(), default=1 << 63)  # without nodes in service, space is not the reason
         except AccessError:  # only the sum is known: use the average
             rooms, most = {}, self._namenode.space()[1] // max(error.num_running, 1)
         except BootseerError:
