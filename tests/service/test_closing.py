@@ -42,6 +42,7 @@ def seen(draw: st.DrawFn) -> Seen:
         nodes_heard=heard,
         nodes_began=draw(st.integers(0, heard)),
         nodes_ended=draw(st.integers(0, heard)),
+        nodes_commanded=draw(st.integers(0, heard)),
     )
 
 
@@ -55,15 +56,16 @@ def test_every_start_is_over_no_later_than_the_cap(one: Seen, more_ns: int) -> N
 
 @given(seen())
 def test_a_quiet_start_waits_for_a_node_that_is_missing(one: Seen) -> None:
-    """Below the cap three things end it: training began on all nodes, all commands that began have ended, or some have
-    and the others send nothing for long."""
+    """Below the cap three things end it: training began on all nodes, all commands that began have ended, or some have,
+    or began on all nodes, and nothing is sent for long."""
     began = one.nodes_began == one.nodes_heard > 0 and (one.nodes_expected or 0) <= one.nodes_heard
     ended = one.nodes_ended == one.nodes_heard > 0
     lost_ns = max(LOST_NS, (one.latest_ns - one.first_ns) // 4)
     left_ns = closes_ns(one) - one.latest_ns
     if closes_ns(one) < one.first_ns + CAP_NS:
         left_after_ns = QUIET_NS if ended else lost_ns
-        assert (began and left_ns == AFTER_BEGAN_NS) or (one.nodes_ended and left_ns == left_after_ns)
+        can_end = one.nodes_ended or one.nodes_commanded == one.nodes_heard > 0
+        assert (began and left_ns == AFTER_BEGAN_NS) or (can_end and left_ns == left_after_ns)
     else:
         assert not began or left_ns <= AFTER_BEGAN_NS
 
@@ -130,10 +132,13 @@ def test_a_restart_is_over_with_the_command(place: Place) -> None:
     assert [row.state for row in place.rows(schema.start)] == [schema.CLOSED] * 2
 
 
-def test_a_start_is_over_when_only_a_node_that_died_has_not_ended(place: Place) -> None:
+@pytest.mark.parametrize("all_died", [False, True])
+def test_a_start_is_over_when_only_nodes_that_died_have_not_ended(place: Place, all_died: bool) -> None:
     """It was in progress, and its node late, for a day."""
-    parts = [span(0, 300, "run", node="n0", outcome="failed"), span(0, 300, "command", node="n0", outcome="failed"),
+    end_s = None if all_died else 300
+    parts = [span(0, end_s, "run", node="n0", outcome="failed"), span(0, end_s, "command", node="n0", outcome="failed"),
              span(0, None, "run", node="n1"), span(10, None, "environment_setup", node="n1")]  # fmt: skip
+    parts += [span(20, None, "command", node="n1")] * all_died
     place.put([encode(event) for part in parts for event in part], job="j")
     arrived_ns = place.batches[0][1]
     for after_s, state in ((500, schema.OPEN), (700, schema.CLOSED)):

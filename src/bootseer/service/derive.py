@@ -25,7 +25,7 @@ from bootseer.logs import logger
 from bootseer.report.analysis.compose import Analysis
 from bootseer.report.analysis.live import Live
 from bootseer.report.analysis.prepare import Options
-from bootseer.report.analysis.spans import RUN, TRUNCATED, StartupSpans, unique
+from bootseer.report.analysis.spans import COMMAND, RUN, TRUNCATED, StartupSpans, unique
 from bootseer.report.foreign.parser import FOREIGN, UNKNOWN_JOB
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import Scanned, scan
@@ -245,10 +245,11 @@ def _analysed(
 
 
 def _seen(report: Report, startup: StartupSpans, arrival_ns: Callable[[int], int]) -> Seen:
-    zero_ns, ended, has_runs = report.startup.zero_ns, 0, False
+    zero_ns, ended, commands, has_runs = report.startup.zero_ns, 0, 0, False
     for node in startup.nodes.values():
         runs = [span for span in node.spans if span.stage == RUN]  # the last restart has that of the attempt
         ended += node.restarted or bool(runs and all(span.outcome != TRUNCATED for span in runs))
+        commands += any(span.stage == COMMAND for span in node.spans)
         has_runs |= bool(runs)
     begin_ns = zero_ns + round(min((node.start_s for node in report.nodes), default=0.0) * NS_PER_S)
     return Seen(
@@ -259,6 +260,7 @@ def _seen(report: Report, startup: StartupSpans, arrival_ns: Callable[[int], int
         nodes_heard=report.coverage.nodes_heard,
         nodes_began=sum(node.outcome == OK for node in report.nodes),
         nodes_ended=ended,
+        nodes_commanded=commands,
     )
 
 
@@ -329,6 +331,8 @@ class Seen:
     """Nodes on which training began."""
     nodes_ended: int
     """Nodes whose commands have ended, or were replaced by a later restart."""
+    nodes_commanded: int
+    """Nodes whose commands have begun: while they run, `alive` comes at most a tenth of their age apart."""
 
 
 def closes_ns(seen: Seen) -> int:
@@ -337,15 +341,14 @@ def closes_ns(seen: Seen) -> int:
     Why not simply after some quiet time: on 1,440 nodes one slow node may be silent for minutes while all others wait.
     A start that is closed too early would be counted with a wrong duration until the next line. So it closes soon after
     training began on every expected node; or soon after its last line before training if every command that was started
-    has ended; later if only some have, because a node that died sends no end; or `CAP_NS` after its first line, even if
-    nodes are missing. A later restart closes it, too (`_analysed`).
+    has ended; later if only some have, or none of those that all nodes began, because a node that died sends no end; or
+    `CAP_NS` after its first line, even if nodes are missing. A later restart closes it, too (`_analysed`).
     """
     capped_ns = seen.first_ns + CAP_NS
     all_nodes = max(seen.nodes_expected or 0, seen.nodes_heard)
     if seen.nodes_began >= all_nodes > 0:
         return min(seen.latest_ns + AFTER_BEGAN_NS, capped_ns)
-    if not seen.nodes_ended:
+    if not seen.nodes_ended and not seen.nodes_commanded >= seen.nodes_heard > 0:
         return capped_ns
-    # Commands that are running send `alive` each time that a tenth of their age has passed.
     lost_ns = max(LOST_NS, (seen.latest_ns - seen.first_ns) // 4)
     return min(seen.latest_ns + (QUIET_NS if seen.nodes_ended >= seen.nodes_heard else lost_ns), capped_ns)
