@@ -110,8 +110,9 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        hint = f"pip install 'bootseer[{extra}]'"
-        raise UsageError(f"{what} needs {error.name or error}, which is not installed", hint=hint) from error
+        is_missing = isinstance(error, ModuleNotFoundError)
+        why = f"needs {error.name or error}, which is not installed" if is_missing else f"is not possible: {error}"
+        raise UsageError(f"{what} {why}", hint=f"pip install 'bootseer[{extra}]'") from error
 
 
 class Interrupted(BaseException):
