@@ -22,7 +22,7 @@ from bootseer.report.inputs import Source
 from bootseer.report.log_scan import scan
 from bootseer.service import schema
 from bootseer.service.access import COOKIE, READ, Gate, Rules, Tokens, needed, networks
-from bootseer.service.app import _check_access
+from bootseer.service.app import Settings, _bound, _check_access
 from bootseer.service.database import Database
 from conftest_launch import BOOTSEER
 from fleet import Fleet
@@ -310,3 +310,22 @@ def test_what_cannot_be_served_is_told_in_one_line(run, words, said, tmp_path):
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_name_may_have_an_address_of_ipv6_only(monkeypatch, tmp_path):
+    found = socket.getaddrinfo("::1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    settings = Settings(tmp_path, listen=("node.example", 0))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(contextlib.closing(socket.create_server(("::1", 0), family=socket.AF_INET6)))
+        except OSError:
+            pytest.skip("no IPv6")
+        assert _bound(settings, stack).family == socket.AF_INET6
+
+
+def test_an_address_that_is_in_use_is_told_once(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as stack:
+        address = other.getsockname()
+        with pytest.raises(UsageError, match=rf"cannot listen on 127.0.0.1 port {address[1]}: [A-Za-z ]+\Z"):
+            _bound(Settings(tmp_path, listen=address), stack)

@@ -193,12 +193,15 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _listening(settings: Settings) -> socket.socket:
+def _bound(settings: Settings, stack: contextlib.ExitStack) -> socket.socket:
     host, port = settings.listen
     with os_errors_as(UsageError, f"cannot listen on {host} port {port}", hint="give --listen another HOST:PORT"):
-        is_6 = ":" in host
-        family = socket.AF_INET6 if is_6 else socket.AF_INET
-        return socket.create_server((host, port), family=family, dualstack_ipv6=is_6)
+        # A name may have an address of IPv6 only.
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = stack.enter_context(socket.socket(family, kind, protocol))
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        return made
 
 
 def _check_access(settings: Settings, service: Service) -> None:
@@ -222,7 +225,7 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(settings))
-        listener = stack.enter_context(contextlib.closing(_listening(settings)))
+        listener = _bound(settings, stack)
         service = stack.enter_context(contextlib.closing(Service(settings)))
         _check_access(settings, service)
         server = _Server(_configured(settings, service))
