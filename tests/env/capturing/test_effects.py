@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing import effects
+from bootseer.env.capturing import daemons, effects
 from bootseer.env.capturing.effects import Baseline, KernelState, leftover_processes
 from bootseer.env.capturing.reads import not_watched
 from env.capturing.captured import Machine
@@ -88,6 +88,13 @@ def test_a_process_whose_name_is_no_text_is_found() -> None:
         process.stdout.readline()
         assert leftover_processes("mark-of-this-test", None, grace_s=0) == {process.pid: "\udcff"}
         process.kill()
+
+
+def test_a_users_name_that_is_no_text_can_be_recorded(tmp_path: Path) -> None:
+    accounts = tmp_path / "root/etc/passwd"
+    accounts.parent.mkdir(parents=True)
+    accounts.write_bytes(b"f\xfcr:x:12:12::/:/bin/sh\n")
+    assert daemons._user(tmp_path, 12).encode() == "f\ufffdr".encode()
 
 
 @pytest.mark.root

@@ -252,5 +252,5 @@ def _user(at: Path, uid: int) -> str:
     """The user's name in the view of the process, where the setup may have added it."""
     for fields in (line.split(":") for line in lines_of(f"{at}/root/etc/passwd")):
         if len(fields) > 2 and fields[2] == str(uid):
-            return fields[0]
+            return os.fsencode(fields[0]).decode(errors="replace")
     return ""
