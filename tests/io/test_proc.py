@@ -14,8 +14,11 @@ from bootseer.io.proc import is_dying, num_writers, process_of, was_killed
 
 
 def test_a_child() -> None:
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={"WORD": "a=b", "LINES": "1\n2"}) as child:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    env = {"WORD": "a=b", "LINES": "1\n2"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # before that, its environment may be empty
         try:
             assert child.pid in proc.pids()
             assert proc.parent(child.pid) == os.getpid()
