@@ -167,12 +167,11 @@ class Materializer(Struct):
         if not missing:
             self.mode, self.reason = "local", "all layers are complete on this node"
             return missing, None
-        missing_bytes = sum(layer.missing_bytes for layer in missing)
-        if self.space.is_short(missing_bytes):
+        if self.space.is_short(self._missing_size()):
             self.space.evict()
         plan = self._hot_set()
         prediction = choose_loading(self.subject.options.loading, missing, plan)
-        daemon_follows = needs_daemon or self.space.is_short(missing_bytes)
+        daemon_follows = needs_daemon or self.space.is_short(self._missing_size())
         if daemon_follows and self.subject.options.loading == "auto" and breaks_forks(self.subject.store_uri):
             prediction = Prediction(LAZY, "a daemon could not access its store after a pull by this process")
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason

@@ -136,7 +136,9 @@ class Fetcher(Reads):
         return replace(
             stats,
             covered=trust.covered,
-            wasted_blocks=sum(_num_only_in(file.prefetched_hot, file.needed) for file in self._files),
+            wasted_blocks=sum(
+                (int.from_bytes(file.prefetched_hot) & ~int.from_bytes(file.needed)).bit_count() for file in self._files
+            ),
             suspended=trust.suspended,
             suspensions=trust.suspensions,
             bytes_by_purpose=dict(stats.bytes_by_purpose),
@@ -147,8 +149,3 @@ class Fetcher(Reads):
             threads=len(self._workers),
             process_cpu_s=time.process_time() - self._start_cpu,
         )
-
-
-def _num_only_in(marks: bytearray, others: bytearray) -> int:
-    """How many blocks are marked 1 in the first and 0 in the second."""
-    return (int.from_bytes(marks) & ~int.from_bytes(others)).bit_count()

@@ -87,10 +87,8 @@ def _run_helper(options: list[str], target: Path, action: str, *link: int) -> st
 
 
 def _receive(link: socket.socket, target: Path) -> int:
-    try:
+    with os_errors_as(PermanentError, f"{HELPER} handed over no descriptor for {target}"):
         _, numbers, _, _ = socket.recv_fds(link, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError as error:
-        raise PermanentError(f"{HELPER} handed over no descriptor for {target}: {error}") from error
     if not numbers:
         raise PermanentError(f"{HELPER} handed over no descriptor for {target}")
     return numbers[0]

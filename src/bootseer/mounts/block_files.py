@@ -97,8 +97,7 @@ class _OpenBlockFiles:
         self._identities = [file.index.identity for file in spec.files]
         self._cached: list[CachedFile] = []
         self._stores: dict[tuple[str, bool], Store] = {}
-        self._unsynced = ""
-        """Why the cache could not be synced last."""
+        self._sync_errors: set[str] = set()
         self.recorder: RecordWriter | None = None
         if spec.record is not None:
             on_record = spec.on_record or (lambda path: None)
@@ -180,11 +179,10 @@ class _OpenBlockFiles:
             self.recorder.need(self._identities[file], block, found)
 
     def _sync(self) -> None:
-        before, self._unsynced = self._unsynced, ""
         for cached in self._cached:
             try:
                 cached.sync()
             except BootseerError as error:
-                self._unsynced = str(error)
-        if self._unsynced not in ("", before):  # not each time: the log of a mount that lasts weeks is in memory
-            self._on_error(self._unsynced)
+                if str(error) not in self._sync_errors:  # the log of a mount that lasts weeks is in memory
+                    self._sync_errors.add(str(error))
+                    self._on_error(str(error))

@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, PermanentError, os_errors_as
 from bootseer.io.files import replace_file
 from bootseer.io.trusted_folder import own_folder
 from bootseer.logs import logger
@@ -88,19 +88,12 @@ class Runtime:
 
         Raises `PermanentError` when the runtime folder is full or read-only.
         """
-        while True:
-            folder = self.mounts / secrets.token_hex(6)
-            try:
-                folder.mkdir(mode=0o700)
-                maker = ProcessId.of(os.getpid())
-                (folder / _MAKER).write_text(f"{maker.pid} {maker.started}" if maker is not None else "")
-                return folder
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise PermanentError(
-                    f"{self.mounts}: {error.strerror}; make room there, or name another runtime folder"
-                ) from error
+        folder = self.mounts / secrets.token_hex(6)
+        with os_errors_as(PermanentError, self.mounts, "; make room there, or name another runtime folder"):
+            folder.mkdir(mode=0o700)
+            maker = ProcessId.of(os.getpid())
+            (folder / _MAKER).write_text(f"{maker.pid} {maker.started}" if maker is not None else "")
+        return folder
 
     def folder(self, state: MountState) -> Path:
         return self.mounts / state.id

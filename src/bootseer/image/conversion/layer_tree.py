@@ -100,7 +100,10 @@ class LayerTree:
                 self._hide(names[:-1], names[-1][len(_WHITEOUT) :])
                 return
         if not names:
-            self._set_root(member)
+            if member.kind != stat.S_IFDIR:
+                raise PermanentError("it would replace the root directory")
+            self.root = attributes_of(member)
+            self._tree.update(ROOT, self.root)
         elif member.kind == HARD_LINK:
             self._add_hard_link(names, _clean(member.link))
         elif member.kind == stat.S_IFDIR:
@@ -113,12 +116,6 @@ class LayerTree:
                 target=member.link if member.kind == stat.S_IFLNK else b"",
             )
             self._put(self._parent(names), names[-1], inode)
-
-    def _set_root(self, member: Member) -> None:
-        if member.kind != stat.S_IFDIR:
-            raise PermanentError("it would replace the root directory")
-        self.root = attributes_of(member)
-        self._tree.update(ROOT, self.root)
 
     def _add_directory(self, names: list[bytes], attributes: Attributes) -> None:
         parent = self._parent(names)

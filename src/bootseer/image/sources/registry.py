@@ -49,7 +49,7 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Image
         return manifest.data, manifest.media_type, manifest.digest
 
     manifest, digest = resolve_manifest(read, reference.version, platform, where)
-    data = retrying(lambda left_s: _small_blob(registry, manifest.config, left_s))
+    data = retrying(lambda left_s: b"".join(_read_blob(registry, manifest.config, 0)))
     config = read_config(checked(data, manifest.config, f"{where}: the configuration"), where)
     diff_ids = read_diff_ids(config, len(manifest.layers), where)
     layers = tuple(
@@ -62,16 +62,11 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Image
     )
 
 
-def _small_blob(registry: Registry, blob: Descriptor, timeout_s: float) -> bytes:
-    with closing(registry.blob(blob.digest, 0, blob.size_bytes, timeout_s=timeout_s)) as pieces:
-        return b"".join(pieces)
-
-
-def _read_blob(registry: Registry, layer: Descriptor, start: int) -> Generator[bytes, None, None]:
+def _read_blob(registry: Registry, blob: Descriptor, start: int) -> Generator[bytes, None, None]:
     """Read in ranges, each with a deadline of its own, so that a stalled connection is detected early."""
-    while start < layer.size_bytes:
-        length = min(_RANGE_BYTES, layer.size_bytes - start)
-        with closing(registry.blob(layer.digest, start, length, timeout_s=_RANGE_TIMEOUT_S)) as pieces:
+    while start < blob.size_bytes:
+        length = min(_RANGE_BYTES, blob.size_bytes - start)
+        with closing(registry.blob(blob.digest, start, length, timeout_s=_RANGE_TIMEOUT_S)) as pieces:
             for piece in pieces:
                 start += len(piece)
                 yield piece
