@@ -226,7 +226,7 @@ def _run_once(
     tracer = session.tracer if session is not None else None
     code = supervise.wait(
         pid,
-        reaps_orphans=restarts is not None and restarts.adopts_orphans,
+        reaps_orphans=restarts is not None and restarts.warm is not None,
         on_signal=on_signal,
         on_restart_request=restarts.request if restarts is not None else None,
         tracer=tracer,

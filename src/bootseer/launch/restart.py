@@ -71,20 +71,16 @@ class Restarts:
         self._num_restarts = self._restart_number = 0
         self._run_id = session.span if session is not None else os.urandom(8).hex()  # as `image.start` does
         self._requested_ns = 0
-        self._warm = None
+        self.warm = None
+        """With it this process is a subreaper, and has to reap what its command leaves running."""
         if warm and session is not None and renew is None:  # a container's processes end with its first one
             from bootseer.launch.warm_restart import WarmRestart
 
-            self._warm = WarmRestart(session.tracer, session.span)
+            self.warm = WarmRestart(session.tracer, session.span)
         if session is not None:
             self._identity = session.tracer.identity
             self._restart_number = self._identity.restart
         signal.pthread_sigmask(signal.SIG_BLOCK, {RESTART_REQUEST})
-
-    @property
-    def adopts_orphans(self) -> bool:
-        """Whether this process is a subreaper, and has to reap what its command leaves running."""
-        return self._warm is not None
 
     def tag_environment(self, env: dict[str, str]) -> None:
         """Set the variables by which the command's processes are found."""
@@ -165,11 +161,11 @@ class Restarts:
     ) -> int | None:
         """Fork the command from the warm parent that its launcher left; its pid, or None to start it by exec.
         `own_group` as in `supervise.spawn`."""
-        return self._warm.spawn(env, streams, own_group) if self._warm is not None else None
+        return self.warm.spawn(env, streams, own_group) if self.warm is not None else None
 
     def close(self) -> None:
-        if self._warm is not None:
-            self._warm.close()
+        if self.warm is not None:
+            self.warm.close()
 
     def _end_processes(self, grace_s: float) -> int:
         """End processes that the command left running, which would hold devices and ports; returns their number.
@@ -179,7 +175,7 @@ class Restarts:
         marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._run_id}".encode()}
         found: set[int] = set()
         begun_s = time.monotonic()
-        kept = self._warm.pids() if self._warm is not None else set()
+        kept = self.warm.pids() if self.warm is not None else set()
         while (left := _processes_with(marks) - kept) and time.monotonic() - begun_s < grace_s + _END_S:
             for pid in left:
                 late = time.monotonic() - begun_s > grace_s

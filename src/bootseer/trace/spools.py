@@ -47,7 +47,11 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
     """
     name = folder_name(job)
     path = os.path.join(os.path.abspath(root), name)
-    above = _open_root(root)
+    if os.geteuid() == 0:  # root gives subfolders to the user of a container
+        above = open_trusted(root, otherwise=_OTHERWISE)
+    else:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+        above = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         mode = 0o750 if os.fstat(above).st_mode & stat.S_ISGID else 0o700
         folder = open_own(above, name, path, mode=mode, otherwise=f"give another --job, or {_OTHERWISE}")
@@ -64,13 +68,6 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
     finally:
         os.close(folder)
     return os.path.join(path, name), number
-
-
-def _open_root(root: str) -> int:
-    if os.geteuid() == 0:  # root gives subfolders to the user of a container
-        return open_trusted(root, otherwise=_OTHERWISE)
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    return os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _new_attempt(folder: int, path: str, mode: int) -> int:
