@@ -421,6 +421,8 @@ def test_the_code_of_a_project_counts_only_where_it_is_installed(folder: Path) -
         ("uv sync", f"{alone}[tool.uv.sources]\ny = {{ path = 'y' }}\n"),
         ("poetry install", alone),
         ("uv sync --no-install-project", "dynamic = ['dependencies']"),
+        ("uv sync", f"{alone}[tool.uv]\nfind-links = ['wheels']\n"),
+        ("uv sync", f"{alone}[[tool.uv.index]]\nurl = './wheels'\n"),
     ):
         (folder / "pyproject.toml").write_text(project)
         assert list(_read(folder, text).folders) == [str(folder)]

@@ -103,6 +103,19 @@ def test_extension_modules_that_were_built_in_place_are_no_change(tmp_path: Path
     assert digest(tmp_path) != before
 
 
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [("lib.linux-x86_64-cpython-311", "libmine.so"), ("lib", "mine.cpython-311-x86_64-linux-gnu.so")],
+)
+def test_a_library_of_the_project_counts_although_a_build_has_copied_it(tmp_path: Path, build: str, name: str) -> None:
+    write(tmp_path, f"a/{name}", "1")
+    before = digest(tmp_path)
+    write(tmp_path, f"build/{build}/a/{name}", "1")
+    assert digest(tmp_path) == before
+    write(tmp_path, f"a/{name}", "2")
+    assert digest(tmp_path) != before
+
+
 @pytest.mark.parametrize("name", ["dist", "build"])
 def test_a_folder_that_is_named_itself_counts_whatever_it_is_called(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name

@@ -215,7 +215,7 @@ def relevant_parts(kind: FileKind, path: str, data: bytes) -> tuple[str, ...]:
     return tuple(f"{name} {json.dumps(part, sort_keys=True, default=str)}" for name, part in parts.items() if part)
 
 
-_OF_FOLDER = re.compile(rb"\b(path|workspace|dynamic)\b|file:")
+_OF_FOLDER = re.compile(rb"\b(path|workspace|dynamic|find-links)\b|file:|[\"'@]\s*\.{1,2}/")
 _WITHOUT_PROJECT = frozenset(("--no-install-project", "--no-root", "--no-self"))
 
 

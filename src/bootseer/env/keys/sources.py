@@ -135,9 +135,9 @@ def _is_built(folder: str, name: str) -> bool:
 
 
 def _built_modules(path: str) -> set[str]:
-    """Extension modules that setuptools has built in place, relative to the project: it made them in `build/lib*`."""
-    folders = glob.glob(f"{glob.escape(path)}/build/lib*")  # noqa: PTH207 - strings
-    return {name for folder in folders for name in glob.glob("**/*.so", root_dir=folder, recursive=True)}  # noqa: PTH207
+    """Extension modules that setuptools has built in place, by way of this folder, in which others are only copies."""
+    folders = glob.glob(f"{glob.escape(path)}/build/lib.*")  # noqa: PTH207 - strings
+    return {name for folder in folders for name in glob.glob("**/*.*.so", root_dir=folder, recursive=True)}  # noqa: PTH207
 
 
 def _version_control(path: str, files: NodeFiles) -> str:
