@@ -1,11 +1,14 @@
 """What watches a start beside its command."""
 
+import sys
 import threading
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 
-from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, Observers, StartReport
+from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, Observers, Shipping, StartReport
 from bootseer.launch.session import RunEvents
 from bootseer.trace.event import Event
 from bootseer.trace.identity import Identity
@@ -25,6 +28,18 @@ def test_a_thread_that_cannot_be_started_costs_a_line(
     observers.start(lambda ended: None)
     assert observers.finish(0.0)
     assert "not watched to its end: can't start new thread" in capfd.readouterr().err
+
+
+def test_python_does_not_warn_that_the_last_sender_runs_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would at the end of each job that has PYTHONWARNINGS=default or PYTHONDEVMODE=1."""
+    (tmp_path / "sender").write_text("#!/bin/sh\n")
+    (tmp_path / "sender").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "sender"))
+    shipping = Shipping(str(tmp_path), "http://127.0.0.1:9", {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shipping.finish()
+    assert not caught
 
 
 def test_a_second_report_waits_until_the_first_one_is_written() -> None:

@@ -158,9 +158,9 @@ class Shipping:
 
             null = subprocess.DEVNULL
             with reporting_errors("the last events wait in the spool"):
-                # Without the caller's descriptors: others would wait for it at a lock or a pipe that it held open.
+                # Without the caller's locks and pipes, at which others would wait; with a code, or Python warns of it.
                 subprocess.Popen([*words, self._folder], env=self._env, stdin=null, stdout=null, stderr=null,
-                                 start_new_session=True, preexec_fn=unblock_signals)  # fmt: skip # noqa: PLW1509
+                                 start_new_session=True, preexec_fn=unblock_signals).returncode = 0  # fmt: skip # noqa: PLW1509
 
 
 _LAST_S = 1.0
