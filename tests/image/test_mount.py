@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from bootseer.artifact import materialize, mounting
 from bootseer.artifact.cache_space import CacheSpace, unmount_idle
 from bootseer.artifact.hotsets import HotSets
+from bootseer.artifact.loading import LAZY, Prediction
 from bootseer.artifact.places import blocks_folder, metadata_folder
 from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, TransientError, UsageError
@@ -474,6 +475,10 @@ def test_this_process_does_not_pull_from_a_bucket_before_it_starts_a_daemon(
         facts = Facts(erofs_file="said to be missing", loop="said to be missing")
     mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", facts=facts)
     assert mounted.facts["mode"] == "lazy"
+    mounted.close()
+    monkeypatch.setattr(materialize, "choose_loading", lambda *asked: Prediction(LAZY, "without a hot set"))
+    mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", facts=facts)
+    assert mounted.facts["reason"] == "without a hot set"  # no pull was chosen, so none was prevented
     mounted.close()
 
 

@@ -74,6 +74,13 @@ def test_a_login_of_a_path_is_for_what_is_below(config: Callable[[Any], None]) -
         assert find_credentials(HOST, repository) == Credentials(user, "x")
 
 
+def test_a_login_under_the_name_of_the_host_precedes_an_older_one_under_its_address(
+    config: Callable[[Any], None],
+) -> None:
+    config({"auths": {f"https://{HOST}": {"auth": encoded("me:old")}, HOST: {"auth": encoded("me:word")}}})
+    assert find_credentials(HOST, "team/a") == Credentials("me", "word")
+
+
 @pytest.mark.parametrize("host", ["docker.io", "index.docker.io", "registry-1.docker.io"])
 @pytest.mark.parametrize("key", ["https://index.docker.io/v1/", "docker.io"])
 def test_the_login_for_docker_hub_counts_for_all_its_names(

@@ -195,6 +195,7 @@ def test_plain_http_goes_through_a_proxy_too(tmp_path: Path, monkeypatch: pytest
         ("https://10.1.2.3:5000/", "10.0.0.0/8", ""),
         ("https://10.1.2.3:5000/", "10.2.0.0/16,fd00::/8", "http://proxy:3128"),
         ("https://[fd00::1]:5000/", "fd00::/8", ""),
+        ("https://[fd00::1]:5000/", "[fd00::1]:5000", ""),
     ],
 )
 def test_which_origins_have_a_proxy(url: str, exempt: str, expected: str) -> None:

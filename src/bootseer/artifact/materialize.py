@@ -171,7 +171,7 @@ class Materializer(Struct):
             self.space.evict()
         plan = self._hot_set()
         prediction = choose_loading(self.subject.options.loading, missing, plan)
-        daemon_follows = needs_daemon or self.space.is_short(self._missing_size())
+        daemon_follows = prediction.mode == PULL and (needs_daemon or self.space.is_short(self._missing_size()))
         if daemon_follows and self.subject.options.loading == "auto" and breaks_forks(self.subject.store_uri):
             prediction = Prediction(LAZY, "a daemon could not access its store after a pull by this process")
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason

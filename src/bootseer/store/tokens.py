@@ -139,13 +139,13 @@ def _lookup(table: dict[str, Any], host: str, repository: str) -> Any:
     """The entry of a repository: of several with paths, as podman writes them, the longest that it is below. Older
     programs wrote whole URLs in place of the host name, and all of them do for Docker Hub."""
     names = _DOCKER_HUB if host in _DOCKER_HUB else (host,)
-    longest, found = -2, None
+    best, found = (-2, False), None
     for key, value in table.items():
         server, _, path = key.rpartition("://")[2].partition("/")
         path = path.strip("/")
-        rank = len(path) if not path or f"{repository}/".startswith(f"{path}/") else -1
-        if server in names and rank > longest:
-            longest, found = rank, value
+        length = len(path) if not path or f"{repository}/".startswith(f"{path}/") else -1
+        if server in names and (rank := (length, "://" not in key)) > best:
+            best, found = rank, value
     return found
 
 

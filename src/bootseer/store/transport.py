@@ -350,7 +350,7 @@ def proxy_of(origin: Origin, env: Mapping[str, str]) -> str:
         return ""
     for item in exempt.lower().replace(",", " ").split():
         domain = f".{item.lstrip('*.')}"
-        if item == "*" or f".{host}".endswith(domain) or f".{host}:{origin.port}".endswith(domain):
+        if item == "*" or f".{origin.host}".endswith(domain) or f".{origin}".endswith(domain):
             return ""
         with contextlib.suppress(ValueError):
             if ipaddress.ip_address(host) in ipaddress.ip_network(item, strict=False):
