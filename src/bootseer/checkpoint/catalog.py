@@ -19,7 +19,7 @@ from msgspec import Struct
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Part, Segment, part_path
-from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, set_latest, step_of
+from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
@@ -129,15 +129,15 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
             exit_code=1,
         )
     if is_latest:
-        drop_latest(files, folder, name, newest_whole(files, folder, without=name))
+        drop_latest(files, folder, name, other := newest_whole(files, folder, without=name))
     try:
         if found.is_folder:
             files.remove_folder(path, recursive=True)
         else:
             files.remove(path)
     except AccessError:  # it is shown again
-        if is_latest:
-            set_latest(files, folder, name)
+        if is_latest and not flaw(files, path):
+            drop_latest(files, folder, other, name)
         raise
     collect(files.place, folder)
     return found.size_bytes

@@ -103,8 +103,8 @@ def set_latest(files: Files, folder: str, name: str) -> None:
         _write(files.place, folder, name)
 
 
-def drop_latest(files: Files, folder: str, name: str, other: str | None) -> None:
-    """Before a checkpoint is removed: if `latest` names it, let it name `other`, or remove it for None."""
+def drop_latest(files: Files, folder: str, name: str | None, other: str | None) -> None:
+    """If `latest` names `name` (None: nothing), let it name `other`, or remove it for None."""
     with _locked(files.place, folder):
         if read_latest(files.place, folder) != name:
             return
