@@ -53,6 +53,11 @@ class Parent:
                 process.start()
 
 
+def python_path() -> str:
+    """The tests' modules, and before them the sources of another tree if the tests run with them."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)]))
+
+
 def _secret_rules() -> Path:
     from once import compiled_secret_rules  # which copies need not import
 
@@ -83,8 +88,7 @@ _bootseer = Parent(
     *(f"bootseer.env.capturing.{name}" for name in ("capture", "effects", "leftovers", "overlay", "watch")),
     *("bootseer.launch.image.environment", "bootseer.image.conversion.convert", "bootseer.store.registry"),
     *("bootseer.env.snapshot.oracle", "in_capture", "plain_user", "read_secret_rules", "store_doubles"),
-    # The sources of another tree, if the tests run with them.
-    PYTHONPATH=lambda: os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)])),
+    PYTHONPATH=python_path,
     KF_RULE_CACHE_DIR=_secret_rules,
 )
 _service = Parent(

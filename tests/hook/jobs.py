@@ -1,10 +1,8 @@
 """Training programs for the hook's tests. None of them knows of BootSeer."""
 
-from pathlib import Path
-
 import warm
 
-MARKED = warm.Parent("hook.marked_torch", PYTHONPATH=str(Path(__file__).parents[1]))
+MARKED = warm.Parent("hook.marked_torch", PYTHONPATH=warm.python_path)
 START = "import time; from bootseer.hook import watch; watch.start(time.monotonic_ns())\n"
 """Put before a program that is run by a copy of `MARKED`."""
 
