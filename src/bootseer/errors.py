@@ -86,7 +86,7 @@ def as_message(error: BaseException) -> dict[str, str]:
 
 
 def from_message(message: Mapping[str, str]) -> BootseerError:
-    """The error that another process has sent; `PermanentError` for a kind that is none of these."""
+    """The error that another process has sent; `PermanentError` for an unknown kind."""
     found = globals().get(message["kind"])
     kind = found if isinstance(found, type) and issubclass(found, BootseerError) else PermanentError
     error: BootseerError = kind(message["error"])
