@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
-from bootseer.launch.supervise import say, unblock_signals
+from bootseer.launch.supervise import say
 from bootseer.logs import logger
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import plural
@@ -154,13 +154,22 @@ class Shipping:
             say(f"the service refuses the events ({link.problem}); the spool keeps them: {self._folder}")
         elif not self._is_pid_1 and (link is not None or not self._done.is_set()):  # the address can be used
             words = [sys.executable, "-P", "-m", "bootseer", "ship", "--quiet", "--within", "30", "--to", self._url]
-            import subprocess
-
-            null = subprocess.DEVNULL
+            # A lock or a pipe of the caller that it held open would make others wait for it. Not by `subprocess`: to
+            # restore the signal mask, that runs Python after a fork, which is unsafe beside this process's threads.
+            inherited = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - numbers, not paths
+            to_null = [
+                (os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0)
+                for number in sorted({0, 1, 2, *filter(_is_inheritable, inherited)})
+            ]
             with reporting_errors("the last events wait in the spool"):
-                # Without the caller's locks and pipes, at which others would wait; with a code, or Python warns of it.
-                subprocess.Popen([*words, self._folder], env=self._env, stdin=null, stdout=null, stderr=null,
-                                 start_new_session=True, preexec_fn=unblock_signals).returncode = 0  # fmt: skip # noqa: PLW1509
+                os.posix_spawn(sys.executable, [*words, self._folder], dict(self._env), file_actions=to_null,
+                               setsid=True, setsigmask=[])  # fmt: skip
+
+
+def _is_inheritable(number: int) -> bool:
+    with suppress(OSError):  # the one that the list was read from
+        return os.get_inheritable(number)
+    return False
 
 
 _LAST_S = 1.0
