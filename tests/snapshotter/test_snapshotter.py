@@ -135,7 +135,12 @@ def protocol(node: Containerd, name: str) -> list[Any]:
     label = field(6, field(1, "a.b/c") + field(2, "d"))
     ask("Update", field(2, field(1, "container") + label), field(3, field(1, "labels.a.b/c")))
     heard.append(info_of(ask("Stat", field(2, "container")).data(1)))
-    for filters in ((), ("kind==committed",), ('labels."a.b/c"==d',), ("name~=^view", "parent==layer-1"), ("nothing",)):
+    for filters in (
+        (),
+        ('labels."a.b/c"==d,parent=="layer-2"',),
+        ("name==view", "parent==layer-1"),
+        ("name==nothing",),
+    ):
         answers = node.ask("List", *(field(2, text) for text in filters), snapshotter=name, stream=True)
         heard.append(sorted(info_of(data)[:3] for answer in answers for data in answer.every(1)))
     for key in ("view", "view-2", "container", "layer-2", "layer-1"):

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from bootseer.errors import NotFoundError, PermanentError, UsageError
 
 VIEW, ACTIVE, COMMITTED = 1, 2, 3
 """Kinds, with the numbers of the protocol."""
-_KINDS: Final = {VIEW: "View", ACTIVE: "Active", COMMITTED: "Committed"}
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS snapshots (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -38,8 +36,7 @@ CREATE INDEX IF NOT EXISTS by_parent ON snapshots (parent);
 CREATE INDEX IF NOT EXISTS by_image ON snapshots (image);
 """
 _COLUMNS = "id, key, parent, kind, created_s, updated_s, labels, size_bytes, inodes, image"
-_FIELD = re.compile(r"\s*(\w+)((?:\.(?:[\w\-/]+|\"(?:[^\"\\]|\\.)*\"))*)\s*", re.ASCII)
-_VALUE = re.compile(r"(==|!=|~=)\s*(\"(?:[^\"\\]|\\.)*\"|[^,]*)")
+_EQUALITY = re.compile(r'(name|parent|labels\.("(?:[^"\\]|\\.)*"|[\w/-]+))==("(?:[^"\\]|\\.)*"|[^,"]*)(?:,|$)')
 
 
 class ExistsError(PermanentError):
@@ -196,50 +193,28 @@ class Records:
 
 
 def matching(filters: Sequence[str]) -> Callable[[Record], bool]:
-    """A predicate for containerd's filters, such as `kind==active,labels."a.b"~=^x`; without filters all match.
-
-    Raises `UsageError` for a malformed filter.
-    """
-    parsed = [_rules(text) for text in filters]
-    return lambda record: not parsed or any(all(rule(record) for rule in rules) for rules in parsed)
-
-
-def _rules(text: str) -> list[Callable[[Record], bool]]:
-    rules, at = [], 0
-    while at < len(text):
-        field = _FIELD.match(text, at)
-        if field is None:
-            raise UsageError(f"filter {text!r}: a field was expected at {at}")
-        at = field.end()
-        value = _VALUE.match(text, at)
-        at = value.end() if value is not None else at
-        if at < len(text) and text[at] != ",":
-            raise UsageError(f"filter {text!r}: an operator (==, !=, ~=) was expected at {at}")
-        at += 1
-        path = [_unquoted(part) for part in re.findall(r"\.(\"(?:[^\"\\]|\\.)*\"|[\w\-/]+)", field[2])]
-        rules.append(_rule(field[1], ".".join(path), value[1] if value else "", _unquoted(value[2]) if value else ""))
-    return rules
-
-
-def _rule(field: str, label: str, operator: str, wanted: str) -> Callable[[Record], bool]:
-    try:
-        pattern = re.compile(wanted if operator == "~=" else "")
-    except re.error as error:
-        raise UsageError(f"filter: {wanted!r} is not a regular expression: {error}") from error
+    """A predicate for containerd's filters; without filters all match. It uses equalities only, to find the snapshot
+    of a layer: `labels."containerd.io/snapshot.ref"==sha256:...,parent=="..."`. Raises `UsageError` for others."""
+    wanted = [list(_equalities(text)) for text in filters]
 
     def meets(record: Record) -> bool:
-        values = {"kind": _KINDS[record.kind], "name": record.key, "parent": record.parent}
-        found = record.labels.get(label) if field == "labels" else values.get(field)
-        if operator == "==":
-            # Kinds are written in upper or lower case.
-            return found == wanted or (field == "kind" and str(found).lower() == wanted.lower())
-        if operator == "!=":
-            return found != wanted
-        return found is not None and (not operator or pattern.search(found) is not None)
+        values = {"name": record.key, "parent": record.parent}
+        values |= {f"labels.{name}": value for name, value in record.labels.items()}
+        return not wanted or any(all(values.get(name) == value for name, value in rules) for rules in wanted)
 
     return meets
 
 
+def _equalities(text: str) -> Iterator[tuple[str, str]]:
+    at = 0
+    while at < len(text):
+        found = _EQUALITY.match(text, at)
+        if found is None:
+            raise UsageError(f"filter {text!r}: name, parent or labels.LABEL with == was expected at {at}")
+        at = found.end()
+        name, label, value = found.groups()
+        yield (f"labels.{_unquoted(label)}" if label else name), _unquoted(value)
+
+
 def _unquoted(text: str) -> str:
-    text = text.strip()
-    return re.sub(r"\\(.)", r"\1", text[1:-1]) if len(text) > 1 and text[0] == text[-1] == '"' else text
+    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text.startswith('"') else text
