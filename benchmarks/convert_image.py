@@ -5,6 +5,7 @@ The other arm only decompresses the layers and verifies their digests, several a
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import shutil
@@ -31,7 +32,7 @@ def measure(quick: bool) -> Outcome:
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources.decompress import decompressed
     from bootseer.image.sources.open import open_source
-    from bootseer.image.sources.source import SourceLayer, check_content, check_size, read_resumed
+    from bootseer.image.sources.source import SourceLayer, read_resumed
     from bootseer.store.open import open_store
 
     reference = os.environ.get("CONVERT_IMAGE")
@@ -47,8 +48,9 @@ def measure(quick: bool) -> Outcome:
                 convert(source, store)
 
         def verify(layer: SourceLayer) -> None:
-            for _ in check_content(decompressed(check_size(read_resumed(layer), layer)), layer):
-                pass
+            digest = hashlib.sha256()
+            for piece in decompressed(read_resumed(layer)):
+                digest.update(piece)
 
         def verify_all() -> None:
             with ThreadPoolExecutor(2 * len(os.sched_getaffinity(0))) as pool:

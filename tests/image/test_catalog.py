@@ -16,7 +16,7 @@ from bootseer.artifact.prune import GRACE_S
 from bootseer.errors import PermanentError
 from bootseer.image.catalog import conversions, converting, images_in, prune, read_document, remove
 from bootseer.image.conversion.convert import convert
-from bootseer.image.conversion.layer_job import ConvertOptions
+from bootseer.image.conversion.layer import ConvertOptions
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source

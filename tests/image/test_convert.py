@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.image.conversion.convert import convert
-from bootseer.image.conversion.layer import LayerLimits
+from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 from bootseer.image.conversion.layer_document import layer_name
-from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source

@@ -22,7 +22,7 @@ from bootseer.cache.cache import Cache
 from bootseer.errors import UsageError
 from bootseer.image.catalog import images_in, prune, read_document
 from bootseer.image.conversion.convert import convert
-from bootseer.image.conversion.layer_job import ConvertOptions
+from bootseer.image.conversion.layer import ConvertOptions
 from bootseer.image.document import document_name
 from bootseer.image.mounting import methods
 from bootseer.image.mounting.mount import mount_image

@@ -15,7 +15,7 @@ from bootseer.artifact.objects import read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.errors import CorruptError, PermanentError, SignatureError, UsageError
 from bootseer.image.conversion.convert import convert
-from bootseer.image.conversion.layer_job import ConvertOptions
+from bootseer.image.conversion.layer import ConvertOptions
 from bootseer.image.document import MAX_DOCUMENT_BYTES, document_name
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request

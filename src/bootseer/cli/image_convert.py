@@ -21,7 +21,7 @@ from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageErr
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from bootseer.image.conversion.layer_job import ConvertOptions
+    from bootseer.image.conversion.layer import ConvertOptions
     from bootseer.image.conversion.new_images import Watch
     from bootseer.image.reference import Reference
     from bootseer.image.sources.manifest import Platform
@@ -94,8 +94,7 @@ def convert_command(
     bootseer image convert --watch --once --tag 'v*' registry:5000/team/train s3://images/train
     """
     from bootseer.artifact.places import STORE
-    from bootseer.image.conversion.layer import LayerLimits
-    from bootseer.image.conversion.layer_job import ConvertOptions
+    from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
     from bootseer.image.reference import parse_reference, store_uri
     from bootseer.image.sources.manifest import Platform
     from bootseer.launch.interrupt import interruptible

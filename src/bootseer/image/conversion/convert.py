@@ -25,8 +25,8 @@ from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.image.block_reader import open_layer
 from bootseer.image.catalog import converting, images_in
+from bootseer.image.conversion.layer import CancelledError, ConvertOptions, LayerJob
 from bootseer.image.conversion.layer_document import ConvertedLayer, stack_digest
-from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob
 from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.sources.folder import write_folder
 from bootseer.image.sources.manifest import folder_digest

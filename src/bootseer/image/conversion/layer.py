@@ -1,27 +1,52 @@
-"""Convert a layer's tar stream to an EROFS image in one pass.
+"""Convert one layer, or find its earlier conversion in the store. Runs in a thread of `convert`.
 
-File data is written as it arrives. Members are added to the tree as they arrive, until one depends on the layers below,
-which other threads may still be converting. From that member on, members are queued (their data is still written at
-once) and added after the lower layers are complete. So layers are converted in parallel, with the same result as
-unpacking them one after the other.
+A layer's tar stream becomes an EROFS image in one pass: file data is written as it arrives. Members are added to the
+tree as they arrive, until one depends on the layers below, which other threads may still be converting. From that
+member on, members are queued (their data is still written at once) and added after the lower layers are complete. So
+layers are converted in parallel, with the same result as unpacking them one after the other.
+
+The layer's document is published only after the uncompressed bytes were verified against their digest and all blocks
+are stored.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from bootseer.artifact.objects import missing, put, read_all
+from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
+from bootseer.blocks.codec import FAST_LEVEL
+from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
+from bootseer.erofs.format import BLOCK
 from bootseer.erofs.merged import MergedLayers
 from bootseer.erofs.writer import ErofsWriter, Extent
-from bootseer.errors import PermanentError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, SignatureError
+from bootseer.image.conversion.layer_document import (
+    MAX_BYTES,
+    ConvertedLayer,
+    encode,
+    layer_name,
+    parse,
+)
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
 from bootseer.image.conversion.tar import Stream, TarReader, shown
 from bootseer.image.conversion.tar_header import Member
+from bootseer.image.sources.decompress import decompressed
+from bootseer.image.sources.source import SourceLayer, read_resumed
+from bootseer.io.retry import retrying
+from bootseer.logs import logger
+from bootseer.store.store import Store
 from bootseer.units import format_bytes
 
+_ATTEMPTS = 3
+_LAYER_DEADLINE_S = 24 * 3600.0
+_PUBLISH_S = 120.0
 _BOMB_RATIO = 200
 _BOMB_FLOOR = 64 << 30
+_LOG = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +66,108 @@ class LayerLimits:
         return self.unpacked_bytes or max(_BOMB_FLOOR, _BOMB_RATIO * compressed_bytes)
 
 
-class LayerConversion:
-    """The conversion of one layer to `writer`."""
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How images are converted. Block size (bytes) and compression level are part of a layer's name."""
 
-    def __init__(
-        self,
-        writer: ErofsWriter,
-        *,
-        where: str,
-        lower: Callable[[], MergedLayers] | None,
-        limits: LayerLimits,
-        compressed_bytes: int,
-    ) -> None:
-        """`where`: the layer's name in errors. `lower` waits for the layers below and returns them; None for the bottom
-        layer."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    level: int = FAST_LEVEL
+    limits: LayerLimits = field(default_factory=LayerLimits)
+    signatures: Signatures = UNSIGNED
+    """Keys that sign the documents of layers and images."""
+
+
+class CancelledError(BootseerError):
+    """The conversion ends because another layer failed or the user cancelled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerJob:
+    """The conversion of one layer."""
+
+    layer: SourceLayer
+    store: Store
+    options: ConvertOptions
+    where: str
+    """The layer's name in messages."""
+    below: str
+    """The digest of the layers below (`stack_digest`): part of the result's name if that depends on them."""
+    lower: Callable[[], MergedLayers] | None
+    """Waits for the layers below; None at the bottom."""
+    progress: Callable[[int], None]
+    """Called with the number of source bytes done. Raises `CancelledError` after the conversion was cancelled."""
+
+    def run(self) -> ConvertedLayer:
+        """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and the store's errors."""
+        found = self._find("") or self._find(self.below)
+        if found is not None:
+            _LOG.info("%s: converted before", self.where)
+            self.progress(self.layer.size_bytes)
+            return found
+        # An upload cannot be resumed in the middle, so the whole layer is retried.
+        return retrying(lambda _: self._convert(), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
+
+    def _find(self, below: str) -> ConvertedLayer | None:
+        """The layer's document, if the store has all objects that it refers to. `below`: see `layer_name`."""
+        try:
+            name = self._name(below)
+            data = read_all(self.store, name, stored_limit(MAX_BYTES))
+            found = parse(self.options.signatures.open(name, data, self.store.uri, reuse=True))
+        except (NotFoundError, CorruptError, SignatureError):
+            return None  # missing, damaged or not signed by a trusted key: converted again
+        return None if missing(self.store, found.file.objects) else found
+
+    def _convert(self) -> ConvertedLayer:
+        options = self.options
+        with BlockWriter(self.store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
+            writer = ErofsWriter(blocks)
+            tree = _Conversion(self, writer).run()
+            file = blocks.finish(writer.finish())
+        converted = ConvertedLayer(file, tree.root, tree.root_opaque)
+        _LOG.info(
+            "%s: converted, %d bytes stored as %d%s",
+            self.where,
+            file.size_bytes,
+            file.stored_bytes,
+            ", depends on the layers below" if tree.depends_on_lower else "",
+        )
+        name = self._name(self.below if tree.depends_on_lower else "")
+        put(self.store, name, options.signatures.seal(name, encode(converted)), file.objects, timeout_s=_PUBLISH_S)
+        return converted
+
+    def _name(self, below: str) -> str:
+        options = self.options
+        return layer_name(self.layer.diff_id, block_size=options.block_size, level=options.level, below=below)
+
+
+class _Conversion:
+    """One attempt to convert a layer to `writer`."""
+
+    def __init__(self, job: LayerJob, writer: ErofsWriter) -> None:
+        self._job = job
         self._writer = writer
-        self._where = where
-        self._wait_for_lower = lower
-        self._tree = LayerTree(writer, lower=None if lower else MergedLayers([]))
-        self._limits = limits
-        self._unpacked_limit = limits.unpacked_limit(compressed_bytes)
+        self._tree = LayerTree(writer, lower=None if job.lower else MergedLayers([]))
+        self._limits = job.options.limits
+        self._unpacked_limit = self._limits.unpacked_limit(job.layer.size_bytes)
         self._queued: deque[tuple[Member, Extent]] = deque()
         self._text_bytes = 0
         self._current = b""  # name of the member being converted, for messages
 
-    def run(self, pieces: Iterator[bytes]) -> LayerTree:
-        """Convert the tar stream in `pieces`. It is read to its end before anything is looked up in lower layers.
+    def run(self) -> LayerTree:
+        """Convert the tar stream. It is read to its end before anything is looked up in lower layers.
 
         Raises `CorruptError` for a damaged archive and `PermanentError` for a member that cannot be converted, with the
         names of layer and member.
         """
         try:
-            return self._read(pieces)
+            return self._read()
         except PermanentError as error:
             at = f"at {shown(self._current)}" if self._current else "at its beginning"
-            raise type(error)(f"{self._where}, {at}: {error}") from error
+            raise type(error)(f"{self._job.where}, {at}: {error}") from error
 
-    def _read(self, pieces: Iterator[bytes]) -> LayerTree:
-        stream = Stream(self._bounded(pieces))
+    def _read(self) -> LayerTree:
+        layer = self._job.layer
+        stream = Stream(self._checked(decompressed(read_resumed(layer, self._job.progress)), layer.diff_id))
         reader = TarReader(stream)
         for number, member in enumerate(reader):
             self._current = member.name
@@ -95,8 +184,8 @@ class LayerConversion:
                 self._queued.append((member, extent))
         while stream.some(1 << 20):
             pass  # digests also cover the bytes after the end of the archive
-        if self._queued and self._wait_for_lower is not None:
-            self._tree.lower = self._wait_for_lower()
+        if self._queued and self._job.lower is not None:
+            self._tree.lower = self._job.lower()
         while self._queued:
             member, extent = self._queued.popleft()
             self._current = member.name
@@ -130,14 +219,22 @@ class LayerConversion:
                 writer.write(piece)
         return writer.end_file()
 
-    def _bounded(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Limit the tar stream, with its headers and the bytes after the archive's end."""
-        total = 0
+    def _checked(self, pieces: Iterator[bytes], diff_id: str) -> Iterator[bytes]:
+        """Pass the tar stream on, with its headers and the bytes after the archive's end: limit it, and raise
+        `CorruptError` at the end if it does not have the digest `diff_id`.
+
+        The compressed bytes need no digest check: only this stream is used, and the manifest's digest covers the
+        configuration, which has the `diff_id`.
+        """
+        total, digest = 0, hashlib.sha256()
         for piece in pieces:
             total += len(piece)
             if total > self._unpacked_limit:
                 raise self._too_large()
+            digest.update(piece)
             yield piece
+        if "sha256:" + digest.hexdigest() != diff_id:
+            raise CorruptError(f"the uncompressed bytes do not match {diff_id}")
 
     def _too_many(self) -> PermanentError:
         most = self._limits.members

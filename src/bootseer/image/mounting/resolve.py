@@ -197,8 +197,7 @@ def _find_converted(
 
 def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument:
     from bootseer.image.conversion.convert import convert  # few starts need it
-    from bootseer.image.conversion.layer import LayerLimits
-    from bootseer.image.conversion.layer_job import ConvertOptions
+    from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 
     with (
         closing(_open_source(request)) as source,

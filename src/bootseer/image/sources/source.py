@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import stat
@@ -68,9 +67,11 @@ def open_plain(path: Path) -> IO[bytes]:
     raise UsageError(f"{path}: not a regular file", hint="write a pipe's output to a file first")
 
 
-def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
-    """The bytes of a layer. A broken stream is reopened at the offset it reached. Raises the last error when no byte
-    arrived for `_STALL_S`. A short stream is not an error here: `check_size` finds it."""
+def read_resumed(layer: SourceLayer, progress: Callable[[int], None] = lambda done: None) -> Iterator[bytes]:
+    """The bytes of a layer; `progress` gets their number so far. A broken stream is reopened at the offset it reached.
+
+    Raises the last error when no byte arrived for `_STALL_S`, and `CorruptError` at the end if their number is not the
+    declared size."""
     offset = 0
     stream: Generator[bytes, None, None] | None = None
     rng = random.Random()  # noqa: S311 - jitter, not a secret
@@ -90,33 +91,12 @@ def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
         while offset < layer.size_bytes:
             piece = retrying(next_piece, attempts=None, deadline_s=_STALL_S, rng=rng)
             if piece is None:
-                return
+                break
             offset += len(piece)
+            progress(offset)
             yield piece
+        if offset != layer.size_bytes:
+            raise CorruptError(f"{offset} bytes received, {layer.size_bytes} expected")
     finally:
         if stream is not None:
             stream.close()
-
-
-def check_size(pieces: Iterator[bytes], layer: SourceLayer) -> Iterator[bytes]:
-    """Pass the source's bytes on. Raises `CorruptError` at the end if their number is not the declared size.
-
-    The compressed bytes need no digest check: only the uncompressed stream is used, `check_content` verifies it against
-    its digest in the configuration, and the manifest's digest covers the configuration.
-    """
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        yield piece
-    if size != layer.size_bytes:
-        raise CorruptError(f"{size} bytes received, {layer.size_bytes} expected")
-
-
-def check_content(pieces: Iterator[bytes], layer: SourceLayer) -> Iterator[bytes]:
-    """Pass the uncompressed bytes on. Raises `CorruptError` at the end if they do not match the layer's `diff_id`."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-        yield piece
-    if "sha256:" + digest.hexdigest() != layer.diff_id:
-        raise CorruptError(f"the uncompressed bytes do not match {layer.diff_id}")
