@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     """A file for the list of modules that the start imports, shared through the hot set. Only written if missing."""
 
 
-class Subject(Struct, frozen=True):
+class Subject(Struct, frozen=True, kw_only=True):
     """The image or environment, and the store of its block files."""
 
     name: str
@@ -68,32 +69,31 @@ class Subject(Struct, frozen=True):
     """The digest under which hot sets are stored."""
     store: Store
     store_uri: str
-    options: MountOptions
     is_shared: bool = True
     """Whether other nodes can access the store."""
     fallback: str = ""
     """Why this is a fallback in any case, e.g. after a local conversion; empty otherwise."""
 
 
-class Materializer(Struct):
+@dataclass(kw_only=True)
+class Materializer:
     """Materializes the block files of one mount. `mode` and `reason` are for the report."""
 
-    subject: Subject
-    cache: Cache
-    folder: Path
-    """The mount's folder."""
-    stack: list[CachedFile]
+    options: MountOptions
     lifeline: bool
     """Whether the daemon ends with this process."""
     stage: Stage
     say: Say
     show: Show
-    space: CacheSpace
-    daemon: Daemon | None = None
-    mode: str = ""
-    reason: str = ""
-    full: CacheFull | None = None
-    """Set when a pull does not fit: it is not attempted again with another mount method."""
+    subject: Subject = field(init=False)
+    cache: Cache = field(init=False)
+    space: CacheSpace = field(init=False)
+    folder: Path = field(init=False)
+    """The mount's folder."""
+    stack: list[CachedFile] = field(init=False)
+    daemon: Daemon | None = field(init=False, default=None)
+    mode: str = field(init=False, default="")
+    reason: str = field(init=False, default="")
 
     def serve_lazily(self) -> None:
         """Serve incomplete layers as files that the kernel can mount; pull them if that is predicted to be faster or
@@ -156,7 +156,7 @@ class Materializer(Struct):
         peers = open_peers(self.say)
         if peers is not None:
             for layer in self.stack:
-                peers.file(layer.index, self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
+                peers.file(layer.index, self.subject.store_uri, self.options.plain_http, self.cache.root)
             peers.close()
 
     def _missing_and_plan(self, *, needs_daemon: bool = False) -> tuple[list[CachedFile], list[Block] | None]:
@@ -170,9 +170,9 @@ class Materializer(Struct):
         if self.space.is_short(self._missing_size()):
             self.space.evict()
         plan = self._hot_set()
-        prediction = choose_loading(self.subject.options.loading, missing, plan)
+        prediction = choose_loading(self.options.loading, missing, plan)
         daemon_follows = prediction.mode == PULL and (needs_daemon or self.space.is_short(self._missing_size()))
-        if daemon_follows and self.subject.options.loading == "auto" and breaks_forks(self.subject.store_uri):
+        if daemon_follows and self.options.loading == "auto" and breaks_forks(self.subject.store_uri):
             prediction = Prediction(LAZY, "a daemon could not access its store after a pull by this process")
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
         if prediction.mode == PULL:
@@ -210,7 +210,7 @@ class Materializer(Struct):
                 layer.sync()
 
     def _hot_set(self) -> list[Block] | None:
-        subject, options = self.subject, self.subject.options
+        subject, options = self.subject, self.options
         if not options.workload:
             return None
         from bootseer.artifact.hotsets import HotSets
@@ -241,7 +241,7 @@ class Materializer(Struct):
         from bootseer.mounts.serve import DaemonSpec
         from bootseer.mounts.trees import LazyFiles
 
-        subject, options = self.subject, self.subject.options
+        subject, options = self.subject, self.options
         publish_in = subject.store_uri if options.publish and subject.is_shared else None
         files = [
             ServedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served
@@ -262,13 +262,10 @@ class Materializer(Struct):
 
     def _pull(self) -> None:
         """Fetch all that is missing at full speed, evicting other files if it does not fit. Raises `CacheFull`."""
-        if self.full is not None:
-            raise self.full
         try:
             self._fetch_all()
-        except CacheFull as error:
+        except CacheFull:
             if not self.space.make_free(self._missing_size()):
-                self.full = error
                 raise
             self._fetch_all()
 
@@ -282,10 +279,10 @@ class Materializer(Struct):
 
         with self.stage("pull") as facts:
             facts["reason"] = self.reason
-            origin = open_store(self.subject.store_uri, plain_http=self.subject.options.plain_http)
+            origin = open_store(self.subject.store_uri, plain_http=self.options.plain_http)
             fetcher = Fetcher(on_problem=self.say)
             peers = open_peers(self.say)
-            place = (self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
+            place = (self.subject.store_uri, self.options.plain_http, self.cache.root)
             try:
                 for layer in self.stack:
                     if not layer.trusted:

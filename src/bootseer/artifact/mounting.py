@@ -13,14 +13,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bootseer.artifact.cache_space import CacheSpace, release_unused
 from bootseer.artifact.child import breaks_forks, run_in_child
-from bootseer.artifact.materialize import Materializer, MountOptions, Subject, failures, peer_numbers
+from bootseer.artifact.materialize import Materializer, Subject, failures, peer_numbers
 from bootseer.artifact.places import blocks_folder
-from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
@@ -35,28 +35,21 @@ _KEEP_S = 5.0
 _POLL_S = 0.01
 
 
-class LazyMount(ABC):
+@dataclass(kw_only=True)
+class LazyMount(Materializer, ABC):
     """A mount in the making. Call `run` while this process has one thread."""
 
-    layers: Materializer
-    """The block files; set once the artifact is found."""
     target: Path | None = None
     """The mount point; None: below the mount's own folder."""
-    is_cached = False
+    is_cached: bool = field(init=False, default=False)
     """Whether `find` used metadata of an earlier start."""
-    missing = ""
+    missing: str = field(init=False, default="")
     """Why the store does not have the artifact, if a child process has found out: then `find` does not ask it."""
+    details: dict[str, str] = field(init=False, default_factory=dict)
+    """Kind-specific fields of the mount's record."""
 
-    def __init__(self, options: MountOptions, *, lifeline: bool, stage: Stage, say: Say, show: Show) -> None:
-        """`lifeline`: the daemon ends with this process."""
-        self.options = options
-        self.runtime = Runtime(options.runtime)
-        self.lifeline = lifeline
-        self.stage = stage
-        self.say = say
-        self.show = show
-        self.details: dict[str, str] = {}
-        """Kind-specific fields of the mount's record."""
+    def __post_init__(self) -> None:
+        self.runtime = Runtime(self.options.runtime)
 
     @abstractmethod
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
@@ -82,34 +75,30 @@ class LazyMount(ABC):
 
     def run(self, store_uri: str | None) -> tuple[MountState, dict[str, object]]:
         """Mount; returns the mount's record and facts for the report. Raises `BootseerError` if no fallback works."""
-        cache = Cache(blocks_folder(self.options.cache))
-        space = CacheSpace(cache, self.say)
-        subject, indexes = self._find(store_uri)
+        self.cache = Cache(blocks_folder(self.options.cache))
+        self.space = CacheSpace(self.cache, self.say)
+        self.subject, indexes = self._find(store_uri)
         # Before the files are opened: idle shared layers pin their files, of which the disk may be full.
-        release_unused(self.runtime, space, self.options.cache, [index.identity for index in indexes])
-        folder = self.runtime.new_folder()
+        release_unused(self.runtime, self.space, self.options.cache, [index.identity for index in indexes])
+        self.folder = self.runtime.new_folder()
         with contextlib.ExitStack() as opened:
 
             def open_all() -> list[CachedFile]:
-                return [opened.enter_context(contextlib.closing(space.open(index))) for index in indexes]
+                return [opened.enter_context(contextlib.closing(self.space.open(index))) for index in indexes]
 
             try:
-                stack = open_all()
-                is_complete = all(layer.complete for layer in stack)
+                self.stack = open_all()
+                is_complete = all(layer.complete for layer in self.stack)
                 if self.is_cached and not is_complete and self._is_outdated(store_uri):
-                    subject, indexes = self._find(store_uri)
-                    stack = open_all()
-                self.layers = Materializer(
-                    subject, cache, folder, stack, self.lifeline, self.stage, self.say, self.show, space
-                )
+                    self.subject, indexes = self._find(store_uri)
+                    self.stack = open_all()
                 return self._mount()
             except BaseException as error:
                 with contextlib.suppress(BootseerError, OSError):
-                    self.runtime.remove_folder(folder)
+                    self.runtime.remove_folder(self.folder)
                 if isinstance(error, OSError):
-                    raise PermanentError(
-                        f"{error.filename or self.target or folder}: {error.strerror or error}"
-                    ) from error
+                    place = error.filename or self.target or self.folder
+                    raise PermanentError(f"{place}: {error.strerror or error}") from error
                 raise
 
     def _find(self, store_uri: str | None) -> tuple[Subject, Sequence[Index]]:
@@ -135,33 +124,32 @@ class LazyMount(ABC):
             sets.copy_to_node(options.workload)
 
     def _mount(self) -> tuple[MountState, dict[str, object]]:
-        layers = self.layers
-        local_bytes = sum(layer.index.stored_bytes - layer.missing_bytes for layer in layers.stack)
+        local_bytes = sum(layer.index.stored_bytes - layer.missing_bytes for layer in self.stack)
         try:
             method, target = self.mount_files()
             state = MountState(
-                id=layers.folder.name,
+                id=self.folder.name,
                 target=os.path.abspath(target),  # noqa: PTH100 - as `Runtime.find` compares
-                what=layers.subject.name,
+                what=self.subject.name,
                 boot=self.runtime.boot,
-                layers=tuple(layer.index.identity for layer in layers.stack),
-                daemon=layers.daemon.process if layers.daemon is not None else None,
+                layers=tuple(layer.index.identity for layer in self.stack),
+                daemon=self.daemon.process if self.daemon is not None else None,
                 owner=self.owner(),
                 made_s=time.time(),
-                details={"digest": layers.subject.digest, "mode": layers.mode, **self.details},
+                details={"digest": self.subject.digest, "mode": self.mode, **self.details},
             )
             self.runtime.write(state)
         except BaseException:
             self.unmount_files()
-            layers.stop_daemon()
+            self.stop_daemon()
             raise
         return state, {
-            "digest": layers.subject.digest,
+            "digest": self.subject.digest,
             "workload": self.options.workload,
-            "mode": layers.mode,
-            "reason": layers.reason,
+            "mode": self.mode,
+            "reason": self.reason,
             "way": method.value,
-            "stored_bytes": sum(layer.index.stored_bytes for layer in layers.stack),
+            "stored_bytes": sum(layer.index.stored_bytes for layer in self.stack),
             "local_bytes": local_bytes,
         }
 
@@ -176,7 +164,7 @@ class MountHandle:
         self._label = label
         self._runtime = mount.runtime
         self._state = state
-        self._daemon = mount.layers.daemon
+        self._daemon = mount.daemon
         """None if everything was local: nothing is fetched or recorded."""
         self._say = mount.say
 

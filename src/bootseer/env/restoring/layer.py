@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.artifact.materialize import MountOptions, Subject
@@ -84,7 +85,8 @@ def mount_layer(
     Forks: call it while this process has one thread. Raises `BootseerError` if no way works.
     """
     own_folder(environments_folder(options.cache), private=True)
-    mount = _LayerMount(document, store, options, stage=stage, say=say, show=show)
+    mount = _LayerMount(options=options, lifeline=True, stage=stage, say=say, show=show, document=document, store=store)
+    mount.details[ENVIRONMENT] = document.key
     state, facts = mount.run(store.uri)
     facts["key"] = document.key
     return Layer(mount, state, facts)
@@ -95,39 +97,28 @@ def _kernel_mounts_erofs() -> bool:
     return user_namespace.may_mount() and user_namespace.is_host()
 
 
+@dataclass(kw_only=True)
 class _LayerMount(LazyMount):
     """Mounts one layer."""
 
-    def __init__(
-        self,
-        document: EnvironmentDocument,
-        store: Store,
-        options: LayerOptions,
-        *,
-        stage: Stage,
-        say: Say,
-        show: Show,
-    ) -> None:
-        super().__init__(options, lifeline=True, stage=stage, say=say, show=show)
-        self._document = document
-        self._store = store
-        self._must_unpack = options.unpack
-        self.details[ENVIRONMENT] = document.key
+    options: LayerOptions
+    document: EnvironmentDocument
+    store: Store
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
-        document, options = self._document, self.options
+        document, options = self.document, self.options
         # A child process must not use its parent's client.
-        store = open_store(self._store.uri, plain_http=options.plain_http) if in_child else self._store
+        store = open_store(self.store.uri, plain_http=options.plain_http) if in_child else self.store
         with nullcontext({}) if in_child else self.stage("index"):
             index = LocalObjects(environments_folder(options.cache), self.say).index(document.file, store)
         name = f"environment {document.key[:12]}"
-        return Subject(name, document.digest, store, store.uri, options), [index]
+        return Subject(name=name, digest=document.digest, store=store, store_uri=store.uri), [index]
 
     def owner(self) -> ProcessId | None:
         return ProcessId.of(os.getpid())
 
     def mount_files(self) -> tuple[MountMethod, Path]:
-        if self._must_unpack:
+        if self.options.unpack:
             return self._unpack("nothing can be mounted over the files of this machine")
         try:
             if _kernel_mounts_erofs():
@@ -137,41 +128,38 @@ class _LayerMount(LazyMount):
             if isinstance(error, CacheFull):
                 raise
             self.unmount_files()
-            self.layers.stop_daemon()
+            self.stop_daemon()
             return self._unpack(str(error))
 
     def _mount_erofs(self) -> Path:
         """Mount EROFS by the kernel, from the cache's file or the daemon's."""
-        layers = self.layers
-        layers.serve_lazily()
-        if layers.daemon is not None:
+        self.serve_lazily()
+        if self.daemon is not None:
             try:
                 return self._mount_tree()
             except BootseerError as error:
                 self.unmount_files()
-                layers.pull_after_failure(error)
+                self.pull_after_failure(error)
         return self._mount_tree()
 
     def _mount_tree(self) -> Path:
-        layers = self.layers
-        (one,) = layers.stack
-        with layers.stage("mount"):
-            return shared_layers.mount_layer(self.runtime, layers.folder, one)
+        (one,) = self.stack
+        with self.stage("mount"):
+            return shared_layers.mount_layer(self.runtime, self.folder, one)
 
     def _serve_by_fuse(self) -> Path:
         from bootseer.mounts.trees import layer_tree
 
-        self.layers.serve_tree(layer_tree, None)
-        return self.layers.folder / FILES
+        self.serve_tree(layer_tree, None)
+        return self.folder / FILES
 
     def _unpack(self, reason: str) -> tuple[MountMethod, Path]:
         from bootseer.erofs.merged import MARKS, for_user_namespace
         from bootseer.erofs.reader import ErofsReader
 
-        layers = self.layers
-        (one,) = layers.stack
-        layers.say(f"the environment is written out: {reason}")
-        layers.pull_all(reason)
+        (one,) = self.stack
+        self.say(f"the environment is written out: {reason}")
+        self.pull_all(reason)
 
         def write(folder: Path) -> None:
             reader = ErofsReader(one.read)
@@ -179,10 +167,10 @@ class _LayerMount(LazyMount):
             rename = dict if has_all_rights() else for_user_namespace
             write_tree(files, folder, rename, needed=MARKS, threads=len(os.sched_getaffinity(0)))
 
-        with layers.stage("unpack"):
+        with self.stage("unpack"):
             tree = unpack_once(self.options.cache, [one.index.identity], write)
         self.details[UNPACKED] = tree.name
         return MountMethod.UNPACK, tree
 
     def unmount_files(self) -> None:
-        shared_layers.unmount_own(self.layers.folder)
+        shared_layers.unmount_own(self.folder)

@@ -14,6 +14,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -75,71 +76,59 @@ def mount_image(
         raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")
     attributes = MS_NODEV if suid else MS_NODEV | MS_NOSUID
     mount = _ImageMount(
-        request, target, writable, tuple(above), attributes, facts, lifeline=lifeline, stage=stage, say=say, show=show
+        options=request,
+        lifeline=lifeline,
+        stage=stage,
+        say=say,
+        show=show,
+        target=target,
+        writable=writable,
+        above=tuple(above),
+        attributes=attributes,
+        what_works=facts,
     )
     state, known = mount.run(request.store)
     return mount.handle(state, known)
 
 
+@dataclass(kw_only=True)
 class _ImageMount(LazyMount):
     """One mount that is being set up."""
 
-    choice: Choice
+    options: Request
     target: Path
-
-    def __init__(
-        self,
-        request: Request,
-        target: Path,
-        writable: Path | None,
-        above: tuple[Path, ...],
-        attributes: int,
-        facts: Facts,
-        *,
-        lifeline: bool,
-        stage: Stage,
-        say: Say,
-        show: Show,
-    ) -> None:
-        super().__init__(request, lifeline=lifeline, stage=stage, say=say, show=show)
-        self._request = request
-        self.target = target
-        self._writable = writable
-        self._above = above
-        self._attributes = attributes
-        self._facts = facts
+    writable: Path | None
+    above: tuple[Path, ...]
+    attributes: int
+    what_works: Facts
+    choice: Choice = field(init=False)
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
-        request = self._request
-        image = (
+        request = self.options
+        self._image = image = (
             resolve_image(request, say=self.say, in_child=True)
             if in_child
             else resolve_image(request, stage=self.stage, say=self.say, show=self.show, missing=self.missing)
         )
-        self._image = image
         self.is_cached = image.is_cached
         self.details["workload"] = request.workload
-        if self._writable is not None:
-            self.details[CHANGES] = os.path.abspath(self._writable)  # noqa: PTH100 - resolving links could leave the name
-        name, digest = str(request.reference), image.document.digest
-        subject = Subject(
-            name, digest, image.store, image.store_uri, request, is_shared=image.is_shared, fallback=image.fallback
-        )
-        return subject, image.indexes
+        if self.writable is not None:
+            self.details[CHANGES] = os.path.abspath(self.writable)  # noqa: PTH100 - resolving links could leave the name
+        return image, image.indexes
 
     def is_outdated(self) -> bool:
-        request, image = self._request, self._image
+        request, image = self.options, self._image
         metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), self.say)
         with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http)) as store:
             return metadata.is_outdated(image.document, store, request.signatures)
 
     def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:
         """The caller's handle of the finished mount."""
-        document, layers = self._image.document, self.layers
+        document = self._image.document
         facts |= {
-            "image": str(self._request.reference),
+            "image": self.subject.name,
             "refused_ways": "; ".join(f"{method.value}: {reason}" for method, reason in self.choice.refused),
-            "layers": len(layers.stack),
+            "layers": len(self.stack),
             "stored_bytes": document.stored_bytes,
         }
         return MountedImage(self, state, facts, document.config)
@@ -148,19 +137,19 @@ class _ImageMount(LazyMount):
         with contextlib.suppress(BootseerError):
             if kernel.is_mount(self.target):
                 kernel.unmount(self.target, lazy=True)
-        unmount_own(self.layers.folder)
+        unmount_own(self.folder)
 
     def owner(self) -> ProcessId | None:
         return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
 
     def mount_files(self) -> tuple[MountMethod, Path]:
         """Mount with the best method; if it fails, with the next one."""
-        facts = self._facts
-        private = self.layers.lifeline
+        facts = self.what_works
+        private = self.lifeline
         while True:
-            choice = methods.choose_method(facts, private=private, writable=self._writable is not None)
+            choice = methods.choose_method(facts, private=private, writable=self.writable is not None)
             if reason := methods.describe_fallback(choice):
-                self.layers.say(f"the image is mounted {reason}")
+                self.say(f"the image is mounted {reason}")
             try:
                 if choice.method is MountMethod.UNPACK:
                     self._mount_unpacked(reason)
@@ -172,24 +161,23 @@ class _ImageMount(LazyMount):
                 return choice.method, self.target
             except _MethodFailed as error:
                 self.unmount_files()
-                self.layers.check_origin()
-                self.layers.stop_daemon()
+                self.check_origin()
+                self.stop_daemon()
                 facts = methods.after_failure(facts, choice.method, str(error), private=private)
 
     def _mount_layers(self, *, loop: bool) -> None:
         """Let the kernel mount each layer, and an overlay of them."""
-        layers = self.layers
-        layers.serve_lazily()
+        self.serve_lazily()
 
         def mount() -> None:
-            one = partial(mount_layer, self.runtime, layers.folder, loop=loop)
-            with layers.stage("mount"):
+            one = partial(mount_layer, self.runtime, self.folder, loop=loop)
+            with self.stage("mount"):
                 # Mounting a layer reads its first block. In parallel, all together cost one round trip to the store.
-                with Tasks("bootseer-mount", min(len(layers.stack), _AT_ONCE)) as pool:
-                    lowers = list(pool.map(one, layers.stack))
+                with Tasks("bootseer-mount", min(len(self.stack), _AT_ONCE)) as pool:
+                    lowers = list(pool.map(one, self.stack))
                 self._mount_over(lowers)
 
-        if layers.daemon is not None:
+        if self.daemon is not None:
             try:
                 mount()
                 return
@@ -199,7 +187,7 @@ class _ImageMount(LazyMount):
                     # EROFS cannot be mounted from files of this file system (tmpfs): fetching them does not help.
                     raise _MethodFailed(str(error)) from error
                 try:
-                    layers.pull_after_failure(error)
+                    self.pull_after_failure(error)
                 except CacheFull as full:
                     raise _MethodFailed(f"{error}; {full}") from full
         with _method_errors():
@@ -209,45 +197,43 @@ class _ImageMount(LazyMount):
         """Serve all layers as one tree by a daemon, mounted in our own namespace or by a set-uid helper."""
         from bootseer.mounts.trees import MergedTree
 
-        layers = self.layers
-        if layers.lifeline:
+        if self.lifeline:
             user_namespace.enter()
         with _method_errors():
             if user_namespace.may_mount():
-                layers.serve_tree(MergedTree, None)
-                with layers.stage("mount"):
-                    self._mount_over([layers.folder / FILES], userxattr=True)
+                self.serve_tree(MergedTree, None)
+                with self.stage("mount"):
+                    self._mount_over([self.folder / FILES], userxattr=True)
             else:
-                if self._above:
+                if self.above:
                     raise PermanentError("further layers on top of the image need the permission to mount an overlay")
                 self.target.mkdir(parents=True, exist_ok=True)
-                layers.serve_tree(MergedTree, self.target)
+                self.serve_tree(MergedTree, self.target)
 
     def _mount_unpacked(self, reason: str) -> None:
         """Unpack the layers once for all containers, under an overlay for changes; if that fails, a private copy."""
         from bootseer.image.unpack import unpack_layers
 
-        layers = self.layers
-        if layers.lifeline:
+        if self.lifeline:
             user_namespace.enter()  # first: clients of object stores have threads for as long as this process lives
-        layers.pull_all(f"it is mounted {reason}")
-        write = partial(unpack_layers, layers.stack)
-        with layers.stage("unpack"):
-            tree = unpack_once(self.options.cache, [layer.index.identity for layer in layers.stack], write)
+        self.pull_all(f"it is mounted {reason}")
+        write = partial(unpack_layers, self.stack)
+        with self.stage("unpack"):
+            tree = unpack_once(self.options.cache, [layer.index.identity for layer in self.stack], write)
         try:
-            with layers.stage("mount"):
+            with self.stage("mount"):
                 self._mount_over([tree], userxattr=True)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
-            if self._writable is None or self._above:
+            if self.writable is None or self.above:
                 raise
-            layers.say(f"no overlay: {error}; this container gets a private copy")
+            self.say(f"no overlay: {error}; this container gets a private copy")
             self.unmount_files()
-            (self._writable / "upper").rmdir()  # where it exists, it has the changes: `launch.image.setup`
-            with layers.stage("unpack"):
-                write(self._writable / _COPY)
-                kernel.attach(kernel.clone_mount(self._writable / _COPY), self.target)
-                kernel.restrict(self.target, self._attributes)
+            (self.writable / "upper").rmdir()  # where it exists, it has the changes: `launch.image.setup`
+            with self.stage("unpack"):
+                write(self.writable / _COPY)
+                kernel.attach(kernel.clone_mount(self.writable / _COPY), self.target)
+                kernel.restrict(self.target, self.attributes)
 
     def _mount_over(self, lowers: Sequence[Path], *, userxattr: bool = False) -> None:
         """Mount an overlay of these trees, the lowest first, and the layers above them. The root of changes gets the
@@ -255,15 +241,15 @@ class _ImageMount(LazyMount):
         self.target.mkdir(parents=True, exist_ok=True)
         upper: Path | None = None
         work: Path | None = None
-        if self._writable is not None:
-            upper, work = self._writable / "upper", self._writable / "work"
+        if self.writable is not None:
+            upper, work = self.writable / "upper", self.writable / "work"
             for folder in (upper, work):
                 folder.mkdir(parents=True, exist_ok=True)
             status = lowers[-1].stat()
             os.chown(upper, status.st_uid, status.st_gid)
             upper.chmod(status.st_mode & 0o7777)
-        stack = [*lowers, *self._above]
-        mount_overlay(stack, self.target, upper=upper, work=work, attributes=self._attributes, userxattr=userxattr)
+        stack = [*lowers, *self.above]
+        mount_overlay(stack, self.target, upper=upper, work=work, attributes=self.attributes, userxattr=userxattr)
 
 
 class _MethodFailed(Exception):  # noqa: N818 - no error: the next method is tried

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from msgspec import Struct
-
 from bootseer.artifact.catalog import Catalog
+from bootseer.artifact.materialize import Subject
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.blocks.index import Index
@@ -35,19 +34,13 @@ _ASK_S = 20.0
 """How long a registry may take to resolve a tag before the digest of the last start is used."""
 
 
-class ResolvedImage(Struct, frozen=True):
+class ResolvedImage(Subject, frozen=True, kw_only=True):
     """A converted image, ready to be mounted."""
 
     document: ImageDocument
     indexes: Sequence[Index]
     """Indexes of its layers, bottom first, each once."""
-    store: Store
-    store_uri: str
-    is_shared: bool
-    """Whether other nodes use the same store."""
-    fallback: str = ""
-    """Why the image was converted on this node; empty if it was not."""
-    is_cached: bool = False
+    is_cached: bool
     """Whether the document was on this node; see `Metadata.is_outdated`."""
 
 
@@ -101,14 +94,17 @@ def resolve_image(
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
     # A layer that occurs twice in the stack is mounted once, at its upper position.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
+    is_shared = uri != local_uri
     return ResolvedImage(
-        document,
-        [indexes[identity] for identity in reversed(order)],
-        store,
-        uri,
-        uri != local_uri,
-        reason,
-        metadata.is_cached and uri != local_uri,
+        name=str(request.reference),
+        digest=document.digest,
+        store=store,
+        store_uri=uri,
+        is_shared=is_shared,
+        fallback=reason,
+        document=document,
+        indexes=[indexes[identity] for identity in reversed(order)],
+        is_cached=metadata.is_cached and is_shared,
     )
 
 
