@@ -80,7 +80,7 @@ def test_a_lease_decides_within_bounds_how_long_it_may_be_silent(ttl_s: float, d
 
 
 def test_a_lease_that_nobody_can_read_is_dead_after_a_while() -> None:
-    broken = LeaseObservation("broken", "of its bytes")
+    broken = LeaseObservation("held", "of its bytes")
     assert looks(Watch(1e9, ttl_s=10), [broken] * 20).index(Next.DEAD) == 11
 
 
@@ -88,7 +88,7 @@ def test_a_free_lease_is_free_at_any_time() -> None:
     assert Watch(0).see(LeaseObservation("free"), 1e9) is Next.FREE
 
 
-@pytest.mark.parametrize("sight", [held(), UNKNOWN, LeaseObservation("broken", "x")])
+@pytest.mark.parametrize("sight", [held(), UNKNOWN, LeaseObservation("held", "x")])
 def test_the_time_to_wait_ends_whatever_is_seen(sight: LeaseObservation) -> None:
     watch = Watch(100)
     assert watch.see(sight, 99.9) is Next.LOOK

@@ -260,7 +260,7 @@ def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Imag
 def unpacked_name(image: Image) -> str:
     """What the written out tree of the image is called: after its block files."""
     request = image.request()
-    document = read_document(open_store(str(request.store)), image.digest)
+    document, _ = read_document(open_store(str(request.store)), image.digest)
     return tree_name(list(dict.fromkeys(layer.file.identity for layer in document.layers)))
 
 

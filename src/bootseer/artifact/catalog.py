@@ -23,7 +23,6 @@ from bootseer.errors import (
     NotFoundError,
     PermanentError,
     SignatureError,
-    TransientError,
     UsageError,
 )
 from bootseer.io.retry import retrying
@@ -63,44 +62,36 @@ class Catalog(Generic[D]):
         self.signatures = signatures
 
     def find(self, key: str, *, timeout_s: float = FIND_S) -> D | None:
-        """The artifact with this key; None when there is none.
-
-        Raises `TransientError` or `AccessError` when the store cannot tell, `CorruptError` for an invalid document,
-        `SignatureError` for one without a trusted signature, and `OtherVersionError`. `look` returns these instead.
-        """
-        found = self._read_document(key, timeout_s)
-        return found and found[0]
-
-    def _read_document(self, key: str, timeout_s: float) -> tuple[D, bytes] | None:
-        self.kind.check_key(key)
-        name = self.kind.document_name(key)
+        """The artifact with this key; None when there is none. Raises as `read`."""
         try:
-            data = read_all(self.store, name, stored_limit(self.kind.max_bytes), timeout_s)
+            return self.read(key, timeout_s)[0]
         except NotFoundError:
             return None
-        except (TransientError, CorruptError):
-            raise
-        except PermanentError as error:
-            if type(error) is PermanentError:  # larger than any document
-                raise CorruptError(str(error)) from error
-            raise
-        return self.parse_stored(key, data), data
 
-    def parse_stored(self, key: str, data: bytes) -> D:
-        """Verify and parse the stored bytes of the document of `key`. Raises as `find`."""
+    def read(self, key: str, timeout_s: float) -> tuple[D, bytes]:
+        """The artifact with this key, and its document as stored.
+
+        Raises `NotFoundError`, `TransientError` or `AccessError` when the store cannot tell, `CorruptError` for an
+        invalid document, `SignatureError` for one without a trusted signature, and `OtherVersionError`. `look` returns
+        these instead.
+        """
+        self.kind.check_key(key)
         where, name = self.store.uri, self.kind.document_name(key)
+        data = read_all(self.store, name, stored_limit(self.kind.max_bytes), timeout_s)
         try:
             document = self.kind.parse(self.signatures.open(name, data, where))
         except CorruptError as error:
             raise CorruptError(f"{where}: {name}: {error}") from error
         if self.kind.key(document) != key:
             raise CorruptError(f"{where}: {name} is the document of another {self.kind.noun}")
-        return document
+        return document, data
 
     def look(self, key: str, *, timeout_s: float = FIND_S) -> Lookup[D]:
-        """`find`, with errors as part of the result."""
+        """`read`, with errors as part of the result."""
         try:
-            found = self._read_document(key, timeout_s)
+            document, data = self.read(key, timeout_s)
+        except NotFoundError:
+            return Lookup("none")
         except OtherVersionError as error:
             return Lookup("other-version", why=str(error))
         except SignatureError as error:
@@ -111,7 +102,7 @@ class Catalog(Generic[D]):
             raise
         except BootseerError as error:
             return Lookup("unreachable", why=str(error))
-        return Lookup("none") if found is None else Lookup("found", found[0], data=found[1])
+        return Lookup("found", document, data=data)
 
     def encode_signed(self, document: D) -> bytes:
         """The bytes to store: signed if there is a key. Raises `PermanentError` when they are too large."""

@@ -109,13 +109,9 @@ def look(store: Store, name: str) -> LeaseObservation:
     except NotFoundError:
         return LeaseObservation("free")
     except CorruptError:
-        return LeaseObservation("broken", hashlib.sha256(data).hexdigest())
-    except TransientError as error:
+        return LeaseObservation("held", hashlib.sha256(data).hexdigest())
+    except BootseerError as error:  # one that may not be read cannot be waited for
         return LeaseObservation("unknown", why=str(error))
-    except BootseerError as error:
-        # Larger than any lease: malformed. One that may not be read cannot be waited for.
-        broken = "is larger than" in str(error)
-        return LeaseObservation("broken", "large") if broken else LeaseObservation("unknown", why=str(error))
     return LeaseObservation("free" if record.released else "held", f"{record.nonce} {record.beat}", record)
 
 

@@ -84,10 +84,10 @@ class LeaseRecord(Struct, frozen=True):
 class LeaseObservation(Struct, frozen=True):
     """One observation of a lease."""
 
-    kind: Literal["free", "held", "broken", "unknown"]
+    kind: Literal["free", "held", "unknown"]
     """`free` includes released ones; `unknown`: the store did not respond."""
     mark: str = ""
-    """Changes with every heartbeat; for a broken lease a digest of its bytes."""
+    """Changes with every heartbeat; without a record, a digest of the malformed bytes."""
     record: LeaseRecord | None = None
     why: str = ""
     """For `unknown`: the error."""

@@ -33,7 +33,7 @@ _THREADS = 8
 def read_all(store: Store, name: str, max_bytes: int, timeout_s: float = 60.0) -> bytes:
     """A whole small object, with retries until `timeout_s`; objects named by content are verified.
 
-    Raises `PermanentError` when it is larger than `max_bytes`, and `CorruptError` when its bytes do not match its name.
+    Raises `CorruptError` when it is larger than `max_bytes`, or its bytes do not match its name.
     """
 
     def read(left_s: float) -> bytes:
@@ -42,7 +42,7 @@ def read_all(store: Store, name: str, max_bytes: int, timeout_s: float = 60.0) -
             for piece in pieces:
                 data += piece
                 if len(data) > max_bytes:
-                    raise PermanentError(f"{store.uri}: {name} is larger than {max_bytes} bytes")
+                    raise CorruptError(f"{store.uri}: {name} is larger than {max_bytes} bytes")
         return bytes(data)
 
     data = retrying(read, deadline_s=timeout_s)

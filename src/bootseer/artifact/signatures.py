@@ -10,18 +10,17 @@ so that no secret is held in memory or passed on.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import json
 import os
 import re
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
+from bootseer.artifact.document import readable
 from bootseer.errors import CorruptError, SignatureError, UsageError, needs_extra, os_errors_as
 from bootseer.io.trusted_folder import open_trusted, trusted_uids
 
@@ -41,6 +40,20 @@ _MAKE = "openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubo
 def stored_limit(payload_bytes: int) -> int:
     """The size of the largest object, signed or not, with a payload of at most `payload_bytes`."""
     return payload_bytes * 4 // 3 + (MAX_SIGNATURES + 1) * 2 * _MAX_TEXT
+
+
+class _Signature(Struct, frozen=True):
+    keyid: str
+    sig: bytes
+
+
+@readable
+class _Envelope(Struct, frozen=True, rename={"kind": "payloadType"}):
+    """Encoded in this order, which is that of the sorted keys."""
+
+    payload: bytes
+    kind: str
+    signatures: Annotated[tuple[_Signature, ...], Meta(min_length=1, max_length=MAX_SIGNATURES)]
 
 
 class Signatures(Struct, frozen=True):
@@ -75,9 +88,8 @@ class Signatures(Struct, frozen=True):
         for path in self.signing:
             key = _private_key(path)
             signature = key.sign(_signed_bytes(kind, payload))
-            rows.append({"keyid": key_id(key.public_key()), "sig": base64.b64encode(signature).decode()})
-        value = {"payload": base64.b64encode(payload).decode(), "payloadType": kind, "signatures": rows}
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+            rows.append(_Signature(key_id(key.public_key()), signature))
+        return msgspec.json.encode(_Envelope(payload, kind, tuple(rows)))
 
     def open(self, name: str, data: bytes, where: str, *, reuse: bool = False) -> bytes:
         """Verify the object stored under `name`; returns its payload. `where` is the store, for messages.
@@ -90,16 +102,20 @@ class Signatures(Struct, frozen=True):
             if required:
                 raise SignatureError(f"{where}: {name} is not signed")
             return data
-        payload, kind, rows = _parse(data, f"{where}: {name}")
-        if kind != TYPE + name:
-            raise SignatureError(f"{where}: {name} holds another signed object: {kind.removeprefix(TYPE)[:200]!r}")
+        try:
+            found = msgspec.json.decode(data, type=_Envelope)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CorruptError(f"{where}: {name}: the envelope of its signatures cannot be read: {error}") from error
+        if found.kind != TYPE + name:
+            other = found.kind.removeprefix(TYPE)[:200]
+            raise SignatureError(f"{where}: {name} holds another signed object: {other!r}")
         if required:
             keys = _public_keys(self.trusted) if self.trusted else {}
             if reuse:
                 own = (_private_key(path).public_key() for path in self.signing)
                 keys |= {key_id(key): key for key in own}
-            _verify(_signed_bytes(kind, payload), rows, keys, f"{where}: {name}")
-        return payload
+            _verify(_signed_bytes(found.kind, found.payload), found.signatures, keys, f"{where}: {name}")
+        return found.payload
 
 
 UNSIGNED = Signatures()
@@ -122,32 +138,11 @@ def _signed_bytes(kind: str, payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(kind.encode()), kind.encode(), len(payload), payload)
 
 
-def _parse(data: bytes, where: str) -> tuple[bytes, str, list[tuple[str, bytes]]]:
-    try:
-        value: Any = json.loads(data)
-        kind, rows = value["payloadType"], value["signatures"]
-        if not isinstance(kind, str) or len(kind) > 2 * _MAX_TEXT or not 1 <= len(rows) <= MAX_SIGNATURES:
-            raise ValueError("no type, or no signatures, or too many")
-        found = [(str(row["keyid"])[:_MAX_TEXT], _decoded(row["sig"])) for row in rows]
-        return _decoded(value["payload"]), kind, found
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"{where}: the envelope of its signatures cannot be read: {error}") from error
-
-
-def _decoded(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError("something is not text")
-    try:
-        return base64.b64decode(text.encode("ascii"), validate=True)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise ValueError(f"not base64: {error}") from error
-
-
-def _verify(signed: bytes, rows: list[tuple[str, bytes]], keys: dict[str, Ed25519PublicKey], where: str) -> None:
+def _verify(signed: bytes, rows: tuple[_Signature, ...], keys: dict[str, Ed25519PublicKey], where: str) -> None:
     """One valid signature is sufficient: others may be for readers that trust other keys."""
     from cryptography.exceptions import InvalidSignature
 
-    known = [(keys[name], signature) for name, signature in rows if name in keys]
+    known = [(keys[row.keyid], row.sig) for row in rows if row.keyid in keys]
     for key, signature in known:
         try:
             key.verify(signature, signed)
@@ -156,7 +151,7 @@ def _verify(signed: bytes, rows: list[tuple[str, bytes]], keys: dict[str, Ed2551
         return
     if known:
         raise SignatureError(f"{where}: its signature does not match")
-    names = ", ".join(name[:16] if name.isalnum() else repr(name[:16]) for name, _ in rows[:3])
+    names = ", ".join(row.keyid[:16] if row.keyid.isalnum() else repr(row.keyid[:16]) for row in rows[:3])
     raise SignatureError(f"{where}: signed by a key that is not trusted ({names})")
 
 

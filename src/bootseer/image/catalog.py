@@ -32,6 +32,7 @@ from bootseer.image.sources.manifest import check_document
 from bootseer.store.store import Store, is_content_name
 
 _FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
+_READ_S = 60.0
 _SILENT_S = 3600.0
 """Age of a lease after which its conversion counts as dead. Generous, because it compares two nodes' clocks."""
 
@@ -75,18 +76,10 @@ def images_in(store: Store, say: Say = lambda line: None, signatures: Signatures
     return Catalog(IMAGES, store, say, signatures)
 
 
-def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> ImageDocument:
-    """The document of an image in a store, verified against the digest by `check_document`.
-
-    Raises `NotFoundError` if there is none, `SignatureError` if it lacks a required signature, `CorruptError` and the
-    store's errors.
-    """
-    return images_in(store, signatures=signatures).parse_stored(digest, read_stored(store, digest))
-
-
-def read_stored(store: Store, digest: str) -> bytes:
-    """The document's stored bytes, with signatures. Raises as `read_all` does."""
-    return read_all(store, document_name(digest), stored_limit(MAX_DOCUMENT_BYTES))
+def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> tuple[ImageDocument, bytes]:
+    """The document of an image in a store, verified against the digest by `check_document`, and its stored bytes.
+    Raises as `Catalog.read`."""
+    return images_in(store, signatures=signatures).read(digest, _READ_S)
 
 
 def converting(store: Store, digest: str, node: str) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, TransientError
-from bootseer.image.catalog import IMAGES, images_in, read_document, read_stored
+from bootseer.image.catalog import IMAGES, images_in, read_document
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
@@ -78,14 +78,13 @@ class Metadata:
         A cached document is verified again at each start, against the keys that are trusted now.
         """
         with contextlib.suppress(BootseerError):
-            document = read_document(self._objects.store, digest, signatures)
+            document, _ = read_document(self._objects.store, digest, signatures)
             with contextlib.suppress(OSError):
                 age_s = time.time() - (self._folder / document.name).stat().st_mtime
                 self.is_cached = age_s > _FRESH_S
             return document
         self.is_cached = False
-        data = read_stored(store, digest)
-        document = images_in(store, signatures=signatures).parse_stored(digest, data)
+        document, data = read_document(store, digest, signatures)
         self._objects.keep(document.name, data)
         return document
 

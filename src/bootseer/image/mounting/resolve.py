@@ -183,7 +183,7 @@ def _find_converted(
         # Documents converted here are unsigned. They are trusted for a digest that the user named, because the
         # conversion verified it; for a tag only if no signature is required.
         if Path(local_uri).is_dir() and (request.reference.digest or not request.signatures.trusted):
-            return read_document(FileStore(Path(local_uri)), digest), local_uri
+            return read_document(FileStore(Path(local_uri)), digest)[0], local_uri
     if store is None or request.store is None:
         return None
     with contextlib.suppress(NotFoundError):
