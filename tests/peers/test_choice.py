@@ -129,9 +129,3 @@ def test_a_client_that_serves_nothing_asks_the_same_owners() -> None:
 def test_alone_there_is_the_origin() -> None:
     for peers in ([], job(1)):
         assert Members(peers, "n0").route(FILE, 3).steps == ()
-
-
-def test_lists_of_the_same_peers_have_the_same_digest() -> None:
-    peers = job(8)
-    assert Members(peers, "n1").digest == Members(reversed(peers), "n2").digest
-    assert Members(peers, "n1").digest != Members(peers[1:], "n1").digest

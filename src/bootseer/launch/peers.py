@@ -149,9 +149,9 @@ class PeersStart:
             self.announce_stage(READY)
             while True:
                 known = self._readiness(self._folder)
-                readiness, listed = known or (Readiness(0, {}), 0)
+                readiness = known or Readiness(0, {})
                 # A list may name more nodes than the job has: all of a fleet, or killed ones that left their records.
-                expected = num_nodes or listed
+                expected = num_nodes or readiness.nodes
                 missing = readiness.missing(expected)
                 now_s = time.monotonic()
                 if known is None or readiness.ready >= expected > 1 or now_s >= began_s + options.wait_s:
@@ -175,12 +175,12 @@ class PeersStart:
         elif missing:
             say(f"{readiness.ready} of {expected} nodes are ready after {options.wait_s} s; missing: {missing}")
 
-    def _readiness(self, folder: Path) -> tuple[Readiness, int] | None:
-        """The readiness of the job's nodes, and how many are listed; None when the peer service has ended."""
+    def _readiness(self, folder: Path) -> Readiness | None:
+        """The readiness of the job's nodes; None when the peer service has ended."""
         if self._service is not None and self._service.wait(0.0):
             return None
         try:
-            return JobPeers.open(folder).readiness() or (Readiness(0, {}), 0)
+            return JobPeers.open(folder).readiness()
         except BootseerError:  # the service, of another process of this node, has deleted it
             return None
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from heapq import nlargest
 from math import log
 from typing import Final, NamedTuple
@@ -74,14 +74,12 @@ class Route(Struct, frozen=True):
 
 
 class Members:
-    """The nodes of a job as seen by one node. Equal lists of peers have the same `digest`."""
+    """The nodes of a job as seen by one node."""
 
     def __init__(self, peers: Iterable[Peer], own: str) -> None:
         """`own` is this node's name. A node that serves nothing is not among the peers: it is only a client."""
         self.peers: tuple[Peer, ...] = tuple(sorted({peer.name: peer for peer in peers}.values()))
         self.own = own
-        listed = "\n".join(f"{peer.name}\t{' '.join(peer.addresses)}\t{peer.rack}" for peer in self.peers)
-        self.digest = sha256(listed.encode()).hexdigest()[:16]
         self._groups = _groups(self.peers)
         rack = next((peer.rack for peer in self.peers if peer.name == own), "")
         self._neighbours = self._groups.get(rack, ()) if rack else ()

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct, to_builtins
 
 from bootseer.blocks.index import Index
@@ -211,17 +212,16 @@ class JobPeers:
             return (self.folder / "stage").read_text()
         return "begin"
 
-    def write_readiness(self, readiness: Readiness, num_nodes: int) -> None:
-        """Publish the readiness of the job's nodes, of which `num_nodes` are listed, to the launcher."""
-        replace_file(self.folder / "start.json", json.dumps({**to_builtins(readiness), "nodes": num_nodes}).encode())
+    def write_readiness(self, readiness: Readiness) -> None:
+        """Publish the readiness of the job's nodes to the launcher."""
+        replace_file(self.folder / "start.json", msgspec.json.encode(readiness))
 
-    def readiness(self) -> tuple[Readiness, int] | None:
-        """The readiness of the job's nodes, and how many are listed; None if unknown."""
+    def readiness(self) -> Readiness:
+        """The readiness of the job's nodes; none are ready if it is unknown."""
         try:
-            body = (self.folder / "start.json").read_bytes()
-            return Readiness.of(body), int(json.loads(body)["nodes"])
-        except (OSError, ValueError, KeyError, TypeError, CorruptError):
-            return None
+            return Readiness.of((self.folder / "start.json").read_bytes())
+        except (OSError, CorruptError):
+            return Readiness(0, {})
 
     @property
     def training(self) -> bool:

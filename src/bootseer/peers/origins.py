@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -18,7 +18,7 @@ from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.logs import logger
-from bootseer.peers.choice import RUN_BYTES, Level, Members, Route, Step
+from bootseer.peers.choice import RUN_BYTES, Level, Route, Step
 from bootseer.peers.client import Client, Watch
 from bootseer.peers.health import Health
 from bootseer.peers.job import BlockSource, JobPeers
@@ -93,11 +93,7 @@ class PeerGroup:
 
     def stats(self) -> dict[str, dict[str, float]]:
         with self.lock:
-            return {
-                name: {"bytes": sent.bytes, "requests": sent.requests, "late": sent.late, "wrong": sent.wrong}
-                | {"seconds": round(sent.seconds, 3)}
-                for name, sent in self.sent.items()
-            }
+            return {name: asdict(sent) | {"seconds": round(sent.seconds, 3)} for name, sent in self.sent.items()}
 
     def close(self) -> None:
         self.client.close()
@@ -131,7 +127,7 @@ class FilePeers:
         return self._routes[run]
 
     def at(self, step: Step) -> PeerOrigin:
-        return PeerOrigin(self._group, step, self._group.job.members())
+        return PeerOrigin(self._group, step, self._group.job.members().own)
 
     def sent_wrong(self, step: Step, error: CorruptError) -> None:
         with self._group.lock:
@@ -155,7 +151,8 @@ class PeerOrigin:
     sends_plain: ClassVar[bool] = True
     group: PeerGroup
     step: Step
-    members: Members
+    own: str
+    """The name of this node."""
 
     @property
     def uri(self) -> str:
@@ -173,8 +170,7 @@ class PeerOrigin:
     def _request(self, index: Index, blocks: range) -> Generator[tuple[int, Buffer], None, None]:
         start = blocks[0] * index.block_size
         length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
-        members = self.members
-        request = Request(index.identity, start, length, self.step.level, members.digest, members.own)
+        request = Request(index.identity, start, length, self.step.level, self.own)
         group, peer = self.group, self.step.peer
         with group.lock:
             watch = Watch(group.health, group.lock, peer.name, length)

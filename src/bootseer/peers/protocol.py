@@ -8,7 +8,7 @@ without synchronized clocks or a memory of nonces. Responses are not signed: rec
     GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
     Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
     Bootseer-Level: rack | global | held        what the owner may do when it has not got them
-    Bootseer-Members: DIGEST [NAME]             of the sender's list of peers; its own name in it
+    Bootseer-Sender: NAME                       of the requesting node; empty if it serves nothing
     Authorization: Bootseer NUMBER MAC
 
     GET /v1/readers/IDENTITY/FIRST/BITS         which nodes read or have these blocks: see `readers`
@@ -69,14 +69,30 @@ class Request(Struct, frozen=True):
     start: int
     length: int
     level: Level
-    members: str
     sender: str = ""
     """The name of the requesting node; empty if it serves nothing."""
 
     @property
-    def header_value(self) -> str:
-        """The header field with the sender and the members that it knows."""
-        return f"{self.members} {self.sender}".rstrip()
+    def lines(self) -> str:
+        """The first lines of the request, which are signed."""
+        return (
+            f"GET {_FILES}{self.file} HTTP/1.1\r\nRange: bytes={self.start}-{self.start + self.length - 1}\r\n"
+            f"Bootseer-Level: {self.level}\r\nBootseer-Sender: {self.sender}\r\n"
+        )
+
+    @classmethod
+    def of(cls, head: Head) -> Request:
+        """Raises `CorruptError`."""
+        method, target = head.first
+        found = _RANGE.fullmatch(head.fields.get("range", ""))
+        identity = target.removeprefix(_FILES)
+        level = head.fields.get("bootseer-level", "")
+        if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
+            raise CorruptError("malformed request of a peer")
+        start, last = int(found[1]), int(found[2])
+        if not start <= last < start + MAX_BLOCK_SIZE:
+            raise CorruptError("a peer asks for more than it may at once")
+        return cls(identity, start, last - start + 1, Level(level), head.fields.get("bootseer-sender", ""))
 
 
 class Question(Struct, frozen=True):
@@ -95,7 +111,7 @@ class Question(Struct, frozen=True):
 
     @property
     def lines(self) -> str:
-        """The first lines of the request."""
+        """As in `Request`."""
         return (
             f"GET {_READERS}{self.file}/{self.first}/{self.blocks:x} HTTP/1.1\r\n"
             f"Bootseer-Sender: {self.sender}{' keeps' * self.keeps}\r\nBootseer-Without: {self.without}\r\n"
@@ -132,15 +148,8 @@ class Signer(Struct):
 
     def encode(self, request: Request | Question | StartReport, host: str) -> bytes:
         self.number += 1
-        if not isinstance(request, Request):
-            return (
-                f"{request.lines}Host: {host}\r\n"
-                f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
-            ).encode()
-        last = request.start + request.length - 1
         return (
-            f"GET {_FILES}{request.file} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={request.start}-{last}\r\n"
-            f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.header_value}\r\n"
+            f"{request.lines}Host: {host}\r\n"
             f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
         ).encode()
 
@@ -155,7 +164,7 @@ class Signer(Struct):
         elif head.first == ("GET", TARGET):
             request = StartReport.of(head.fields)
         else:
-            request = _parse_request(head)
+            request = Request.of(head)
         number, _, mac = head.fields.get("authorization", "").removeprefix("Bootseer ").partition(" ")
         if not (number.isascii() and number.isdecimal() and len(number) < 19 and int(number) > self.number):
             return None
@@ -165,26 +174,7 @@ class Signer(Struct):
         return request
 
     def _mac(self, number: int, request: Request | Question | StartReport) -> str:
-        if not isinstance(request, Request):
-            return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
-        signed = (
-            f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.header_value}"
-        ).encode()
-        return hmac.digest(self.key, signed, "sha256").hex()
-
-
-def _parse_request(head: Head) -> Request:
-    method, target = head.first
-    found = _RANGE.fullmatch(head.fields.get("range", ""))
-    identity = target.removeprefix(_FILES)
-    level = head.fields.get("bootseer-level", "")
-    if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
-        raise CorruptError("malformed request of a peer")
-    start, last = int(found[1]), int(found[2])
-    if not start <= last < start + MAX_BLOCK_SIZE:
-        raise CorruptError("a peer asks for more than it may at once")
-    members, _, sender = head.fields.get("bootseer-members", "").partition(" ")
-    return Request(identity, start, last - start + 1, Level(level), members, sender)
+        return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
 
 
 def encode_readers(found: dict[str, int]) -> bytes:

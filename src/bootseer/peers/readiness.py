@@ -13,11 +13,11 @@ few of the other nodes by name, those without a report, of stage "", last. Decid
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from bootseer.errors import CorruptError
@@ -50,22 +50,20 @@ class StartReport(Struct, frozen=True):
         return cls(sender, stage)
 
 
-class Readiness(Struct, frozen=True):
+class Readiness(Struct, frozen=True, omit_defaults=True):
     """How many nodes are ready, and for some others their stage and the seconds since their last report."""
 
     ready: int
     others: dict[str, tuple[str, float]]
+    nodes: int = 0
+    """How many nodes are listed."""
 
     @classmethod
     def of(cls, body: bytes) -> Readiness:
         """Parse the response of `RollCall.answer`. Raises `CorruptError`."""
         try:
-            document = json.loads(body)
-            others = {
-                str(name): (str(stage), float(silent_s)) for name, (stage, silent_s) in document["others"].items()
-            }
-            return cls(int(document["ready"]), others)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            return _READINESS.decode(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptError("malformed answer about the nodes that are ready") from error
 
     def missing(self, num_nodes: int) -> str:
@@ -77,6 +75,8 @@ class Readiness(Struct, frozen=True):
         return ", ".join(words)
 
 
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_READINESS: Final = msgspec.json.Decoder(Readiness)
 _SILENT_S: Final = 10.0
 
 
@@ -99,4 +99,4 @@ class RollCall:
         late = sorted((name, (stage, now_s - at_s)) for name, (stage, at_s) in self._stages.items() if stage != READY)
         num_ready = len(self._stages) - len(late)
         late += sorted((name, ("", 0.0)) for name in listed if name not in self._stages)
-        return json.dumps({"ready": num_ready, "others": dict(late[:_MAX_LISTED])}).encode()
+        return msgspec.json.encode(Readiness(num_ready, dict(late[:_MAX_LISTED])))

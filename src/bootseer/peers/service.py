@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, TransientError
@@ -36,7 +38,7 @@ from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import CachedContent, ready
-from bootseer.peers.readiness import READY, Readiness, StartReport
+from bootseer.peers.readiness import READY, StartReport
 from bootseer.peers.server import FILLING_EVERY_S, Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -297,15 +299,11 @@ class Service:
             listed = self._membership.listed
             pause_s = max(_READINESS_S, len(listed) * _READINESS_PER_NODE_S)
             try:
-                if first is not None and own is not None and first.name == own.name and self._server is not None:
+                if self._server is not None:
                     self._server.listed = listed
-                    readiness = Readiness.of(self._server.answer_readiness(report))
-                elif first is not None:
+                if first is not None:
                     readiness = self._client.report(first.addresses[0], report, _HOLDER_S)
-                else:
-                    readiness = None
-                if readiness is not None:
-                    self._job.write_readiness(readiness, len(listed))
+                    self._job.write_readiness(replace(readiness, nodes=len(listed)))
                     if not readiness.others and stage == READY:
                         pause_s *= _READY_SELDOM
             except (BootseerError, OSError) as error:

@@ -137,9 +137,7 @@ class OfferedObject:
         data = bytearray(self.size_bytes)
         for start in range(0, self.size_bytes, MAX_RANGE):
             part = memoryview(data)[start : start + MAX_RANGE]
-            client.read(
-                address, Request(self.digest, start, len(part), Level.GLOBAL, "-"), part, on_progress=on_progress
-            )
+            client.read(address, Request(self.digest, start, len(part), Level.GLOBAL), part, on_progress=on_progress)
         return bytes(data)
 
 

@@ -191,7 +191,7 @@ class PeerChunks:
             return min(left_s, still_s)
 
         file = unit.index.identity
-        request = Request(file, read.block * unit.index.block_size, len(read.into), Level.GLOBAL, members.digest)
+        request = Request(file, read.block * unit.index.block_size, len(read.into), Level.GLOBAL)
         problem: BootseerError | None = None
         try:
             self._client.read(address, request, read.into, on_progress=on_progress)
