@@ -7,7 +7,6 @@ holds nothing back. Prints the daemon's process, then waits for a line on standa
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from bootseer.errors import AccessError, BootseerError
 from bootseer.fetch.pending import Done
 from bootseer.fuse.filesystem import Data
-from bootseer.fuse.session import mount
+from bootseer.fuse.session import Session, mount
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec, OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles
@@ -68,19 +67,34 @@ class FileRecorder:
         (self.folder / "handed over").touch()
 
 
+class ServedFile(Served):
+    """One image."""
+
+    def __init__(self, image: Path, held_bytes: int, recorder: FileRecorder | None) -> None:
+        self.recorder = recorder
+        self.source = LocalSource(image, held_bytes)
+
+    def mount(self, target: Path, label: str, on_error: OnError, device: int | None) -> Session:
+        tree = LazyFiles(self.source, [LazyFile("image", self.source.size, 0)])
+        return mount(tree, target, label, on_error, device)
+
+    def status(self) -> dict[str, object]:
+        return {"figure": 42}
+
+    def close(self) -> None:
+        self.source.close()
+
+
 def main(folder: Path, image: Path, lifeline: bool) -> None:
     def serve(on_error: OnError) -> Served:
         if (image.parent / "broken").exists():
             raise AccessError("the registry refuses")
         if (image.parent / "hang").exists():
             threading.Event().wait()
-        source = LocalSource(image)
-        tree = LazyFiles(source, [LazyFile("image", source.size, 0)])
-        return Served(source, functools.partial(mount, tree), FileRecorder(image.parent), lambda: {"figure": 42})
+        return ServedFile(image, HELD_BYTES, FileRecorder(image.parent))
 
     def reopen(on_error: OnError) -> Served:
-        source = LocalSource(image, held_bytes=0)
-        return Served(source, functools.partial(mount, LazyFiles(source, [LazyFile("image", source.size, 0)])))
+        return ServedFile(image, 0, None)
 
     os.set_inheritable(os.open(image.parent / "lease", os.O_RDWR | os.O_CREAT), True)
     spec = DaemonSpec(folder, serve, lifeline=lifeline, reopen=reopen if (image.parent / "recover").exists() else None)

@@ -69,14 +69,14 @@ class Shown:
         self.served.append(what(self.said.append))
         target = self.place / f"shown{len(self.sessions)}"
         target.mkdir()
-        self.sessions.append(self.served[-1].mount(target, "bootseer", self.said.append))
+        self.sessions.append(self.served[-1].mount(target, "bootseer", self.said.append, None))
         return self.sessions[-1]
 
     def close(self) -> None:
         for session in self.sessions:
             session.close(force=True)
         for served in self.served:
-            served.source.close()
+            served.close()
             if served.recorder is not None:
                 served.recorder.close()
 
@@ -117,7 +117,7 @@ def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: ServedFile, s
     image = (place / "image").read_bytes()
     assert (first.target / "layer").read_bytes() == image
     first.close()
-    shown.served[0].source.close()
+    shown.served[0].close()
     (place / "store").rename(place / "away")
     (place / "store").mkdir()
     second = shown.show(BlockFileService((stored,), place / "cache", rest=False))
@@ -130,7 +130,7 @@ def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored:
     shutil.rmtree(place / "cache")
     assert (session.target / "layer").read_bytes() == (place / "image").read_bytes()
     for _ in range(3):
-        shown.served[0].source._sync()  # type: ignore[attr-defined]
+        shown.served[0]._sync()
     (line,) = shown.said
     assert "No such file" in line
 
@@ -160,7 +160,7 @@ def test_the_rest_waits_until_training_began(place: Path, stored: ServedFile, sh
     until(lambda: ready() == 1, "the hot block is here")
     time.sleep(0.5)
     assert ready() == 1
-    served.on_startup_end()
+    served.end_startup()
     until(lambda: ready() == stored.index.num_blocks, "the rest is here")
 
 

@@ -198,9 +198,9 @@ def test_a_mount_daemons_files_come_from_peers_and_its_start_says_so(
     said: list[str] = []
     gone = str(tmp_path / "no-store")
     served = BlockFileService((ServedFile("layer", job.index, gone),), tmp_path / "cache", rest=False)(said.append)
-    assert bytes(served.source.fetcher.read_blocking(0, 4 * BLOCK + 9, 3000)) == DATA[4 * BLOCK + 9 :][:3000]
+    assert bytes(served.fetcher.read_blocking(0, 4 * BLOCK + 9, 3000)) == DATA[4 * BLOCK + 9 :][:3000]
     numbers = numbers_of(json.loads(json.dumps(served.status())))
-    served.source.close()
+    served.close()
     assert numbers["peer_bytes"] == numbers["demand_bytes"] == BLOCK
     assert (numbers["late_peers"], numbers["wrong_peers"]) == ("", "")
     assert folder.block_source(job.index.identity) == BlockSource(job.index, gone, False, tmp_path / "cache")
@@ -216,7 +216,7 @@ def test_without_peers_a_mount_daemon_asks_the_store_alone(
         monkeypatch.setenv(FOLDER, str(job.nodes[0].job.folder))
         monkeypatch.setenv(SWITCH, "0")
     served = BlockFileService((ServedFile("layer", job.index, job.inner.uri),), tmp_path / "cache", rest=False)(print)
-    assert bytes(served.source.fetcher.read_blocking(0, 4 * BLOCK, 10)) == DATA[4 * BLOCK :][:10]
+    assert bytes(served.fetcher.read_blocking(0, 4 * BLOCK, 10)) == DATA[4 * BLOCK :][:10]
     numbers = numbers_of(served.status())
-    served.source.close()
+    served.close()
     assert not {"peer_bytes", "late_peers"} & set(numbers)

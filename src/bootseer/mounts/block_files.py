@@ -6,7 +6,6 @@ connections do not survive a fork.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
 from bootseer.fetch.record import RecordWriter
 from bootseer.fuse.filesystem import Tree
-from bootseer.fuse.session import mount
+from bootseer.fuse.session import Session, mount
 from bootseer.mounts.daemon import open_peers
 from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles
@@ -65,27 +64,12 @@ class BlockFileService(Struct, frozen=True):
     """Whether to fetch the remaining blocks while readers are idle."""
     make_tree: MakeTree = LazyFiles
 
-    def __call__(self, on_error: OnError) -> Served:
+    def __call__(self, on_error: OnError) -> _OpenBlockFiles:
         """Open cache, origins and fetcher. Raises their errors."""
-        source = _OpenBlockFiles(self, on_error)
-        try:
-            files = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(self.files)]
-            tree = self.make_tree(source.fetcher, files)
-        except BaseException:
-            source.close()
-            raise
-        return Served(
-            source,
-            functools.partial(mount, tree),
-            source.recorder,
-            source.status,
-            source.run_background,
-            on_startup_end=source.startup_ended.set,
-            stop_prefetch=source.stop_prefetch,
-        )
+        return _OpenBlockFiles(self, on_error)
 
 
-class _OpenBlockFiles:
+class _OpenBlockFiles(Served):
     """The fetcher, with its cached files and origins."""
 
     def __init__(self, spec: BlockFileService, on_error: OnError) -> None:
@@ -93,7 +77,7 @@ class _OpenBlockFiles:
         self._on_error = on_error
         self._closed = threading.Event()
         self._stopped = threading.Event()
-        self.startup_ended = threading.Event()
+        self._startup_over = threading.Event()
         self._identities = [file.index.identity for file in spec.files]
         self._cached: list[CachedFile] = []
         self._stores: dict[tuple[str, bool], Store] = {}
@@ -115,9 +99,14 @@ class _OpenBlockFiles:
                 if self._peers is not None:
                     peers = self._peers.file(file.index, *place, spec.cache_root)
                 self.fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
+            files = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(spec.files)]
+            self._tree = spec.make_tree(self.fetcher, files)
         except BaseException:
             self.close()
             raise
+
+    def mount(self, target: Path, label: str, on_error: OnError, device: int | None) -> Session:
+        return mount(self._tree, target, label, on_error, device)
 
     def run_background(self) -> None:
         """Prefetch the blocks of earlier startups, then the rest; sync the cache periodically until the end."""
@@ -130,19 +119,21 @@ class _OpenBlockFiles:
         # node's checkpoint, other nodes' images. Two nodes behind one slow link took 145 s instead of 63, eight
         # without a record ten minutes.
         if self.recorder is None:
-            self.startup_ended.set()
+            self._startup_over.set()
         over_s = time.monotonic() + _START_S
-        while not self.startup_ended.wait(_SYNC_S) and time.monotonic() < over_s:
+        while not self._startup_over.wait(_SYNC_S) and time.monotonic() < over_s:
             self._sync()
         if self._spec.rest and not self._stopped.is_set():
             self.fetcher.stream_rest()
         while not self._closed.wait(_SYNC_S):
             self._sync()
 
+    def end_startup(self) -> None:
+        self._startup_over.set()
+
     def stop_prefetch(self) -> None:
-        """Fetch only what readers ask for from now on."""
         self._stopped.set()
-        self.startup_ended.set()
+        self._startup_over.set()
         self.fetcher.stop_prefetch()
 
     def status(self) -> dict[str, object]:
@@ -164,7 +155,7 @@ class _OpenBlockFiles:
         """Stop all work and sync the cache. The recorder stays open: its record is handed over later."""
         self._closed.set()
         self._stopped.set()
-        self.startup_ended.set()
+        self._startup_over.set()
         self.fetcher.close()
         if self._peers is not None:
             self._peers.close()

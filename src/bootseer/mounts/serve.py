@@ -49,34 +49,35 @@ class Recorder(Protocol):
         """Write what is pending, and hand the record over."""
 
 
-class Source(Protocol):
-    """The resources of what the daemon serves."""
+class Served:
+    """What the daemon serves, with the resources for it: the result of `DaemonSpec.open` in the daemon."""
+
+    recorder: Recorder | None = None
+
+    def mount(self, target: Path, label: str, on_error: OnError, device: int | None) -> Session:
+        """Mount on a folder, with a label for the mount table and a callback for errors. With the FUSE descriptor of a
+        mount whose daemon died, take over that mount."""
+        raise NotImplementedError
+
+    def status(self) -> dict[str, object]:
+        """Figures for `status`."""
+        return {}
+
+    def run_background(self) -> None:
+        """Called on its own thread once the mount answers: load the hot set, prefetch, stream the rest."""
+
+    def finish_writes(self) -> dict[str, object]:
+        """Called when the mount is gone, before `close`: finish pending writes. Returns figures."""
+        return {}
+
+    def end_startup(self) -> None:
+        """Called when the end of the startup is reported."""
+
+    def stop_prefetch(self) -> None:
+        """Called on a lazy unmount: from now on blocks are fetched on demand only."""
 
     def close(self) -> None:
         """Stop all work."""
-
-
-Mount = Callable[[Path, str, OnError, int | None], Session]
-"""Mounts on a folder, with a label for the mount table and a callback for errors. With the FUSE descriptor of a mount
-whose daemon died, it takes over that mount."""
-
-
-class Served(Struct, frozen=True):
-    """The result of `DaemonSpec.open` in the daemon."""
-
-    source: Source
-    mount: Mount
-    recorder: Recorder | None = None
-    status: Callable[[], dict[str, object]] = dict
-    """Figures for `status`."""
-    run_background: Callable[[], None] = lambda: None
-    """Called on its own thread once the mount answers: load the hot set, prefetch, stream the rest."""
-    finish_writes: Callable[[], dict[str, object]] = dict
-    """Called when the mount is gone, before `source` is closed: finish pending writes. Returns figures."""
-    on_startup_end: Callable[[], None] = lambda: None
-    """Called when the end of the startup is reported."""
-    stop_prefetch: Callable[[], None] = lambda: None
-    """Called on a lazy unmount: from now on blocks are fetched on demand only."""
 
 
 class DaemonSpec(Struct, frozen=True):
@@ -128,7 +129,7 @@ def serve(
             session = served.mount(spec.at or spec.folder / FILES, spec.label, log, device)
             on_mounted(session.device)
         except BaseException:
-            served.source.close()
+            served.close()
             raise
     except BaseException as error:
         _LOG.error("cannot serve: %s: %s", type(error).__name__, error)
@@ -235,7 +236,7 @@ class _MountDaemon:
             case "status":
                 return self._status()
             case "began":
-                self._served.on_startup_end()
+                self._served.end_startup()
                 self._end_recording()
                 return {"recording": False}
             case "leave":
@@ -321,9 +322,9 @@ class _MountDaemon:
     def _finish(self) -> int:
         self._end_recording()
         self._finish_writes()
-        if self._handing_over is not None:  # it may use the source
+        if self._handing_over is not None:  # it may use what is served
             self._handing_over.join(_HAND_OVER_S)
-        self._served.source.close()
+        self._served.close()
         with contextlib.suppress(OSError):
             (self._spec.folder / control.NAME).unlink()
         _LOG.info("ended")

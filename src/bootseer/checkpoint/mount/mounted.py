@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.checkpoint.head import STRIPES
-from bootseer.checkpoint.mount.serving import MountRequest, Serving
+from bootseer.checkpoint.mount.serving import MountedPlace, MountRequest
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
@@ -147,7 +148,8 @@ def mount_checkpoint(
     if target is not None:
         _make_room(record, request, target)
     folder = record.new_folder()
-    spec = DaemonSpec(folder, Serving(request), label=uri, window_s=_WINDOW_S, at=target, lifeline=lifeline)
+    serve = partial(MountedPlace, request)
+    spec = DaemonSpec(folder, serve, label=uri, window_s=_WINDOW_S, at=target, lifeline=lifeline)
     try:
         daemon = start_daemon(spec, deadline_s=_START_S, waiting=waiting)
     except BaseException:

@@ -1,6 +1,6 @@
 """What the daemon of a mounted place serves: the place, its reader and writer, and the file system.
 
-`Serving` is the `open` of a `DaemonSpec`. Everything is created inside the daemon, because neither connections nor
+`MountedPlace` is the `open` of a `DaemonSpec`. Everything is created inside the daemon, because neither connections nor
 threads survive a fork.
 """
 
@@ -74,33 +74,16 @@ class MountRequest(Struct, frozen=True):
 _SPOOL = "spool"
 
 
-class Serving(Struct, frozen=True):
-    """Opens everything when called. Raises errors of the place."""
-
-    request: MountRequest
-
-    def __call__(self, on_error: OnError) -> Served:
-        keep_freed_memory()
-        source = _MountedPlace(self.request, on_error)
-
-        def mount(target: Path, label: str, on_error: OnError, device: int | None) -> Session:
-            how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
-            return mount_writable(source.shown, target, label=label, on_error=on_error, **how)
-
-        startup = source.startup
-        if startup is None:
-            return Served(source, mount, status=source.status, finish_writes=source.end)
-        return Served(source, mount, startup, source.status, startup.begin, source.end, startup.training_began)
-
-
 def _ignore(path: str, offset: int, length: int) -> None:
     """Used where reads are not recorded."""
 
 
-class _MountedPlace:
+class MountedPlace(Served):
     """The parts of one mount, and their shutdown."""
 
     def __init__(self, request: MountRequest, on_error: OnError) -> None:
+        """Raises errors of the place."""
+        keep_freed_memory()
         self._request = request
         with contextlib.ExitStack() as opened:
             place = open_place(request.uri)
@@ -112,11 +95,11 @@ class _MountedPlace:
             settings = ReadingSettings(memory_bytes=request.memory_bytes)
             self._reading = Reading(place, cache=cache, settings=settings, job=job_peers(request.uri, os.environ))
             opened.callback(self._reading.close)
-            self.startup: Startup | None = None
+            self.recorder: Startup | None = None
             if request.slot is not None:
                 budget_bytes = request.memory_bytes // 2
-                self.startup = Startup(files, self._reading, request.slot, request.cache, budget_bytes, on_error)
-                opened.callback(self.startup.drop)
+                self.recorder = Startup(files, self._reading, request.slot, request.cache, budget_bytes, on_error)
+                opened.callback(self.recorder.drop)
 
             def policy_of(path: str) -> Policy:
                 return request.policy(files.policy(path.rpartition("/")[0]))
@@ -131,10 +114,22 @@ class _MountedPlace:
                     begin=lambda path, mode: self._writing.open(path, mode=mode, is_checked=True),
                     rewrite_bytes=request.rewrite_bytes,
                     on_error=on_error,
-                    on_read=_ignore if self.startup is None else self.startup.note,
+                    on_read=_ignore if self.recorder is None else self.recorder.note,
                 )
             )
             self._opened = opened.pop_all()
+
+    def mount(self, target: Path, label: str, on_error: OnError, device: int | None) -> Session:
+        how = {"read_only": self._request.read_only, "shared": not self._request.only_me}
+        return mount_writable(self.shown, target, label=label, on_error=on_error, **how)
+
+    def run_background(self) -> None:
+        if self.recorder is not None:
+            self.recorder.begin()
+
+    def end_startup(self) -> None:
+        if self.recorder is not None:
+            self.recorder.training_began()
 
     def status(self) -> dict[str, object]:
         """Figures for `bootseer ckpt mounted`."""
@@ -149,8 +144,8 @@ class _MountedPlace:
             **self.shown.facts(),
         }
 
-    def end(self) -> dict[str, object]:
-        """Unmounted: publish what was being written."""
+    def finish_writes(self) -> dict[str, object]:
+        """Publish what was being written."""
         published, lost = self.shown.publish_all()
         return {"published": published, "lost": lost}
 
