@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+import msgspec
 
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch.hotset import MAX_BLOCK, MAX_MS, MAX_NEEDS, Availability, Need, Record
@@ -49,8 +51,8 @@ class RecordWriter:
         self._num_needs = 0
         self._ended = False
         self._lines: list[str] = []
-        self._changed = threading.Condition()
-        self._closed = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._file: IO[bytes] = path.open("xb", buffering=0)
         self._append({"schema": SCHEMA, "started_s": started_s})
         self._flush()
@@ -60,7 +62,7 @@ class RecordWriter:
     def need(self, file: str, block: int, found: Availability) -> None:
         """A reader needed a block of the file with this identity for the first time."""
         passed_s = self._clock() - self._begin
-        with self._changed:
+        with self._lock:
             if self._ended or self._num_needs >= MAX_NEEDS:
                 return
             number = self._files.get(file)
@@ -72,23 +74,19 @@ class RecordWriter:
             self._num_needs += 1
             # Formatted by hand for speed: a reader is waiting.
             self._lines.append(f"[{number},{block},{int(passed_s * 1000)},{found:d}]\n")
-            self._changed.notify()
 
     def end(self) -> None:
         """The startup is over (training has begun): ignore later needs."""
-        with self._changed:
+        with self._lock:
             if self._ended:
                 return
             self._ended = True
             self._append({"end_ms": int((self._clock() - self._begin) * 1000)})
-            self._changed.notify()
 
     def close(self) -> None:
         """Write what is pending, and call `on_finished`."""
         self.end()
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed.set()
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # otherwise it hangs in a write: the pending lines are lost
             self._flush()
@@ -99,16 +97,11 @@ class RecordWriter:
         self._lines.append(json.dumps(value, separators=(",", ":")) + "\n")
 
     def _flush_each_second(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines or self._closed)
-                self._changed.wait_for(lambda: self._closed, timeout=_FLUSH_S)
-                if self._closed:
-                    return
+        while not self._closed.wait(_FLUSH_S):
             self._flush()
 
     def _flush(self) -> None:
-        with self._changed:
+        with self._lock:
             data, self._lines = "".join(self._lines).encode(), []
         while data:
             try:
@@ -124,61 +117,58 @@ def read_record(path: Path) -> Record:
     truncated or invalid line is ignored.
     """
     with path.open("rb") as file:
-        started_s = _header(file.readline(_MAX_LINE))
+        started_s = _started_s(file.readline(_MAX_LINE))
         files: list[str] = []
         needs: dict[tuple[int, int], Need] = {}
         last_ms = 0
-        while len(needs) < MAX_NEEDS:
-            line = file.readline(_MAX_LINE)
-            value = _value(line)
-            if isinstance(value, list):
-                need = _need(value, files, last_ms)
-                if need is None:
+        while len(needs) < MAX_NEEDS and (line := file.readline(_MAX_LINE)).endswith(b"\n"):
+            try:
+                value = _LINE.decode(line)
+            except _INVALID:
+                break
+            if isinstance(value, tuple):
+                number, block, t_ms, found = value
+                if number >= len(files):
                     break
-                last_ms = need.t_ms
-                needs.setdefault((value[0], value[1]), need)
-            elif isinstance(value, dict) and isinstance(value.get("file"), str) and len(files) < _MAX_FILES:
-                files.append(value["file"])
+                # Two threads may have read the clock in one order and written in the other.
+                last_ms = max(t_ms, last_ms)
+                needs.setdefault((number, block), Need(files[number], block, last_ms, found))
+            elif value.file and len(files) < _MAX_FILES:
+                files.append(value.file)
             else:
-                if isinstance(value, dict) and _is_number(value.get("end_ms"), MAX_MS):
-                    last_ms = max(last_ms, value["end_ms"])
+                last_ms = max(last_ms, value.end_ms)
                 break
     return Record(started_s, last_ms, tuple(needs.values()))
 
 
-def _header(line: bytes) -> float:
-    value = _value(line)
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(schema, str) or not schema.startswith("bootseer.record/"):
-        raise CorruptError("this is not the record of a startup")
-    if schema != SCHEMA:
-        raise PermanentError(f"a record of the version {schema!r}; this BootSeer supports {SCHEMA}")
-    started_s = value.get("started_s")
-    if isinstance(started_s, bool) or not isinstance(started_s, int | float) or not 0 <= started_s < 2**40:
-        raise CorruptError("a record does not say when it began")
-    return float(started_s)
+_Time = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MS)]
+_Need = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCK)], _Time, Availability]
 
 
-def _value(line: bytes) -> object:
-    """The JSON value of a complete line; None for others."""
-    if not line.endswith(b"\n"):
-        return None
+class _Other(msgspec.Struct):
+    """A line that begins a file, or ends the record."""
+
+    file: str = ""
+    end_ms: _Time = 0
+
+
+class _Header(msgspec.Struct):
+    schema: str
+    started_s: Annotated[float, msgspec.Meta(ge=0, lt=2**40)] | None = None
+
+
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_HEADER, _LINE = msgspec.json.Decoder(_Header), msgspec.json.Decoder(_Need | _Other)
+_INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def _started_s(line: bytes) -> float:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _need(value: list[object], files: list[str], last_ms: int) -> Need | None:
-    if len(value) != 4:
-        return None
-    number, block, t_ms, found = value
-    limits = (len(files), MAX_BLOCK, MAX_MS, len(Availability))
-    if not all(_is_number(item, limit) for item, limit in zip(value, limits, strict=True)):
-        return None
-    # Two threads may have read the clock in one order and written in the other.
-    return Need(files[number], block, max(t_ms, last_ms), Availability(found))  # type: ignore[arg-type, call-overload]
-
-
-def _is_number(value: object, limit: int) -> bool:
-    return type(value) is int and 0 <= value < limit
+        header = _HEADER.decode(line)
+    except _INVALID as error:
+        raise CorruptError("this is not the record of a startup") from error
+    if header.schema != SCHEMA and header.schema.startswith("bootseer.record/"):
+        raise PermanentError(f"a record of the version {header.schema!r}; this BootSeer supports {SCHEMA}")
+    if header.schema != SCHEMA or header.started_s is None:
+        raise CorruptError("this is not the record of a startup")
+    return header.started_s

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from struct import Struct
-from typing import NamedTuple
 
-from bootseer.fuse.filesystem import Attributes, Changes, Entry, FoundNode, Listed, Space
+from bootseer.fuse.filesystem import Attributes, Changes, Entry, Listed, Space
 
 MAJOR, MINOR = 7, 31
 ROOT = 1
@@ -47,7 +45,7 @@ IN_HEADER = Struct("=IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, 
 READ_IN = Struct("=QQI")  # fh, offset, size; flags follow that a read-only tree has no use for
 INTERRUPT_IN = Struct("=Q")
 XATTR_IN = Struct("=II")  # size, padding
-INIT_IN = Struct("=IIII")  # major, minor, max_readahead, flags
+_INIT_IN = Struct("=IIII")  # major, minor, max_readahead, flags
 OUT_HEADER = Struct("=IiQ")  # len, negative error, unique
 NOTIFY_RESEND = 7  # instead of an error, and to no request
 _INIT_OUT = Struct("=IIIIHHIIHHI28x")
@@ -56,17 +54,7 @@ ENTRY_OUT = Struct("=QQQQII")
 _ATTR_OUT = Struct("=QII")
 DIRENT = Struct("=QQII")
 STATFS_OUT = Struct("=QQQQQIIII24x")
-_XATTR_OUT = Struct("=II")
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The body of INIT: the kernel's capabilities."""
-
-    major: int
-    minor: int
-    max_readahead: int
-    flags: int
+SIZE_OUT = Struct("=II")  # of an extended attribute, or of what was written; padding
 
 
 def parse_name(body: memoryview) -> bytes:
@@ -74,22 +62,24 @@ def parse_name(body: memoryview) -> bytes:
     return bytes(body).partition(b"\0")[0]
 
 
-def init_out(
-    hello: Hello, *, wanted: int = WANTED, max_background: int = MAX_BACKGROUND, max_write: int = MAX_WRITE
-) -> bytes:
-    """Negotiate the version, capabilities, and large requests."""
-    if hello.major > MAJOR:  # the kernel asks again with our version
+def init_out(body: memoryview, *, writable: bool = False) -> bytes:
+    """Negotiate the version, capabilities, and large requests; for `writable`, in both directions."""
+    major, _, max_readahead, offered = _INIT_IN.unpack_from(body)
+    if major > MAJOR:  # the kernel asks again with our version
         return _INIT_OUT.pack(MAJOR, MINOR, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    wanted, max_background, max_write = (
+        (_WRITABLE_WANTED, WRITABLE_BACKGROUND, MAX_READ) if writable else (WANTED, MAX_BACKGROUND, MAX_WRITE)
+    )
     exact_ns = 1  # times are exact to the nanosecond
     congested = max_background * 3 // 4
     return _INIT_OUT.pack(
-        MAJOR, MINOR, hello.max_readahead, hello.flags & wanted, max_background, congested, max_write, exact_ns,
+        MAJOR, MINOR, max_readahead, offered & wanted, max_background, congested, max_write, exact_ns,
         MAX_READ // PAGE, 0, 0,
     )  # fmt: skip
 
 
-def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
-    """struct fuse_attr. `preferred_bytes` becomes st_blksize, the preferred size of reads and writes."""
+def attributes(of: Attributes, file_unit: int = PAGE) -> bytes:
+    """struct fuse_attr. `file_unit` becomes st_blksize of files, the preferred size of reads and writes."""
     seconds, nanoseconds = divmod(of.mtime_ns, 1_000_000_000)
     # Times before 1970 are sent as two's complement, which is how the kernel reads them.
     seconds &= (1 << 64) - 1
@@ -108,21 +98,21 @@ def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
         of.uid,
         of.gid,
         of.rdev,
-        preferred_bytes,
+        file_unit if of.is_file else PAGE,
         0,
     )
 
 
-def attr_out(of: Attributes, valid_s: int = FOREVER_S, preferred_bytes: int = PAGE) -> bytes:
+def attr_out(of: Attributes, valid_s: int = FOREVER_S, file_unit: int = PAGE) -> bytes:
     """struct fuse_attr_out: attributes valid for `valid_s` seconds."""
-    return _ATTR_OUT.pack(valid_s, 0, 0) + attributes(of, preferred_bytes)
+    return _ATTR_OUT.pack(valid_s, 0, 0) + attributes(of, file_unit)
 
 
-def entry_out(of: Attributes | None) -> bytes:
-    """The answer to a lookup; None for a missing name, which the kernel caches as well."""
+def entry_out(node: int, of: Attributes | None, valid_s: int = FOREVER_S, file_unit: int = PAGE) -> bytes:
+    """struct fuse_entry_out, the answer to a lookup; None for a missing name, which the kernel caches as well."""
     if of is None:
-        return ENTRY_OUT.pack(0, 0, FOREVER_S, 0, 0, 0) + bytes(ATTR.size)
-    return ENTRY_OUT.pack(of.inode, 0, FOREVER_S, FOREVER_S, 0, 0) + attributes(of)
+        return ENTRY_OUT.pack(0, 0, valid_s, 0, 0, 0) + bytes(ATTR.size)
+    return ENTRY_OUT.pack(node, 0, valid_s, valid_s, 0, 0) + attributes(of, file_unit)
 
 
 def directory(entries: Sequence[Entry], start: int, room: int) -> bytes:
@@ -147,10 +137,6 @@ def statfs_out(size_bytes: int, num_files: int) -> bytes:
     return STATFS_OUT.pack(-(-size_bytes // PAGE), 0, 0, num_files, 0, PAGE, 255, PAGE, 0)
 
 
-def xattr_size_out(size: int) -> bytes:
-    return _XATTR_OUT.pack(size, 0)
-
-
 # Writable file systems
 
 SETATTR, SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK = 4, 6, 8, 9, 10, 11, 12, 13
@@ -172,7 +158,7 @@ PREFERRED_BYTES = MAX_READ
 """st_blksize of files, as for network file systems: Python and the C library use it for their buffers."""
 
 _FOPEN_KEEP_CACHE, _FOPEN_NOFLUSH = 1 << 1, 1 << 5
-_RENAME_NOREPLACE = 1 << 0
+RENAME_NOREPLACE = 1 << 0
 
 FORGET_IN = Struct("=Q")  # count
 _BATCH_FORGET_IN = Struct("=II")  # count, dummy
@@ -187,34 +173,9 @@ CREATE_IN = Struct("=IIII")  # flags, mode, umask, open_flags
 HANDLE_IN = Struct("=Q")  # fh: the first field of all requests with an open file
 WRITE_IN = Struct("=QQIIQII")  # fh, offset, size, write_flags, lock_owner, flags, padding
 _OPEN_OUT = Struct("=QII")
-_WRITE_OUT = Struct("=II")
-_NO_ENTRY = bytes(ENTRY_OUT.size + ATTR.size)
 
 _MODE, _UID, _GID, _SIZE, _MTIME, _MTIME_NOW = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
 _NANOSECONDS = 1_000_000_000
-
-
-class Rename(NamedTuple):
-    """A rename request. `flags` as in renameat2(2)."""
-
-    name: bytes
-    to_parent: int
-    to_name: bytes
-    flags: int
-
-    @property
-    def replace(self) -> bool:
-        return not self.flags & _RENAME_NOREPLACE
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all flags are supported: RENAME_EXCHANGE is not."""
-        return not self.flags & ~_RENAME_NOREPLACE
-
-
-def writable_init_out(hello: Hello) -> bytes:
-    """Negotiate the version, capabilities, and large requests in both directions."""
-    return init_out(hello, wanted=_WRITABLE_WANTED, max_background=WRITABLE_BACKGROUND, max_write=MAX_READ)
 
 
 def parse_forgets(body: memoryview) -> list[tuple[int, int]]:
@@ -239,44 +200,17 @@ def parse_changes(body: memoryview, now_ns: int) -> Changes:
     )
 
 
-def parse_rename(body: memoryview, *, has_flags: bool) -> Rename:
-    """A RENAME, or a RENAME2 when it `has_flags`."""
-    if has_flags:
-        to_parent, flags, _ = _RENAME2_IN.unpack_from(body)
-        names = bytes(body[_RENAME2_IN.size :])
-    else:
-        (to_parent,), flags = _RENAME_IN.unpack_from(body), 0
-        names = bytes(body[_RENAME_IN.size :])
-    name, _, rest = names.partition(b"\0")
-    return Rename(name, to_parent, rest.partition(b"\0")[0], flags)
-
-
-def _preferred_bytes(of: Attributes) -> int:
-    return PREFERRED_BYTES if of.is_file else PAGE
-
-
-def node_attr_out(of: Attributes, valid_s: int) -> bytes:
-    """struct fuse_attr_out of a node: attributes valid for `valid_s` seconds."""
-    return attr_out(of, valid_s, _preferred_bytes(of))
-
-
-def node_out(found: FoundNode | None, valid_s: int) -> bytes:
-    """struct fuse_entry_out. Missing names are not cached: another machine may be about to create them."""
-    if found is None:
-        return _NO_ENTRY
-    of = found.attributes
-    validity = ENTRY_OUT.pack(found.node, 0, valid_s, valid_s, 0, 0)
-    return validity + attributes(of, _preferred_bytes(of))
+def parse_rename(body: memoryview, *, has_flags: bool) -> tuple[bytes, int, bytes, int]:
+    """A RENAME, or a RENAME2 when it `has_flags`: name, new folder, new name, and flags as in renameat2(2)."""
+    head = _RENAME2_IN if has_flags else _RENAME_IN
+    to_parent, flags, *_ = (*head.unpack_from(body), 0)
+    name, to_name, *_ = bytes(body[head.size :]).split(b"\0")
+    return name, to_parent, to_name, flags
 
 
 def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
     """struct fuse_open_out. For a handle that does not write (`writes`), FLUSH is disabled: only RELEASE is sent."""
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE * keep_pages | _FOPEN_NOFLUSH * (not writes), 0)
-
-
-def write_out(size: int) -> bytes:
-    """struct fuse_write_out."""
-    return _WRITE_OUT.pack(size, 0)
 
 
 def space_out(space: Space) -> bytes:
@@ -286,13 +220,8 @@ def space_out(space: Space) -> bytes:
     return STATFS_OUT.pack(space.total // unit, free, free, 0, 0, unit, 255, unit, 0)
 
 
-def entry_size(name: bytes, *, plus: bool) -> int:
-    """Size of an entry with this name in a listing."""
-    head = len(_NO_ENTRY) if plus else 0
-    return head + -(-(DIRENT.size + len(name)) // 8) * 8
-
-
 def listed(entry: Listed, number: int, valid_s: int, *, plus: bool) -> bytes:
     """struct fuse_dirent or fuse_direntplus of entry `number`; its offset is its successor's number."""
     packed = dirent(entry, number)
-    return node_out(entry.found, valid_s) + packed if plus else packed
+    node, of = entry.found or (0, None)  # 0: the kernel gets no attributes
+    return entry_out(node, of, valid_s, PREFERRED_BYTES) + packed if plus else packed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bootseer.fuse import protocol
-from bootseer.fuse.filesystem import Caller, Cancel, FileSystem, FoundNode, Listed, Reply
+from bootseer.fuse.filesystem import Attributes, Caller, Cancel, FileSystem, FoundNode, Listed, Reply
 
 VALID_S = 1
 """How long the kernel may cache names and attributes. Opening a file always asks."""
@@ -38,29 +38,30 @@ class FileRequests:
 
     def __init__(self, files: FileSystem) -> None:
         self._files = files
+        handle, name = protocol.HANDLE_IN.unpack_from, protocol.parse_name
         self._handlers: dict[int, Callable[[Request], bytes | None]] = {
-            protocol.INIT: self._init,
+            protocol.INIT: lambda request: protocol.init_out(request.body, writable=True),
             protocol.LOOKUP: self._lookup,
-            protocol.FORGET: self._forget,
+            protocol.FORGET: lambda request: files.forget(request.node, *protocol.FORGET_IN.unpack_from(request.body)),
             protocol.BATCH_FORGET: self._forget_many,
-            protocol.GETATTR: self._attributes,
+            protocol.GETATTR: lambda request: self._attributes(files.attributes(request.node)),
             protocol.SETATTR: self._change,
             protocol.MKNOD: self._make_node,
             protocol.CREATE: self._create,
             protocol.OPEN: self._open,
             protocol.WRITE: self._write,
-            protocol.FLUSH: self._flush,
-            protocol.FSYNC: self._sync,
-            protocol.RELEASE: self._release,
-            protocol.UNLINK: self._unlink,
+            protocol.FLUSH: lambda request: files.flush(request.node, *handle(request.body), request.caller),
+            protocol.FSYNC: lambda request: files.sync(request.node, *handle(request.body), request.caller),
+            protocol.RELEASE: lambda request: files.release(request.node, *handle(request.body)),
+            protocol.UNLINK: lambda request: files.unlink(request.node, name(request.body)),
             protocol.MKDIR: self._make_folder,
-            protocol.RMDIR: self._remove_folder,
+            protocol.RMDIR: lambda request: files.remove_folder(request.node, name(request.body)),
             protocol.RENAME: self._rename,
             protocol.RENAME2: self._rename,
-            protocol.OPENDIR: self._open_folder,
+            protocol.OPENDIR: lambda request: protocol.open_out(files.open_folder(request.node)),
             protocol.READDIR: self._list,
             protocol.READDIRPLUS: self._list,
-            protocol.RELEASEDIR: self._release_folder,
+            protocol.RELEASEDIR: lambda request: files.release_folder(*handle(request.body)),
             # Changes in a folder are complete in the place when their call returns.
             protocol.FSYNCDIR: lambda request: None,
             protocol.STATFS: lambda request: protocol.space_out(files.space()),
@@ -86,9 +87,6 @@ class FileRequests:
         body = handler(request)
         return None if request.opcode in (protocol.FORGET, protocol.BATCH_FORGET) else body or b""
 
-    def _init(self, request: Request) -> bytes:
-        return protocol.writable_init_out(protocol.Hello(*protocol.INIT_IN.unpack_from(request.body)))
-
     def _lookup(self, request: Request) -> bytes:
         found = self._files.lookup(request.node, protocol.parse_name(request.body))
         if found is None:
@@ -96,21 +94,18 @@ class FileRequests:
         return self._entry(found)
 
     def _entry(self, found: FoundNode) -> bytes:
-        return protocol.node_out(found, VALID_S)
-
-    def _forget(self, request: Request) -> None:
-        self._files.forget(request.node, *protocol.FORGET_IN.unpack_from(request.body))
+        return protocol.entry_out(found.node, found.attributes, VALID_S, protocol.PREFERRED_BYTES)
 
     def _forget_many(self, request: Request) -> None:
         for node, count in protocol.parse_forgets(request.body):
             self._files.forget(node, count)
 
-    def _attributes(self, request: Request) -> bytes:
-        return protocol.node_attr_out(self._files.attributes(request.node), VALID_S)
+    def _attributes(self, of: Attributes) -> bytes:
+        return protocol.attr_out(of, VALID_S, protocol.PREFERRED_BYTES)
 
     def _change(self, request: Request) -> bytes:
         changes = protocol.parse_changes(request.body, time.time_ns())
-        return protocol.node_attr_out(self._files.change(request.node, changes), VALID_S)
+        return self._attributes(self._files.change(request.node, changes))
 
     def _make_node(self, request: Request) -> bytes:
         mode, *_ = protocol.MKNOD_IN.unpack_from(request.body)
@@ -143,41 +138,19 @@ class FileRequests:
         if size != len(data):
             raise OSError(errno.EIO, "the size of a write differs from its data")
         self._files.write(request.node, handle, offset, data, request.caller)
-        return protocol.write_out(size)
-
-    def _flush(self, request: Request) -> None:
-        (handle,) = protocol.HANDLE_IN.unpack_from(request.body)
-        self._files.flush(request.node, handle, request.caller)
-
-    def _sync(self, request: Request) -> None:
-        (handle,) = protocol.HANDLE_IN.unpack_from(request.body)
-        self._files.sync(request.node, handle, request.caller)
-
-    def _release(self, request: Request) -> None:
-        self._files.release(request.node, *protocol.HANDLE_IN.unpack_from(request.body))
-
-    def _unlink(self, request: Request) -> None:
-        self._files.unlink(request.node, protocol.parse_name(request.body))
+        return protocol.SIZE_OUT.pack(size, 0)
 
     def _make_folder(self, request: Request) -> bytes:
         mode, _ = protocol.MKDIR_IN.unpack_from(request.body)
         name = protocol.parse_name(request.body[protocol.MKDIR_IN.size :])
         return self._entry(self._files.make_folder(request.node, name, stat.S_IMODE(mode), request.caller))
 
-    def _remove_folder(self, request: Request) -> None:
-        self._files.remove_folder(request.node, protocol.parse_name(request.body))
-
     def _rename(self, request: Request) -> None:
-        rename = protocol.parse_rename(request.body, has_flags=request.opcode == protocol.RENAME2)
-        if not rename.is_known:
+        has_flags = request.opcode == protocol.RENAME2
+        name, to_parent, to_name, flags = protocol.parse_rename(request.body, has_flags=has_flags)
+        if flags & ~protocol.RENAME_NOREPLACE:
             raise OSError(errno.EINVAL, "exchanging two names is not supported")
-        self._files.rename(request.node, rename.name, rename.to_parent, rename.to_name, replace=rename.replace)
-
-    def _open_folder(self, request: Request) -> bytes:
-        return protocol.open_out(self._files.open_folder(request.node))
-
-    def _release_folder(self, request: Request) -> None:
-        self._files.release_folder(*protocol.HANDLE_IN.unpack_from(request.body))
+        self._files.rename(request.node, name, to_parent, to_name, replace=not flags)
 
     def _list(self, request: Request) -> bytes:
         handle, number, room = protocol.READ_IN.unpack_from(request.body)
@@ -186,10 +159,11 @@ class FileRequests:
         while True:
             entries = self._files.entries(handle, number, _NAMES_AT_ONCE, attributes=plus)
             for place, entry in enumerate(entries):
-                if len(out) + protocol.entry_size(entry.name, plus=plus) > room:
+                packed = protocol.listed(entry, number, VALID_S, plus=plus)
+                if len(out) + len(packed) > room:
                     self._forget_unsent(entries[place:])
                     return bytes(out)
-                out += protocol.listed(entry, number, VALID_S, plus=plus)
+                out += packed
                 number += 1
             if not entries:
                 return bytes(out)

@@ -78,7 +78,8 @@ class TreeRequests:
             case protocol.FORGET | protocol.BATCH_FORGET:
                 return None  # inode numbers need no references; no answer is expected
             case protocol.LOOKUP:
-                return protocol.entry_out(tree.lookup(inode, protocol.parse_name(body)))
+                found = tree.lookup(inode, protocol.parse_name(body))
+                return protocol.entry_out(found.inode if found else 0, found)
             case protocol.GETATTR:
                 return protocol.attr_out(tree.attributes(inode))
             case protocol.READDIR:
@@ -93,7 +94,7 @@ class TreeRequests:
             case protocol.STATFS:
                 return protocol.statfs_out(*tree.total())
             case protocol.INIT:
-                return protocol.init_out(protocol.Hello(*protocol.INIT_IN.unpack_from(body)))
+                return protocol.init_out(body)
             case protocol.DESTROY:
                 return b""
             case _:
@@ -111,7 +112,7 @@ class TreeRequests:
     def _xattr(body: memoryview, value: bytes) -> bytes | int:
         room, _ = protocol.XATTR_IN.unpack_from(body)
         if room == 0:
-            return protocol.xattr_size_out(len(value))
+            return protocol.SIZE_OUT.pack(len(value), 0)
         return value if len(value) <= room else errno.ERANGE
 
 
