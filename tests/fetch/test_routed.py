@@ -45,7 +45,7 @@ class Ring:
 
 
 def world(routes: Ring, sizes: Sequence[int] = (BLOCK,) * 64, **options: object) -> World:
-    return World([Layout(sizes)], origins=("peers", "store"), routes=routes, **options)  # type: ignore[arg-type]
+    return World([Layout(sizes)], routes=routes, **options)  # type: ignore[arg-type]
 
 
 def asked(w: World) -> dict[int, list[Hashable]]:

@@ -1,28 +1,33 @@
-"""Files with two origins: which one the scheduler asks for a block. In virtual time."""
+"""Files that a peer may have: when it is asked for a block, and when the store. In virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
 
 from bootseer.blocks.codec import Buffer
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError
 from bootseer.fetch.ledger import Fetch
-from fetch.virtual import BLOCK, Fault, Layout, World
+from fetch.virtual import BLOCK, Fault, Layout, Near, World
 
 
 def from_two(refuses: Callable[[Fetch, int], BootseerError | None]) -> World:
-    """A world whose file has a near origin before the store; a request that `refuses` breaks off before any block."""
+    """A world with a peer before the store; a request that `refuses` breaks off before any block."""
 
     def fault(fetch: Fetch, earlier: int) -> Fault | None:
         error = refuses(fetch, earlier)
         return Fault(error=error) if error else None
 
-    return World([Layout([BLOCK] * 200)], origins=("near", "store"), fault=fault)
+    return World([Layout([BLOCK] * 200)], routes=Near(), fault=fault)
 
 
-def test_blocks_are_asked_from_the_first_origin_alone_while_it_has_them() -> None:
+def asked(w: World) -> list[Hashable]:
+    """Whom blocks were asked from, in order."""
+    return [fetch.step for _, fetch in w.launched]
+
+
+def test_blocks_are_asked_from_the_peer_alone_while_it_has_them() -> None:
     w = from_two(lambda fetch, earlier: None)
     w.prefetch((0, block) for block in range(50))
     w.scheduler.want_cold(0, range(200), w.now)
@@ -31,32 +36,21 @@ def test_blocks_are_asked_from_the_first_origin_alone_while_it_has_them() -> Non
     w.run()
     assert answers == [b""]
     assert len(w.here) == 200
-    assert {fetch.origin for _, fetch in w.launched} == {0}
+    assert set(asked(w)) == {"near"}
 
 
-@pytest.mark.parametrize("error", [NotFoundError("not here"), TransientError("reset"), CorruptError("wrong bytes")])
-def test_what_an_origin_does_not_give_is_asked_from_the_next_one_at_once(error: BootseerError) -> None:
-    w = from_two(lambda fetch, earlier: error if fetch.origin == 0 else None)
+@pytest.mark.parametrize("error", [TransientError("reset"), CorruptError("wrong bytes")])
+def test_what_the_peer_does_not_give_is_asked_from_the_store_at_once(error: BootseerError) -> None:
+    w = from_two(lambda fetch, earlier: error if fetch.step else None)
     answers: list[Buffer | BootseerError] = []
     w.read(0, [7], answers.append)
     w.run(until=0.1)
     assert answers == [b""]
-    assert [fetch.origin for _, fetch in w.launched] == [0, 1]
+    assert asked(w) == ["near", None]
 
 
-def test_an_origin_that_does_not_have_a_block_is_as_well_as_before() -> None:
-    w = from_two(
-        lambda fetch, earlier: NotFoundError("not here") if (fetch.origin, fetch.blocks[0]) == (0, 7) else None
-    )
-    for block in (7, 50):
-        w.read(0, [block], lambda answer: None)
-        w.run(until=w.now + 0.05)
-    assert [(fetch.blocks[0], fetch.origin) for _, fetch in w.launched] == [(7, 0), (7, 1), (50, 0)]
-    assert w.scheduler.stats.failures == 0
-
-
-def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
-    w = from_two(lambda fetch, earlier: NotFoundError("not here") if fetch.origin == 0 else None)
+def test_prefetched_and_cold_blocks_go_on_to_the_store_too() -> None:
+    w = from_two(lambda fetch, earlier: TransientError("not here") if fetch.step else None)
     w.prefetch((0, block) for block in range(0, 50, 2))
     w.scheduler.want_cold(0, range(200), w.now)
     w.run()
@@ -65,8 +59,8 @@ def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
     assert w.scheduler.stats.dropped == 0
 
 
-def test_a_block_that_no_origin_has_fails_with_the_answer_of_the_last_one() -> None:
-    w = from_two(lambda fetch, earlier: AccessError("refused") if fetch.origin else TransientError("near"))
+def test_a_block_that_neither_has_fails_with_the_answer_of_the_store() -> None:
+    w = from_two(lambda fetch, earlier: TransientError("near") if fetch.step else AccessError("refused"))
     answers: list[Buffer | BootseerError] = []
     w.read(0, [7], answers.append)
     w.run()

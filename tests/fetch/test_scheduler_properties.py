@@ -10,7 +10,7 @@ from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
-from fetch.virtual import BLOCK, Fault, Layout, World
+from fetch.virtual import BLOCK, Fault, Layout, Near, World
 
 SMALL = FetchSettings(
     request_bytes=8 * BLOCK,
@@ -53,8 +53,8 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
     def fault(fetch: Fetch, earlier: int) -> Fault | None:
         return script.pop() if script else None
 
-    origins = data.draw(st.sampled_from([("store",), ("near", "store")]))
-    world = World(files, settings=SMALL, latency_s=0.05, bytes_per_s=20e6, fault=fault, origins=origins)
+    routes = data.draw(st.sampled_from([None, Near()]))
+    world = World(files, settings=SMALL, latency_s=0.05, bytes_per_s=20e6, fault=fault, routes=routes)
     block = st.integers(0, len(files) - 1).flatmap(
         lambda file: st.tuples(st.just(file), st.integers(0, files[file].num_blocks - 1))
     )

@@ -19,7 +19,8 @@ from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.pending import PendingRead, PendingReads
-from bootseer.fetch.routed import RoutedScheduler, Routes
+from bootseer.fetch.routed import Routes
+from bootseer.fetch.scheduler import Scheduler
 
 BLOCK = 128 << 10
 _EPSILON = 1e-9
@@ -73,6 +74,16 @@ class Transfer:
         return now + _EPSILON >= self.flows_at and bool(self.blocks) and not stuck
 
 
+class Near:
+    """Routes of a file that one peer may have, and after its failure the store. Its own only route."""
+
+    run_blocks, turn = 1 << 20, 0.0
+    steps, may_ask_origin = ("near",), True
+
+    def route(self, block: int, now: float) -> Near:
+        return self
+
+
 class World:
     """`fault(fetch, number of earlier requests for its first block)` decides about each request."""
 
@@ -84,7 +95,6 @@ class World:
         latency_s: float = 0.02,
         bytes_per_s: float = 100e6,
         fault: Callable[[Fetch, int], Fault | None] | None = None,
-        origins: Sequence[str] = ("origin",),
         routes: Routes | None = None,
         seed: int = 0,
     ) -> None:
@@ -92,10 +102,10 @@ class World:
         self.now = 0.0
         self.layouts = layouts
         self._largest = max(max(layout.sizes, default=0) for layout in layouts)
-        self.scheduler = RoutedScheduler(self.settings, Random(seed).random)
+        self.scheduler = Scheduler(self.settings, Random(seed).random)
         self.tickets = PendingReads()
         for layout in layouts:
-            self.scheduler.add(layout, *origins, routes=routes)
+            self.scheduler.add(layout, "origin", routes)
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self._fault = fault or (lambda fetch, earlier: None)

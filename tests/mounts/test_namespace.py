@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import AccessError, PermanentError, TransientError
-from bootseer.fuse.syscalls import failure, number_of
+from bootseer.fuse.syscalls import failure
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
@@ -92,13 +92,12 @@ def test_what_the_helper_tells_and_hands_over_arrives(place: Path) -> None:
         assert (namespace.folder("folder") / "x").read_text() == "handed over"
 
 
-def test_errors_of_the_helper_are_raised_here_with_their_number() -> None:
+def test_errors_of_the_helper_are_raised_here() -> None:
     def refuse() -> None:
         raise failure("mount nothing", errno.EPERM)
 
-    with pytest.raises(AccessError, match="mount nothing") as caught:
+    with pytest.raises(AccessError, match="mount nothing"):
         Namespace.create(refuse)
-    assert number_of(caught.value) == errno.EPERM
 
 
 def test_a_defect_in_the_helper_is_an_error_here_and_unwinds_nothing() -> None:
@@ -153,7 +152,7 @@ def test_a_plain_user_is_who_it_was_and_root_of_nothing(place: Path) -> None:
     script = (
         "import os, sys, subprocess; from pathlib import Path; from bootseer.mounts import kernel;"
         "from bootseer.mounts.namespace import Namespace;"
-        "n = Namespace.create(lambda: kernel.make_read_only(Path('/')), user=True);"
+        "n = Namespace.create(lambda: kernel.restrict(Path('/'), 1), user=True);"
         "subprocess.run(['sh', '-c', 'id -u; id -g; umount / 2>&1; grep CapEff /proc/self/status'], preexec_fn=n.enter)"
     )
     ended = subprocess.run(

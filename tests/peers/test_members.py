@@ -69,7 +69,7 @@ def test_lines_that_name_no_node(line: str) -> None:
         {"name": "a", "addresses": ["10.0.0.1:1 "], "rack": ""},
         {"name": 7, "addresses": ["10.0.0.1:1"], "rack": ""},
         {"name": "a", "addresses": [1], "rack": ""},
-        {"name": "a", "addresses": ["10.0.0.1:1"]},
+        {"addresses": ["10.0.0.1:1"], "rack": ""},
     ],
 )
 def test_malformed_announcements_are_passed_over(said: object) -> None:

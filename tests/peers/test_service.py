@@ -200,14 +200,14 @@ def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path) -
         assert server._max_rate == 1 << 30
         node.service._training_began()
         assert server._max_rate == 6_250_000
-        assert '"limit": 6250000' in (tmp_path / "peers" / "members.json").read_text()
+        assert '"limit":6250000' in (tmp_path / "peers" / "members.json").read_text()
 
 
 def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_begins(tmp_path: Path) -> None:
     service = Service(tmp_path / "peers", Listed(SECRET, list), {}, Limits())
     with contextlib.closing(service):
         service._training_began()
-    assert '"limit": 0' not in (tmp_path / "peers" / "members.json").read_text()
+    assert '"limit":0' not in (tmp_path / "peers" / "members.json").read_text()
 
 
 def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path: Path) -> None:
@@ -237,4 +237,4 @@ def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: P
     until = time.monotonic() + 300
     while not told.exists() and time.monotonic() < until:
         time.sleep(0.02)
-    assert b'"limit": 6250000' in told.read_bytes() != before
+    assert b'"limit":6250000' in told.read_bytes() != before

@@ -114,7 +114,7 @@ def test_nodes_that_do_not_get_it_are_waited_for_once_in_all(
     for node in (first, second):
         node.offer()
         with closing(Client(SECRET)) as client:
-            node.offered._node_with_it(client, "")
+            node.offered._node_with_it(client)
     third.offer()
     assert third.offered.get(third.said.append) is None
     assert (first.server.served.requests, second.server.served.requests) == (0, 1)

@@ -38,7 +38,7 @@ from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import Availability
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import Done, PendingRead, PendingReads
-from bootseer.fetch.routed import RoutedScheduler
+from bootseer.fetch.scheduler import Scheduler
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.logs import logger
 from bootseer.store.store import Store
@@ -48,7 +48,6 @@ OnNeed = Callable[[int, int, Availability], None]
 """File number, block, and where it was found: once per block, on the reader's thread, without a lock."""
 
 _CLOSE_S = 5.0
-_MAX_SECONDS = 3600
 _CHECK_S = 0.005
 _CHECK_PER_BLOCK_S = 50e-6
 _MAX_CHECK_S = 0.05
@@ -81,13 +80,11 @@ class Reads:
         self._settings = settings or FetchSettings()
         self._on_need = on_need
         self._on_problem = on_problem
-        self._start_cpu, self._start = time.process_time(), time.monotonic()
         self._lock = threading.Lock()
-        self._reads_lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """Notifies of an earlier wake-up time for the clock, or that nothing is left to fetch."""
         self._files: list[File] = []
-        self._scheduler = RoutedScheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
+        self._scheduler = Scheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
         self._pending = PendingReads()
         self._next_check_s = 0.0
         """When to look at the claims of other processes again."""
@@ -112,12 +109,11 @@ class Reads:
 
         Returns its number. The caller closes all of them after this fetcher.
         """
-        origins = (store.uri,) if peers is None else (peers.uri, store.uri)
         marks = index.num_blocks
         file = File(index, StoreOrigin(store), peers, cached, bytearray(marks), bytearray(marks))
         with self._lock:
             self._files.append(file)
-            return self._scheduler.add(index, *origins, routes=peers)
+            return self._scheduler.add(index, store.uri, peers)
 
     def read(
         self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None
@@ -129,8 +125,6 @@ class Reads:
         `TransientError` a new read starts over.
         """
         here = self._files[file]
-        with self._reads_lock:
-            self._stats.reads += 1
         missing: list[int] = []
         data = b""
         try:
@@ -150,8 +144,6 @@ class Reads:
         until = now + (self._settings.deadline_s if deadline_s is None else deadline_s)
         read = PendingRead(file, offset, length, now, until, done, self._cancel)
         with self._lock:
-            if not self._closed:
-                self._stats.waited_reads += 1
             actions = self._wait(read, missing)
         self._run_actions(actions)
         return read
@@ -189,9 +181,6 @@ class Reads:
                 stats.hits += found is Availability.READY
                 stats.late += found is Availability.IN_FLIGHT
                 stats.missed += found is Availability.MISSING
-                stats.last_need_s = now - self._start
-                if stats.first_need_s is None:
-                    stats.first_need_s = stats.last_need_s
                 self._scheduler.note_need(number, block, now)
             trust = self._scheduler.trust
             if trust.suspended is not was_suspended:
@@ -257,11 +246,6 @@ class Reads:
         for read in complete:
             self._stats.waited_s += now - read.since
         return complete
-
-    def _brought_by_other(self, key: Key, now: float) -> list[PendingRead]:
-        """Another process has fetched a block."""
-        self._stats.blocks_from_others += 1
-        return self._block_available(key, None, now)
 
     def _claims_to_check(self, now: float) -> list[Key]:
         """The blocks claimed by other processes, if it is time to look at them. Processes do not notify each other, so
@@ -333,7 +317,7 @@ class Reads:
         complete: list[PendingRead] = []
         with self._lock:
             if state == "cached":
-                complete = self._brought_by_other(key, now)
+                complete = self._block_available(key, None, now)
             elif state == "free" or not self._scheduler.in_flight(*key) or self._is_overdue(key, now):
                 if state == "claimed" and self._scheduler.in_flight(*key):
                     _LOG.info("another process has claimed block %d for too long: fetching it here too", key[1])
@@ -397,7 +381,7 @@ class Reads:
             could_cache = self._cache_error is None
             if isinstance(step, Claim):
                 for block in step.ready:
-                    complete += self._brought_by_other((fetch.file, block), now)
+                    complete += self._block_available((fetch.file, block), None, now)
                 for block in step.claimed_elsewhere:
                     self._scheduler.claimed_elsewhere(fetch.number, block, now)
             else:
@@ -411,7 +395,6 @@ class Reads:
     def _arrived(self, fetch: Fetch, step: ArrivedBlock, now: float) -> list[PendingRead]:
         """With the lock held: an origin sent a block. Returns the complete reads."""
         stats, key = self._stats, (fetch.file, step.block)
-        stats.decode_s += step.decode_s
         if isinstance(step.data, CorruptError):
             _LOG.warning("%s", step.data)
             stats.corrupt_blocks += 1
@@ -423,10 +406,6 @@ class Reads:
         stats.bytes_by_purpose[fetch.purpose] += step.received_bytes
         if fetch.step is not None:
             stats.peer_bytes += step.received_bytes
-        stats.data_bytes += len(step.data)
-        second = min(int(now - self._start), _MAX_SECONDS)
-        stats.bytes_by_second += [0] * (second + 1 - len(stats.bytes_by_second))
-        stats.bytes_by_second[second] += step.received_bytes
         self._scheduler.block_arrived(fetch.number, step.block, now)
         self._distrusted.discard(key)
         if fetch.purpose is Purpose.HOT:

@@ -6,7 +6,6 @@ Runs on a worker thread of the fetcher without locks. Holds at most one block an
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -43,9 +42,6 @@ class Origin(Protocol):
 
 class Peers(Routes, Protocol):
     """The other nodes that have blocks of a file: the origin that is asked before its store. Usable from any thread."""
-
-    uri: str
-    """Their common name, as `Origin.uri`."""
 
     def at(self, step: Any) -> Origin:
         """The origin for one step of a route."""
@@ -106,7 +102,6 @@ class ArrivedBlock(NamedTuple):
     """The verified block, or the error that names the damaged one."""
     cache_error: BootseerError | None
     """Why it could not be cached."""
-    decode_s: float
 
 
 class File(Struct, frozen=True, eq=False):
@@ -203,7 +198,7 @@ def _claim(cached: CachedFile, fetch: Fetch, distrusted: Container[int]) -> Clai
 
 
 def _verify_and_cache(file: File, origin: Origin, block: int, received: Buffer) -> ArrivedBlock:
-    begin, index, place = time.perf_counter(), file.index, file.index.place(block)
+    index, place = file.index, file.index.place(block)
     codec = RAW if origin.sends_plain else place.codec
     cache_error: BootseerError | None = None
     data: Buffer | CorruptError
@@ -212,13 +207,12 @@ def _verify_and_cache(file: File, origin: Origin, block: int, received: Buffer) 
     except CorruptError as error:
         stripe = index.stripes[place.stripe].name
         data = CorruptError(f"{origin.uri}: {stripe}: block {block} of file {index.identity[:16]}: {error}")
-    decode_s = time.perf_counter() - begin
     if not isinstance(data, CorruptError):
         try:
             file.cached.put(block, data)
         except BootseerError as error:
             cache_error = error
-    return ArrivedBlock(block, len(received), data, cache_error, decode_s)
+    return ArrivedBlock(block, len(received), data, cache_error)
 
 
 def _release(cached: CachedFile, blocks: Iterable[int]) -> None:

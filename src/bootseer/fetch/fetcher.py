@@ -140,12 +140,8 @@ class Fetcher(Reads):
                 (int.from_bytes(file.prefetched_hot) & ~int.from_bytes(file.needed)).bit_count() for file in self._files
             ),
             suspended=trust.suspended,
-            suspensions=trust.suspensions,
             bytes_by_purpose=dict(stats.bytes_by_purpose),
             requests_by_purpose=dict(stats.requests_by_purpose),
-            bytes_by_second=list(stats.bytes_by_second),
             peers=next((file.peers.stats() for file in self._files if file.peers is not None), {}),
             cache_full=self._cache_error is not None,
-            threads=len(self._workers),
-            process_cpu_s=time.process_time() - self._start_cpu,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, field
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Key = tuple[int, int]
 """File number and block."""
 _RECENT = 64
+# Limits runs of all-zero blocks, which have no bytes.
+_MAX_RUN = 1024
 # Fewer samples give no 90th percentile.
 _MIN_SAMPLES = 8
 _MAX_WINDOW_S = 1.0
@@ -55,10 +57,8 @@ class Fetch(Struct, frozen=True):
     hedge: bool
     """A second request for blocks that are in flight; the first answer counts."""
     timeout_s: float
-    origin: int = 0
-    """The number of the origin among the file's origins."""
     step: Hashable = None
-    """For an origin with several peers, the step of the route: which peer is asked, and how."""
+    """For peers, the step of the route: which one is asked, and how. None: the store is asked."""
 
 
 class Pace:
@@ -172,7 +172,7 @@ class Wanted(Struct):
     prefetch: Purpose | None = None
     """Why it is wanted apart from readers."""
     origin: int = 0
-    """The origin to ask: the first one, and the next one after each failure."""
+    """The number of the origin to ask: first the peers, if there are any, then the store."""
     requests: list[int] = field(default_factory=list)
     """Running requests for it: more than one after a hedge."""
     claimed_elsewhere: bool = False
@@ -183,7 +183,7 @@ class Wanted(Struct):
     """When to hedge it for its readers, if it is in flight then."""
     hedges: int = 0
     tried: tuple[Hashable, ...] = ()
-    """The route steps already tried, for an origin with several peers."""
+    """The steps of its route that were tried."""
     attempts: int = 0
     corrupt: int = 0
     error: BootseerError | None = None
@@ -224,6 +224,12 @@ class OriginQueues(Struct, eq=False):
     cold: deque[tuple[int, range]] = field(default_factory=deque)
     postponed: list[tuple[float, Key]] = field(default_factory=list)
     """Failed blocks as a heap by the time of their next attempt."""
+    pauses: bool = True
+    """Whether its requests wait for the end of pauses after failures (`Pace`)."""
+    windows: int = 1
+    """How many windows of prefetches may be in flight."""
+    blocked_until: float = _NEVER
+    """No prefetch can be started before."""
     num_running: int = 0
     num_prefetch: int = 0
     prefetch_bytes: int = 0
@@ -253,8 +259,8 @@ class FileState(Struct):
     """One block file."""
 
     geometry: Geometry
-    origins: tuple[OriginQueues, ...]
-    """In the order in which they are tried."""
+    origins: Sequence[OriginQueues]
+    """The peers, if there are any, then the store."""
     done: bytearray
     hot: bytearray
 
@@ -292,19 +298,6 @@ class Ledger:
         """Running requests without outstanding blocks, returned by the next `tick`."""
         self.stats = FetchStats()
 
-    def add(self, geometry: Geometry, *origins: str) -> int:
-        """Add a file with the names of its origins in the order of preference; returns its number.
-
-        Files of the same origin share its pace and queues.
-        """
-        for name in origins:
-            if name not in self.origins:
-                self.origins[name] = OriginQueues(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
-        size = geometry.num_blocks
-        found = tuple(self.origins[name] for name in origins)
-        self.files.append(FileState(geometry, found, bytearray(size), bytearray(size)))
-        return len(self.files) - 1
-
     def origin_of(self, key: Key) -> OriginQueues:
         wanted = self.wanted.get(key)
         return self.files[key[0]].origins[wanted.origin if wanted is not None else 0]
@@ -313,6 +306,28 @@ class Ledger:
     def idle(self) -> bool:
         """Whether nothing is wanted and nothing runs."""
         return not (self.wanted or self.running or any(origin.cold for origin in self.origins.values()))
+
+    def _adjacent(self, key: Key, most_bytes: int, eligible: Callable[[Key], bool]) -> tuple[range, list[int]]:
+        """The block with its successors in the same stripe whose stored bytes are adjacent, and their stored sizes.
+
+        At least the block itself, then those that are `eligible` and fit into `most_bytes`.
+        """
+        number, first = key
+        geometry = self.files[number].geometry
+        step = len(geometry.stripes)
+        place = geometry.place(first)
+        sizes, total, end = [place.length], place.length, place.offset + place.length
+        block = first + step
+        while block < geometry.num_blocks and len(sizes) < _MAX_RUN and eligible((number, block)):
+            place = geometry.place(block)
+            if place.length:
+                total += place.length
+                if total > most_bytes or (place.offset != end and total > place.length):
+                    break
+                end = place.offset + place.length
+            sizes.append(place.length)
+            block += step
+        return range(first, first + step * len(sizes), step), sizes
 
     # Which blocks are wanted
 
@@ -392,15 +407,6 @@ class Ledger:
             self._forget(key)
         else:
             self.origin_of(key).enqueue(key, wanted.purpose)
-
-    def _try_next_origin(self, key: Key, now: float) -> bool:
-        """Queue a block at its file's next origin; False if there is none."""
-        wanted, origins = self.wanted[key], self.files[key[0]].origins
-        if wanted.origin + 1 >= len(origins):
-            return False
-        wanted.origin += 1
-        self._requeue(key)
-        return True
 
     def _forget(self, key: Key) -> None:
         """Remove the entry of a block that is not wanted any more, or was given up."""

@@ -1,13 +1,14 @@
-"""Scheduling with peers: requests to other nodes of a job, each of which has some of the blocks.
+"""Which blocks are requested next from which origin: the store of a file, or before it other nodes of the job (peers),
+each of which has some of the blocks.
 
-Peers are the first of a file's origins. All their blocks wait in one queue in the order of need, and the peer of a
+All blocks for peers wait in one queue in the order of need, and the peer of a
 block is looked up only when the block could be requested. So the order does not depend on the peers, joining or leaving
 peers move waiting blocks without a message, and a thousand peers cost no more than the blocks examined. (A queue per
 peer would repeat all of that for each, and would have to be sorted again when routes change.)
 
 - A peer gets few concurrent requests, and all peers together not many more: a start asks many of them at once.
-- A block whose route starts at the file's next origin, or that no peer of its route provided and that this node may
-  request there, moves to that origin's queue and is fetched as without peers.
+- A block whose route starts at the store, or that no peer of its route provided and that this node may request there,
+  moves to the store's queue and is fetched as without peers.
 - Late blocks are handled by the peers' own health (which distinguishes waiting from silence), not by the scheduler's
   hedges: the request to a late owner fails, and the block is requested from the second owner of its route. Hedging to
   the store instead would send the whole job there whenever it is slow, which is when owners are late.
@@ -18,35 +19,31 @@ Decides and touches nothing.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Final, Protocol, TypeVar
 
 from msgspec import field
 
-from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.ledger import Geometry, Key, OriginQueues, Pace, Wanted
-from bootseer.fetch.scheduler import Scheduler
+from bootseer.fetch.hotset import HotSetTrust
+from bootseer.fetch.ledger import FileState, Geometry, Key, Ledger, OriginQueues, Pace, Request, Wanted
 
 T = TypeVar("T")
 _WINDOW_RUNS: Final = 8
 """Prefetch keeps the order of its list between windows of this many runs, and rotates it within them."""
-_WINDOWS: Final = 2
-"""Half of what is in flight may wait at owners for the store, whereas requests to a store all transfer data."""
-_REQUESTS_PER_WINDOW: Final = 4
 _MAX_EXAMINED: Final = 256
 """How many queued blocks are examined to find one whose peer has capacity."""
 _MAX_EXAMINED_RUNS: Final = 32
 """The same for cold blocks, which are queued in runs."""
 _MAX_MOVED: Final = 64
-"""Blocks moved to the next origin do not move back when routes change, so their number is limited."""
+"""Blocks moved to the store do not move back when routes change, so their number is limited."""
 _MAX_MOVED_RUNS: Final = 8
-_RETRY_S: Final = 0.1
+RETRY_S: Final = 0.1
 _NEVER: Final = float("-inf")
 _ROUNDS: Final = 3
-"""After this many rounds without success, any node may request the block from the next origin: the peers may have lost
-something that this node still has, such as access to the store."""
+"""After this many rounds without success, any node may request the block from the store: the peers may have lost
+something that this node still has, such as access to it."""
 
 
 class Route(Protocol):
@@ -54,11 +51,11 @@ class Route(Protocol):
 
     @property
     def steps(self) -> Sequence[Hashable]:
-        """The peers to ask, in order; empty if the file's next origin is to be asked at once."""
+        """The peers to ask, in order; empty if the store is to be asked at once."""
 
     @property
     def may_ask_origin(self) -> bool:
-        """Whether to ask the next origin after all peers failed. Otherwise they are asked again, or other ones."""
+        """Whether to ask the store after all peers failed. Otherwise they are asked again, or other ones."""
 
 
 class Routes(Protocol):
@@ -79,45 +76,67 @@ class Routes(Protocol):
 class PeerQueues(OriginQueues, eq=False):
     """The queues of the origin that consists of all peers."""
 
-    running: Counter[Hashable] = field(default_factory=Counter)
-    """Requests per route step."""
+    pauses: bool = False
+    """Each peer has pauses of its own."""
+    windows: int = 2
+    """Half of what is in flight may wait at owners for the store, whereas requests to a store all transfer data."""
+    asked: Counter[Hashable] = field(default_factory=Counter)
+    """Running requests per route step."""
     busy_until: dict[Hashable, float] = field(default_factory=dict)
     """Peers that are overloaded until a time (Retry-After)."""
-    blocked_until: float = _NEVER
-    """No prefetch can be started before this time, unless a request ends or a block is queued."""
 
     def enqueue(self, key: Key, purpose: Purpose, *, is_new: bool = False) -> None:
         OriginQueues.enqueue(self, key, purpose, is_new=is_new)
         if purpose is not Purpose.DEMAND:
             self.blocked_until = _NEVER
 
-    def has_room(self, step: Hashable, max_requests: int, now: float) -> bool:
-        """Whether a peer can be asked now."""
-        return self.running[step] < max_requests and now >= self.busy_until.get(step, _NEVER)
+    def ended(self, step: Hashable, busy_until: float | None) -> None:
+        """A request to the peer of a step, or to the store if that is None, has ended."""
+        self.blocked_until = _NEVER
+        if step is not None:
+            self.asked[step] -= 1
+            if not self.asked[step]:
+                del self.asked[step]
+            if busy_until is not None:
+                self.busy_until[step] = busy_until
 
 
-class RoutedScheduler(Scheduler):
-    """A scheduler with routes for some of its files. Without any it equals `Scheduler`."""
+class Routed(Ledger):
+    """Which of the wanted blocks can be requested next, and from where."""
 
-    def __init__(self, settings: FetchSettings, jitter: Callable[[], float]) -> None:
-        super().__init__(settings, jitter)
+    def __init__(self, settings: FetchSettings) -> None:
+        super().__init__(settings)
         self._peers: PeerQueues | None = None
         self._routes: dict[int, Routes] = {}
+        self._hedge_credit = settings.first_hedge_credit
+        self._hedge_earned, self._hedge_from_s = settings.hedge_credit, 0.0
+        self._fetch_all_now = False
+        self._last_need: float | None = None
+        """When a reader last needed a block."""
+        self.trust = HotSetTrust(settings)
 
-    def add(self, geometry: Geometry, *origins: str, routes: Routes | None = None) -> int:
-        """With `routes`, the first of the two origins is the job's peers, of which a scheduler has one set."""
+    def add(self, geometry: Geometry, store: str, routes: Routes | None = None) -> int:
+        """Add a file with the name of its store and the routes of peers that are asked before; returns its number.
+
+        Files of the same store share its pace and queues. All peers are one set.
+        """
+        first_bytes = self._settings.request_bytes // 16
         if routes is not None and self._peers is None:
-            self._peers = PeerQueues(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
-            # First in the order: blocks that it moves to the next origin are started in the same `tick`.
-            self.origins = {origins[0]: self._peers, **self.origins}
+            self._peers = PeerQueues(Pace(self._settings), next_bytes=first_bytes)
+            # First in the order: blocks that it moves to the store are started in the same `tick`.
+            self.origins = {"": self._peers, **self.origins}
             # When many nodes start together, each would spend its hedges on the same slow origin: with a limit of half
             # a second origins sent 1.1 to 1.5 copies.
             self._hedge_credit = 0.0
             self._hedge_earned, self._hedge_from_s = self._settings.shared_hedge_credit, self._settings.shared_hedge_s
-        number = super().add(geometry, *origins)
-        if routes is not None:
-            self._routes[number] = routes
-        return number
+        if store not in self.origins:
+            self.origins[store] = OriginQueues(Pace(self._settings), next_bytes=first_bytes)
+        size, origins = geometry.num_blocks, [self.origins[store]]
+        if routes is not None and self._peers is not None:
+            self._routes[len(self.files)] = routes
+            origins.insert(0, self._peers)
+        self.files.append(FileState(geometry, origins, bytearray(size), bytearray(size)))
+        return len(self.files) - 1
 
     def rotate_hot(self, blocks: list[Key]) -> list[Key]:
         """A hot set in the order in which this node fetches it."""
@@ -125,67 +144,42 @@ class RoutedScheduler(Scheduler):
         return blocks if routes is None else rotated(blocks, _WINDOW_RUNS * routes.run_blocks, routes.turn)
 
     def want_cold(self, file: int, blocks: range, now: float) -> None:
-        routes = self._routes.get(file)
-        if routes is None or self._peers is None:
-            super().want_cold(file, blocks, now)
-            return
-        size = routes.run_blocks
-        edges = [blocks.start, *range((blocks.start // size + 1) * size, blocks.stop, size), blocks.stop]
-        runs = [range(*edge) for edge in pairwise(edges)]
-        for run in rotated(runs, _WINDOW_RUNS, routes.turn):
-            super().want_cold(file, run, now)
-        self._peers.blocked_until = _NEVER
+        """Queue these blocks as cold; cached ones are skipped later."""
+        origin, routes = self.files[file].origins[0], self._routes.get(file)
+        runs = [blocks]
+        if routes is not None:
+            size = routes.run_blocks
+            edges = [blocks.start, *range((blocks.start // size + 1) * size, blocks.stop, size), blocks.stop]
+            runs = rotated([range(*edge) for edge in pairwise(edges)], _WINDOW_RUNS, routes.turn)
+        origin.cold += [(file, run) for run in runs]
+        origin.blocked_until = _NEVER
+        if self._last_need is None:  # a file that has not been read yet will be read soon
+            self._last_need = now
 
-    def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
-        self._reset_tried(number, (block,))
-        super().claimed_elsewhere(number, block, now)
-
-    def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
-        request = self.running[number]
-        step, peers = request.fetch.step, self._peers
-        if peers is not None:
-            peers.blocked_until = _NEVER
-        if step is not None and peers is not None:
-            peers.running[step] -= 1
-            if not peers.running[step]:
-                del peers.running[step]
-            retry_after_s = error.retry_after_s if isinstance(error, TransientError) else None
-            if retry_after_s is not None:
-                peers.busy_until[step] = now + retry_after_s
-            if error is None or retry_after_s is not None:
-                self._reset_tried(number, request.left)
-        super().request_finished(number, now, error)
-
-    def _watch(self, key: Key, now: float) -> None:
-        if self.origin_of(key) is not self._peers:
-            super()._watch(key, now)
-
-    def _reset_tried(self, number: int, blocks: Iterable[int]) -> None:
-        """Allow these blocks to be requested again from the peer of a request."""
-        for block in blocks:
-            wanted = self.wanted.get((self.running[number].fetch.file, block))
-            if wanted is not None:
+    def _reset_tried(self, request: Request) -> None:
+        for block in request.left:
+            if wanted := self.wanted.get((request.fetch.file, block)):
                 wanted.tried = ()
 
-    def _try_next_origin(self, key: Key, now: float) -> bool:
+    def _try_next(self, key: Key, now: float) -> bool:
+        """A request for a block failed: queue it for the next peer of its route, or at the store; False if there is
+        none."""
         wanted, routes = self.wanted[key], self._routes.get(key[0])
         if wanted.origin or routes is None:
-            return super()._try_next_origin(key, now)
-        route = routes.route(key[1], now)
-        if any(step not in wanted.tried for step in route.steps):
-            self._requeue(key)
-        elif not route.steps or route.may_ask_origin or wanted.attempts >= _ROUNDS:
-            wanted.attempts = 0
-            super()._try_next_origin(key, now)
-        else:
-            wanted.tried = ()
             return False
+        route = routes.route(key[1], now)
+        if all(step in wanted.tried for step in route.steps):
+            if route.steps and not route.may_ask_origin and wanted.attempts < _ROUNDS:
+                wanted.tried = ()
+                return False
+            wanted.attempts, wanted.origin = 0, 1
+        self._requeue(key)
         return True
 
     # Where blocks are
 
     def _step(self, key: Key, now: float) -> Hashable:
-        """The route step to request a block with; None for the next origin."""
+        """The route step to request a block with; None for the store."""
         routes = self._routes.get(key[0])
         if routes is None or not self.files[key[0]].geometry.place(key[1]).length:  # all-zero blocks need no peer
             return None
@@ -198,8 +192,13 @@ class RoutedScheduler(Scheduler):
                 return step
         return None if route.may_ask_origin else route.steps[0]
 
-    def _move_to_next_origin(self, key: Key) -> None:
-        """Queue a block at the next origin, behind those that are there."""
+    def _may_ask(self, step: Hashable, purpose: Purpose, now: float) -> bool:
+        """Whether the peer of this step, if any, can be asked now."""
+        peers, most = self._peers, self._settings.peer_requests + (purpose is Purpose.DEMAND)
+        return step is None or peers is None or (peers.asked[step] < most and now >= peers.busy_until.get(step, _NEVER))
+
+    def _move_to_store(self, key: Key) -> None:
+        """Queue a block at the store, behind those that are there."""
         wanted, (peers, store) = self.wanted[key], self.files[key[0]].origins
         wanted.origin = 1
         if wanted.readers:
@@ -209,23 +208,94 @@ class RoutedScheduler(Scheduler):
         elif wanted.prefetch is Purpose.HOT:
             store.hot.append(key)
 
-    def _is_next(self, key: Key, purpose: Purpose, origin: OriginQueues) -> bool:
-        if origin is not self._peers and key[0] in self._routes and key not in self.wanted:
-            return False  # not in the peers' queue: it may follow a block that was moved on
-        return super()._is_next(key, purpose, origin)
+    # Which blocks are next
 
-    def _hot_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
-        """The next hot blocks to prefetch from peers, each with its route step. Moves others to the next origin."""
+    @property
+    def _hot_suspended(self) -> bool:
+        return self.trust.suspended and not self._fetch_all_now
+
+    @property
+    def _only_near(self) -> bool:
+        """Whether only hot blocks near what readers need are prefetched."""
+        return self.trust.was_wrong and not self._fetch_all_now
+
+    def _is_next(self, key: Key, purpose: Purpose, origin: OriginQueues) -> bool:
+        """Whether a block can be prefetched from this origin now. Suspended hot blocks are fetched with the cold
+        ones."""
+        wanted = self.wanted.get(key)
+        if wanted is None:
+            # With routes it may follow a block that was moved to the store: it is in the peers' queue.
+            is_here = origin is self._peers or key[0] not in self._routes
+            return is_here and purpose is Purpose.COLD and not self.files[key[0]].done[key[1]]
+        return (
+            wanted.queued
+            and wanted.purpose is not None
+            and wanted.purpose <= Purpose.HOT
+            and (purpose is Purpose.COLD or wanted.purpose is Purpose.HOT)
+            and self.files[key[0]].origins[wanted.origin] is origin
+        )
+
+    def _goes_along(self, origin: OriginQueues, purpose: Purpose, step: Hashable, now: float, key: Key) -> bool:
+        """Whether a block may be requested together with the one before it, whose route step is `step`."""
+        if purpose is Purpose.DEMAND:
+            fits = key in origin.demand or (not self._hot_suspended and self._is_next(key, Purpose.HOT, origin))
+        else:
+            fits = self._is_next(key, purpose, origin)
+        return fits and (step is None or self._step(key, now) == step)
+
+    def _demand_ahead(self, origin: OriginQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The blocks that readers wait for, each with its route step. Moves others from the peers to the store."""
+        for key in list(origin.demand):
+            if key in origin.demand:  # it may have been requested with an earlier one
+                step = self._step(key, now) if origin is self._peers else None
+                if step is None and origin is self._peers:
+                    self._move_to_store(key)
+                else:
+                    yield key, step
+
+    def _ahead(self, origin: OriginQueues, purpose: Purpose, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The next blocks to prefetch, each with its route step. Moves others from the peers to the store."""
+        if origin is self._peers:
+            yield from (self._hot_ahead if purpose is Purpose.HOT else self._cold_ahead)(origin, now)
+            return
+        find = self._next_hot if purpose is Purpose.HOT else self._next_cold
+        while (key := find(origin)) is not None:
+            yield key, None
+
+    def _hot_candidates(self, origin: OriginQueues) -> Iterator[Key]:
+        """Hot blocks to prefetch, in order. Some of them may not be prefetched from this origin (`_is_next`)."""
+        # In either case: with peers, only the first entries of the queue are looked at.
+        while origin.hot and not self._is_next(origin.hot[0], Purpose.HOT, origin):
+            origin.hot.popleft()
+        if self._only_near:
+            return self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
+        return iter(origin.hot)
+
+    def _next_hot(self, origin: OriginQueues) -> Key | None:
+        return next((key for key in self._hot_candidates(origin) if self._is_next(key, Purpose.HOT, origin)), None)
+
+    def _next_cold(self, origin: OriginQueues) -> Key | None:
+        while origin.cold:
+            file, blocks = origin.cold[0]
+            for position, block in enumerate(blocks):
+                if self._is_next((file, block), Purpose.COLD, origin):
+                    origin.cold[0] = file, blocks[position:]
+                    return file, block
+                self._make_cold((file, block))
+            origin.cold.popleft()
+        return None
+
+    def _hot_ahead(self, peers: OriginQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
         for key in islice(self._hot_candidates(peers), _MAX_EXAMINED):
             if self._is_next(key, Purpose.HOT, peers):
                 step, store = self._step(key, now), self.files[key[0]].origins[1]
                 if step is not None:
                     yield key, step
                 elif self._only_near or len(store.hot) < _MAX_MOVED:  # few are near
-                    self._move_to_next_origin(key)
+                    self._move_to_store(key)
 
-    def _cold_ahead(self, peers: PeerQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
-        """The first block of each of the next cold runs, as `_hot_ahead`."""
+    def _cold_ahead(self, peers: OriginQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
+        """The first block of each of the next cold runs."""
         # In two passes: the caller may stop at any `yield`, and the queue must be whole by then.
         kept: deque[tuple[int, range]] = deque()
         for _ in range(min(len(peers.cold), _MAX_EXAMINED_RUNS)):
@@ -252,105 +322,6 @@ class RoutedScheduler(Scheduler):
                 step = self._step(key, now)
                 if step is not None:
                     yield key, step
-
-    # What to start
-
-    def _start_demand(self, origin: OriginQueues, now: float) -> None:
-        peers, settings = self._peers, self._settings
-        if peers is None or origin is not peers:
-            super()._start_demand(origin, now)
-            return
-        for key in list(peers.demand):
-            if key not in peers.demand:
-                continue  # it was requested with an earlier one
-            step = self._step(key, now)
-            if step is None:
-                self._move_to_next_origin(key)
-                continue
-            if not (self._has_demand_slot(peers) and peers.has_room(step, settings.peer_requests + 1, now)):
-                continue
-
-            def eligible(other: Key, step: Hashable = step, peers: PeerQueues = peers) -> bool:
-                hot = not self._hot_suspended and self._is_next(other, Purpose.HOT, peers)
-                return (other in peers.demand or hot) and self._step(other, now) == step
-
-            room = settings.inflight_bytes - self.inflight_bytes
-            blocks, sizes = self._adjacent(key, min(settings.demand_bytes, room), eligible)
-            if sum(sizes) > room and self.inflight_bytes:
-                continue
-            self._start_request(peers, step, key[0], blocks, sizes, Purpose.DEMAND, now)
-
-    def _has_demand_slot(self, origin: OriginQueues) -> bool:
-        if origin is not self._peers:
-            return super()._has_demand_slot(origin)
-        limit = self._settings.max_requests + self._settings.reserved_requests
-        return origin.num_running < self._settings.total_peer_requests and len(self.running) < limit
-
-    def _start_prefetch(self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float) -> None:
-        peers, settings = self._peers, self._settings
-        if peers is None or origin is not peers:
-            super()._start_prefetch(origin, purpose, window_bytes, now)
-            return
-        if not window_bytes or now < peers.blocked_until or self._is_full(peers, window_bytes):
-            return
-        ahead = self._hot_ahead if purpose is Purpose.HOT else self._cold_ahead
-        for key, step in ahead(peers, now):
-            if self._is_full(peers, window_bytes):
-                return
-            if not peers.has_room(step, settings.peer_requests, now) or not self._is_next(key, purpose, peers):
-                continue
-
-            def eligible(other: Key, step: Hashable = step, peers: PeerQueues = peers) -> bool:
-                return self._is_next(other, purpose, peers) and self._step(other, now) == step
-
-            most_bytes, room, left = self._prefetch_bytes(peers, window_bytes)
-            blocks, sizes = self._adjacent(key, min(most_bytes, room), eligible)
-            # A single block may always go, however small the window.
-            if sum(sizes) > (room if peers.num_prefetch else left) and self.inflight_bytes:
-                return
-            self._start_request(peers, step, key[0], blocks, sizes, purpose, now)
-        # All blocks were examined: nothing changes before a request ends, a block is queued or a route changes.
-        if purpose is Purpose.COLD or self._cold_from(now) > now:
-            peers.blocked_until = now + _RETRY_S
-
-    def _is_full(self, peers: PeerQueues, window_bytes: int) -> bool:
-        """Whether no prefetch can be started at any peer."""
-        settings = self._settings
-        limit = settings.total_peer_requests - settings.reserved_peer_requests
-        if peers.num_running >= limit or len(self.running) >= settings.max_requests:
-            return True
-        most_bytes, room, _ = self._prefetch_bytes(peers, window_bytes)
-        return room < most_bytes and peers.num_prefetch > 0  # better a full-sized request a little later
-
-    def _prefetch_bytes(self, peers: PeerQueues, window_bytes: int) -> tuple[int, int, int]:
-        """The size of a full prefetch request, and what the window and the memory have room for."""
-        left = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
-        room = min(_WINDOWS * window_bytes - peers.prefetch_bytes, left)
-        return min(peers.next_bytes, window_bytes // _REQUESTS_PER_WINDOW), room, left
-
-    def _start_request(
-        self,
-        peers: PeerQueues,
-        step: Hashable,
-        file: int,
-        blocks: range,
-        sizes: list[int],
-        purpose: Purpose,
-        now: float,
-    ) -> None:
-        self._launch(peers, file, blocks, sizes, purpose, now, step=step)
-        peers.running[step] += 1
-        for block in blocks:
-            self.wanted[file, block].tried += (step,)
-
-    def _wake_at(self, now: float) -> float | None:
-        wake_at = super()._wake_at(now)
-        peers = self._peers
-        if peers is not None:
-            hot = not self._hot_suspended and self._next_hot(peers) is not None
-            if peers.demand or hot or (peers.cold and self._cold_from(now) <= now):
-                return now + _RETRY_S if wake_at is None else min(wake_at, now + _RETRY_S)
-        return wake_at
 
 
 def rotated(items: list[T], window: int, turn: float) -> list[T]:

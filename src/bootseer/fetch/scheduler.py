@@ -3,8 +3,8 @@
 The fetcher reports events: a reader wants blocks, a block arrived, a request failed. `tick` returns the requests to
 start now and when to call it again. The rules:
 
-- A block is requested from the first of its file's origins, and after a failure from the next one; the last one is
-  retried with growing pauses. Pace and health of each origin are learned (`ledger.Pace`).
+- A block is requested from the peers, if its file has any (`routed`), and otherwise or after their failure from the
+  store, which is retried with growing pauses. Pace and health of both are learned (`ledger.Pace`).
 - A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
   the whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then
   on, without a second request. A late one is hedged.
@@ -19,19 +19,18 @@ readers keeps only its prefetch purpose. Decides and touches nothing: simulation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
+from functools import partial
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.hotset import HotSetTrust
-from bootseer.fetch.ledger import Fetch, Key, Ledger, OriginQueues, Request, Wanted
+from bootseer.fetch.ledger import Fetch, Key, OriginQueues, Request, Wanted
+from bootseer.fetch.routed import RETRY_S, Routed
 
 # Minimum delay until the next call: a clock may not advance.
 _MIN_SLEEP_S = 0.001
-# Limits runs of all-zero blocks, which have no bytes.
-_MAX_RUN = 1024
 # A window holds several requests, so that the link stays full when one ends.
 _REQUESTS_PER_WINDOW = 4
 
@@ -48,7 +47,7 @@ class Plan(Struct, frozen=True):
     """When to call `tick` at the latest; None: not before the next event."""
 
 
-class Scheduler(Ledger):
+class Scheduler(Routed):
     """The scheduler of one fetcher. `jitter` returns random numbers from 0 to 1; `now` is in seconds of one clock."""
 
     def __init__(self, settings: FetchSettings, jitter: Callable[[], float]) -> None:
@@ -63,12 +62,7 @@ class Scheduler(Ledger):
         self._attempts = {Purpose.HOT: settings.hot_attempts, Purpose.COLD: settings.cold_attempts}
         self._started: list[Fetch] = []
         self._given_up: list[tuple[int, int, BootseerError]] = []
-        self._last_need: float | None = None
-        self._hedge_credit = settings.first_hedge_credit
-        self._hedge_earned, self._hedge_from_s = settings.hedge_credit, 0.0
         self._has_hot_set = False
-        self._fetch_all_now = False
-        self.trust = HotSetTrust(settings)
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
 
@@ -96,12 +90,6 @@ class Scheduler(Ledger):
                 if purpose is Purpose.HOT:
                     self.trust.add_block((file, block), self.files[file].geometry.place(block).length)
                 self._add_prefetch((file, block), purpose)
-
-    def want_cold(self, file: int, blocks: range, now: float) -> None:
-        """Queue these blocks as cold; cached ones are skipped later."""
-        self.files[file].origins[0].cold.append((file, blocks))
-        if self._last_need is None:  # a file that has not been read yet will be read soon
-            self._last_need = now
 
     def fetch_all_now(self) -> None:
         """Fetch everything soon: prefetches do not wait for idle readers, and the hot set is not judged."""
@@ -135,7 +123,7 @@ class Scheduler(Ledger):
         key = request.fetch.file, block
         wanted = self._detach(number, key)
         if wanted is not None:
-            wanted.claimed_elsewhere = True
+            wanted.claimed_elsewhere, wanted.tried = True, ()
             self.claims.setdefault(key, now)
 
     def claim_released(self, file: int, block: int) -> None:
@@ -155,13 +143,15 @@ class Scheduler(Ledger):
     def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         """A request has ended, with `error` if it failed. Its outstanding blocks are retried."""
         request = self._end(number)
-        # Origins before the last one need not have all blocks.
-        others = self.files[request.fetch.file].origins[:-1]
-        is_absent = isinstance(error, NotFoundError) and request.origin in others
+        if self._peers is not None:
+            retry_after_s = error.retry_after_s if isinstance(error, TransientError) else None
+            self._peers.ended(request.fetch.step, None if retry_after_s is None else now + retry_after_s)
+            if error is None or retry_after_s is not None:  # its blocks may be requested again from this peer
+                self._reset_tried(request)
         pace = request.origin.pace
         if request.cancelled or (error is None and not request.answered):
             pass  # aborted by us, or other processes fetch all its blocks: the origin was not asked
-        elif error is None or is_absent:
+        elif error is None:
             pace.succeeded(request.origin.num_running + 1)
         else:
             self.stats.failures += 1
@@ -217,41 +207,56 @@ class Scheduler(Ledger):
         return Plan(fetches, cancelled, given_up, self._wake_at(now))
 
     def _start_demand(self, origin: OriginQueues, now: float) -> None:
-        if now < origin.pace.paused_until:
+        if origin.pauses and now < origin.pace.paused_until:
             return
-
-        def eligible(key: Key) -> bool:
-            return key in origin.demand or (not self._hot_suspended and self._is_next(key, Purpose.HOT, origin))
-
-        while origin.demand and self._has_demand_slot(origin):
-            key = next(iter(origin.demand))
+        for key, step in self._demand_ahead(origin, now):
+            if not (self._has_demand_slot(origin) and self._may_ask(step, Purpose.DEMAND, now)):
+                continue
             room = self._settings.inflight_bytes - self.inflight_bytes
-            blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
+            goes_along = partial(self._goes_along, origin, Purpose.DEMAND, step, now)
+            blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), goes_along)
             if sum(sizes) > room and self.inflight_bytes:
                 return
-            self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now)
+            self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, step=step)
 
     def _start_prefetch(self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float) -> None:
-        if now < max(origin.pace.paused_until, origin.pace.prefetch_after) or not window_bytes:
+        if now < origin.blocked_until or not window_bytes or self._is_full(origin, window_bytes):
             return
-
-        def eligible(key: Key) -> bool:
-            return self._is_next(key, purpose, origin)
-
-        while origin.num_running < origin.pace.limit and len(self.running) < self._settings.max_requests:
-            key = self._next_hot(origin) if purpose is Purpose.HOT else self._next_cold(origin)
-            if key is None:
+        if origin.pauses and now < max(origin.pace.paused_until, origin.pace.prefetch_after):
+            return
+        for key, step in self._ahead(origin, purpose, now):
+            if self._is_full(origin, window_bytes):
                 return
-            max_bytes = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
-            room = min(window_bytes - origin.prefetch_bytes, max_bytes)
-            blocks, sizes = self._adjacent(
-                key, min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW, room), eligible
-            )
+            if not (self._may_ask(step, purpose, now) and self._is_next(key, purpose, origin)):
+                continue
+            most_bytes, room, left = self._prefetch_bytes(origin, window_bytes)
+            goes_along = partial(self._goes_along, origin, purpose, step, now)
+            blocks, sizes = self._adjacent(key, min(most_bytes, room), goes_along)
             # A single block may always go, however small the window: an origin with a window below a block would get no
             # prefetch at all. Then only the memory limits it, and with nothing in flight not even that.
-            if sum(sizes) > (room if origin.num_prefetch else max_bytes) and self.inflight_bytes:
+            if sum(sizes) > (room if origin.num_prefetch else left) and self.inflight_bytes:
                 return
-            self._launch(origin, key[0], blocks, sizes, purpose, now)
+            self._launch(origin, key[0], blocks, sizes, purpose, now, step=step)
+        # All blocks were examined: nothing changes before a request ends, a block is queued or a route changes.
+        if origin is self._peers and (purpose is Purpose.COLD or self._cold_from(now) > now):
+            origin.blocked_until = now + RETRY_S
+
+    def _prefetch_bytes(self, origin: OriginQueues, window_bytes: int) -> tuple[int, int, int]:
+        """The size of a full prefetch request, and what the window and the memory have room for."""
+        left = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
+        room = min(origin.windows * window_bytes - origin.prefetch_bytes, left)
+        return min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW), room, left
+
+    def _is_full(self, origin: OriginQueues, window_bytes: int) -> bool:
+        """Whether no prefetch can be started at this origin."""
+        settings = self._settings
+        if len(self.running) >= settings.max_requests:
+            return True
+        if origin is not self._peers:
+            return origin.num_running >= origin.pace.limit
+        most_bytes, room, _ = self._prefetch_bytes(origin, window_bytes)
+        is_small = room < most_bytes and origin.num_prefetch > 0  # better a full-sized request a little later
+        return is_small or origin.num_running >= settings.total_peer_requests - settings.reserved_peer_requests
 
     def _start_hedges(self, now: float) -> None:
         late = sorted((self.wanted[key].late_at, key) for key in self.demanded if self.wanted[key].late_at <= now)
@@ -288,31 +293,9 @@ class Scheduler(Ledger):
         return wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
-        reserved = self._settings.reserved_requests
-        limit = self._settings.max_requests + reserved
-        return origin.num_running < origin.pace.limit + reserved and len(self.running) < limit
-
-    def _adjacent(self, key: Key, most_bytes: int, eligible: Callable[[Key], bool]) -> tuple[range, list[int]]:
-        """The block with its successors in the same stripe whose stored bytes are adjacent, and their stored sizes.
-
-        At least the block itself, then those that are `eligible` and fit into `most_bytes`.
-        """
-        number, first = key
-        geometry = self.files[number].geometry
-        step = len(geometry.stripes)
-        place = geometry.place(first)
-        sizes, total, end = [place.length], place.length, place.offset + place.length
-        block = first + step
-        while block < geometry.num_blocks and len(sizes) < _MAX_RUN and eligible((number, block)):
-            place = geometry.place(block)
-            if place.length:
-                total += place.length
-                if total > most_bytes or (place.offset != end and total > place.length):
-                    break
-                end = place.offset + place.length
-            sizes.append(place.length)
-            block += step
-        return range(first, first + step * len(sizes), step), sizes
+        settings, reserved = self._settings, self._settings.reserved_requests
+        limit = settings.total_peer_requests if origin is self._peers else origin.pace.limit + reserved
+        return origin.num_running < limit and len(self.running) < settings.max_requests + reserved
 
     def _launch(
         self,
@@ -327,7 +310,7 @@ class Scheduler(Ledger):
         step: Hashable = None,
     ) -> None:
         place = self.files[file].origins.index(origin)
-        fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], place, step)
+        fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], step)
         self._next_number += 1
         self._started.append(fetch)
         self.running[fetch.number] = Request(fetch, origin, dict(zip(blocks, sizes, strict=True)), now)
@@ -341,6 +324,8 @@ class Scheduler(Ledger):
             origin.next_bytes = min(2 * origin.next_bytes, self._settings.request_bytes)
         self.stats.requests_by_purpose[purpose] += 1
         self.stats.hedges += hedge
+        if step is not None and self._peers is not None:
+            self._peers.asked[step] += 1
         for block in blocks:
             key = (file, block)
             origin.demand.pop(key, None)
@@ -348,21 +333,18 @@ class Scheduler(Ledger):
             if wanted is None:
                 wanted = self.wanted[key] = Wanted(prefetch=purpose, origin=place)
             wanted.requests.append(fetch.number)
+            wanted.tried += () if step is None else (step,)
             if purpose is Purpose.DEMAND:
                 self._watch(key, now)
 
     def _watch(self, key: Key, now: float) -> None:
         """A reader's block is in flight: set the time at which it is hedged."""
         wanted = self.wanted[key]
-        if self._may_hedge(wanted):
+        if self._may_hedge(wanted) and self.origin_of(key) is not self._peers:
             after_s = max(self.origin_of(key).pace.hedge_after_s(), self._hedge_from_s)
             wanted.late_at = now + after_s * 2**wanted.hedges
 
     # Prefetch
-
-    @property
-    def _hot_suspended(self) -> bool:
-        return self.trust.suspended and not self._fetch_all_now
 
     def _hot_window(self, origin: OriginQueues, now: float) -> int:
         window_bytes = origin.pace.window_bytes()
@@ -376,48 +358,6 @@ class Scheduler(Ledger):
     def _has_uncovered(self, origin: OriginQueues) -> bool:
         """Whether a reader waits for a block of this origin, queued or not, that is not in the hot set."""
         return any(not self.files[key[0]].hot[key[1]] and self.origin_of(key) is origin for key in self.demanded)
-
-    @property
-    def _only_near(self) -> bool:
-        """Whether only hot blocks near what readers need are prefetched."""
-        return self.trust.was_wrong and not self._fetch_all_now
-
-    def _hot_candidates(self, origin: OriginQueues) -> Iterator[Key]:
-        """Hot blocks to prefetch, in order. Some of them may not be prefetched from this origin (`_is_next`)."""
-        # In either case: with peers, only the first entries of the queue are looked at.
-        while origin.hot and not self._is_next(origin.hot[0], Purpose.HOT, origin):
-            origin.hot.popleft()
-        if self._only_near:
-            return self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
-        return iter(origin.hot)
-
-    def _next_hot(self, origin: OriginQueues) -> Key | None:
-        return next((key for key in self._hot_candidates(origin) if self._is_next(key, Purpose.HOT, origin)), None)
-
-    def _next_cold(self, origin: OriginQueues) -> Key | None:
-        while origin.cold:
-            file, blocks = origin.cold[0]
-            for position, block in enumerate(blocks):
-                if self._is_next((file, block), Purpose.COLD, origin):
-                    origin.cold[0] = file, blocks[position:]
-                    return file, block
-                self._make_cold((file, block))
-            origin.cold.popleft()
-        return None
-
-    def _is_next(self, key: Key, purpose: Purpose, origin: OriginQueues) -> bool:
-        """Whether a block can be prefetched from this origin now. Suspended hot blocks are fetched with the cold
-        ones."""
-        wanted = self.wanted.get(key)
-        if wanted is None:
-            return purpose is Purpose.COLD and not self.files[key[0]].done[key[1]]
-        return (
-            wanted.queued
-            and wanted.purpose is not None
-            and wanted.purpose <= Purpose.HOT
-            and (purpose is Purpose.COLD or wanted.purpose is Purpose.HOT)
-            and self.files[key[0]].origins[wanted.origin] is origin
-        )
 
     def _cold_from(self, now: float) -> float:
         """When cold blocks may be fetched, if nothing happens before."""
@@ -442,7 +382,7 @@ class Scheduler(Ledger):
         if purpose is None or error is None:
             self._requeue(key)
             return
-        if self._try_next_origin(key, now):
+        if self._try_next(key, now):
             return
         wanted.attempts += 1
         wanted.corrupt += isinstance(error, CorruptError)
@@ -491,5 +431,10 @@ class Scheduler(Ledger):
             may_wait |= bool(origin.cold)
         if may_wait:
             times.append(self._cold_from(now))
+        peers = self._peers
+        if peers is not None:
+            hot = not self._hot_suspended and self._next_hot(peers) is not None
+            if peers.demand or hot or (peers.cold and self._cold_from(now) <= now):
+                times.append(now + RETRY_S)
         times = [time for time in times if time > now and time != float("inf")]
         return max(min(times), now + _MIN_SLEEP_S) if times else None

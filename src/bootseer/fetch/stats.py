@@ -8,18 +8,11 @@ from bootseer.fetch.fetch_settings import Purpose
 
 
 class FetchStats(Struct):
-    """Times are seconds since the fetcher was created; bytes are stored (compressed) bytes unless noted."""
+    """Bytes are stored (compressed) bytes unless noted."""
 
-    reads: int = 0
-    """Reads of any size, cached or not."""
-    waited_reads: int = 0
-    """Reads that had to wait."""
     waited_s: float = 0.0
-    """Total waiting time."""
+    """Total waiting time of reads."""
     failed_reads: int = 0
-    first_need_s: float | None = None
-    last_need_s: float | None = None
-    """When a block was needed for the first time most recently."""
     needs: int = 0
     """Distinct blocks that readers needed."""
     hits: int = 0
@@ -33,19 +26,12 @@ class FetchStats(Struct):
     wasted_blocks: int = 0
     """Fetched for the hot set and not needed so far."""
     suspended: bool = False
-    suspensions: int = 0
     bytes_by_purpose: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     requests_by_purpose: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
-    bytes_by_second: list[int] = field(default_factory=list)
-    """Received bytes per second of time; the last entry collects everything after an hour."""
     peer_bytes: int = 0
     """Part of `bytes_by_purpose` that came from other nodes of the job, uncompressed; the rest came from the store."""
     peers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Per peer, by name: `bytes`, `requests`, `late`, and the total `seconds` of its responses."""
-    data_bytes: int = 0
-    """Uncompressed bytes of the blocks that arrived."""
-    blocks_from_others: int = 0
-    """Blocks fetched by another process of this node."""
     hedges: int = 0
     failures: int = 0
     """Failed requests."""
@@ -57,8 +43,3 @@ class FetchStats(Struct):
     dropped: int = 0
     """Blocks whose prefetch was given up."""
     cache_full: bool = False
-    threads: int = 0
-    decode_s: float = 0.0
-    """CPU-bound time of worker threads: verification and decompression."""
-    process_cpu_s: float = 0.0
-    """CPU time of the whole process since the fetcher was created."""

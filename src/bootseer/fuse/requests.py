@@ -38,7 +38,11 @@ class FileRequests:
 
     def __init__(self, files: FileSystem) -> None:
         self._files = files
-        handle, name = protocol.HANDLE_IN.unpack_from, protocol.parse_name
+        name = protocol.parse_name
+
+        def handle(request: Request) -> int:
+            return int(protocol.HANDLE_IN.unpack_from(request.body)[0])
+
         self._handlers: dict[int, Callable[[Request], bytes | None]] = {
             protocol.INIT: lambda request: protocol.init_out(request.body, writable=True),
             protocol.LOOKUP: self._lookup,
@@ -50,9 +54,9 @@ class FileRequests:
             protocol.CREATE: self._create,
             protocol.OPEN: self._open,
             protocol.WRITE: self._write,
-            protocol.FLUSH: lambda request: files.flush(request.node, *handle(request.body), request.caller),
-            protocol.FSYNC: lambda request: files.sync(request.node, *handle(request.body), request.caller),
-            protocol.RELEASE: lambda request: files.release(request.node, *handle(request.body)),
+            protocol.FLUSH: lambda request: files.flush(request.node, handle(request), request.caller),
+            protocol.FSYNC: lambda request: files.sync(request.node, handle(request), request.caller),
+            protocol.RELEASE: lambda request: files.release(request.node, handle(request)),
             protocol.UNLINK: lambda request: files.unlink(request.node, name(request.body)),
             protocol.MKDIR: self._make_folder,
             protocol.RMDIR: lambda request: files.remove_folder(request.node, name(request.body)),
@@ -61,7 +65,7 @@ class FileRequests:
             protocol.OPENDIR: lambda request: protocol.open_out(files.open_folder(request.node)),
             protocol.READDIR: self._list,
             protocol.READDIRPLUS: self._list,
-            protocol.RELEASEDIR: lambda request: files.release_folder(*handle(request.body)),
+            protocol.RELEASEDIR: lambda request: files.release_folder(handle(request)),
             # Changes in a folder are complete in the place when their call returns.
             protocol.FSYNCDIR: lambda request: None,
             protocol.STATFS: lambda request: protocol.space_out(files.space()),

@@ -155,13 +155,11 @@ class Session:
     def __init__(self, handler: TreeRequests | FileRequests, target: Path, device: int, on_error: OnError) -> None:
         self.target = target
         self.requests = 0
-        """Requests of all kinds so far. This and the next three are approximate if several threads count."""
+        """Requests of all kinds so far. This and the next two are approximate if several threads count."""
         self.reads = 0
         """Read requests so far."""
         self.read_bytes = 0
         """Bytes sent to the kernel so far."""
-        self.writes = 0
-        """Write requests so far."""
         self._handler = handler
         self.device = device
         """The descriptor that requests arrive on."""
@@ -307,7 +305,6 @@ class Session:
             elif opcode == protocol.INTERRUPT:
                 self._interrupt(*protocol.INTERRUPT_IN.unpack_from(view, _BODY))
             else:
-                self.writes += opcode == protocol.WRITE
                 answer = self._handler.answer(Request(opcode, node, Caller(uid, gid, thread), view[_BODY:received]))
                 if isinstance(answer, int):
                     self._send_error(unique, answer)

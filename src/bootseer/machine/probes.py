@@ -17,12 +17,12 @@ import shutil
 import struct
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
+from bootseer.io.tasks import Tasks
 from bootseer.machine import child, kernel
 from bootseer.machine.check import CDI_FOLDERS, KERNEL, PYTHON, SPOOL, Check, Status
 from bootseer.units import format_bytes
@@ -213,22 +213,16 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
 
 def run_probes(probes: Sequence[Probe], deadline_s: float) -> list[Check]:
     """Run `probes` in parallel. Returns one check for each, after at most `deadline_s` seconds."""
-    answers: dict[str, Check] = {}
-    threads = []
-    for name, probe in probes:
-        # Daemon threads: a probe that hangs in the kernel (a dead NFS server) must not block the program's exit.
-        thread = threading.Thread(target=_answer, args=(name, probe, answers), name=f"probe {name}", daemon=True)
-        thread.start()
-        threads.append(thread)
-    end = time.monotonic() + deadline_s
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    # A probe that hangs in the kernel (a dead NFS server) is left behind.
+    with Tasks("bootseer-probe", len(probes), leave_s=0.0) as tasks:
+        asked = [(name, tasks.submit(_answer, name, probe)) for name, probe in probes]
+        wait([answer for _, answer in asked], deadline_s)
     late = f"no answer within {deadline_s:g} s"
-    return [answers.get(name) or Check(name, "broken", "", late) for name, _ in probes]
+    return [answer.result() if answer.done() else Check(name, "broken", "", late) for name, answer in asked]
 
 
-def _answer(name: str, probe: Callable[[], Check], answers: dict[str, Check]) -> None:
+def _answer(name: str, probe: Callable[[], Check]) -> Check:
     try:
-        answers[name] = probe()
+        return probe()
     except Exception as error:  # a failed probe is a finding, too
-        answers[name] = Check(name, "broken", "", f"the probe failed: {type(error).__name__}: {error}")
+        return Check(name, "broken", "", f"the probe failed: {type(error).__name__}: {error}")

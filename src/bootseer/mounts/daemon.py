@@ -145,9 +145,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
         except BaseException as error:
             if process is not None:  # one that has not reported its pid yet finds the pipe closed, and ends
                 process.signal(signal.SIGKILL)
-                until = time.monotonic() + _GRACE_S
-                while process.alive and time.monotonic() < until:
-                    time.sleep(0.01)
+                Daemon(spec.folder, process)._has_ended(time.monotonic() + _GRACE_S)
             if isinstance(error, TimeoutError):
                 message = f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}"
                 raise TransientError(message) from None

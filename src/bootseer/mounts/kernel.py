@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse import syscalls
-from bootseer.fuse.syscalls import MNT_DETACH, MS_RDONLY, check, failure, libc, number_of
+from bootseer.fuse.syscalls import MNT_DETACH, check, failure, libc, number_of
 from bootseer.io import proc
 from bootseer.logs import logger
 
@@ -107,10 +107,6 @@ def unshare_mounts() -> None:
     """
     check(libc.unshare(_CLONE_NEWNS), "make a mount namespace")
     check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "keep mounts to ourselves")
-
-
-def make_read_only(target: Path) -> None:
-    restrict(target, MS_RDONLY)
 
 
 def restrict(target: Path, attributes: int, *, allow: int = 0) -> None:

@@ -42,29 +42,27 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
     """
     if not loop:
         try:
-            kernel.attach(
-                kernel.create_mount("erofs", [("source", str(path)), ("ro", None)], attributes=_OF_LAYERS), target
-            )
+            _mount_source(path, target, path)
             return
         except BootseerError as error:
-            _LOG.info("%s cannot be mounted as a file: %s", path, error)
+            _LOG.info("not mounted as a file: %s", error)
             # ENOTBLK: this kernel requires a block device. Every other error would come with one too.
             if number_of(error) != errno.ENOTBLK or loop is False:
-                raise _named(error, path) from error.__cause__
+                raise
     device, held = _attach_loop(path)
     try:
-        kernel.attach(
-            kernel.create_mount("erofs", [("source", str(device)), ("ro", None)], attributes=_OF_LAYERS), target
-        )
-    except BootseerError as error:
-        raise _named(error, path) from error.__cause__
+        _mount_source(device, target, path)
     finally:
         os.close(held)
 
 
-def _named(error: BootseerError, path: Path) -> BootseerError:
-    """`error` with `path` in front; raise it from the cause of `error`, which holds the errno."""
-    return type(error)(f"{path}: {error}")
+def _mount_source(source: Path, target: Path, path: Path) -> None:
+    """Mount an EROFS file or device; errors name `path`."""
+    try:
+        options = [("source", str(source)), ("ro", None)]
+        kernel.attach(kernel.create_mount("erofs", options, attributes=_OF_LAYERS), target)
+    except BootseerError as error:
+        raise type(error)(f"{path}: {error}") from error.__cause__  # which holds the errno
 
 
 def mount_overlay(

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, as_message, from_message
-from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
+from bootseer.fuse.syscalls import MS_NODEV, libc
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.layers import mount_overlay
@@ -191,8 +191,7 @@ def _run_helper(
         send_line(answer_write, {"facts": dict(built.facts), "folders": dict(built.folders)})
         os.read(release_read, 1)
     except BaseException as error:  # must not continue in the parent's code
-        number = number_of(error) if isinstance(error, BootseerError) else getattr(error, "errno", None) or 0
-        send_line(answer_write, {**as_message(error), "number": number})
+        send_line(answer_write, as_message(error))
     finally:
         os._exit(0)
 
@@ -211,8 +210,7 @@ def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
     except (StopIteration, ValueError):
         raise PermanentError("the process that makes the mounts of a namespace died") from None
     if "error" in message:
-        cause = OSError(message["number"], os.strerror(message["number"])) if message["number"] else None
-        raise from_message(message) from cause
+        raise from_message(message)
     return message
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from bootseer.blocks.index import Index
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
@@ -59,6 +59,18 @@ class BlockSource(Struct, frozen=True):
     plain_http: bool
     cache: Path
     """Root of the node's cache."""
+
+
+class _Listed(Struct):
+    """`members.json`."""
+
+    own: str
+    peers: list[Peer]
+    limit: int | None = None
+
+
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+_LISTED: Final = msgspec.json.Decoder(_Listed)
 
 
 class JobPeers:
@@ -135,8 +147,7 @@ class JobPeers:
     def write_members(self, own: str, peers: Iterable[Peer], limit: int | None = None) -> None:
         """Publish the job's nodes to the local processes, and how many bytes per second each process may receive from
         them (None: unlimited)."""
-        listed = {"own": own, "peers": [to_builtins(peer) for peer in peers], "limit": limit}
-        replace_file(self.folder / "members.json", json.dumps(listed).encode())
+        replace_file(self.folder / "members.json", msgspec.json.encode(_Listed(own, list(peers), limit)))
 
     def register(self, identity: str, kind: str, fields: Mapping[str, Any]) -> None:
         """Let the service serve a file to the job's nodes. `fields` depend on its `kind`, as JSON."""
@@ -243,12 +254,9 @@ class JobPeers:
             read = (status.st_mtime_ns, status.st_ino)
             if read == self._read or status.st_size > _MAX_BYTES:
                 return
-            listed = json.loads(path.read_bytes())
-            peers = [Peer(str(peer["name"]), tuple(peer["addresses"]), str(peer["rack"])) for peer in listed["peers"]]
-            self._members, self._read = Members(peers, str(listed["own"])), read
-            limit = listed.get("limit")
-            self._limit = limit if type(limit) is int else None
-        except (OSError, ValueError, KeyError, TypeError):
+            listed = _LISTED.decode(path.read_bytes())
+            self._members, self._limit, self._read = Members(listed.peers, listed.own), listed.limit, read
+        except (OSError, ValueError, msgspec.MsgspecError):
             return
 
 

@@ -1,7 +1,7 @@
 """The other nodes of a job as origins of the block files that this process reads.
 
-`choice` knows which node owns a block, `fetch.routed` which one is asked and when, `health` which are late. This module
-transfers the blocks over `client`, reports outcomes to `health`, and counts what each node sent.
+`choice` knows which node owns a block, `fetch.scheduler` which one is asked and when, `health` which are late. This
+module transfers the blocks over `client`, reports outcomes to `health`, and counts what each node sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from bootseer.peers.job import BlockSource, JobPeers
 from bootseer.peers.protocol import MAX_RANGE, Request
 
 _LOG = logger(__name__)
-NAME: Final = "peers"
 _MIN_RUN_BYTES: Final = 1 << 20
 _RUNS: Final = 1024
 _ROUTES_S: Final = 0.1
@@ -101,8 +100,6 @@ class PeerGroup:
 
 class FilePeers:
     """The nodes as origins of one file: `fetch.block_request.Peers`."""
-
-    uri = NAME
 
     def __init__(self, group: PeerGroup, index: Index) -> None:
         self._group = group

@@ -90,10 +90,23 @@ def bits(mask: int) -> Iterator[int]:
         mask &= mask - 1
 
 
-def ready(cached: CachedFile, first: int, blocks: int) -> int:
-    """The present blocks of a file among `blocks`, both as bits relative to `first`."""
-    num_blocks = cached.index.num_blocks - first
-    return sum(1 << bit for bit in bits(blocks) if bit < num_blocks and cached.ready(first + bit))
+class CachedBlocks:
+    """A file in the node's cache, as `server.Content`."""
+
+    @property
+    def cached(self) -> CachedFile:
+        raise NotImplementedError
+
+    @property
+    def num_ready(self) -> int:
+        return self.cached.num_ready
+
+    def open(self) -> int:
+        return self.cached.descriptor()
+
+    def here(self, first: int, blocks: int) -> int:
+        num_blocks = self.cached.index.num_blocks - first
+        return sum(1 << bit for bit in bits(blocks) if bit < num_blocks and self.cached.ready(first + bit))
 
 
 class CachedFiles:
@@ -134,7 +147,7 @@ class CachedFiles:
             cached.close()
 
 
-class CachedContent:
+class CachedContent(CachedBlocks):
     """Requests for missing blocks wait as long as local processes fetch any of the file: they proceed in their own
     order, and may wait for a slow origin."""
 
@@ -144,21 +157,11 @@ class CachedContent:
         self._root = root
         self._identity = identity
         self._unavailable: set[int] = set()
-        self.size_bytes = self._cached.index.size_bytes
+        self.size_bytes = self.cached.index.size_bytes
 
     @property
-    def _cached(self) -> CachedFile:
+    def cached(self) -> CachedFile:
         return self._files.lease(self._root, self._identity)
-
-    @property
-    def num_ready(self) -> int:
-        return self._cached.num_ready
-
-    def open(self) -> int:
-        return self._cached.descriptor()
-
-    def here(self, first: int, blocks: int) -> int:
-        return ready(self._cached, first, blocks)
 
     def mark_unavailable(self, first: int, blocks: int) -> None:
         """These blocks were read but did not fit into the cache: other nodes need not wait for them."""
@@ -170,11 +173,11 @@ class CachedContent:
 
     def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
         until_s = time.monotonic() + self._files.idle_limit_s
-        while missing := self._cached.missing(start, length):
+        while missing := self.cached.missing(start, length):
             if level is Level.HELD or not self._files.idle_limit_s:
                 raise NotFoundError("this node does not have all of it")
             now_s = time.monotonic()
-            if self._cached.is_claimed():  # a local process fetches some block
+            if self.cached.is_claimed():  # a local process fetches some block
                 until_s = now_s + self._files.idle_limit_s
             if now_s >= until_s or not self._unavailable.isdisjoint(missing):
                 raise NotFoundError("this node does not read it any more")

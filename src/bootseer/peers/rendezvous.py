@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import re
 import secrets
 import socket
 from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from bootseer.errors import AccessError, AlreadyExistsError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.logs import logger
@@ -35,6 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 _RECORD: Final = re.compile(r".{1,100}\.[0-9a-f]{12}\.json")
 _MAX_RECORD: Final = 4096
 _MAX_ADDRESSES: Final = 16
+_PEER: Final = msgspec.json.Decoder(Peer)
 
 
 class Rendezvous:
@@ -81,13 +83,12 @@ class Rendezvous:
         if not listening:
             return []
         own = Peer(self._name, tuple(address_of(sock) for sock in listening), self._rack, own_addresses())
-        document = {"name": own.name, "addresses": own.addresses, "rack": own.rack, "hosts": own.hosts}
         try:
             for earlier in self._files.names():
                 # Left by an earlier process of this node that was killed.
                 if earlier.rpartition(".json")[0].rpartition(".")[0] == self._name:
                     self._files.delete(earlier)
-            self._files.create(self._record, json.dumps(document).encode())
+            self._files.create(self._record, msgspec.json.encode(own))
         except BaseException:
             for sock in listening:
                 sock.close()
@@ -121,18 +122,17 @@ class Rendezvous:
 def parse_record(data: bytes) -> Peer:
     """Parse a node's announcement. Raises `CorruptError`."""
     try:
-        document = json.loads(data)
-        peer = Peer(document["name"], tuple(document["addresses"]), document["rack"], tuple(document.get("hosts", ())))
-        good = (
-            _NAME.fullmatch(peer.name)
-            and RACK.fullmatch(peer.rack)
-            and 0 < len(peer.addresses) <= _MAX_ADDRESSES
-            and all(_is_nodes(address) for address in peer.addresses)
-            and len(peer.hosts) <= MAX_HOSTS
-            and all(is_host(address) for address in peer.hosts)
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        peer = _PEER.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError("not the announcement of a node") from error
+    good = (
+        _NAME.fullmatch(peer.name)
+        and RACK.fullmatch(peer.rack)
+        and 0 < len(peer.addresses) <= _MAX_ADDRESSES
+        and all(_is_nodes(address) for address in peer.addresses)
+        and len(peer.hosts) <= MAX_HOSTS
+        and all(is_host(address) for address in peer.hosts)
+    )
     if not good:
         raise CorruptError("not the announcement of a node")
     return peer

@@ -37,7 +37,7 @@ from bootseer.peers.members import Membership, Source
 from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
-from bootseer.peers.readers import CachedContent, ready
+from bootseer.peers.readers import CachedBlocks, CachedContent
 from bootseer.peers.readiness import READY, StartReport
 from bootseer.peers.server import FILLING_EVERY_S, Content, Server
 from bootseer.store.open import open_store
@@ -117,7 +117,7 @@ class BlockFiles:
             store.close()
 
 
-class _BlockFile:
+class _BlockFile(CachedBlocks):
     def __init__(self, cached: CachedFile, fetcher: Fetcher, numbers: Mapping[Level, int]) -> None:
         self.size_bytes = cached.index.size_bytes
         self._cached = cached
@@ -126,14 +126,8 @@ class _BlockFile:
         self._full_until_s = float("-inf")
 
     @property
-    def num_ready(self) -> int:
-        return self._cached.num_ready
-
-    def open(self) -> int:
-        return self._cached.descriptor()
-
-    def here(self, first: int, blocks: int) -> int:
-        return ready(self._cached, first, blocks)
+    def cached(self) -> CachedFile:
+        return self._cached
 
     def sample(self) -> tuple[int, int]:
         """A sample of the missing blocks, as first block and bits; empty if few are missing."""

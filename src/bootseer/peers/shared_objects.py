@@ -3,7 +3,7 @@
 A node needs an index before it knows any block of its file, so an index itself cannot be transferred in blocks. It is
 named by its content, and that name is in the (signed) document: the first node that asks reads it from the store, the
 others get it from a node that asked before (`readers`), which sends it once it is complete, and verify its name. If
-other nodes fail, the store is asked in the end.
+that node fails, the store is asked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from bootseer.peers.protocol import MAX_RANGE, Question, Request
 _LOG = logger(__name__)
 OBJECT: Final = "object"
 """The kind of whole objects: served once the file exists."""
-_SOURCES: Final = 3
 _TRIES: Final = 4
 _ANSWER_S: Final = 1.0
 """Answers come from memory."""
@@ -89,29 +88,28 @@ class OfferedObject:
     def get(self, on_wrong: Callable[[str], None]) -> bytes | None:
         """Its bytes from another node, within little more than `_WAIT_S`; None if this node must read it from its
         store. `on_wrong` is called with a message when a node sent wrong bytes."""
-        members, without, until_s = self.job.members(), "", time.monotonic() + _WAIT_S
+        members, until_s = self.job.members(), time.monotonic() + _WAIT_S
         if all(peer.name == members.own for peer in members.peers):
             return None
         with contextlib.closing(Client(self.job.secret, self.job.pace, tls=self.job.tls)) as client:
-            for _ in range(_SOURCES):
-                name = self._node_with_it(client, without)
-                peer = next((peer for peer in members.peers if peer.name == name), None)
-                if peer is None or name == without or time.monotonic() >= until_s:
-                    return None
-                try:
-                    data = self._read(client, _RANDOM.choice(peer.addresses), until_s)
-                    if hashlib.sha256(data).hexdigest() == self.digest:
-                        return data
-                    on_wrong(f"{name} sent wrong bytes of {self.digest[:16]}")
-                except BootseerError as error:
-                    _LOG.info("%s does not come from %s: %s", self.digest[:16], name, error)
-                without = name
+            name = self._node_with_it(client)
+            peer = next((peer for peer in members.peers if peer.name == name), None)
+            if peer is None:
+                return None
+            try:
+                data = self._read(client, _RANDOM.choice(peer.addresses), until_s)
+            except BootseerError as error:
+                _LOG.info("%s does not come from %s: %s", self.digest[:16], name, error)
+                return None
+        if hashlib.sha256(data).hexdigest() == self.digest:
+            return data
+        on_wrong(f"{name} sent wrong bytes of {self.digest[:16]}")
         return None
 
-    def _node_with_it(self, client: Client, without: str) -> str:
+    def _node_with_it(self, client: Client) -> str:
         """The name of a node that reads or has it; empty if this node is to read it."""
         members, silent = self.job.members(), frozenset[str]()
-        question = Question(self.digest, 0, 1, members.own or "-", bool(members.own), without)
+        question = Question(self.digest, 0, 1, members.own or "-", bool(members.own))
         for _ in range(_TRIES):
             owner = members.owner(self.digest, 0, silent)
             if owner is None:

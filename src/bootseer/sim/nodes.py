@@ -1,6 +1,6 @@
 """Nodes of a job that load block files (images, environments) from a store and from each other.
 
-The real code makes the decisions: `fetch.routed` with hot sets, pacing and hedged requests, `peers.choice` and
+The real code makes the decisions: `fetch.scheduler` with hot sets, pacing and hedged requests, `peers.choice` and
 `peers.health`. Store, links, processors and sockets between nodes are models: an owner answers with its blocks, reports
 that it is fetching them, or hangs. A request is delivered as a whole, and `Health` gets its progress at intervals.
 """
@@ -20,7 +20,7 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import PendingRead, PendingReads
-from bootseer.fetch.routed import RoutedScheduler
+from bootseer.fetch.scheduler import Scheduler
 from bootseer.peers.choice import Level, Members, Peer, Route, Step
 from bootseer.peers.health import Health, PeerRequest
 from bootseer.peers.origins import run_bytes
@@ -219,7 +219,7 @@ class Loader:
     ) -> None:
         self.job, self.node = job, node
         self.health = Health()
-        self.scheduler = RoutedScheduler(settings, jitter)
+        self.scheduler = Scheduler(settings, jitter)
         self._engine = job.engine
         self._pending = PendingReads()
         self._requests: dict[int, _Request] = {}
@@ -231,7 +231,7 @@ class Loader:
                 if members is None or (is_service and at == 0):
                     self.scheduler.add(file, STORE)
                 else:
-                    self.scheduler.add(file, "peers", STORE, routes=_Routes(self, members, file, levels))
+                    self.scheduler.add(file, STORE, _Routes(self, members, file, levels))
 
     # Requests of readers
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse.syscalls import number_of
+from bootseer.fuse.syscalls import MS_RDONLY, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, visible
 from bootseer.mounts.layers import copy_attributes, short_names
@@ -218,7 +218,7 @@ def build_user(plan: Plan) -> Built:
         )
     for row in rows:
         if takes_overlay(row) and not is_within(row.path, passthrough):
-            kernel.make_read_only(Path(row.path))
+            kernel.restrict(Path(row.path), MS_RDONLY)
     _attach(builder, sorted(made + attach, key=lambda item: (depth(item[0]), item[0])), "")
     _hide_upper_layers(plan, "")
     return builder.built()
@@ -297,4 +297,4 @@ def _hide_upper_layers(plan: Plan, below: str) -> None:
     empty = kernel.clone_mount(plan.folder / EMPTY)
     place = Path(below + os.path.realpath(plan.folder.parent))
     kernel.attach(empty, place)
-    kernel.make_read_only(place)
+    kernel.restrict(place, MS_RDONLY)
