@@ -7,7 +7,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 
-from bootseer.fuse.filesystem import Attributes, Cancel, Entry, Reply
+from bootseer.fuse.filesystem import Attributes, Cancel, Listed, Reply
 
 OLD = -1_500_000_000  # a time before 1970, with a fraction of a second
 
@@ -57,9 +57,11 @@ class MemoryTree:
         assert isinstance(node, bytes)
         return Attributes(inode, stat.S_IFREG | 0o640, len(node), uid=7, gid=8, mtime_ns=OLD)
 
-    def entries(self, inode: int) -> Sequence[Entry]:
+    def entries(self, inode: int) -> Sequence[Listed]:
         self._node(inode)
-        return [Entry(name, child, self.attributes(child).mode) for name, child in sorted(self.children[inode].items())]
+        return [
+            Listed(name, child, self.attributes(child).mode) for name, child in sorted(self.children[inode].items())
+        ]
 
     def readlink(self, inode: int) -> bytes:
         node = self._node(inode)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.fuse import protocol
-from bootseer.fuse.filesystem import Attributes, Changes, Entry, FoundNode, Listed, Space
+from bootseer.fuse.filesystem import Attributes, Changes, FoundNode, Listed, Space
 
 
 def test_a_name_ends_at_its_first_nul() -> None:
@@ -36,7 +36,7 @@ def test_only_what_the_kernel_offers_is_agreed_on() -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=255), max_size=30), st.integers(0, 31), st.integers(0, 2000))
 def test_a_folder_is_cut_between_entries(names: list[bytes], start: int, room: int) -> None:
-    entries = [Entry(name, number + 2, stat.S_IFREG) for number, name in enumerate(names)]
+    entries = [Listed(name, number + 2, stat.S_IFREG) for number, name in enumerate(names)]
     packed = protocol.directory(entries, start, room)
     assert len(packed) <= room
     seen = []

@@ -13,16 +13,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from bootseer.artifact.objects import read_index
+from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.record import read_record
 from bootseer.fuse.session import Session
-from bootseer.mounts.block_files import BlockFileService, ServedFile
+from bootseer.mounts.block_files import BlockFileService
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.serve import Served
 from bootseer.mounts.trees import layer_tree
@@ -44,8 +46,13 @@ CONTENT: Content = {
 }
 
 
+class Stored(NamedTuple):
+    index: Index
+    store: str
+
+
 @pytest.fixture
-def stored(place: Path) -> ServedFile:
+def stored(place: Path) -> Stored:
     """An image in a store of its own."""
     (place / "store").mkdir()
     store = FileStore(place / "store")
@@ -53,7 +60,7 @@ def stored(place: Path) -> ServedFile:
         path = write_image(place / "image", CONTENT, opaque=frozenset({b"folder"}))
         writer.write(path.read_bytes())
         file = writer.finish()
-    return ServedFile("layer", read_index(store, file), str(place / "store"))
+    return Stored(read_index(store, file), str(place / "store"))
 
 
 class Shown:
@@ -90,13 +97,15 @@ def shown(place: Path) -> Iterator[Shown]:
     shown.close()
 
 
-def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: ServedFile, shown: Shown) -> None:
+def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: Stored, shown: Shown) -> None:
     record, handed = place / "record", []
     session = shown.show(
-        BlockFileService((stored,), place / "cache", record=record, on_record=handed.append, rest=False)
+        BlockFileService(
+            (stored.index,), stored.store, place / "cache", record=record, on_record=handed.append, rest=False
+        )
     )
     (place / "at").mkdir()
-    mount_erofs(session.target / "layer", place / "at")
+    mount_erofs(session.target / stored.index.identity, place / "at")
     assert (place / "at" / "big").read_bytes() == BIG
     assert (place / "at" / "link").read_bytes() == b"inside"
     served = shown.served[0]
@@ -112,23 +121,23 @@ def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: Served
     assert shown.said == []
 
 
-def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: ServedFile, shown: Shown) -> None:
-    first = shown.show(BlockFileService((stored,), place / "cache", rest=False))
+def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: Stored, shown: Shown) -> None:
+    first = shown.show(BlockFileService((stored.index,), stored.store, place / "cache", rest=False))
     image = (place / "image").read_bytes()
-    assert (first.target / "layer").read_bytes() == image
+    assert (first.target / stored.index.identity).read_bytes() == image
     first.close()
     shown.served[0].close()
     (place / "store").rename(place / "away")
     (place / "store").mkdir()
-    second = shown.show(BlockFileService((stored,), place / "cache", rest=False))
-    assert (second.target / "layer").read_bytes() == image
+    second = shown.show(BlockFileService((stored.index,), stored.store, place / "cache", rest=False))
+    assert (second.target / stored.index.identity).read_bytes() == image
 
 
-def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored: ServedFile, shown: Shown) -> None:
+def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored: Stored, shown: Shown) -> None:
     """The log lies in memory, and would get a line every half minute."""
-    session = shown.show(BlockFileService((stored,), place / "cache", rest=False))
+    session = shown.show(BlockFileService((stored.index,), stored.store, place / "cache", rest=False))
     shutil.rmtree(place / "cache")
-    assert (session.target / "layer").read_bytes() == (place / "image").read_bytes()
+    assert (session.target / stored.index.identity).read_bytes() == (place / "image").read_bytes()
     for _ in range(3):
         shown.served[0]._sync()
     (line,) = shown.said
@@ -136,21 +145,25 @@ def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored:
 
 
 def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
-    place: Path, stored: ServedFile, shown: Shown
+    place: Path, stored: Stored, shown: Shown
 ) -> None:
     identity = stored.index.identity
     hot = [("ff" * 32, 0), (identity, 3), (identity, 5), (identity, 1 << 25)]
-    shown.show(BlockFileService((stored,), place / "cache", hot_blocks=hot, rest=False))
+    shown.show(BlockFileService((stored.index,), stored.store, place / "cache", hot_blocks=hot, rest=False))
     served = shown.served[0]
     threading.Thread(target=served.run_background, daemon=True).start()
     until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
 
 
-def test_the_rest_waits_until_training_began(place: Path, stored: ServedFile, shown: Shown) -> None:
+def test_the_rest_waits_until_training_began(place: Path, stored: Stored, shown: Shown) -> None:
     """Nodes of a job read their checkpoints while the rest of the image would take their links."""
     hot = [(stored.index.identity, 3)]
     eager = FetchSettings(silence_s=0.1)
-    shown.show(BlockFileService((stored,), place / "cache", fetch=eager, hot_blocks=hot, record=place / "record"))
+    shown.show(
+        BlockFileService(
+            (stored.index,), stored.store, place / "cache", fetch=eager, hot_blocks=hot, record=place / "record"
+        )
+    )
     served = shown.served[0]
 
     def ready() -> int:
@@ -165,27 +178,26 @@ def test_the_rest_waits_until_training_began(place: Path, stored: ServedFile, sh
 
 
 def test_an_origin_without_the_blocks_means_an_error_and_a_line_in_the_log(
-    place: Path, stored: ServedFile, shown: Shown
+    place: Path, stored: Stored, shown: Shown
 ) -> None:
     (place / "store").rename(place / "away")
     (place / "store").mkdir()
-    session = shown.show(BlockFileService((stored,), place / "cache", rest=False))
+    session = shown.show(BlockFileService((stored.index,), stored.store, place / "cache", rest=False))
     with pytest.raises(OSError, match="Input/output error"):
-        (session.target / "layer").read_bytes()
+        (session.target / stored.index.identity).read_bytes()
     assert any("sha256:" in line for line in shown.said)
 
 
-def test_a_store_that_cannot_be_opened_is_an_error_of_the_start(place: Path, stored: ServedFile) -> None:
-    spec = BlockFileService((ServedFile("x", stored.index, "nonsense://x"),), place / "cache")
+def test_a_store_that_cannot_be_opened_is_an_error_of_the_start(place: Path, stored: Stored) -> None:
+    spec = BlockFileService((stored.index,), "nonsense://x", place / "cache")
     with pytest.raises(BootseerError, match="nonsense"):
         spec(lambda _: None)
 
 
-def test_the_tree_of_an_image_is_served_without_the_kernels_erofs(
-    place: Path, stored: ServedFile, shown: Shown
-) -> None:
+def test_the_tree_of_an_image_is_served_without_the_kernels_erofs(place: Path, stored: Stored, shown: Shown) -> None:
     what = BlockFileService(
-        (stored,),
+        (stored.index,),
+        stored.store,
         place / "cache",
         rest=False,
         make_tree=layer_tree,
@@ -230,10 +242,11 @@ ls "$3/folder" "$3/gone"
 """
 
 
-def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: ServedFile, shown: Shown) -> None:
+def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: Stored, shown: Shown) -> None:
     session = shown.show(
         BlockFileService(
-            (stored,),
+            (stored.index,),
+            stored.store,
             place / "cache",
             rest=False,
             make_tree=layer_tree,
@@ -261,11 +274,12 @@ def test_files_that_are_no_images_are_refused(place: Path, shown: Shown) -> None
     store = FileStore(place)
     with BlockWriter(store, block_size=65_536) as writer:
         writer.write(b"no image" * 100_000)
-        file = ServedFile("x", read_index(store, writer.finish()), str(place))
+        index = read_index(store, writer.finish())
     with pytest.raises(BootseerError, match="EROFS"):
         shown.show(
             BlockFileService(
-                (file,),
+                (index,),
+                str(place),
                 place / "cache",
                 rest=False,
                 make_tree=layer_tree,
@@ -279,12 +293,12 @@ from pathlib import Path
 from bootseer.blocks.index import Index
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec
-from bootseer.mounts.block_files import BlockFileService, ServedFile
+from bootseer.mounts.block_files import BlockFileService
 place = Path(sys.argv[1])
 index = Index.parse((place / "index").read_bytes())
-what = BlockFileService((ServedFile("layer", index, str(place / "store")),), place / "cache", record=place / "record")
+what = BlockFileService((index,), str(place / "store"), place / "cache", record=place / "record")
 daemon = start_daemon(DaemonSpec(place / "daemon", what))
-assert (daemon.files / "layer").read_bytes() == (place / "image").read_bytes()
+assert (daemon.files / index.identity).read_bytes() == (place / "image").read_bytes()
 status = daemon.status()
 daemon.stop()
 try:
@@ -294,7 +308,7 @@ except Exception as error:
 """
 
 
-def test_a_real_daemon_from_store_to_record(place: Path, stored: ServedFile) -> None:
+def test_a_real_daemon_from_store_to_record(place: Path, stored: Stored) -> None:
     (place / "index").write_bytes(stored.index.encode())
     ended = subprocess.run([sys.executable, "-c", REAL, str(place)], capture_output=True, text=True, check=False)
     assert ended.stderr == ""

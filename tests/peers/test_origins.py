@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.artifact.mounting import numbers_of
 from bootseer.blocks.index import Index
-from bootseer.mounts.block_files import BlockFileService, ServedFile
+from bootseer.mounts.block_files import BlockFileService
 from bootseer.peers.choice import Members, Peer
 from bootseer.peers.job import FOLDER, SWITCH, BlockSource, JobPeers
 from bootseer.store.file import FileStore
@@ -197,7 +197,7 @@ def test_a_mount_daemons_files_come_from_peers_and_its_start_says_so(
     monkeypatch.setenv(FOLDER, str(folder.folder))
     said: list[str] = []
     gone = str(tmp_path / "no-store")
-    served = BlockFileService((ServedFile("layer", job.index, gone),), tmp_path / "cache", rest=False)(said.append)
+    served = BlockFileService((job.index,), gone, tmp_path / "cache", rest=False)(said.append)
     assert bytes(served.fetcher.read_blocking(0, 4 * BLOCK + 9, 3000)) == DATA[4 * BLOCK + 9 :][:3000]
     numbers = numbers_of(json.loads(json.dumps(served.status())))
     served.close()
@@ -215,7 +215,7 @@ def test_without_peers_a_mount_daemon_asks_the_store_alone(
     if without == "switch":
         monkeypatch.setenv(FOLDER, str(job.nodes[0].job.folder))
         monkeypatch.setenv(SWITCH, "0")
-    served = BlockFileService((ServedFile("layer", job.index, job.inner.uri),), tmp_path / "cache", rest=False)(print)
+    served = BlockFileService((job.index,), job.inner.uri, tmp_path / "cache", rest=False)(print)
     assert bytes(served.fetcher.read_blocking(0, 4 * BLOCK, 10)) == DATA[4 * BLOCK :][:10]
     numbers = numbers_of(served.status())
     served.close()

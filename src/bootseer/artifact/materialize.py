@@ -237,18 +237,17 @@ class Materializer:
         at: Path | None = None,
     ) -> Daemon:
         from bootseer.artifact.hotsets import merge_record
-        from bootseer.mounts.block_files import BlockFileService, ServedFile
+        from bootseer.mounts.block_files import BlockFileService
         from bootseer.mounts.serve import DaemonSpec
         from bootseer.mounts.trees import LazyFiles
 
         subject, options = self.subject, self.options
         publish_in = subject.store_uri if options.publish and subject.is_shared else None
-        files = [
-            ServedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served
-        ]
         opened = BlockFileService(
-            files=tuple(files),
+            files=tuple(layer.index for layer in served),
+            store=subject.store_uri,
             cache_root=self.cache.root,
+            plain_http=options.plain_http,
             record=self.folder / RECORD if options.workload else None,
             on_record=partial(merge_record, options, subject.digest, publish_in, plan),
             hot_blocks=plan or (),

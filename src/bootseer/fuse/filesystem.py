@@ -42,12 +42,21 @@ class Attributes(Struct, frozen=True):
         return stat.S_ISREG(self.mode)
 
 
-class Entry(NamedTuple):
-    """One name in a folder. Only the file type bits of `mode` count."""
+class FoundNode(NamedTuple):
+    """The node of a name. `attributes.inode` is the number that programs see; it may outlive the node."""
+
+    node: int
+    attributes: Attributes
+
+
+class Listed(NamedTuple):
+    """One name in a folder. Only the file type bits of `mode` count. With `found`, the kernel references the node as
+    after a `lookup`; None: in trees, and where attributes are too expensive: the kernel asks for them if needed."""
 
     name: bytes
     inode: int
     mode: int
+    found: FoundNode | None = None
 
 
 class Tree(Protocol):
@@ -63,7 +72,7 @@ class Tree(Protocol):
     def attributes(self, inode: int) -> Attributes:
         """The attributes of an inode."""
 
-    def entries(self, inode: int) -> Sequence[Entry]:
+    def entries(self, inode: int) -> Sequence[Listed]:
         """The content of a folder, in a stable order; "." and ".." are not needed."""
 
     def readlink(self, inode: int) -> bytes:
@@ -91,29 +100,12 @@ class Caller(NamedTuple):
     """Its thread id in the mounter's pid namespace; 0 if not visible there."""
 
 
-class FoundNode(NamedTuple):
-    """The node of a name. `attributes.inode` is the number that programs see; it may outlive the node."""
-
-    node: int
-    attributes: Attributes
-
-
 class Opened(NamedTuple):
     """An open file."""
 
     handle: int
     keep_pages: bool
     """Whether the kernel's cached pages of this node are still valid."""
-
-
-class Listed(NamedTuple):
-    """One name in a folder. Only the file type bits of `mode` count. With `found`, the kernel references the node as
-    after a `lookup`; None: attributes are too expensive here, the kernel asks for them if needed."""
-
-    name: bytes
-    inode: int
-    mode: int
-    found: FoundNode | None = None
 
 
 class Space(NamedTuple):

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Sequence
 from struct import Struct
 
-from bootseer.fuse.filesystem import Attributes, Changes, Entry, Listed, Space
+from bootseer.fuse.filesystem import Attributes, Changes, Listed, Space
 
 MAJOR, MINOR = 7, 31
 ROOT = 1
@@ -115,7 +115,7 @@ def entry_out(node: int, of: Attributes | None, valid_s: int = FOREVER_S, file_u
     return ENTRY_OUT.pack(node, 0, valid_s, valid_s, 0, 0) + attributes(of, file_unit)
 
 
-def directory(entries: Sequence[Entry], start: int, room: int) -> bytes:
+def directory(entries: Sequence[Listed], start: int, room: int) -> bytes:
     """The entries from number `start` on that fit into `room` bytes. An entry's offset is its successor's number."""
     out = bytearray()
     for number in range(start, len(entries)):
@@ -126,7 +126,7 @@ def directory(entries: Sequence[Entry], start: int, room: int) -> bytes:
     return bytes(out)
 
 
-def dirent(entry: Entry | Listed, number: int) -> bytes:
+def dirent(entry: Listed, number: int) -> bytes:
     """struct fuse_dirent of entry `number`, padded; its offset is its successor's number."""
     packed = DIRENT.pack(entry.inode, number + 1, len(entry.name), stat.S_IFMT(entry.mode) >> 12) + entry.name
     return packed + bytes(-len(packed) % 8)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, os_errors_as
 from bootseer.fuse import attach, protocol
-from bootseer.fuse.filesystem import Caller, Cancel, Data, Entry, FileSystem, Tree
+from bootseer.fuse.filesystem import Caller, Cancel, Data, FileSystem, Listed, Tree
 from bootseer.fuse.requests import FileRequests, Request
 from bootseer.io.executor import run_reported, show_threads
 from bootseer.io.proc import is_dying
@@ -57,7 +57,7 @@ class TreeRequests:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._folder: tuple[int, Sequence[Entry]] = (0, ())
+        self._folder: tuple[int, Sequence[Listed]] = (0, ())
 
     def read(
         self, answer: KernelRead, node: int, handle: int, offset: int, size: int, room: memoryview

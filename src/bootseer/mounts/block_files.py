@@ -37,22 +37,15 @@ _START_S = 900.0
 MakeTree = Callable[[Fetcher, Sequence[LazyFile]], Tree]
 
 
-class ServedFile(Struct, frozen=True):
-    """One block file to serve."""
-
-    name: str
-    """File name in the mount."""
-    index: Index
-    origin: str
-    """URI of the store that holds its stripes."""
-    plain_http: bool = False
-
-
 class BlockFileService(Struct, frozen=True):
     """The files to serve and how; a call opens everything. The callables run in the daemon."""
 
-    files: tuple[ServedFile, ...]
+    files: tuple[Index, ...]
+    """Each is shown under its identity."""
+    store: str
+    """URI of the store that holds their stripes."""
     cache_root: Path
+    plain_http: bool = False
     fetch: FetchSettings | None = None
     record: Path | None = None
     """Where to write the record of this startup; the file must not exist."""
@@ -78,9 +71,8 @@ class _OpenBlockFiles(Served):
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._startup_over = threading.Event()
-        self._identities = [file.index.identity for file in spec.files]
         self._cached: list[CachedFile] = []
-        self._stores: dict[tuple[str, bool], Store] = {}
+        self._store: Store | None = None
         self._sync_errors: set[str] = set()
         self.recorder: RecordWriter | None = None
         if spec.record is not None:
@@ -90,16 +82,14 @@ class _OpenBlockFiles(Served):
         self.fetcher = Fetcher(spec.fetch, on_need=self._record_need if self.recorder else None, on_problem=on_error)
         try:
             cache = Cache(spec.cache_root)
-            for file in spec.files:
-                place = (file.origin, file.plain_http)
-                if place not in self._stores:
-                    self._stores[place] = open_store(file.origin, plain_http=file.plain_http)
-                self._cached.append(cache.open(file.index))
+            self._store = open_store(spec.store, plain_http=spec.plain_http)
+            for index in spec.files:
+                self._cached.append(cache.open(index))
                 peers = None
                 if self._peers is not None:
-                    peers = self._peers.file(file.index, *place, spec.cache_root)
-                self.fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
-            files = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(spec.files)]
+                    peers = self._peers.file(index, spec.store, spec.plain_http, spec.cache_root)
+                self.fetcher.add(index, self._store, self._cached[-1], peers=peers)
+            files = [LazyFile(index.identity, index.size_bytes, number) for number, index in enumerate(spec.files)]
             self._tree = spec.make_tree(self.fetcher, files)
         except BaseException:
             self.close()
@@ -111,7 +101,7 @@ class _OpenBlockFiles(Served):
     def run_background(self) -> None:
         """Prefetch the blocks of earlier startups, then the rest; sync the cache periodically until the end."""
         if self._spec.hot_blocks:
-            numbers = {identity: number for number, identity in enumerate(self._identities)}
+            numbers = {index.identity: number for number, index in enumerate(self._spec.files)}
             self.fetcher.prefetch(
                 (numbers[identity], block) for identity, block in self._spec.hot_blocks if identity in numbers
             )
@@ -142,12 +132,11 @@ class _OpenBlockFiles(Served):
             stats[key] = {purpose.name.lower(): count for purpose, count in stats[key].items()}
         files = [
             {
-                "name": file.name,
-                "identity": file.index.identity,
+                "identity": cached.index.identity,
                 "ready_blocks": cached.num_ready,
-                "blocks": file.index.num_blocks,
+                "blocks": cached.index.num_blocks,
             }
-            for file, cached in zip(self._spec.files, self._cached, strict=True)
+            for cached in self._cached
         ]
         return {"files": files, "fetch": stats}
 
@@ -162,12 +151,12 @@ class _OpenBlockFiles(Served):
         self._sync()
         for cached in self._cached:
             cached.close()
-        for store in self._stores.values():
-            store.close()
+        if self._store is not None:
+            self._store.close()
 
     def _record_need(self, file: int, block: int, found: Availability) -> None:
         if self.recorder is not None:
-            self.recorder.need(self._identities[file], block, found)
+            self.recorder.need(self._spec.files[file].identity, block, found)
 
     def _sync(self) -> None:
         for cached in self._cached:

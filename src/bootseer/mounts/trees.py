@@ -22,7 +22,7 @@ from bootseer.erofs.format import BLOCK, MODE_OF_TYPE, Superblock
 from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.fuse.filesystem import Attributes, Cancel, Entry, Reply
+from bootseer.fuse.filesystem import Attributes, Cancel, Listed, Reply
 from bootseer.mounts.user_namespace import num_owners
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LazyFiles:
             Attributes(_FIRST + place, stat.S_IFREG | 0o444, file.size_bytes) for place, file in enumerate(files)
         ]
         self._by_name = {file.name.encode(): place for place, file in enumerate(files)}
-        self._entries = [Entry(name, _FIRST + place, stat.S_IFREG) for name, place in self._by_name.items()]
+        self._entries = [Listed(name, _FIRST + place, stat.S_IFREG) for name, place in self._by_name.items()]
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         place = self._by_name.get(name) if parent == 1 else None
@@ -62,7 +62,7 @@ class LazyFiles:
     def attributes(self, inode: int) -> Attributes:
         return self._root if inode == 1 else self._attributes[inode - _FIRST]
 
-    def entries(self, inode: int) -> Sequence[Entry]:
+    def entries(self, inode: int) -> Sequence[Listed]:
         if inode != 1:
             raise OSError(errno.ENOTDIR, "not a folder")
         return self._entries
@@ -128,9 +128,9 @@ class ErofsTree:
             found.mtime_ns,
         )
 
-    def entries(self, inode: int) -> Sequence[Entry]:
+    def entries(self, inode: int) -> Sequence[Listed]:
         return [
-            Entry(entry.name, self._tree_inode(entry.number), MODE_OF_TYPE.get(entry.kind, 0))
+            Listed(entry.name, self._tree_inode(entry.number), MODE_OF_TYPE.get(entry.kind, 0))
             for entry in self.reader.entries(self._inode(inode))
         ]
 
@@ -223,7 +223,7 @@ class MergedTree:
     def attributes(self, inode: int) -> Attributes:
         return self._attributes_of(self._node(inode))
 
-    def entries(self, inode: int) -> Sequence[Entry]:
+    def entries(self, inode: int) -> Sequence[Listed]:
         folder, seen, found = self._node(inode), set(), []
         for layer, directory in folder.parts:
             for entry in layer.reader.entries(directory):
@@ -236,7 +236,7 @@ class MergedTree:
                     child = folder.child(entry.name)
                     number = None if child is None else self._inode_of(child)
                 if number is not None:
-                    found.append(Entry(entry.name, number, kind))
+                    found.append(Listed(entry.name, number, kind))
         return found
 
     def readlink(self, inode: int) -> bytes:
