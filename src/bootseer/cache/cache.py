@@ -13,18 +13,19 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries, evict
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import Damaged, mapped
 from bootseer.cache.entries import Entry
-from bootseer.cache.eviction_plan import Candidate, Step, goal_bytes, plan
+from bootseer.cache.eviction_plan import Step, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
@@ -120,7 +121,7 @@ class Cache:
         steps = [Step(one.identity, True, one.disk_bytes) for one in found if one.damaged and not one.in_use]
         if goal is not None:
             sound = [one for one in found if not one.damaged]
-            steps += plan(self._candidates(sound), used - sum(step.num_bytes for step in steps), goal)
+            steps += plan(self._punchable(sound), used - sum(step.num_bytes for step in steps), goal)
         in_use = tuple(one.identity for one in found if one.in_use)
         if dry_run:
             return Pruned(used, sum(step.num_bytes for step in steps), tuple(steps), in_use)
@@ -250,17 +251,15 @@ class Cache:
                 limit = used + shutil.disk_usage(self.root).free
         return goal_bytes(used, limit)
 
-    def _candidates(self, found: Iterable[Entry]) -> list[Candidate]:
+    def _punchable(self, found: list[Entry]) -> list[Entry]:
+        """The same entries; without cold blocks, where the file system cannot evict parts of files."""
         with mapped("examine", self.root):
             lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 punches = can_punch(lock)
             finally:
                 os.close(lock)
-        return [
-            Candidate(one.identity, one.last_use_ns, one.in_use, one.disk_bytes, one.cold_bytes if punches else 0)
-            for one in found
-        ]
+        return found if punches else [replace(one, cold_bytes=0) for one in found]
 
     def _evict(self, step: Step) -> bool:
         entry = self._files / step.identity

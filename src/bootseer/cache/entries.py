@@ -12,14 +12,14 @@ import contextlib
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
-
-from msgspec import Struct
 
 from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import MAX_INDEX_BYTES, Index
 from bootseer.cache import disk
 from bootseer.cache.disk import Damaged
+from bootseer.cache.eviction_plan import Candidate
 from bootseer.cache.states import MISSING, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, UsageError
 from bootseer.io import locks
@@ -36,28 +36,19 @@ _HOT = bytes(value & HOT != 0 for value in range(256))
 _TAKES_ROOM = bytes(value != ZERO for value in range(256))
 
 
-class Entry(Struct, frozen=True):
+class Entry(Candidate, frozen=True, kw_only=True):
     """One cached file."""
 
-    identity: str
     path: Path
-    disk_bytes: int
-    """Disk usage."""
-    last_use_ns: int
-    """Time of the last use, since 1970; 0: never."""
     leases: tuple[int, ...]
     """Pids that have it open, as far as visible here."""
     pins: tuple[str, ...]
-    in_use: bool
-    """Leased or pinned, or not examinable: it is not evicted."""
     damaged: bool = False
     """Its content is unknown: it is replaced at its next use."""
     size_bytes: int = 0
     ready_bytes: int = 0
     hot_bytes: int = 0
     """Ready bytes that are in a hot set."""
-    cold_bytes: int = 0
-    """Disk usage of blocks that are not known to be needed."""
     trusted: bool = False
     """See `CachedFile.trusted`."""
 
@@ -69,18 +60,17 @@ def examine(path: Path, boot: str) -> Entry | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     holding = tuple(pins_of(path, boot))
-    leases = tuple(locks.holders(path / disk.LEASE))
-    outside = (path.name, path, disk_bytes, last_use_ns(path), leases, holding, bool(holding) or is_leased(path))
+    in_use, leases = bool(holding) or is_leased(path), tuple(locks.holders(path / disk.LEASE))
+    entry = partial(Entry, path.name, last_use_ns(path), in_use, disk_bytes, path=path, leases=leases, pins=holding)
     try:
         index = read_index_of(path)
         states, trusted = states_of(path, index, boot)
     except Damaged:
-        return Entry(*outside, damaged=True)
+        return entry(damaged=True)
     flags = use_of(path, index.num_blocks)
     ready = states.translate(_ANY)
     cold = _both(_both(ready, flags.translate(_NONE)), index.codecs().translate(_TAKES_ROOM))
-    return Entry(
-        *outside,
+    return entry(
         size_bytes=index.size_bytes,
         ready_bytes=_bytes_of(index, ready),
         hot_bytes=_bytes_of(index, _both(ready, flags.translate(_HOT))),

@@ -20,11 +20,13 @@ class Candidate(Struct, frozen=True):
     """An entry, as relevant for eviction."""
 
     identity: str
-    last_use: int
-    """Greater is later."""
+    last_use_ns: int
+    """Time of the last use, since 1970; 0: never."""
     in_use: bool
+    """Leased or pinned, or not examinable: it is not evicted."""
     disk_bytes: int
-    cold_bytes: int
+    """Disk usage."""
+    cold_bytes: int = 0
     """Disk usage of its `cold_blocks`, at most `disk_bytes`."""
 
 
@@ -44,7 +46,7 @@ def goal_bytes(used_bytes: int, limit_bytes: int) -> int | None:
 def plan(candidates: Iterable[Candidate], used_bytes: int, goal: int) -> list[Step]:
     """Steps that reduce `used_bytes` to `goal`, or as close as entries in use allow."""
     excess = used_bytes - goal
-    free = sorted((one for one in candidates if not one.in_use), key=lambda one: (one.last_use, one.identity))
+    free = sorted((one for one in candidates if not one.in_use), key=lambda one: (one.last_use_ns, one.identity))
     steps: dict[str, Step] = {}
     for one in free:
         if excess <= 0:

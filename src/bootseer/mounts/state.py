@@ -11,7 +11,6 @@ can be found, used and removed after the process that made it was killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -61,14 +60,11 @@ class MountState(Struct, frozen=True):
     made_s: float = 0.0
     """Seconds since 1970."""
     details: Mapping[str, str] = field(default_factory=dict)
-
-
-class _Versioned(msgspec.Struct):
-    schema: str
+    schema: str = SCHEMA
 
 
 # Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
-_STATE, _VERSION = msgspec.json.Decoder(MountState), msgspec.json.Decoder(_Versioned)
+_STATE = msgspec.json.Decoder(MountState)
 
 
 class Runtime:
@@ -104,8 +100,7 @@ class Runtime:
 
     def write(self, state: MountState) -> None:
         """Create or update the record of a mount."""
-        record = json.dumps({"schema": SCHEMA, **msgspec.to_builtins(state)})
-        replace_file(self.folder(state) / _RECORD, f"{record}\n".encode())
+        replace_file(self.folder(state) / _RECORD, msgspec.json.encode(state) + b"\n")
 
     def all(self) -> Iterator[MountState]:
         """All recorded mounts, dead or alive. Invalid records are skipped."""
@@ -199,7 +194,7 @@ def _read(folder: Path) -> MountState:
             raise ValueError
         data = file.read(_MAX_BYTES)
     state = _STATE.decode(data)
-    if _VERSION.decode(data).schema != SCHEMA or state.id != folder.name:
+    if state.schema != SCHEMA or state.id != folder.name:
         raise ValueError
     return state
 
