@@ -216,44 +216,12 @@ def test_a_place_that_is_busy_is_asked_again_and_no_other_in_its_stead() -> None
     assert 1.0 <= w.launched[-1][0] < 4.0
 
 
-def test_a_late_reader_is_not_hedged_at_places() -> None:
-    w = world(Ring(["a", "b"]), fault=lambda fetch, earlier: Fault(hang=True))
+@pytest.mark.parametrize("places", [["a", "b"], ["me", "b"]])
+def test_a_late_reader_is_hedged_neither_at_places_nor_at_the_store(places: list[str]) -> None:
+    w = world(Ring(places), fault=lambda fetch, earlier: Fault(hang=True))
     void(w.read(0, [0], void, 5.0))
     w.run(until=4.0)
     assert len(w.launched) == 1
-
-
-def test_where_all_nodes_wait_for_the_store_it_is_asked_twice_for_what_hangs_alone() -> None:
-    own = [block for block in range(400) if block // RUN % 4 == 2]
-    hangs, slow = own[-1], own[40:-1]
-    faults = {hangs: Fault(hang=True), **{block: Fault(claimed_elsewhere={block: (2.0, True)}) for block in slow}}
-    w = world(Ring(FOUR), (BLOCK,) * 400, fault=lambda fetch, earlier: None if earlier else faults.get(fetch.blocks[0]))
-    for block in [block for block in range(400) if block not in slow]:
-        void(w.read(0, [block], void))
-    w.run(until=1.0)
-    for block in slow:  # this node's service, which other nodes have asked, brings them
-        void(w.read(0, [block], void))
-    w.run()
-    assert len(w.here) == 400
-    twice = [(at, fetch.blocks[0]) for at, fetch in w.launched if fetch.hedge]
-    assert [block for _, block in twice] == [hangs]
-    assert twice[0][0] >= SETTINGS.shared_hedge_s
-
-
-def test_a_second_request_to_the_store_does_not_include_the_next_block_which_a_peer_is_asked_for() -> None:
-    own = [block for block in range(400) if block // RUN % 4 == 2]
-    w = world(
-        Ring(FOUR),
-        (BLOCK,) * 400,
-        fault=lambda fetch, earlier: Fault(hang=True) if not earlier and fetch.blocks[0] in (11, 12) else None,
-    )
-    for block in own:
-        void(w.read(0, [block], void) if block != 11 else None)
-    w.run(until=1.0)
-    for block in (11, 12):
-        void(w.read(0, [block], void))
-    w.run(until=8.0)
-    assert [fetch.blocks for _, fetch in w.launched if fetch.hedge] == [range(11, 12)]
 
 
 def test_what_still_waits_follows_a_new_list() -> None:

@@ -102,8 +102,3 @@ class FetchSettings(Struct, frozen=True):
     """Each block that arrived for a reader earns this part of a hedge, so hedges cannot flood a slow origin."""
     first_hedge_credit: float = 2.0
     max_hedge_credit: float = 8.0
-    shared_hedge_s: float = 5.0
-    """Minimum time before a hedge where other nodes use the same origin: there blocks are late because all nodes ask at
-    once, and hedges would delay all of them further."""
-    shared_hedge_credit: float = 0.05
-    """... and each block that arrived from there for a reader earns this part of a hedge."""

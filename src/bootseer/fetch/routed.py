@@ -108,8 +108,6 @@ class Routed(Ledger):
         super().__init__(settings)
         self._peers: PeerQueues | None = None
         self._routes: dict[int, Routes] = {}
-        self._hedge_credit = settings.first_hedge_credit
-        self._hedge_earned, self._hedge_from_s = settings.hedge_credit, 0.0
         self._fetch_all_now = False
         self._last_need: float | None = None
         """When a reader last needed a block."""
@@ -125,10 +123,6 @@ class Routed(Ledger):
             self._peers = PeerQueues(Pace(self._settings), next_bytes=first_bytes)
             # First in the order: blocks that it moves to the store are started in the same `tick`.
             self.origins = {"": self._peers, **self.origins}
-            # When many nodes start together, each would spend its hedges on the same slow origin: with a limit of half
-            # a second origins sent 1.1 to 1.5 copies.
-            self._hedge_credit = 0.0
-            self._hedge_earned, self._hedge_from_s = self._settings.shared_hedge_credit, self._settings.shared_hedge_s
         if store not in self.origins:
             self.origins[store] = OriginQueues(Pace(self._settings), next_bytes=first_bytes)
         size, origins = geometry.num_blocks, [self.origins[store]]

@@ -7,7 +7,7 @@ start now and when to call it again. The rules:
   store, which is retried with growing pauses. Pace and health of both are learned (`ledger.Pace`).
 - A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
   the whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then
-  on, without a second request. A late one is hedged.
+  on, without a second request. A late one is hedged, except with peers.
 - Hot blocks are fetched in the recorded order, adjacent ones in one request, as long as the hot set proves its worth
   (`HotSetTrust`). Until then they give way whenever a reader waits for a block outside the hot set.
 - Cold blocks are fetched when hot ones are done and readers are idle.
@@ -63,6 +63,7 @@ class Scheduler(Routed):
         self._started: list[Fetch] = []
         self._given_up: list[tuple[int, int, BootseerError]] = []
         self._has_hot_set = False
+        self._hedge_credit = settings.first_hedge_credit
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
 
@@ -110,8 +111,9 @@ class Scheduler(Routed):
         """A running request brought a valid block."""
         request = self.running[number]
         self._received(request, block, now)
-        if request.fetch.purpose is Purpose.DEMAND and request.fetch.step is None:
-            self._hedge_credit = min(self._hedge_credit + self._hedge_earned, self._settings.max_hedge_credit)
+        if request.fetch.purpose is Purpose.DEMAND:
+            earned = self._settings.hedge_credit
+            self._hedge_credit = min(self._hedge_credit + earned, self._settings.max_hedge_credit)
         key = (request.fetch.file, block)
         self._detach(number, key)
         self.mark_present(*key)
@@ -269,11 +271,7 @@ class Scheduler(Routed):
 
             def eligible(other: Key, wanted: Wanted = wanted) -> bool:
                 beside = self.wanted.get(other)
-                return (
-                    beside is not None
-                    and (beside.origin, beside.hedges) == (wanted.origin, wanted.hedges)
-                    and self._may_hedge(beside)
-                )
+                return beside is not None and beside.hedges == wanted.hedges and self._may_hedge(beside)
 
             blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
             if (
@@ -290,7 +288,10 @@ class Scheduler(Routed):
             self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True)
 
     def _may_hedge(self, wanted: Wanted) -> bool:
-        return wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
+        # Not with peers: many nodes start together, and each would spend its hedges on the same slow store, which sent
+        # 1.1 to 1.5 copies. Late peers are handled by their health.
+        is_late = wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
+        return is_late and self._peers is None
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
         settings, reserved = self._settings, self._settings.reserved_requests
@@ -340,9 +341,8 @@ class Scheduler(Routed):
     def _watch(self, key: Key, now: float) -> None:
         """A reader's block is in flight: set the time at which it is hedged."""
         wanted = self.wanted[key]
-        if self._may_hedge(wanted) and self.origin_of(key) is not self._peers:
-            after_s = max(self.origin_of(key).pace.hedge_after_s(), self._hedge_from_s)
-            wanted.late_at = now + after_s * 2**wanted.hedges
+        if self._may_hedge(wanted):
+            wanted.late_at = now + self.origin_of(key).pace.hedge_after_s() * 2**wanted.hedges
 
     # Prefetch
 

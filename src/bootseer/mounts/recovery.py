@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections import deque
+from functools import partial
 from typing import Final
 
 from bootseer import logs
@@ -54,7 +55,10 @@ def serve_with_restarts(spec: DaemonSpec, report: int, lifeline: int | None) -> 
             ours.close()
             wake.close()
             die_with(parent)
-            os._exit(_serve(spec, report, lifeline, theirs, device, restarts))
+            if restarts:  # readers are blocked: hanging while the store is opened counts as a death. `serve` cancels it
+                signal.setitimer(signal.ITIMER_REAL, _REOPEN_S)
+            hand_over = partial(_hand_over, theirs)
+            os._exit(serve(spec, report, lifeline, on_mounted=hand_over, device=device, restarts=restarts))
         theirs.close()
         if report >= 0:
             os.close(report)  # only the child keeps it: its death must show as end-of-file on the pipe
@@ -73,16 +77,8 @@ def serve_with_restarts(spec: DaemonSpec, report: int, lifeline: int | None) -> 
         restarts += 1
 
 
-def _serve(
-    spec: DaemonSpec, report: int, lifeline: int | None, link: socket.socket, device: int | None, restarts: int
-) -> int:
-    if restarts:  # readers are blocked: hanging while the store is opened counts as a death. `serve` cancels the timer
-        signal.setitimer(signal.ITIMER_REAL, _REOPEN_S)
-
-    def send_device(mounted: int) -> None:
-        socket.send_fds(link, [_READY], [mounted])
-
-    return serve(spec, report, lifeline, on_mounted=send_device, device=device, restarts=restarts)
+def _hand_over(link: socket.socket, device: int) -> None:
+    socket.send_fds(link, [_READY], [device])
 
 
 def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | None) -> tuple[int | None, int, bool]:

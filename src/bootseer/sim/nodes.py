@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from msgspec.structs import replace
-
 from bootseer.blocks.codec import ZSTD, Buffer
 from bootseer.blocks.index import Place, Stripe
 from bootseer.errors import BootseerError, TransientError
@@ -154,8 +152,7 @@ class Job:
             own = Members(members, node.name) if peers else None
             node.loaders = [Loader(self, node, own, settings, Random(f"{seed}/{at}").random)]  # noqa: S311
             if own is not None:
-                fills = replace(settings, max_hedges=0)
-                node.service = Loader(self, node, own, fills, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
+                node.service = Loader(self, node, own, settings, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
                 node.loaders.append(node.service)
 
     @property
