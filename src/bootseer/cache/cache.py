@@ -198,7 +198,6 @@ class Cache:
             live = LiveMap.open(entry, index, self._boot)  # another process may have created it meanwhile
             if live is not None:
                 return live
-            disk.sweep(entry)
             durable = Durable.load(entry, index) or Durable.of_new(index)
             states = durable.states
             if durable.whole == StatIdentity.of(data):

@@ -33,8 +33,6 @@ LEASE = "lease"
 LAST_USE = "last-use"
 PINS = "pins"
 
-_ENTRY = {INDEX, DATA, LIVE, DURABLE, USE, LEASE, LAST_USE, PINS}
-
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -120,13 +118,6 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     except IsADirectoryError:
         discard(path)
         replace_file(path, data, durable=durable)
-
-
-def sweep(entry: Path) -> None:
-    """Remove temporary files of processes that died while they replaced a file of the entry."""
-    for path in entry.iterdir():
-        if path.name not in _ENTRY:
-            discard(path)
 
 
 def has_other_users(fd: int) -> bool:
