@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, os_errors_as
@@ -116,19 +117,17 @@ class TreeRequests:
         return value if len(value) <= room else errno.ERANGE
 
 
+@dataclass(slots=True, eq=False)
 class KernelRead:
     """An unanswered read; call it with the answer (`filesystem.Reply`): `min_length` to `length` bytes, or an error."""
 
-    __slots__ = ("begun_s", "cancel", "length", "min_length", "session", "thread", "unique")
-
-    def __init__(self, session: Session, unique: int, thread: int, length: int) -> None:
-        self.session = session
-        self.unique = unique
-        self.thread = thread
-        self.min_length = 0
-        self.length = length
-        self.cancel: Cancel | None = None
-        self.begun_s = time.monotonic()
+    session: Session
+    unique: int
+    thread: int
+    length: int
+    min_length: int = 0
+    cancel: Cancel | None = None
+    begun_s: float = field(default_factory=time.monotonic)
 
     def __call__(self, result: Data | int | BootseerError) -> None:
         session = self.session

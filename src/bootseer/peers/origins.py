@@ -75,11 +75,6 @@ class PeerGroup:
             _LOG.warning("this node does not serve %s: %s", index.identity[:16], error)
         return FilePeers(self, index)
 
-    def absent(self, file: str, now: float) -> frozenset[str]:
-        """Nodes excluded for a file now; the same object until that changes."""
-        with self.lock:
-            return self.health.absent(now, file)
-
     def route(self, file: str, run: int, absent: frozenset[str]) -> Route:
         """Where this node gets a run of a file."""
         members, ahead = self.job.members(), self.job.ahead(file)
@@ -116,11 +111,13 @@ class FilePeers:
         return members.index / max(len(members.peers), 1)
 
     def route(self, block: int, now: float) -> Route:
-        run, absent = block // self.run_blocks, self._group.absent(self._identity, now)
+        run, group = block // self.run_blocks, self._group
+        with group.lock:
+            absent = group.health.absent(now, self._identity)
         if absent is not self._absent or now >= self._routes_until_s:
             self._routes, self._absent, self._routes_until_s = {}, absent, now + _ROUTES_S
         if run not in self._routes:
-            self._routes[run] = self._group.route(self._identity, run, absent)
+            self._routes[run] = group.route(self._identity, run, absent)
         return self._routes[run]
 
     def at(self, step: Step) -> PeerOrigin:
