@@ -67,9 +67,7 @@ class Watch:
 
     def late(self, now_s: float) -> TransientError:
         """The error of a request that is given up now."""
-        error = TransientError(f"{self.num_bytes} bytes in {now_s - self.begun_s:.1f} s")
-        error.__cause__ = TimeoutError()
-        return error
+        return TransientError(f"{self.num_bytes} bytes in {now_s - self.begun_s:.1f} s")
 
     def ended(self, error: BootseerError | None, file: str) -> bool:
         """The request has ended. Returns whether its peer was late or broke the connection."""
