@@ -7,11 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from bootseer.errors import Interrupted
 from bootseer.launch.interrupt import interruptible
 
 DEAF = """
@@ -37,22 +35,6 @@ def wait():
         print("cleaning", flush=True)
         time.sleep(1)
         print("clean", flush=True)
-"""
-LATE = """
-import ctypes, signal, threading
-libc = ctypes.CDLL(None)
-mutex = ctypes.create_string_buffer(64)
-libc.pthread_mutex_lock(mutex)
-left, told, kill = threading.Event(), threading.Event(), signal.pthread_kill
-def tell(thread, number):
-    libc.pthread_mutex_unlock(mutex)
-    left.wait(1)
-    kill(thread, number)
-    told.set()
-signal.pthread_kill = tell
-def wait():
-    print("waits", flush=True)
-    libc.pthread_mutex_lock(mutex)
 """
 BLOCK = """
 import sys
@@ -106,35 +88,6 @@ def test_what_is_not_undone_in_time_is_left() -> None:
         out, said = process.communicate(timeout=90)
     assert (process.returncode, out) == (130, "cleaning\n")
     assert "ended while servers did not answer" in said
-
-
-def test_a_signal_that_does_not_wake_the_main_thread_is_told_again() -> None:
-    """As one that comes just when it begins to wait for a lock."""
-
-    def elsewhere() -> None:
-        time.sleep(0.2)
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-    thread = threading.Thread(target=elsewhere)
-    with pytest.raises(Interrupted), interruptible(100.0):
-        thread.start()
-        threading.Event().wait()
-    thread.join()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_that_hears_the_signal_while_it_is_told_again_is_not_told_after_its_block(number: signal.Signals) -> None:
-    """There the signal would end the process by itself."""
-    outside = BLOCK.replace('    print("ended"', '    left.set()\n    told.wait(60)\n    print("ended"')
-    with subprocess.Popen([sys.executable, "-c", LATE + outside, "60"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "waits\n"
-        # A signal that comes earlier is handled at once: the process would not be told again, after a minute's wait.
-        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0.01)
-        process.send_signal(number)
-        out, _ = process.communicate(timeout=100)
-    assert (process.returncode, out) == (3, "ended\n")
 
 
 def test_a_block_leaves_nothing_behind() -> None:

@@ -26,7 +26,7 @@ def test_a_thread_that_cannot_be_started_costs_a_line(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     observers = Observers()
     observers.start(lambda ended: None)
-    assert observers.finish(0.0)
+    observers.finish()
     assert "not watched to its end: can't start new thread" in capfd.readouterr().err
 
 

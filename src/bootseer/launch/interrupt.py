@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
@@ -20,7 +19,7 @@ from types import FrameType
 from bootseer.errors import Interrupted
 from bootseer.launch.supervise import ENDING
 
-_RESEND_S = 0.25
+_JOIN_S = 0.25
 
 
 @contextmanager
@@ -30,22 +29,19 @@ def interruptible(grace_s: float | None = None, leftovers: str = "") -> Iterator
     `grace_s`: exit the process if the block has not ended this long after the first signal, with the message
     `leftovers` about what was not cleaned up; further signals have no effect then. Such a block must not fork.
     """
-    is_signalled = threading.Event()
-    delivering = threading.RLock()  # reentrant: the handler may interrupt itself
-    """Held while a signal is sent again: right after it was handled, the main thread may have left the block, and the
-    signal would meet the previous handlers."""
+    is_signalled = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if grace_s is not None and is_signalled.is_set():
+        nonlocal is_signalled
+        if grace_s is not None and is_signalled:
             return
-        with delivering:
-            is_signalled.set()
+        is_signalled = True
         raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in ENDING}
     ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    with nullcontext() if grace_s is None else _exit_after(grace_s, leftovers, ours, is_signalled, delivering):
+    with nullcontext() if grace_s is None else _exit_after(grace_s, leftovers, ours):
         for number in ours:
             signal.signal(number, interrupt)
         try:
@@ -60,19 +56,11 @@ def interruptible(grace_s: float | None = None, leftovers: str = "") -> Iterator
 
 
 @contextmanager
-def _exit_after(
-    grace_s: float,
-    leftovers: str,
-    numbers: Sequence[signal.Signals],
-    is_signalled: threading.Event,
-    delivering: threading.RLock,
-) -> Iterator[None]:
+def _exit_after(grace_s: float, leftovers: str, numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Exit the process if the block lasts longer than `grace_s` after one of these signals.
 
     A thread does this, told of the signal by Python's wake-up descriptor, because the main thread may be where Python
-    runs no handlers: in a library call, or waiting for a lock. If it began to wait just after the C-level handler had
-    run, that signal does not wake it; only another one does, so the thread sends the signal again until the Python
-    handler has run.
+    runs no handlers: in a library call, or waiting for a lock.
     """
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write_end, False)
@@ -85,17 +73,11 @@ def _exit_after(
             if not byte:
                 return
             number = byte[0]
-        until_s = time.monotonic() + grace_s
-        while not has_ended.wait(min(_RESEND_S, max(until_s - time.monotonic(), 0))):
-            if time.monotonic() >= until_s:
-                with suppress(OSError):  # standard error is closed
-                    os.write(2, f"\nbootseer: ended while servers did not answer; {leftovers}\n".encode())
-                os._exit(128 + number)
-            with delivering:
-                if not is_signalled.is_set():
-                    signal.pthread_kill(main, number)
+        if not has_ended.wait(grace_s):
+            with suppress(OSError):  # standard error is closed
+                os.write(2, f"\nbootseer: ended while servers did not answer; {leftovers}\n".encode())
+            os._exit(128 + number)
 
-    main = threading.get_ident()
     watcher = threading.Thread(target=watch, name="bootseer-patience", daemon=True)
     watcher.start()
     previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -105,6 +87,6 @@ def _exit_after(
         has_ended.set()
         signal.set_wakeup_fd(previous)
         os.close(write_end)
-        watcher.join(_RESEND_S)
+        watcher.join(_JOIN_S)
         if not watcher.is_alive():  # otherwise it is just exiting the process
             os.close(read_end)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
-from bootseer.launch.supervise import say
+from bootseer.launch.supervise import EXIT_FLUSH_S, say
 from bootseer.logs import logger
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import plural
@@ -30,58 +30,27 @@ class Observers:
 
     def __init__(self) -> None:
         self.ended = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._loaded: list[threading.Event] = []
+        self._threads: dict[threading.Thread, float] = {}
 
-    def start(
-        self,
-        work: Callable[[threading.Event], None],
-        *,
-        join: bool = True,
-        load: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Run `load()` and `work(ended)` in a new thread, with signals blocked. `finish` waits for it if `join`.
+    def start(self, work: Callable[[threading.Event], None], *, within_s: float = EXIT_FLUSH_S) -> None:
+        """Run `work(ended)` in a new thread, with signals blocked. `finish` waits for it, at most `within_s` seconds.
 
         Where no thread can be started there is only a message: the command runs already.
         """
-        loaded = threading.Event()
-
-        def run() -> None:
-            try:
-                load()
-            finally:
-                loaded.set()
-            work(self.ended)
-
-        thread = threading.Thread(target=run, daemon=True)
+        thread = threading.Thread(target=work, args=(self.ended,), daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
             say(f"the start is not watched to its end: {error}")
             return
-        if join:
-            self._threads.append(thread)
-            self._loaded.append(loaded)
+        self._threads[thread] = within_s
 
-    def finish(self, timeout_s: float) -> bool:
-        """Set `ended` and wait for all threads together; whether all have ended within `timeout_s`.
-
-        `load` calls are waited for before that time begins: a short command ends before a library is imported.
-        """
+    def finish(self) -> None:
+        """Set `ended`, and wait for the threads."""
         self.ended.set()
-        deadline = time.monotonic() + _LOAD_S
-        for loaded in self._loaded:
-            loaded.wait(max(deadline - time.monotonic(), 0))
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0))
-        return not any(thread.is_alive() for thread in self._threads)
-
-
-def load_exporter() -> None:
-    """Import OpenTelemetry, which takes longer than all the rest. `export_spool` reports a missing package."""
-    with suppress(ImportError):
-        from bootseer.trace import otlp_wire  # noqa: F401
+        began_s = time.monotonic()
+        for thread, within_s in self._threads.items():
+            thread.join(max(began_s + within_s - time.monotonic(), 0))
 
 
 def export_spool(run: RunEvents, endpoint: str, ended: threading.Event) -> None:
@@ -173,7 +142,8 @@ def _is_inheritable(number: int) -> bool:
 
 
 _LAST_S = 1.0
-_LOAD_S = 30.0
+EXPORT_S = 30.0
+"""Limit of `export_spool` after the command: a short one ends before OpenTelemetry is imported."""
 COMMAND_ENDED = "end"
 _POLL_S = 1.0
 

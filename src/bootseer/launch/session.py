@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import BootseerError
-from bootseer.launch.supervise import EXIT_FLUSH_S, log, say
+from bootseer.launch.supervise import log, say
 from bootseer.trace import spools, traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
@@ -187,10 +187,11 @@ class Session(RunEvents):
             self._observers.start(lambda ended: observers.report_when_training_begins(self, ended))
         if self.otlp is not None:
             url = self.otlp.partition("=")[2]
-            self._observers.start(lambda ended: observers.export_spool(self, url, ended), load=observers.load_exporter)
+            export_s = observers.EXPORT_S
+            self._observers.start(lambda ended: observers.export_spool(self, url, ended), within_s=export_s)
         if self.service is not None:
             self._shipping = observers.Shipping(self.folder, self.service.partition("=")[2], self._env)
-            self._observers.start(self._shipping.watch, join=False)
+            self._observers.start(self._shipping.watch, within_s=0)
         if scheduled:
             self._observers.start(lambda ended: self._scheduler_times(env, ended))
 
@@ -220,8 +221,8 @@ class Session(RunEvents):
         self.tracer.identity = self._initial_identity
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
-        if self._observers is not None and not self._observers.finish(EXIT_FLUSH_S) and self.otlp:
-            say(f"not all spans reached the collector in {EXIT_FLUSH_S:g} s; the spool keeps the events: {self.folder}")
+        if self._observers is not None:
+            self._observers.finish()
         if self._shipping is not None:
             self._shipping.finish()
         if lost:
