@@ -177,9 +177,12 @@ def task(tmp_path: Path) -> Iterator[Task]:
             "agent was killed by SIGKILL at its start",
         ),
         ({"argv": ("sh", "-c", "exit 3"), "sockets": ("tcp 127.0.0.1:1",)}, "agent ended with exit code 3"),
-        ({"program": "/nowhere/agent"}, "agent cannot be started: No such file or directory: /nowhere/agent"),
+        (
+            {"program": "/nowhere/agent"},
+            "agent cannot be started: sh: [Errno 2] No such file or directory: '/nowhere/agent'",
+        ),
         ({"uid": os.getuid() + 12345, "user": "bin"}, "agent ran as user bin"),
-        ({"cwd": "/nowhere"}, "agent cannot be started: No such file or directory: /nowhere"),
+        ({"cwd": "/nowhere"}, "agent cannot be started: sh: [Errno 2] No such file or directory: '/nowhere'"),
     ],
 )
 def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str, Any], why: str) -> None:

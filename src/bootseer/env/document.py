@@ -106,7 +106,7 @@ class Daemon(Struct, frozen=True):
     """Addresses on which it listens (`env.processes`)."""
     pid_files: Annotated[tuple[_Path, ...], Meta(max_length=100)] = ()
     ready_s: _Seconds = 0.0
-    """How long it took during the setup until it listened and its pid files existed."""
+    """How long it took during the setup until its pid files existed, and to the end of the setup if it listens."""
 
 
 class LeftOutPath(Struct, frozen=True):

@@ -42,8 +42,8 @@ _PERMANENT = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
 """Exit codes after which a restart is useless: success, wrong arguments (argparse and shells), no such program."""
 _SIGNALLED = 128
 _ELASTIC_FLAGS = ("--max-restarts", "--max_restarts")
-_GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL, for processes that a command left running when it failed."""
+GRACE_S = 3.0
+"""Between SIGTERM and SIGKILL, for processes that a command or a setup left running."""
 _END_S = 30.0
 _POLL_S = 0.02
 
@@ -106,7 +106,7 @@ class Restarts:
         elif code in _PERMANENT or code - _SIGNALLED in signals or not self._may_restart(code):
             return code
         waited_s = (time.monotonic_ns() - began_ns) / 1e9
-        left = self._end_processes(max(_GRACE_S, RESTART_GRACE_S - waited_s) if requested_ns else _GRACE_S)
+        left = self._end_processes(max(GRACE_S, RESTART_GRACE_S - waited_s) if requested_ns else GRACE_S)
         awaited = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         info = signal.sigtimedwait(awaited, 0 if requested_ns else self._delay_s)
         if info is not None and info.si_signo:  # 0 when a debugger attaches
@@ -168,27 +168,32 @@ class Restarts:
             self.warm.close()
 
     def _end_processes(self, grace_s: float) -> int:
-        """End processes that the command left running, which would hold devices and ports; returns their number.
-
-        They have `grace_s` seconds between SIGTERM and SIGKILL.
-        """
+        """End processes that the command left running, which would hold devices and ports; returns their number."""
         marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._run_id}".encode()}
-        found: set[int] = set()
-        begun_s = time.monotonic()
         kept = self.warm.pids() if self.warm is not None else set()
-        while (left := _processes_with(marks) - kept) and time.monotonic() - begun_s < grace_s + _END_S:
-            for pid in left:
-                late = time.monotonic() - begun_s > grace_s
-                if pid not in found or late:
-                    log(__name__, "ending process %d, which the command left running", pid)
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-                        os.kill(pid, signal.SIGCONT)
-            found |= left
-            time.sleep(_POLL_S)
+        found, left = end_processes(lambda: _processes_with(marks) - kept, grace_s)
         if left:
             say(f"{plural(len(left), 'process')} of the command did not end: {', '.join(map(str, sorted(left)))}")
-        return len(found)
+        return found
+
+
+def end_processes(find: Callable[[], set[int]], grace_s: float = GRACE_S) -> tuple[int, set[int]]:
+    """End all processes that `find` returns, repeatedly until there are none: SIGTERM first, then SIGKILL.
+
+    Returns how many there were, and those that have not ended `_END_S` seconds after SIGKILL.
+    """
+    found: set[int] = set()
+    begun_s = time.monotonic()
+    while (left := find()) and time.monotonic() - begun_s < grace_s + _END_S:
+        late = time.monotonic() - begun_s > grace_s
+        for pid in left if late else left - found:
+            log(__name__, "ending process %d, which was left running", pid)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                os.kill(pid, signal.SIGCONT)
+        found |= left
+        time.sleep(_POLL_S)
+    return len(found), left
 
 
 def _processes_with(variables: set[bytes]) -> set[int]:

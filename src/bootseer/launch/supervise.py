@@ -60,7 +60,7 @@ _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
 """Interval of `alive` events, by which the end of a run that SIGKILL ended is known: a second, or a tenth of the time
 that it has run."""
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_FLUSH_S = 2.0
 """How long the end of the run waits for exporters and relays."""
 RESTART_GRACE_S = 30.0

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
 from bootseer.io import proc
-from bootseer.launch.supervise import leads_group, log, prctl
+from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, leads_group, log, prctl
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
     from bootseer.trace.tracer import Tracer
 
-_PR_SET_CHILD_SUBREAPER = 36
 _READY_S = 60.0
 """The waiting warm parent has imported everything, and signals wait for its answer."""
 
@@ -38,7 +37,7 @@ class WarmRestart:
         self._waiting: dict[int, socket.socket] = {}
         self._socket: socket.socket | None = None
         try:
-            if not prctl(_PR_SET_CHILD_SUBREAPER, 1):
+            if not prctl(PR_SET_CHILD_SUBREAPER, 1):
                 return
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             self._socket.bind(f"{programs.AGAIN}{os.getpid()}")

@@ -48,10 +48,8 @@ class SetupContext:
     node: str
     paths: tuple[str, ...] = ()
     """Files that it wrote and that are left out of snapshots."""
-    listening_since: Mapping[str, float] = field(default_factory=dict)
-    """By inode: when a socket was first seen listening, on the monotonic clock."""
     ended_s: float = 0.0
-    """On the same clock: the end of the setup, when all sockets were there."""
+    """On the monotonic clock: the end of the setup, when all sockets were there."""
     privileges: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -121,16 +119,15 @@ def _describe(
     if reason := next(iter((*left.unsafe, *_argument_problems(argv, words))), ""):
         raise _NotRestartable(reason.replace("it exports", "it has"))
     known = {*re.findall(r"\d+", " ".join((*argv, *(export.value for export in left.exports))))}
-    own = {number: addresses[number] for number in sorted(sockets_of(family) & addresses.keys())}
-    sockets = {number: text for number, text in own.items() if _shows_readiness(text, known)}
+    own = {addresses[number] for number in sockets_of(family) & addresses.keys()}
+    sockets = sorted(text for text in own if _shows_readiness(text, known))
     pid_files = _pid_files(at, family, argv, (*reads.outside_writes, *setup.paths))
     cwd = os.readlink(at / "cwd")  # noqa: PTH115 - a name
     output = _output(at)
-    passing = {*pid_files, *(text.removeprefix("unix ") for text in sockets.values()), output}
+    passing = {*pid_files, *(text.removeprefix("unix ") for text in sockets), output}
     if gone := [path for path in _paths(argv, at) if _is_transient(path) and path not in passing]:
         raise _NotRestartable(f"it uses {gone[0]}, which is not kept")
-    times = [setup.listening_since.get(str(number), setup.ended_s) for number in sockets]
-    times += [_written_s(at, path) for path in pid_files]
+    times = [*(setup.ended_s for _ in sockets), *(_written_s(at, path) for path in pid_files)]
     daemon = Daemon(
         name=top.name,
         program=program,
@@ -143,7 +140,7 @@ def _describe(
         nice=os.getpriority(os.PRIO_PROCESS, top.pid) - os.getpriority(os.PRIO_PROCESS, 0),
         umask=int(status.get("Umask", "022"), 8),
         output=output,
-        sockets=tuple(sorted(set(sockets.values()))),
+        sockets=tuple(sockets),
         pid_files=pid_files,
         ready_s=round(max(at_s - top.began_s for at_s in (*times, top.began_s)), 3),
     )

@@ -90,10 +90,6 @@ NOT_LOOKED = Lookup("none")
 """The store was not asked, as no snapshot would be used."""
 
 
-DOCUMENTS = ("document", "replaces")
-"""Fields of a decision that are documents."""
-
-
 class Decision(Struct, frozen=True):
     """What to do, and why."""
 

@@ -39,7 +39,6 @@ from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
 from bootseer.launch.environment.relaunch import (
     emit_daemon_stage,
-    end_processes,
     read_pid_files,
     remove_stale_files,
 )
@@ -53,9 +52,10 @@ from bootseer.launch.environment.view import (
     open_view,
     show_changes,
 )
-from bootseer.launch.environment.watch import SocketWatch, Watch
+from bootseer.launch.environment.watch import Watch
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import reporting_errors
+from bootseer.launch.restart import end_processes
 from bootseer.launch.supervise import say
 from bootseer.units import listed
 
@@ -112,9 +112,6 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
     with contextlib.ExitStack() as opened:
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=True)
-            ports = SocketWatch() if task.options.daemons == "relaunch" else None
-            if ports is not None:
-                opened.callback(ports.end)
             enter = enter_function(view)
             watch = None
             if enter is not None:
@@ -131,13 +128,12 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
         captured = _CapturedSetup(task, key, view, baseline, done)
         with interruptible(), task.stage("capture") as facts:
             captured.reads = watch.end() if watch is not None else not_watched("the setup could not be watched")
-            if ports is not None:
+            if task.options.daemons == "relaunch":
                 captured.daemon_context = SetupContext(
                     env=host.env,
                     mark=next(iter(baseline.environment.items())),
                     scripts=tuple(os.path.realpath(path) for path in (task.setup,) if path is not None),
                     node=task.node,
-                    listening_since=ports.end(),
                     ended_s=time.monotonic(),
                 )
             captured.find_changes()

@@ -13,15 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys.key import RequestKey
-from bootseer.env.life.decide import DOCUMENTS, Action, Decision
+from bootseer.env.life.decide import Action, Decision
 from bootseer.errors import BootseerError, TransientError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.task import Task
@@ -107,7 +106,7 @@ def look_up(task: Task, image: Callable[[], str] | None, *, damaged: str = "") -
                 facts["for"] = message["reason"]
                 message = _next_message(helper, task.options.wait_s + _SLACK_S)
                 facts["code"] = message["code"]
-        decision = _decoded(message)
+        decision = msgspec.convert(message, Decision)
         _log.info("environment %s: %s (%s: %s)", key.digest[:12], decision.action.value, decision.code, decision.reason)
     except BaseException:
         helper.stop()
@@ -128,10 +127,3 @@ def _next_message(helper: Background, timeout_s: float) -> dict[str, Any]:
     if "error" in message:
         raise TransientError(message["error"])
     return message
-
-
-def _decoded(message: Mapping[str, Any]) -> Decision:
-    documents = {
-        name: EnvironmentDocument.parse(message[name].encode()) for name in DOCUMENTS if message[name] is not None
-    }
-    return Decision(**{**message, **documents, "action": Action(message["action"])})

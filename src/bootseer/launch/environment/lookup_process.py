@@ -9,10 +9,10 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
@@ -20,7 +20,7 @@ from bootseer.env.keys.key import RequestKey, gate
 from bootseer.env.keys.request_key import KeyRequest, facts_folder_of, request_key
 from bootseer.env.life import election
 from bootseer.env.life.catalog import Catalog, NodeCatalog
-from bootseer.env.life.decide import DOCUMENTS, Action, Decision, Lookup, after_election, after_wait, decide
+from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
@@ -94,10 +94,10 @@ class LookupProcess:
             if decision.action is Action.BUILD:
                 decision, lease = self._ask_for_lease(catalog, decision)
             try:
-                self._send(_encoded(decision))
+                self._send(msgspec.to_builtins(decision))
                 if decision.action is Action.WAIT:
                     decision, lease = self._wait_for_builder(catalog, decision)
-                    self._send(_encoded(decision))
+                    self._send(msgspec.to_builtins(decision))
                 if lease is not None and decision.action is Action.BUILD:
                     self._hold(lease)
             finally:
@@ -168,9 +168,3 @@ class LookupProcess:
         while not select.select([self._read_end], [], [], lease.interval_s)[0]:
             if not lease.beat():
                 return
-
-
-def _encoded(decision: Decision) -> dict[str, Any]:
-    message = asdict(decision)
-    documents = {name: message[name].encode().decode() for name in DOCUMENTS if message[name] is not None}
-    return {**message, **documents, "action": decision.action.value}

@@ -10,7 +10,6 @@ exits while others are not ready yet may depend on them, and is started once mor
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pwd
 import signal
@@ -19,30 +18,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 from bootseer.env.capturing.leftovers import TRANSIENT
 from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse.syscalls import libc
 from bootseer.launch.background import Background, Send, end_with_parent, start_background
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
+from bootseer.launch.restart import end_processes
+from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, StartError, prctl, spawn
 from bootseer.trace.event import BEGIN, END, OK
 
 STAGE = "daemon"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.02
 _SETTLED_S = 0.1
 """A daemon without sockets and pid files counts as ready after running this long."""
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 20.0, 600.0
-_GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL."""
 _END_S = 60.0
 """For ending all daemons on a busy node: if the helper were killed before, they would keep running."""
-_MAX_ERROR_BYTES = 4096
-_NOT_STARTED = 127
 _NOT_ALL = "not all that the setup left running could be started"
 # Ignored by Python or by `background`; daemons get the default action.
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXFSZ)
@@ -90,27 +84,6 @@ def emit_daemon_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float
     tracer.emit(name, END, span=span, outcome=OK, attrs=attrs, mono_ns=int(ready_s * 1e9))
 
 
-def end_processes(find: Callable[[], set[int]]) -> None:
-    """End all processes that `find` returns, repeatedly until there are none: SIGTERM first, then SIGKILL."""
-    until = time.monotonic() + _GRACE_S
-    signalled: set[int] = set()
-    while pids := find():
-        late = time.monotonic() > until
-        for pid in pids if late else pids - signalled:
-            with contextlib.suppress(OSError):
-                handle = os.pidfd_open(pid)
-                try:
-                    if pid in find():  # checked once the pidfd is open: the pid may have been reused before
-                        signal.pidfd_send_signal(handle, signal.SIGKILL if late else signal.SIGTERM)
-                        signal.pidfd_send_signal(handle, signal.SIGCONT)
-                finally:
-                    os.close(handle)
-        signalled |= pids
-        if time.monotonic() > until + _GRACE_S / 3:
-            return
-        time.sleep(_POLL_S)
-
-
 @dataclass(slots=True)
 class _DaemonStart:
     """A daemon that is being started, in the helper process."""
@@ -130,7 +103,7 @@ def _run_daemons(
     starts: Sequence[_DaemonStart], enter: Callable[[], None] | None, deadline_s: float, send: Send
 ) -> None:
     parent, uid = os.getppid(), os.getuid()
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
+    if not prctl(PR_SET_CHILD_SUBREAPER, 1):
         raise PermanentError("their children cannot be adopted")
     if enter is not None:
         enter()
@@ -140,7 +113,7 @@ def _run_daemons(
         _check_addresses(one.daemon)
     try:
         for one in starts:
-            _fork_daemon(one, uid)
+            _start(one, uid)
         _wait_until_ready(starts, deadline_s, uid, send)
         send({"ready": True})
         while True:
@@ -211,51 +184,42 @@ def _check_addresses(daemon: Daemon) -> None:
             raise PermanentError(f"{path}, the pid file of {name}, already exists and {reason}")
 
 
-def _fork_daemon(one: _DaemonStart, uid: int) -> None:
+def _start(one: _DaemonStart, uid: int) -> None:
     """Start it; returns when it runs its program, or has `exit_reason`."""
-    pipe, report = os.pipe2(os.O_CLOEXEC)
     one.began_s = time.monotonic()
-    one.pid = os.fork()
-    if one.pid == 0:
-        _exec_daemon(one, uid, report)
-    os.close(report)
-    with os.fdopen(pipe, "rb") as file:
-        error = file.read().decode("utf-8", "replace")  # ends at exec
-    one.running_since_s = time.monotonic()
-    one.exit_reason = f"{one.daemon.name} cannot be started: {error}" if error else ""
-
-
-def _exec_daemon(one: _DaemonStart, uid: int, report: int) -> NoReturn:
-    daemon = one.daemon
     try:
-        for number in (*_IGNORED, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        os.setsid()
-        os.nice(daemon.nice if uid == 0 else max(daemon.nice, 0))
-        os.umask(daemon.umask)
-        if daemon.uid != uid:  # root drops its privileges
-            if daemon.user:
-                os.initgroups(daemon.user, daemon.gid)
-            else:
-                os.setgroups([daemon.gid])
-            os.setgid(daemon.gid)
-            os.setuid(daemon.uid)
-        # After the change of credentials, which clears it.
-        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-        for path in (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /"))):
-            # Folders that are in no snapshot.
-            if path.startswith(tuple(f"{folder}/" for folder in TRANSIENT)):
-                os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a name
-        os.chdir(daemon.cwd)
-        output = _output(daemon)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.execve(daemon.program, daemon.argv, dict(one.env))
-    except BaseException as error:  # nothing may unwind into the parent's code
-        words = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
-        os.write(report, words.encode("utf-8", "replace")[:_MAX_ERROR_BYTES])
-    finally:
-        os._exit(_NOT_STARTED)
+        enter = partial(_exec_daemon, one.daemon, uid, one.env)
+        one.pid, one.exit_reason = spawn(one.daemon.argv, one.env, own_group=False, enter=enter), ""
+    except StartError as error:
+        one.exit_reason = f"{one.daemon.name} cannot be started: {error}"
+    one.running_since_s = time.monotonic()
+
+
+def _exec_daemon(daemon: Daemon, uid: int, env: Mapping[str, str]) -> None:
+    """In the child. Raises `OSError`."""
+    for number in (*_IGNORED, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    os.nice(daemon.nice if uid == 0 else max(daemon.nice, 0))
+    os.umask(daemon.umask)
+    if daemon.uid != uid:  # root drops its privileges
+        if daemon.user:
+            os.initgroups(daemon.user, daemon.gid)
+        else:
+            os.setgroups([daemon.gid])
+        os.setgid(daemon.gid)
+        os.setuid(daemon.uid)
+    # After the change of credentials, which clears it.
+    prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    for path in (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /"))):
+        # Folders that are in no snapshot.
+        if path.startswith(tuple(f"{folder}/" for folder in TRANSIENT)):
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a name
+    os.chdir(daemon.cwd)
+    output = _output(daemon)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.execve(daemon.program, daemon.argv, dict(env))
 
 
 def _output(daemon: Daemon) -> int:
@@ -288,7 +252,7 @@ def _wait_until_ready(starts: Sequence[_DaemonStart], deadline_s: float, uid: in
                 raise PermanentError("; ".join(one.exit_reason for one in failed))
             for one in failed:
                 one.ready, one.is_second_try = False, True
-                _fork_daemon(one, uid)
+                _start(one, uid)
         if not family and not failed:
             late = ", ".join(one.daemon.name for one in starts if not one.ready)
             raise PermanentError(f"{late} ended before it was ready")

@@ -28,7 +28,6 @@ from bootseer.errors import Interrupted, PermanentError
 from bootseer.launch import supervise
 from bootseer.launch.command import run_program
 from bootseer.launch.environment.capture import capture
-from bootseer.launch.environment.relaunch import end_processes
 from bootseer.launch.environment.restore import restore
 from bootseer.launch.environment.setup import SetupHost, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
@@ -36,6 +35,7 @@ from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import reporting_errors
+from bootseer.launch.restart import end_processes
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
 

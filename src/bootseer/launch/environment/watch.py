@@ -1,17 +1,15 @@
-"""Helper processes that watch a setup: which files it opens (`env.capturing.reads`), when sockets begin to listen."""
+"""A helper process that watches which files a setup opens (`env.capturing.reads`)."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from bootseer.env.capturing.reads import AccessLog, Reads, not_watched, start_watching
-from bootseer.env.processes import listening
 from bootseer.errors import BootseerError
 from bootseer.launch.background import Background, Send, end_with_parent, start_background
 
@@ -19,8 +17,6 @@ READY_S = 10.0
 END_S = 60.0
 _PAUSE_S = 0.02
 """Between reads of the events: meanwhile the kernel merges those of the same file."""
-_SOCKETS_S = 0.1
-"""Between looks at the sockets, at least."""
 
 
 class Watch:
@@ -106,30 +102,3 @@ def _watch(
     accesses.drain()
     for part in accesses.report(table, passthrough):
         send(part)
-
-
-class SocketWatch:
-    """Records, while a setup runs, when sockets begin to listen."""
-
-    def __init__(self) -> None:
-        self._background = start_background(
-            partial(_watch_sockets, {*listening()}), name="bootseer-ports", log=Path(os.devnull)
-        )
-
-    def end(self) -> dict[str, float]:
-        """By inode: when a socket was first seen listening, on the monotonic clock. May be called again."""
-        self._background.stop()
-        return {str(one["socket"]): one["seen_s"] for one in self._background.messages() if "socket" in one}
-
-
-def _watch_sockets(known: set[int], send: Send) -> None:
-    # The kernel walks through its whole table of connections for a list, 4 to 20 ms: at most a fiftieth of a core.
-    took_s = 0.0
-    while True:
-        time.sleep(max(_SOCKETS_S, 50 * took_s))
-        began_s = time.process_time()
-        now = {*listening()}
-        took_s = time.process_time() - began_s
-        for number in now - known:
-            known.add(number)
-            send({"socket": number, "seen_s": time.monotonic()})
