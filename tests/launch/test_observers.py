@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, Observers, Shipping, StartReport
-from bootseer.launch.session import RunEvents
+from bootseer.launch.session import RunEvents, Unmeasured
 from bootseer.trace.event import Event
 from bootseer.trace.identity import Identity
 from bootseer.trace.sinks import FanOut
@@ -51,7 +51,7 @@ def test_a_second_report_waits_until_the_first_one_is_written() -> None:
         assert may_end.wait(30)
         written.append(until)
 
-    report = StartReport(None, record)
+    report = StartReport(Unmeasured({}), record)
     watcher = threading.Thread(target=report.send, args=(TRAINING_BEGAN,))
     watcher.start()
     assert begun.wait(30)

@@ -60,7 +60,7 @@ def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) ->
     first = place.run(*words, is_new=True)
     assert first.stdout == f"1.0 2.0 {place.site}/alpha.py\n"
     assert place.start()["mode"] == "captured"
-    assert place.published()["published"] is True
+    assert place.published()["published"] is True, place.published()
     assert not (place.site / "alpha.py").exists()
     second = place.run(*words, is_new=True)
     assert second.stdout == first.stdout

@@ -50,7 +50,7 @@ class CheckpointOptions(Struct, frozen=True):
 class CheckpointStart:
     """The checkpoint mount of one start."""
 
-    def __init__(self, options: CheckpointOptions, session: Session | None, show: Show) -> None:
+    def __init__(self, options: CheckpointOptions, session: Session, show: Show) -> None:
         self._options = options
         self._session = session
         self._show = show
@@ -131,7 +131,7 @@ class CheckpointStart:
                 say(f"interrupted by {interrupted}; written data is still being sent to {uri} in the background")
 
     def _record(self, until: str) -> None:
-        if self._session is None or (self._mounted is None and self._plain_folder is None):
+        if self._mounted is None and self._plain_folder is None:
             return
         from bootseer.report.analysis.starts import (  # not in front of the command
             CHECKPOINT_DATANODE,
@@ -157,10 +157,10 @@ class CheckpointStart:
             tracer.emit(CHECKPOINT_DATANODE, INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
 
 
-def _slot(session: Session | None) -> str:
+def _slot(session: Session) -> str:
     """`<rank> of <nodes>` of this node, as each node reads its own part of a checkpoint; empty for a single node."""
-    identity = session.tracer.identity if session is not None else None
-    if identity is None or (identity.num_nodes or 1) == 1:
+    identity = session.tracer.identity
+    if (identity.num_nodes or 1) == 1:
         return ""
     return f"{identity.node if identity.node_rank is None else identity.node_rank} of {identity.num_nodes}"
 

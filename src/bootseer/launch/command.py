@@ -76,7 +76,7 @@ def run_stage(name: str, attrs: Mapping[str, object], command: Sequence[str], en
 def run_program(
     argv: Sequence[str],
     env: Mapping[str, str],
-    tracer: Tracer | None,
+    tracer: Tracer,
     *,
     stdout: int | None = None,
     enter: Callable[[], None] | None = None,
@@ -85,9 +85,8 @@ def run_program(
 
     Signals must be blocked: they are forwarded to the program.
     """
-    env = {**env, **tracer.environment()} if tracer is not None else env
     try:
-        pid = supervise.spawn(argv, env, stdout=stdout, enter=enter)
+        pid = supervise.spawn(argv, {**env, **tracer.environment()}, stdout=stdout, enter=enter)
     except supervise.StartError as error:
         say(str(error))
         return error.code
@@ -98,7 +97,7 @@ def run_command(
     command: Sequence[str],
     options: Options,
     env: dict[str, str],
-    session: Session | None,
+    session: Session,
     *,
     program: Sequence[str] = (),
     span: str = "",
@@ -113,9 +112,9 @@ def run_command(
     """
     program = program or command
     restarts = None
-    if session is not None and session.warm is not None:
+    if session.warm is not None:
         session.warm.hand_over()
-    if session is not None and session.peers is not None:
+    if session.peers is not None:
         session.peers.wait_for_nodes()
     if options.peers is not None and options.image is None:
         enter = with_hosts_file(env, enter)
@@ -127,21 +126,18 @@ def run_command(
         restarts = Restarts(options.restarts, options.restart_delay, program, session, renew, warm=warm)
         restarts.tag_environment(env)
     while True:
-        if session is not None:
-            attrs = {"program": os.path.basename(program[0])}
-            span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
-            env.update(session.tracer.environment(span))
+        attrs = {"program": os.path.basename(program[0])}
+        span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
+        env.update(session.tracer.environment(span))
         signals: list[int] = []
         code = _run_once(command, options, env, session, restarts, enter, signals.append)
-        if session is not None:
-            outcome = OK if code == 0 else FAILED
-            facts = {"exit_code": code}
-            session.tracer.emit("command", END, span=span, parent=session.span, outcome=outcome, attrs=facts)
+        outcome = OK if code == 0 else FAILED
+        facts = {"exit_code": code}
+        session.tracer.emit("command", END, span=span, parent=session.span, outcome=outcome, attrs=facts)
         if restarts is None:
             return code
         span = new_span()
-        if session is not None:
-            env.update(session.tracer.environment(span))
+        env.update(session.tracer.environment(span))
         ended = restarts.prepare(code, signals, env)
         if ended is not None:
             restarts.close()
@@ -180,13 +176,13 @@ def _run_once(
     command: Sequence[str],
     options: Options,
     env: Mapping[str, str],
-    session: Session | None,
+    session: Session,
     restarts: Restarts | None,
     enter: Callable[[], None] | None,
     on_signal: Callable[[int], None],
 ) -> int:
     relays: list[Relay] = []
-    if options.began_pattern is not None and session is not None:
+    if options.began_pattern is not None and session.is_measured:
         import threading
 
         from bootseer.launch.relay import Relay, forward_window_size
@@ -214,22 +210,19 @@ def _run_once(
             pid = supervise.spawn(command, env, stdout=stdout, stderr=stderr, enter=enter)
     except supervise.StartError as error:
         say(str(error))
-        if session is not None:
-            session.command_did_not_start()
+        session.command_did_not_start()
         return error.code
     finally:
         for relay in relays:
             relay.release()
     gc.enable()  # off until here: see `cli.run_options.start`
-    if session is not None:
-        session.start_observers(env)  # after the spawn, so that the job does not wait for it
-    tracer = session.tracer if session is not None else None
+    session.start_observers(env)  # after the spawn, so that the job does not wait for it
     code = supervise.wait(
         pid,
         reaps_orphans=restarts is not None and restarts.warm is not None,
         on_signal=on_signal,
         on_restart_request=restarts.request if restarts is not None else None,
-        tracer=tracer,
+        tracer=session.tracer,
     )
     deadline_s = time.monotonic() + supervise.EXIT_FLUSH_S
     for relay in relays:

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from bootseer.launch import supervise  # noqa: E402
 from bootseer.launch.restart import Restarts  # noqa: E402
-from bootseer.launch.session import RunEvents  # noqa: E402
+from bootseer.launch.session import RunEvents, Unmeasured  # noqa: E402
 from bootseer.trace.event import BEGIN, END, FAILED, OK  # noqa: E402
 from bootseer.trace.tracer import from_environment, new_span  # noqa: E402
 
@@ -43,9 +43,8 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
     """
     supervise.block_signals()
     env = dict(os.environ)
-    tracer = from_environment(env)
-    events = RunEvents(tracer, span, folder) if tracer is not None else None
-    restarts = Restarts(max_restarts, delay_s, command, events, None, warm=True)
+    tracer = from_environment(env) or Unmeasured(env).tracer
+    restarts = Restarts(max_restarts, delay_s, command, RunEvents(tracer, span, folder), None, warm=True)
     restarts.tag_environment(env)
     own_span = ""
     while True:
@@ -64,17 +63,16 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
         except supervise.StartError as error:
             supervise.say(str(error))
             code = error.code
-        if own_span and tracer is not None:
+        if own_span:
             facts = {"exit_code": code}
             tracer.emit("command", END, span=own_span, parent=span, outcome=FAILED if code else OK, attrs=facts)
         ended = restarts.prepare(code, signals, env)
         if ended is not None:
             restarts.close()
             return ended
-        if tracer is not None:
-            attrs = {"program": os.path.basename(command[0])}
-            own_span = tracer.emit("command", BEGIN, parent=span, span=new_span(), attrs=attrs)
-            env.update(tracer.environment(own_span))
+        attrs = {"program": os.path.basename(command[0])}
+        own_span = tracer.emit("command", BEGIN, parent=span, span=new_span(), attrs=attrs)
+        env.update(tracer.environment(own_span))
 
 
 if __name__ == "__main__":

@@ -151,13 +151,12 @@ _POLL_S = 1.0
 class StartReport:
     """Reports one part of a start once: when training began, or when the command ended."""
 
-    def __init__(self, session: Session | None, record: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, record: Callable[[str], None]) -> None:
         """`record` writes the report; its argument is `TRAINING_BEGAN` or `COMMAND_ENDED`."""
         self._record = record
         self._lock = threading.Lock()
         self._is_sent = False
-        if session is not None:
-            session.reports.append(self)
+        session.reports.append(self)
 
     def send(self, until: str) -> None:
         """Report the start, with what ended it. Later calls only wait until that report is written: their callers

@@ -56,7 +56,7 @@ class Restarts:
         max_restarts: int,
         delay_s: float,
         command: Sequence[str],
-        session: RunEvents | None,
+        session: RunEvents,
         renew: Callable[[Mapping[str, str]], None] | None,
         *,
         warm: bool,
@@ -68,23 +68,21 @@ class Restarts:
         self._is_elastic = is_elastic(command, os.environ)
         self._session = session
         self._renew = renew
-        self._num_restarts = self._restart_number = 0
-        self._run_id = session.span if session is not None else os.urandom(8).hex()  # as `image.start` does
+        self._num_restarts = 0
+        self._identity = session.tracer.identity
+        self._restart_number = self._identity.restart
         self._requested_ns = 0
         self.warm = None
         """With it this process is a subreaper, and has to reap what its command leaves running."""
-        if warm and session is not None and renew is None:  # a container's processes end with its first one
+        if warm and renew is None:  # a container's processes end with its first one
             from bootseer.launch.warm_restart import WarmRestart
 
             self.warm = WarmRestart(session.tracer, session.span)
-        if session is not None:
-            self._identity = session.tracer.identity
-            self._restart_number = self._identity.restart
         signal.pthread_sigmask(signal.SIG_BLOCK, {RESTART_REQUEST})
 
     def tag_environment(self, env: dict[str, str]) -> None:
         """Set the variables by which the command's processes are found."""
-        env.update({RESTART: str(self._restart_number), RUN_ID: self._run_id})
+        env.update({RESTART: str(self._restart_number), RUN_ID: self._session.span})
 
     def request(self) -> None:
         """Note that the next end of the command was requested, for a restart."""
@@ -121,17 +119,16 @@ class Restarts:
         except (BootseerError, OSError) as error:
             say(f"the command cannot be started again: {error}")
             return code
-        if session is not None:
-            session.tracer.identity = self._identity._replace(restart=self._restart_number, kind=kind)
-            attrs = {
-                "number": self._num_restarts,
-                "most": self._max_restarts,
-                "exit_code": code,
-                "processes_ended": left,
-                **({"requested": True} if requested_ns else {}),
-            }
-            span = session.tracer.emit(STAGE, BEGIN, parent=session.span, attrs=attrs, mono_ns=began_ns)
-            session.tracer.emit(STAGE, END, parent=session.span, span=span, outcome=OK)
+        session.tracer.identity = self._identity._replace(restart=self._restart_number, kind=kind)
+        attrs = {
+            "number": self._num_restarts,
+            "most": self._max_restarts,
+            "exit_code": code,
+            "processes_ended": left,
+            **({"requested": True} if requested_ns else {}),
+        }
+        span = session.tracer.emit(STAGE, BEGIN, parent=session.span, attrs=attrs, mono_ns=began_ns)
+        session.tracer.emit(STAGE, END, parent=session.span, span=span, outcome=OK)
         return None
 
     def _may_restart(self, code: int) -> bool:
@@ -152,9 +149,7 @@ class Restarts:
 
     def _last_restart(self) -> int:
         """The number of the last restart of the command's processes; an elastic launcher counts its own too."""
-        if (session := self._session) is None:
-            return self._restart_number
-        return max([self._restart_number, *(event.restart for event in session.tail().poll(last=True))])
+        return max([self._restart_number, *(event.restart for event in self._session.tail().poll(last=True))])
 
     def spawn_warm(
         self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool | None = None
@@ -169,7 +164,7 @@ class Restarts:
 
     def _end_processes(self, grace_s: float) -> int:
         """End processes that the command left running, which would hold devices and ports; returns their number."""
-        marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._run_id}".encode()}
+        marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._session.span}".encode()}
         kept = self.warm.pids() if self.warm is not None else set()
         found, left = end_processes(lambda: _processes_with(marks) - kept, grace_s)
         if left:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from bootseer.errors import BootseerError, Interrupted, UsageError
 from bootseer.launch import supervise
 from bootseer.launch.command import Options, run_command
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, Unmeasured
 from bootseer.launch.supervise import say
 
 
@@ -31,7 +31,7 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     if not measured:
         options = options._replace(restarts=None)
     supervise.block_signals()
-    session = Session.open_or_none(command, options, env) if measured else None
+    session = _session(command, options, env) if measured else Unmeasured(env)
     code = 1
     try:
         with (
@@ -45,20 +45,27 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
         code = interrupted.exit_code
     except BootseerError as error:
         code = error.exit_code
-        if session is not None and isinstance(error, UsageError):
+        if isinstance(error, UsageError):
             session.quiet = True  # nothing ran, so there is nothing to report
         raise
     finally:
-        if session is not None:
-            session.close(code)
+        session.close(code)
     return code
+
+
+def _session(command: Sequence[str], options: Options, env: Mapping[str, str]) -> Session:
+    try:
+        return Session(command, options, env)
+    except (OSError, BootseerError) as error:
+        say(f"events cannot be written ({error}); the command runs unmeasured")
+        return Unmeasured(env)
 
 
 def _run_measured(
     command: Sequence[str],
     options: Options,
     env: Mapping[str, str],
-    session: Session | None,
+    session: Session,
     extra_env: Mapping[str, str],
 ) -> int:
     """Run the command in the image, in the environment, or directly. `extra_env` names its checkpoints and peers."""
@@ -66,10 +73,10 @@ def _run_measured(
         from bootseer.launch.image.start import run_in_image
 
         return run_in_image(options.image, command, options, env, session, extra_env)
-    child_env = {**(session.child_env(env, hook=options.hook) if session is not None else env), **extra_env}
+    child_env = {**session.child_env(env, hook=options.hook), **extra_env}
     if not options.setup and not options.requirements:
         return run_command(command, options, child_env, session)
-    if options.environment is not None and options.environment.mode != "bypass" and session is not None:
+    if options.environment is not None and options.environment.mode != "bypass" and session.is_measured:
         from bootseer.launch.environment.start import run_in_environment
 
         return run_in_environment(command, options, child_env, session, own_env=env)
@@ -80,10 +87,10 @@ def _run_measured(
 
 
 def _warm_start(
-    command: Sequence[str], options: Options, session: Session | None, env: Mapping[str, str]
+    command: Sequence[str], options: Options, session: Session, env: Mapping[str, str]
 ) -> AbstractContextManager[object]:
     """A warm parent for the programs that the command starts, if earlier starts have recorded their imports."""
-    if options.warm == "off" or session is None or "spool" not in session.sinks:
+    if options.warm == "off" or "spool" not in session.sinks:
         return nullcontext()
     from bootseer.launch.warm import WarmStart
 
@@ -98,10 +105,10 @@ def _warm_start(
 
 
 def _peer_service(
-    options: Options, session: Session | None, env: Mapping[str, str]
+    options: Options, session: Session, env: Mapping[str, str]
 ) -> AbstractContextManager[Mapping[str, str]]:
     """The peer service; yields the variable by which the command finds it."""
-    if options.peers is None or session is None:
+    if options.peers is None or not session.is_measured:
         return nullcontext({})
     from bootseer.launch.peers import PeersStart
 
@@ -109,7 +116,7 @@ def _peer_service(
     return session.peers
 
 
-def _checkpoint_mount(options: Options, session: Session | None) -> AbstractContextManager[Mapping[str, str]]:
+def _checkpoint_mount(options: Options, session: Session) -> AbstractContextManager[Mapping[str, str]]:
     if options.checkpoint is None:
         return nullcontext({})
     from bootseer.launch.checkpoint import CheckpointStart
@@ -124,7 +131,7 @@ def _run_unmeasured(command: Sequence[str], options: Options, env: Mapping[str, 
 
         supervise.block_signals()
         # Its exports are dropped, as by a wrapper script that calls the setup.
-        code, _ = run_setup(options, env, None, exports=False)
+        code, _ = run_setup(options, env, Unmeasured(env), exports=False)
         if code:
             return code
         supervise.unblock_signals()

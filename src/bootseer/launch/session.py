@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from bootseer.errors import BootseerError
 from bootseer.launch.supervise import log, say
 from bootseer.trace import spools, traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
-from bootseer.trace.sinks import safe_name
+from bootseer.trace.sinks import FanOut, safe_name
 from bootseer.trace.spools import fingerprint
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, new_span, open_sink, spool_word
 
@@ -37,16 +36,8 @@ PODINFO = "/etc/podinfo"
 
 
 @contextmanager
-def session_stage(
-    session: Session | None, name: str, attrs: Mapping[str, object] | None = None
-) -> Iterator[dict[str, Any]]:
-    """A measured stage; without a session it does nothing. Yields the attributes of the stage's end event.
-
-    An attribute named `error` makes the stage failed.
-    """
-    if session is None:
-        yield {}
-        return
+def session_stage(session: Session, name: str, attrs: Mapping[str, object] | None = None) -> Iterator[dict[str, Any]]:
+    """A measured stage. Yields the attributes of the stage's end event; one named `error` makes the stage failed."""
     began_s = time.monotonic()
     if session.peers is not None:
         session.peers.announce_stage(name)
@@ -83,16 +74,14 @@ class RunEvents:
 
 
 class Session(RunEvents):
-    """One measured run; its begin event is written by the constructor, its end event by `close`."""
+    """One run; its begin event is written by the constructor, its end event by `close`."""
 
-    @classmethod
-    def open_or_none(cls, command: Sequence[str], options: Options, env: Mapping[str, str]) -> Session | None:
-        """A session; None, with a message to the user, when events cannot be written."""
-        try:
-            return cls(command, options, env)
-        except (OSError, BootseerError) as error:
-            say(f"events cannot be written ({error}); the command runs unmeasured")
-            return None
+    is_measured = True
+    sinks = ""
+    warm: WarmStart | None = None
+    peers: PeersStart | None = None
+    _observers: Observers | None = None
+    _shipping: Shipping | None = None
 
     def __init__(self, command: Sequence[str], options: Options, env: Mapping[str, str]) -> None:
         self._env = env
@@ -123,14 +112,10 @@ class Session(RunEvents):
         super().__init__(tracer, new_span(), folder)
         self.quiet = options.quiet
         self._initial_identity = identity
-        self.warm: WarmStart | None = None
-        self.peers: PeersStart | None = None
         tracer.emit("run", BEGIN, span=self.span, attrs=_run_attributes(command, identity, options, env))
         tracer.parent = self.span
         label = f"{identity.job}, attempt {attempt}, node {identity.node}"
         log(__name__, "%s (by %s): events in %s (%s)", label, identity.source, self.folder, self.sinks)
-        self._observers: Observers | None = None
-        self._shipping: Shipping | None = None
         self.reports: list[StartReport] = []
         """Sent when training begins, in this order."""
 
@@ -233,6 +218,24 @@ class Session(RunEvents):
             job = self.tracer.identity.job
             is_name = self.in_default_root and not os.path.exists(job)  # `report` takes a name that exists for a path
             say(f"where the startup's time went: bootseer report {shlex.quote(job if is_name else self.folder)}")
+
+
+class Unmeasured(Session):
+    """A run whose events are not written, and whose programs do not know of it."""
+
+    is_measured = False
+    quiet = True
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        identity = self._initial_identity = discover(env, hostname=os.uname().nodename)
+        RunEvents.__init__(self, Tracer(FanOut([]), identity, trace=""), new_span(), "")
+        self.reports = []
+
+    def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
+        return dict(env)
+
+    def start_observers(self, env: Mapping[str, str]) -> None:
+        pass
 
 
 def _has_other_processes(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:

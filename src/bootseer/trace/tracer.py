@@ -93,7 +93,8 @@ class Tracer:
     def environment(self, span: str = "") -> dict[str, str]:
         """The variables that pass this trace to a child process."""
         parent = span or _current.get() or self.parent
-        return {traceparent.VARIABLE: str(traceparent.TraceParent(self.trace, parent))} if parent else {}
+        known = parent and self.trace
+        return {traceparent.VARIABLE: str(traceparent.TraceParent(self.trace, parent))} if known else {}
 
 
 class Span:

@@ -118,7 +118,7 @@ def run_after_setup(
     command: Sequence[str],
     options: Options,
     env: Mapping[str, str],
-    session: Session | None,
+    session: Session,
     *,
     start_attrs: Mapping[str, object],
 ) -> int:
@@ -129,13 +129,12 @@ def run_after_setup(
     code, found = run_setup(options, env, session)
     if code:
         return code
-    if session is not None:
-        session.tracer.emit("environment_start", INSTANT, attrs=start_attrs)
+    session.tracer.emit("environment_start", INSTANT, attrs=start_attrs)
     return run_command(command, options, dict(found), session)
 
 
 def run_setup(
-    options: Options, env: Mapping[str, str], session: Session | None, *, exports: bool = True
+    options: Options, env: Mapping[str, str], session: Session, *, exports: bool = True
 ) -> tuple[int, Mapping[str, str]]:
     """Run script and installation until one fails; the exit code, and the environment for the command.
 
@@ -145,8 +144,7 @@ def run_setup(
     command_env = env
 
     def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-        tracer = session.tracer if session is not None else None
-        return run_program(argv, env, tracer, stdout=2)
+        return run_program(argv, env, session.tracer, stdout=2)
 
     def step(name: str, label: str, work: Callable[[], int]) -> int:
         with session_stage(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
@@ -170,8 +168,7 @@ def run_setup(
             if script_run.folder is not None:
                 from bootseer.env.document import apply_exports
 
-                node = session.tracer.identity.node if session is not None else os.uname().nodename
-                command_env = apply_exports(script_run.exports(node).exports, env)
+                command_env = apply_exports(script_run.exports(session.tracer.identity.node).exports, env)
         return code
 
     def install(kind: FileKind, files: Sequence[str]) -> int:

@@ -114,8 +114,7 @@ def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mappin
         say(f"environment {outcome['key'][:12]} is published as a snapshot: {size}")
     elif why_not:
         say(f"no snapshot of the environment was published: {why_not}")
-    if task.session is not None:
-        task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
+    task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
 
 
 def start_publishing(task: Task, publication: Publication) -> Publishing:

@@ -77,8 +77,6 @@ class RelaunchedDaemons:
 
 def emit_daemon_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
     """Emit the stage of one daemon; times are of the monotonic clock."""
-    if task.session is None:
-        return
     tracer, name, attrs = task.session.tracer, f"environment_setup.{STAGE}", {"name": daemon.name}
     span = tracer.emit(name, BEGIN, attrs=attrs, mono_ns=int(began_s * 1e9))
     tracer.emit(name, END, span=span, outcome=OK, attrs=attrs, mono_ns=int(ready_s * 1e9))

@@ -137,8 +137,7 @@ def _restore(
     task: Task, document: EnvironmentDocument, command: Sequence[str], prepared: PreparedEnvironment, *, on_host: bool
 ) -> None:
     options = task.options
-    identity = task.session.tracer.identity if task.session is not None else None
-    warm = task.session.warm if task.session is not None else None
+    identity, warm = task.session.tracer.identity, task.session.warm
     store = open_store(task.store_uri, plain_http=options.plain_http)
     prepared.undo.callback(store.close)
     entries: Sequence[Entry] = ()
@@ -151,7 +150,7 @@ def _restore(
         cache=options.cache,
         runtime=options.runtime,
         workload=workload_key(command, role=task.env.get("ROLE_NAME", "")),
-        publish=identity is None or is_publisher(identity.node, identity.num_nodes),
+        publish=is_publisher(identity.node, identity.num_nodes),
         plain_http=options.plain_http,
         signatures=task.signatures,
         loading=options.loading,
@@ -203,10 +202,9 @@ def remove_damaged(task: Task, document: EnvironmentDocument, damage: str) -> No
 
 def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:
     """Quarantine the snapshot if there is evidence against it. The command ended with `code` after `seconds`."""
-    session = task.session
-    if seconds > _EARLY_S or session is None:
+    if seconds > _EARLY_S:
         return
-    events = session.tail().poll(last=True)
+    events = task.session.tail().poll(last=True)
     if any(event.stage == TRAINING_BEGAN for event in events):
         return
     reason = _evidence(events, code)
@@ -222,8 +220,7 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
 
 def _report_suspicion(task: Task, document: EnvironmentDocument, reason: str) -> None:
     session = task.session
-    if session is not None:
-        session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": reason})
+    session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": reason})
 
 
 def _evidence(events: list[Event], code: int) -> str:

@@ -172,7 +172,7 @@ class SavedSnapshot:
             except Interrupted as interrupted:
                 return interrupted.exit_code
             try:
-                return run_program(command, prepared.env, None, enter=prepared.enter)
+                return run_program(command, prepared.env, task.session.tracer, enter=prepared.enter)
             finally:
                 with reporting_errors("the environment was not removed"):
                     prepared.undo.close()

@@ -50,7 +50,7 @@ def run_in_environment(
     command: Sequence[str],
     options: Options,
     env: dict[str, str],
-    session: Session | None,
+    session: Session,
     *,
     own_env: Mapping[str, str],
 ) -> int:
@@ -252,21 +252,20 @@ class EnvironmentStart:
         prepared, session = self.prepared, self.task.session
         if prepared is None:
             return
-        if session is not None and session.warm is not None:
+        if session.warm is not None:
             session.warm.record(until)
         numbers = prepared.layer.end_startup() if prepared.layer is not None else {}
-        if session is not None:
-            facts = {
-                "mode": "bypassed" if prepared.decision.code == "bypass" else prepared.mode,
-                "code": prepared.decision.code,
-                "reason": prepared.decision.reason,
-                "what": self.task.what,
-                "seconds": round(self.seconds, 3),
-                "until": until,
-                **prepared.facts,
-                **numbers,
-            }
-            session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs=facts)
+        facts = {
+            "mode": "bypassed" if prepared.decision.code == "bypass" else prepared.mode,
+            "code": prepared.decision.code,
+            "reason": prepared.decision.reason,
+            "what": self.task.what,
+            "seconds": round(self.seconds, 3),
+            "until": until,
+            **prepared.facts,
+            **numbers,
+        }
+        session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs=facts)
         if prepared.layer is not None:
             prepared.layer.wait_for_record()
 

@@ -20,7 +20,7 @@ from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.launch.environment.plain import STAGE
-from bootseer.launch.session import Session, session_stage
+from bootseer.launch.session import Session, Unmeasured, session_stage
 
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
@@ -95,7 +95,7 @@ class Task:
     """The environment of the job and its setup."""
     own_env: Mapping[str, str] | None = None
     """The same without BootSeer's additions, for the request key; None: it is the same."""
-    session: Session | None = None
+    session: Session = field(default_factory=lambda: Unmeasured(os.environ))
     show: Show = no_progress
     """Displays progress while a start waits."""
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -115,12 +115,12 @@ class Task:
 
     @property
     def node(self) -> str:
-        return self.session.tracer.identity.node if self.session is not None else os.uname().nodename
+        return self.session.tracer.identity.node
 
     @property
     def job(self) -> str:
         """Name of the job; empty if unknown."""
-        return self.session.tracer.identity.job if self.session is not None else ""
+        return self.session.tracer.identity.job
 
     @property
     def store_uri(self) -> str:

@@ -103,7 +103,7 @@ def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Captur
 
     options = task.options
     own: list[Path | str] = [options.cache, options.runtime, *task.store_folder]
-    own += [task.session.folder] if task.session is not None else []
+    own += [task.session.folder] if task.session.folder else []
     ways = private_capture_ways()
     if scan:
         if not ways:

@@ -47,7 +47,7 @@ def environment_in_image(
     container: ContainerOptions,
     env: dict[str, str],
     own_env: Mapping[str, str],
-    session: Session | None,
+    session: Session,
 ) -> ImageEnvironment:
     """The environment of a start in an image.
 

@@ -73,7 +73,7 @@ def run_in_image(
     command: Sequence[str],
     options: Options,
     env: Mapping[str, str],
-    session: Session | None,
+    session: Session,
     extra_env: Mapping[str, str],
 ) -> int:
     """Run the command in the image; returns the exit code. Signals must be blocked.
@@ -100,18 +100,17 @@ class _ImageStart:
         image: ImageOptions,
         command: Sequence[str],
         options: Options,
-        session: Session | None,
+        session: Session,
         env: Mapping[str, str],
         extra_env: Mapping[str, str],
     ) -> None:
         request = image.request
         if not request.workload:
             request = replace(request, workload=workload_key(command, role=env.get("ROLE_NAME", "")))
-        if session is not None:
-            identity = session.tracer.identity
-            request = replace(request, publish=is_publisher(identity.node, identity.num_nodes))
-            if session.warm is not None:
-                request = replace(request, imports=session.warm.shared_path)
+        identity = session.tracer.identity
+        request = replace(request, publish=is_publisher(identity.node, identity.num_nodes))
+        if session.warm is not None:
+            request = replace(request, imports=session.warm.shared_path)
         self._request = request
         # Checkpoints are at the same place as here.
         binds = tuple(Bind(folder, folder) for folder in extra_env.values())
@@ -137,15 +136,13 @@ class _ImageStart:
     def run(self) -> int:
         """Mount the image, run the setup (if any) and the command in it; the exit code."""
         session, span = self._session, new_span()
-        env = {**self._env}
-        if session is not None:
-            env = {**session.child_env(self._env, hook=False), **session.tracer.environment(span)}
+        env = {**session.child_env(self._env, hook=False), **session.tracer.environment(span)}
         if self._options.environment is not None:
             from bootseer.launch.image.environment import environment_in_image
 
             self._environment = environment_in_image(
                 self._options,
-                self._options.environment if session is not None else replace(self._options.environment, mode="bypass"),
+                self._options.environment if session.is_measured else replace(self._options.environment, mode="bypass"),
                 self._command,
                 self._request,
                 self._container_options,
@@ -229,10 +226,10 @@ class _ImageStart:
         session, options = self._session, self._container_options
         binds, env, prepend = [], dict(env), {}
         parent: tuple[str, ...] = ()
-        if self._options.hook and session is not None and self._env.get("BOOTSEER_HOOK") != "0":
+        if self._options.hook and session.is_measured and self._env.get("BOOTSEER_HOOK") != "0":
             binds.append(Bind(str(Path(bootseer.__file__).parent), _HOOK, read_only=True))
             prepend["PYTHONPATH"] = f"{_HOOK}/hook/path"
-        if session is not None and "spool" in session.sinks:
+        if "spool" in session.sinks:
             binds.append(Bind(session.folder, _SPOOL))
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
             if session.warm is not None:
@@ -242,8 +239,8 @@ class _ImageStart:
                     numbers = (str(self._options.restarts), str(self._options.restart_delay))
                     parent = (f"{_HOOK}/launch/inside.py", *numbers, session.span, _SPOOL)
         if self._options.restarts is not None:
-            env[RESTART] = str(session.tracer.identity.restart if session is not None else 0)
-            env[RUN_ID] = session.span if session is not None else "-"
+            env[RESTART] = str(session.tracer.identity.restart)
+            env[RUN_ID] = session.span
         words: ProcessOptions = replace(options.process, command=self._command)
         if self._environment is not None:
             words = self._environment.with_exports(words, mounted, env)
@@ -253,7 +250,7 @@ class _ImageStart:
         if parent and not container.has_parent and self._options.warm == "on":
             say("a restart creates the container again: the image's PATH has no python3 of version 3.11 or later")
         user = container.process.user
-        if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
+        if session.is_measured and 0 < user.uid < num_owners() and user.gid < num_owners():
             with reporting_errors("the container cannot write events"):
                 _give_folder(session.folder, user.uid)
                 if session.warm is not None:
@@ -275,12 +272,11 @@ class _ImageStart:
             return
         if self._environment is not None:
             self._environment.start.report(until)
-        if session is not None and session.warm is not None:
+        if session.warm is not None:
             session.warm.record(until)
         numbers = mounted.end_startup()
-        if session is not None:
-            facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}
-            session.tracer.emit("image_start", INSTANT, parent=session.span, attrs=facts)
+        facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}
+        session.tracer.emit("image_start", INSTANT, parent=session.span, attrs=facts)
         mounted.wait_for_record()
 
     def close(self, code: int) -> None:
