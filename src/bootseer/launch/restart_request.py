@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from bootseer.launch.restart import RUN_ID
 from bootseer.launch.supervise import RESTART_REQUEST
 from bootseer.trace.identity import RESTART, number
 
-_POLL_S = 0.02
+_POLL_S = 0.1
 _SHIM, _INSIDE = b"/containers/shim.py\0", b"/launch/inside.py\0"
 """The programs outside and inside of a container that are between `bootseer run` and its command."""
 
@@ -79,24 +78,9 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
     if len(jobs) > 1:
         raise UsageError(f"several jobs can be restarted: {', '.join(jobs)}", hint="name one")
     until_s = time.monotonic() + within_s
-    with contextlib.ExitStack() as opened:
-        ends = []
-        for run in runs:
-            try:
-                # By descriptor, so that a process that got the number of an ended command is not waited for.
-                end = os.pidfd_open(run.command)
-            except ProcessLookupError:
-                continue  # it has just ended, and its run sees to it
-            opened.callback(os.close, end)
-            ends.append(end)
-        for run in runs:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(run.pid, RESTART_REQUEST)
-        for end in ends:
-            while not select.select([end], [], [], _POLL_S)[0]:
-                if time.monotonic() > until_s:
-                    raise TransientError(f"a command of job {jobs[0]} did not end within {within_s:.0f} s")
-                waiting()
+    for run in runs:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.pid, RESTART_REQUEST)
     old = {run.pid: run for run in runs}
     while True:
         # Not by another process id: a copy of a warm parent has the variables of the start before for a moment.
@@ -107,6 +91,6 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
         if gone:
             raise PermanentError(f"job {jobs[0]} was not restarted: its run has ended (process {gone[0]})")
         if time.monotonic() > until_s:
-            raise TransientError(f"a command of job {jobs[0]} has not started again within {within_s:.0f} s")
+            raise TransientError(f"a command of job {jobs[0]} was not started again within {within_s:.0f} s")
         waiting()
         time.sleep(_POLL_S)

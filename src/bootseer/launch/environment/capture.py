@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -96,19 +96,13 @@ def set_up_on_host(task: Task, decision: Decision) -> tuple[int, PreparedEnviron
     return 0, PreparedEnvironment("installed", decision, apply_exports(done.exports, task.env))
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A setup that ran in a capture."""
+def capture(
+    task: Task, key: RequestKey, decision: Decision, command: Sequence[str]
+) -> tuple[SetupResult, PreparedEnvironment | None, Publishing | None]:
+    """Run the setup in a capture; if it failed, its changes are discarded. Signals must be blocked.
 
-    code: int
-    """Its exit code; if it is not 0, its changes are discarded."""
-    setup_s: float
-    prepared: PreparedEnvironment | None = None
-    publishing: Publishing | None = None
-
-
-def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[str]) -> Captured:
-    """Run the setup. Signals must be blocked. Raises `EnvironmentUnavailable`, with nothing left behind."""
+    Raises `EnvironmentUnavailable`, with nothing left behind.
+    """
     with contextlib.ExitStack() as opened:
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=True)
@@ -124,7 +118,7 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
         done = SetupRun(host).run()
         check_setup(view, done)
         if done.code:
-            return Captured(done.code, done.seconds)
+            return done, None, None
         captured = _CapturedSetup(task, key, view, baseline, done)
         with interruptible(), task.stage("capture") as facts:
             captured.reads = watch.end() if watch is not None else not_watched("the setup could not be watched")
@@ -160,7 +154,7 @@ def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[s
                 roots=len(division.roots),
                 loose=len(division.loose),
             )
-            return Captured(0, captured.done.seconds, prepared, _publishing(task, publication, reasons))
+            return captured.done, prepared, _publishing(task, publication, reasons)
 
 
 def _publishing(task: Task, publication: Publication, reasons: Sequence[str]) -> Publishing | None:

@@ -86,19 +86,18 @@ def _make(task: Task, start: EnvironmentStart) -> SnapshotResult:
     if decision.action is not Action.BUILD or key is None:
         return SnapshotResult(digest, why_not=decision.reason)
     try:
-        captured = capture(task, key, decision, ())
+        done, start.prepared, publishing = capture(task, key, decision, ())
     except EnvironmentUnavailable as error:
         return SnapshotResult(digest, why_not=str(error))
-    start.prepared = captured.prepared
-    if captured.publishing is not None:
-        start.wait_for_publishing(captured.publishing)
+    if publishing is not None:
+        start.wait_for_publishing(publishing)
     outcome = task.outcome
     return SnapshotResult(
         digest,
         published=bool(outcome.get("published")),
-        code=captured.code,
-        why_not=str(outcome.get("why_not") or ("the setup failed" if captured.code else "")),
-        seconds=float(outcome.get("seconds", 0.0)) + captured.setup_s,
+        code=done.code,
+        why_not=str(outcome.get("why_not") or ("the setup failed" if done.code else "")),
+        seconds=float(outcome.get("seconds", 0.0)) + done.seconds,
         num_files=int(outcome.get("num_files", 0)),
         size_bytes=int(outcome.get("size_bytes", 0)),
     )

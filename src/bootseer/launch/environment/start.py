@@ -209,11 +209,10 @@ class EnvironmentStart:
         from bootseer.launch.environment.capture import capture
 
         try:
-            captured = capture(self.task, key, decision, self.command)
+            done, self.prepared, self.publishing = capture(self.task, key, decision, self.command)
         finally:
             self.release_lease()
-        self.prepared, self.publishing = captured.prepared, captured.publishing
-        return captured.code
+        return done.code
 
     def run(self, options: Options) -> int:
         """Run the command in the environment; returns its exit code."""
