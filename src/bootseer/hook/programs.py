@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bootseer.io import proc
+
 if TYPE_CHECKING:
     import socket
 
@@ -176,14 +178,12 @@ class Recorder:
         self._early: list[str] | None = None
         self._before_device: list[str] | None = None
         self._launcher = ""
-        self._above: dict[bytes, bytes] = {}
-        parent = f"/proc/{os.getppid()}"
+        parent = os.getppid()
+        self._above = proc.environment(parent)
         try:
-            self._above = _environment(parent)
             # The variable excludes `bootseer run`, which is a Python program, too, but no launcher.
-            if os.fsencode(VARIABLE) in self._above and os.readlink(f"{parent}/exe") == os.readlink("/proc/self/exe"):
-                with open(f"{parent}/cmdline", "rb") as file:
-                    started = parse([os.fsdecode(word) for word in file.read().split(b"\0")])
+            if VARIABLE in self._above and os.readlink(f"/proc/{parent}/exe") == os.readlink("/proc/self/exe"):
+                started = parse([os.fsdecode(word) for word in proc.read(parent, "cmdline").split(b"\0")])
                 self._launcher = started[1] if started else ""
         except OSError:
             pass
@@ -220,9 +220,8 @@ class Recorder:
         is_module = rest[0] == "-m"
         main = sys.modules["__main__"].__file__ if is_module else os.path.join(self._begun_in, rest[0])
         main = os.path.realpath(main or "")
-        begun = _environment("/proc/self")
-        set_above = {os.fsdecode(name): os.fsdecode(value) for name, value in begun.items() - self._above.items()}
-        now = {os.fsencode(name): os.fsencode(value) for name, value in os.environ.items()}
+        begun = proc.environment(os.getpid())
+        set_above = begun.items() - self._above.items()
         cuda = sys.modules.get("torch.cuda")
         touched = cuda is not None and bool(cuda.is_initialized())
         record = {
@@ -231,8 +230,8 @@ class Recorder:
             "program": program,
             "flags": flags,
             "modules": (self._early or self._before_device or []) if touched else self._modules(),
-            "native": {name: value for name, value in set_above.items() if recorded(name)},
-            "changed": sorted(os.fsdecode(name) for name in begun.keys() | now if begun.get(name) != now.get(name)),
+            "native": {name: value for name, value in set_above if recorded(name)},
+            "changed": sorted(name for name in {*begun, *os.environ} if begun.get(name) != os.environ.get(name)),
             "telling": import_lines(main, self._begun_in if is_module else os.path.dirname(main))[0],
             "main": main,
         }
@@ -254,13 +253,6 @@ class Recorder:
             if place and place != own and not (origin.startswith(own) and len(own) > len(place)):
                 names.append(name)
         return names
-
-
-def _environment(process: str) -> dict[bytes, bytes]:
-    """The environment at the start of a process."""
-    with open(f"{process}/environ", "rb") as file:
-        pairs = (item.partition(b"=") for item in file.read().split(b"\0") if item)
-        return {name: value for name, _, value in pairs}
 
 
 _NATIVE = re.compile(

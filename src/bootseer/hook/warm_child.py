@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
+from bootseer.io import proc
 
 if TYPE_CHECKING:
     from bootseer.hook.warm_parent import Imports
@@ -31,8 +32,6 @@ _PR_GET_TID_ADDRESS = 40
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 # System call numbers of clone, get_robust_list and set_robust_list; whether clone's argument `tls` precedes `child_tid`
 _CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
-SAME = b"same"
-MAX_REASON = 1000
 libc = ctypes.PyDLL(None, use_errno=True)  # calls hold the GIL, as a fork must
 libc.syscall.restype = ctypes.c_long
 _keep: list[Any] = []
@@ -82,7 +81,6 @@ def become(
     imports: Imports,
     request: dict[str, Any],
     answer: socket.socket,
-    comparison: socket.socket,
     fds: Sequence[int],
     launcher: int,
     facts: dict[str, Any],
@@ -91,20 +89,15 @@ def become(
     """Prepare this copy, answer the launcher, and return the function that runs the program. On failure the process
     answers with the reason and ends.
 
-    `comparison`: the warm parent sends `SAME` here, or in what this copy would differ from a fresh process.
     `successor`: the program is a restarted launcher, and this is the socket to its warm parent.
     """
     started_ns = time.monotonic_ns()
     try:
         output = _captured_output()
-        _kernel(request, fds, launcher, [one for one in (answer, comparison, successor) if one is not None])
+        _kernel(request, fds, launcher, [answer, *([successor] if successor is not None else [])])
         program = _interpreter(imports, request, launches=successor is not None)
-        found = comparison.recv(MAX_REASON)
-        comparison.close()
-        if found != SAME:
-            facts = {"why_not": os.fsdecode(found) or "the warm parent has ended"}
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
-        if found != SAME or answer.recv(2) != b"go":  # the launcher starts the program by exec
+        if answer.recv(2) != b"go":  # the launcher starts the program by exec
             os._exit(0)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -152,7 +145,7 @@ def _kernel(request: dict[str, Any], fds: Sequence[int], launcher: int, kept: Se
     if request["group"] >= 0:
         os.setpgid(0, request["group"])
     os.fchdir(fds[0])
-    status = dict(line.split(":", 1) for line in open(f"/proc/{launcher}/status"))  # noqa: SIM115
+    status = proc.status(launcher)
     os.umask(request["umask"] if request["umask"] >= 0 else int(status["Umask"], 8))
     nice = os.getpriority(os.PRIO_PROCESS, launcher)
     if nice != os.getpriority(os.PRIO_PROCESS, 0):
@@ -169,8 +162,7 @@ def _kernel(request: dict[str, Any], fds: Sequence[int], launcher: int, kept: Se
         if adjusted != ours.read():
             ours.write(adjusted)
     ignored = int(status["SigIgn"], 16)
-    with open("/proc/self/status") as file:
-        caught = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt"))
+    caught = int(proc.status()["SigCgt"], 16)
     numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     # Handlers of native code stay: PYTHONFAULTHANDLER and libraries install them in a fresh process too.
     native = {one for one in numbers if caught >> (one - 1) & 1 and not callable(signal.getsignal(one))}
@@ -307,8 +299,7 @@ def _set_command_line(argv: Sequence[bytes], env: dict[bytes, bytes]) -> None:
     arguments = b"".join(word + b"\0" for word in argv)
     text = arguments + b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = ctypes.create_string_buffer(text, len(text))
-    with open("/proc/self/stat", "rb") as file:
-        stat = [int(word) for word in file.read().rpartition(b")")[2].split()[1:]]
+    stat = [int(word) for word in proc.stat(os.getpid())[1:]]
     libc = ctypes.CDLL(None)
     libc.sbrk.restype = ctypes.c_void_p
     start = ctypes.addressof(memory)

@@ -3,9 +3,9 @@ each of them ("copies").
 
 Run as a program by `warm_launcher`, with the launcher's environment: `warm_parent.py SOCKET FOLDER LAUNCHER`. A copy is
 made by `clone(CLONE_PARENT)` and so is the launcher's child: exit codes, signals and `getppid` are as after fork and
-exec. `warm_child` then sets in the copy what exec would have set. Before a copy runs its program, everything in which a
-fresh process could differ is compared. At the first difference the copy ends, or none is made: the difference is the
-answer, and the launcher starts the program by exec.
+exec. `warm_child` then sets in the copy what exec would have set. Before a copy is made, everything in which a fresh
+process could differ is compared. At the first difference none is made: the difference is the answer, and the launcher
+starts the program by exec.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:  # modules in this folder have common names and would hide others
     del sys.path[0]
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -32,6 +31,7 @@ from typing import Any
 
 from bootseer.hook import programs, warm_child, watch
 from bootseer.hook.warm_reads import RecordingEnviron, record_draws
+from bootseer.io import proc
 
 _IDLE_S = 1800.0
 """After this time without a request, the warm parent ends and frees its memory."""
@@ -186,20 +186,12 @@ def _state() -> dict[str, Any]:
     return state
 
 
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 
 
 def unfit() -> str:
     """Why this process must not be copied now; empty if it may be."""
-    maps = _read("/proc/self/maps")
+    maps = proc.read("self", "maps").decode(errors="replace")
     # Not the driver's library: a CUDA build of torch maps libcuda.so when it is imported, and leaves it alone until the
     # first use of a device (`cuInit`), which opens the driver's device files.
     opened = [_link(f"/proc/self/fd/{number}") for number in programs.open_files()]
@@ -217,8 +209,8 @@ def unfit() -> str:
     return ""
 
 
-def _children() -> str:
-    return _read(f"/proc/self/task/{os.getpid()}/children").strip()
+def _children() -> bytes:
+    return proc.read("self", f"task/{os.getpid()}/children").strip()
 
 
 def _end_pools(maps: str) -> None:
@@ -234,9 +226,9 @@ def _end_pools(maps: str) -> None:
 
 def _privileges_differ(request: dict[str, Any], launcher: int) -> str:
     """Changes that the launcher made to its own process since its start and that copies cannot get."""
-    ours, theirs = _status("self"), _status(launcher)
+    ours, theirs = proc.status(), proc.status(launcher)
     changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
-    changed += [name for name in _SAME_FILES if _read(f"/proc/self/{name}") != _read(f"/proc/{launcher}/{name}")]
+    changed += [name for name in _SAME_FILES if proc.read("self", name) != proc.read(launcher, name)]
     changed += [name for name in _SAME_LINKS if _link(f"/proc/self/{name}") != _link(f"/proc/{launcher}/{name}")]
     if os.sched_getscheduler(0) != os.sched_getscheduler(launcher):
         changed.append("scheduling policy")
@@ -301,11 +293,6 @@ def _may_set(imports: Imports, main: str, words: set[str]) -> str:
     return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
 
 
-def _status(process: int | str) -> dict[str, str]:
-    lines = _read(f"/proc/{process}/status").splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 def _link(path: str) -> str:
     try:
         return os.readlink(path)
@@ -337,13 +324,13 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
 
 def _run(launcher: int) -> socket.socket | None:
     """A socket to `bootseer run --restarts`, if it restarts this launcher; else None."""
-    above = _status(launcher).get("PPid", "")
+    above = proc.parent(launcher)
     if "BOOTSEER_RESTART" not in os.environ or not above:
         return None
     run = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         run.connect(f"{programs.AGAIN}{above}")
-        if programs.peer(run) == (int(above), os.getuid()):
+        if programs.peer(run) == (above, os.getuid()):
             return run
     except OSError:
         pass
@@ -359,8 +346,8 @@ class Server:
         self._end, self._run, self._imports = end, run, imports
         above = self._launcher = os.getppid()
         self._began = {
-            "argv": _read(f"/proc/{above}/cmdline").split("\0")[:-1],
-            "comm": os.fsencode(_read(f"/proc/{above}/comm").strip()),
+            "argv": [os.fsdecode(word) for word in proc.read(above, "cmdline").split(b"\0")[:-1]],
+            "comm": proc.read(above, "comm").strip(),
         }
         """The launcher's command line and process name, for its restart."""
         self._reason, self._module = "", ""
@@ -390,11 +377,7 @@ class Server:
         os._exit(0)
 
     def _answer(self, fds: list[int], *, again: bool) -> Any:
-        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program.
-
-        Program and files are compared while the copy prepares itself; one that would differ answers with the difference
-        and ends. A launcher's restart is compared before, as its copy forks.
-        """
+        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program."""
         answer = socket.socket(fileno=fds[0])
         with open(fds[1], "rb") as file:
             file.seek(0)
@@ -403,39 +386,31 @@ class Server:
             request.update(self._began)
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
         imports, folder = self._imports, _link(f"/proc/self/fd/{fds[2]}")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         copy = -1
         try:
             reason = self._reason or unfit()
             if again:
-                reason = reason or _launcher_differs(imports, request, folder) or imports.files_differ()
+                reason = reason or _launcher_differs(imports, request, folder)
             else:
                 reason = reason or _privileges_differ(request, self._launcher)
+                reason = reason or _program_differs(imports, request, folder)
+            reason = reason or imports.files_differ()
             if not reason:
                 copy = self._cloner.clone()
-            if copy > 0 and not again:
-                reason = _program_differs(imports, request, folder) or imports.files_differ()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         if copy == 0:
-            ours.close()
-            return self._become(request, answer, theirs, fds[2:], again=again)
-        if copy > 0:
-            with contextlib.suppress(OSError):  # the copy has failed, and answered
-                ours.send(os.fsencode(reason)[: warm_child.MAX_REASON] or warm_child.SAME)
-            if again:  # the copy has a warm parent of its own: one at a time holds the memory
-                os._exit(0)
-        else:
+            return self._become(request, answer, fds[2:], again=again)
+        if copy < 0:
             answer.send(marshal.dumps({"why_not": reason, "module": self._module, "unfit": bool(self._reason)}))
-        for end in (answer, ours, theirs):
-            end.close()
+        elif again:  # the copy has a warm parent of its own: one at a time holds the memory
+            os._exit(0)
+        answer.close()
         for other in fds[2:]:
             os.close(other)
         return None
 
-    def _become(
-        self, request: dict[str, Any], answer: socket.socket, comparison: socket.socket, fds: list[int], *, again: bool
-    ) -> Any:
+    def _become(self, request: dict[str, Any], answer: socket.socket, fds: list[int], *, again: bool) -> Any:
         """In a copy: see `warm_child.become`.
 
         With `again` this copy becomes the launcher. It first forks its own warm parent, which is a child of it as any
@@ -451,10 +426,10 @@ class Server:
             successor = self._fork_successor(request)
             launcher = os.getppid()
             if successor is None:
-                for other in (answer.detach(), comparison.detach(), *fds):
+                for other in (answer.detach(), *fds):
                     os.close(other)
                 return self.serve()
-        return warm_child.become(imports, request, answer, comparison, fds, launcher, facts, successor)
+        return warm_child.become(imports, request, answer, fds, launcher, facts, successor)
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
         """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""
