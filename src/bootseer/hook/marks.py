@@ -1,17 +1,5 @@
-"""The marks in a training process, and the modules of PyTorch and JAX where they are installed.
-
-    model_initialization.interpreter       process start to first Python code
-    model_initialization.import_torch      the import statement; import_jax likewise
-    model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
-    model_initialization.cuda_init         PyTorch's first use of CUDA: driver, devices
-    model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
-    model_initialization.process_group     init_process_group: store rendezvous, connections
-    model_initialization.first_collective  the first collective, where lazy communicators are made
-    model_initialization.checkpoint_read   torch.load, torch.distributed.checkpoint.load, safetensors.torch.load_*
-    first_step                             first training forward to the end of the first optimizer step;
-                                           in JAX: first gradient to the results of the first compiled step
-    first_step.compile                     compilation by torch.compile or JAX within it
-    store_connected, reverse_dns, ranks_connected, training_began, steady_step, unused_import   instants
+"""The marks in a training process, and the modules of PyTorch and JAX where they are installed. The
+stages and instants are listed in docs/formats/event.md.
 
 After the first steady step all hooks are removed and all functions restored. Every callback is guarded: an error in
 BootSeer ends the marking, not the job. Nothing is marked while torch.compile traces, so that compiled code has no

@@ -1,10 +1,6 @@
 """`bootseer run --checkpoint`: mount a folder of checkpoints before the rest of the start and prefetch from it, or pass
 a local folder to the command unmounted.
 
-    model_initialization.checkpoint_mount     mounting; prefetching begins with it
-    checkpoint_start                          training began, or the command ended: bytes read until then, by origin
-    checkpoint_datanode                       bytes that one DataNode served of it
-
 The job's own reads, `model_initialization.checkpoint_read`, are marked by the hook.
 """
 

@@ -1,17 +1,7 @@
 """`bootseer run --setup`, `--requirements`: prepare the environment as a measured stage, and run the command in it.
 
-    environment_setup             from the request key until the command can start
-    environment_setup.key         compute the request key
-    environment_setup.lookup      ask the store for a snapshot, and decide
-    environment_setup.wait        wait for another start that builds it
-    environment_setup.restore     mount it
-    environment_setup.capture     open a capture; later show its changes to the command
-    environment_setup.script      the setup script, as without snapshots
-    environment_setup.install     the installation of requirements
-    environment_setup.compile     bytecode
-    environment_start             an instant when training began (or the command ended): how it was prepared
-
-If anything is wrong with snapshots, the setup runs, in a private view if possible, and the report has the reason.
+The stages are listed in docs/formats/event.md. If anything is wrong with snapshots, the setup runs, in a private view if
+possible, and the report has the reason.
 """
 
 from __future__ import annotations

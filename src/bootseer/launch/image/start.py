@@ -1,15 +1,6 @@
 """`bootseer run --image`: mount the image as a measured stage, run the command in it, and record the cost of the start.
 
-    image_loading                 from the reference to a container that can be started
-    image_loading.resolve         reference to digest, document of the converted image
-    image_loading.index           block indexes and the hot set
-    image_loading.fallback        the image is not converted: reason and fallback
-    image_loading.pull            fetching everything first
-    image_loading.mount           daemon, layers, overlay
-    image_loading.container       user, devices, configuration
-    image_start                   an instant when training began (or the command ended): what was fetched until then
-
-The record of reads is complete when the hook's `training_began` event is found in the spool.
+The stages are listed in docs/formats/event.md. The record of reads is complete when the hook's `training_began` event is found in the spool.
 """
 
 from __future__ import annotations
