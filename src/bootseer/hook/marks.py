@@ -1,5 +1,5 @@
-"""The marks in a training process, and the modules of PyTorch and JAX where they are installed. The
-stages and instants are listed in docs/formats/event.md.
+"""The marks in a training process, and the modules of PyTorch and JAX where they are installed. The stages
+and instants are listed in docs/formats/event.md.
 
 After the first steady step all hooks are removed and all functions restored. Every callback is guarded: an error in
 BootSeer ends the marking, not the job. Nothing is marked while torch.compile traces, so that compiled code has no

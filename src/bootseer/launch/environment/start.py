@@ -1,7 +1,7 @@
 """`bootseer run --setup`, `--requirements`: prepare the environment as a measured stage, and run the command in it.
 
-The stages are listed in docs/formats/event.md. If anything is wrong with snapshots, the setup runs, in a private view if
-possible, and the report has the reason.
+The stages are listed in docs/formats/event.md. If anything is wrong with snapshots, the setup runs, in a private view
+if possible, and the report has the reason.
 """
 
 from __future__ import annotations

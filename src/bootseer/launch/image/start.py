@@ -1,6 +1,7 @@
 """`bootseer run --image`: mount the image as a measured stage, run the command in it, and record the cost of the start.
 
-The stages are listed in docs/formats/event.md. The record of reads is complete when the hook's `training_began` event is found in the spool.
+The stages are listed in docs/formats/event.md. The record of reads is complete when the hook's `training_began` event
+is found in the spool.
 """
 
 from __future__ import annotations
