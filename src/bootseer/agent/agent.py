@@ -8,6 +8,7 @@ and mounts directly. So the agent may be killed at any time.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -52,7 +53,6 @@ _REQUEST_S: Final = 10.0
 """Limit of a request from its first byte to the last of its response, however slowly they come."""
 _DAEMON_S, _DAEMONS_S = 1.0, 3.0
 """How long to wait for one daemon, and for all together: Prometheus waits about ten seconds for all figures."""
-_MAX_ANSWER: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,31 +378,25 @@ def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dic
 
     Raises `NotFoundError` when none runs, `TransientError` when it does not respond, `PermanentError` when it refuses.
     """
-    answer = b""
-    data = b"" if body is None else json.dumps(body).encode()
-    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.0\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.settimeout(_TIMEOUT_S)
+    link = http.client.HTTPConnection("agent", timeout=_TIMEOUT_S)
+    link.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.sock.settimeout(_TIMEOUT_S)
+    with contextlib.closing(link):
         try:
             with socket_path(runtime, SOCKET) as short:
-                link.connect(short)
-            link.sendall(head.encode() + data)
-            while len(answer) < _MAX_ANSWER and (more := link.recv(1 << 16)):
-                answer += more
+                link.sock.connect(short)
+            link.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+            document = json.loads(link.getresponse().read())
         except TimeoutError as error:
             raise TransientError(f"the agent did not answer in {_TIMEOUT_S:g} s") from error
         except PermissionError as error:
             raise NotFoundError(f"no agent is accessible to this user: {runtime / SOCKET}: {error.strerror}") from error
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFoundError("no agent runs on this node") from error
-        except OSError:  # it closed the connection, or its queue is full
-            answer = b""
-    if not answer:
-        raise TransientError(f"the agent is busy with {_MAX_REQUESTS} requests; try again")
-    try:
-        document = json.loads(answer.partition(b"\r\n\r\n")[2])
-    except ValueError as error:
-        raise PermanentError("the agent sent a malformed response") from error
+        except OSError as error:  # it closed the connection, or its queue is full
+            raise TransientError(f"the agent is busy with {_MAX_REQUESTS} requests; try again") from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise PermanentError("the agent sent a malformed response") from error
     if not isinstance(document, dict):
         raise PermanentError("the agent sent a malformed response")
     if "error" in document:

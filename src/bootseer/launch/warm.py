@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from bootseer.artifact import document
 from bootseer.artifact.places import cache_root, own_folder
@@ -46,7 +47,8 @@ _Name = Annotated[str, Meta(max_length=300)]
 _Names = Annotated[tuple[_Name, ...], Meta(max_length=20_000)]
 
 
-class Program(msgspec.Struct, frozen=True):
+@document.readable
+class Record(msgspec.Struct, frozen=True):
     """The record of one program that a launcher starts."""
 
     program: _Name
@@ -56,6 +58,8 @@ class Program(msgspec.Struct, frozen=True):
     changed: _Names
     telling: Annotated[str, Meta(max_length=64)]
     main: Annotated[str, Meta(max_length=4096)]
+    launcher: _Name = ""
+    """Empty in what earlier versions kept."""
     cold: Annotated[dict[_Name, _Name], Meta(max_length=_MAX_COLD)] = {}
     """Modules that are not imported by the warm parent, and why."""
     never: Annotated[str, Meta(max_length=300)] = ""
@@ -63,17 +67,10 @@ class Program(msgspec.Struct, frozen=True):
 
 
 @document.readable
-class Record(Program, frozen=True, kw_only=True):
-    """The record of one start."""
-
-    launcher: _Name
-
-
-@document.readable
 class Known(msgspec.Struct, frozen=True):
     """By launcher: the record of the program that imports most, which are its ranks."""
 
-    launchers: Annotated[dict[_Name, Program], Meta(max_length=_MAX_RECORDS)] = {}
+    launchers: Annotated[dict[_Name, Record], Meta(max_length=_MAX_RECORDS)] = {}
 
 
 def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Mapping[str, Any]]) -> Known:
@@ -83,11 +80,10 @@ def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Ma
         before = launchers.get(record.launcher)
         if before is not None and before.program != record.program and len(before.modules) > len(record.modules):
             continue  # the program that imports most gains most
-        fields = {name: getattr(record, name) for name in Program.__struct_fields__}
-        same = before is not None and (before.modules, before.native) == (record.modules, record.native)
+        launchers[record.launcher] = record
         if before is not None:
-            fields.update(cold=before.cold, never=before.never if same else "")
-        launchers[record.launcher] = Program(**fields)
+            same = (before.modules, before.native) == (record.modules, record.native)
+            launchers[record.launcher] = replace(record, cold=before.cold, never=before.never if same else "")
     for refusal in refusals:
         for name, one in launchers.items():
             reason, module = str(refusal.get("why_not") or "")[:300], str(refusal.get("module") or "")[:300]
@@ -98,9 +94,9 @@ def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Ma
                 package = module.partition(".")[0]
                 if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
                     module = package
-                launchers[name] = msgspec.structs.replace(one, cold={**one.cold, module: reason})
+                launchers[name] = replace(one, cold={**one.cold, module: reason})
             elif refusal.get("unfit") is True and not module:
-                launchers[name] = msgspec.structs.replace(one, never=reason)
+                launchers[name] = replace(one, never=reason)
     return Known(dict(list(launchers.items())[-_MAX_RECORDS:]))
 
 
@@ -111,7 +107,7 @@ def shared(known: Known) -> Known:
         native = {
             key: value for key, value in one.native.items() if recorded(key) and _SHARED.fullmatch(f"{key}={value}")
         }
-        launchers[name] = msgspec.structs.replace(one, native=native)
+        launchers[name] = replace(one, native=native)
     return Known(launchers)
 
 

@@ -35,6 +35,7 @@ from bootseer.launch.observers import reporting_errors
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
+from bootseer.store.store import Store
 from bootseer.trace.event import INSTANT, Event
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import format_seconds, listed
@@ -185,12 +186,11 @@ def remove_damaged(task: Task, document: EnvironmentDocument, damage: str) -> No
     """Remove a snapshot of which the store has damaged or lost a part, as a read has found: the next start builds it
     anew. One that another start has built meanwhile stays."""
 
-    def remove() -> None:
-        with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
-            catalog = Catalog(store, say)
-            unchanged = new_document(catalog, document.key, document) is None
-            if unchanged and catalog.remove(document.key, time.time()) is not None:
-                say(f"the environment's snapshot {key} is removed from its store: the next start makes it anew")
+    def remove(store: Store) -> None:
+        catalog = Catalog(store, say)
+        unchanged = new_document(catalog, document.key, document) is None
+        if unchanged and catalog.remove(document.key, time.time()) is not None:
+            say(f"the environment's snapshot {key} is removed from its store: the next start makes it anew")
 
     key = document.key[:12]
     try:
@@ -210,8 +210,16 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
     reason = _evidence(events, code)
     if not reason:
         return
+
+    def mark(store: Store) -> None:
+        if Quarantine(store, say).mark(document, task.node, reason, time.time()):
+            message = "is quarantined: the next start rebuilds it"
+        else:
+            message = "is used further: it was rebuilt for this before"
+        say(f"{reason}: the environment's snapshot {document.key[:12]} {message}")
+
     try:
-        _mark(task, document, reason)
+        _with_store(task, mark)
     except BootseerError as error:
         say(f"{reason}: the environment's snapshot was not quarantined: {error}; start with --env refresh or bypass")
         return
@@ -231,21 +239,14 @@ def _evidence(events: list[Event], code: int) -> str:
     return f"the command died by {_FAULTS[code]}" if code in _FAULTS else ""
 
 
-def _mark(task: Task, document: EnvironmentDocument, reason: str) -> None:
-    def mark() -> None:
+def _with_store(task: Task, work: Callable[[Store], None]) -> None:
+    """Open the store for this work, in a child if its client may have threads."""
+
+    def work_in_store() -> None:
         with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
-            if Quarantine(store, say).mark(document, task.node, reason, time.time()):
-                message = "is quarantined: the next start rebuilds it"
-            else:
-                message = "is used further: it was rebuilt for this before"
-            say(f"{reason}: the environment's snapshot {document.key[:12]} {message}")
+            work(store)
 
-    _with_store(task, mark)
-
-
-def _with_store(task: Task, work: Callable[[], None]) -> None:
-    """Work that opens the store: its client may have threads."""
     if breaks_forks(task.store_uri):
-        run_in_child(work)
+        run_in_child(work_in_store)
     else:
-        work()
+        work_in_store()

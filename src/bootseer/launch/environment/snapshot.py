@@ -86,11 +86,10 @@ def _make(task: Task, start: EnvironmentStart) -> SnapshotResult:
     if decision.action is not Action.BUILD or key is None:
         return SnapshotResult(digest, why_not=decision.reason)
     try:
-        done, start.prepared, publishing = capture(task, key, decision, ())
+        done, start.prepared, start.publishing = capture(task, key, decision, ())
     except EnvironmentUnavailable as error:
         return SnapshotResult(digest, why_not=str(error))
-    if publishing is not None:
-        start.wait_for_publishing(publishing)
+    start.finish_publishing(0)
     outcome = task.outcome
     return SnapshotResult(
         digest,

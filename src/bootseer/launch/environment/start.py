@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -264,11 +265,17 @@ class EnvironmentStart:
             self._lookup.release()
 
     def finish_publishing(self, code: int) -> None:
-        """After the command: wait for the publication, or cancel it if the command was killed."""
+        """Wait for the publication; Ctrl-C cancels it, and so does a command that was killed."""
+        publishing, self.publishing = self.publishing, None
         with reporting_errors("the outcome of the environment's snapshot is not known"):
             self.release_lease()
-            if self.publishing is not None:
-                self.wait_for_publishing(self.publishing, give_up=code >= _SIGNALLED)
+            if publishing is not None:
+                with suppress(Interrupted):
+                    if code < _SIGNALLED:
+                        with interruptible():
+                            publishing.finish()
+                        return
+                publishing.stop()
 
     def close(self) -> None:
         """Remove mounts, lease and folder of this start."""
@@ -279,14 +286,3 @@ class EnvironmentStart:
             if self._lookup is not None:
                 self._lookup.close()
         self.task.folder.remove()
-
-    def wait_for_publishing(self, publishing: Publishing, *, give_up: bool = False) -> None:
-        """Wait for the publication; Ctrl-C cancels it."""
-        if give_up:
-            publishing.stop()
-            return
-        try:
-            with interruptible():
-                publishing.finish()
-        except Interrupted:
-            publishing.stop()
