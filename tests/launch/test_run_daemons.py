@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.env.document import Daemon
 from bootseer.env.processes import listening, pid_in, processes, sockets_of
-from bootseer.launch.environment.relaunch import RelaunchedDaemons
+from bootseer.launch.environment.relaunch import start_daemons
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from environment_place import Place, end, made_place
@@ -186,9 +186,8 @@ def task(tmp_path: Path) -> Iterator[Task]:
     ],
 )
 def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str, Any], why: str) -> None:
-    daemons = RelaunchedDaemons(task, (replace(DAEMON, **changed),), None)
     with pytest.raises(EnvironmentUnavailable) as raised:
-        daemons.wait()
+        start_daemons(task, (replace(DAEMON, **changed),), None)
     assert why in str(raised.value)
     assert raised.value.code == "daemons"
 
@@ -196,16 +195,13 @@ def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str
 def test_a_taken_port_is_named_with_its_owner(task: Task) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp 127.0.0.1:{server.getsockname()[1]}"
-        daemons = RelaunchedDaemons(task, (replace(DAEMON, sockets=(address,)),), None)
         with pytest.raises(EnvironmentUnavailable, match=rf"{address}, which is taken by .*\({os.getpid()}\)"):
-            daemons.wait()
+            start_daemons(task, (replace(DAEMON, sockets=(address,)),), None)
 
 
 def test_one_that_needs_another_is_started_once_more(task: Task, tmp_path: Path) -> None:
     first = replace(DAEMON, argv=("sh", "-c", f"[ -e {tmp_path}/up ] || exit 1; sleep 600"))
     server = f"import socket, time; s = socket.socket(1); s.bind('{tmp_path}/up'); s.listen(); time.sleep(600)"
     other = replace(DAEMON, program=sys.executable, argv=("python", "-c", server), sockets=(f"unix {tmp_path}/up",))
-    daemons = RelaunchedDaemons(task, (first, other), None)
-    daemons.wait()
-    daemons.close()
+    start_daemons(task, (first, other), None).stop(60.0)
     assert not (tmp_path / "up").exists()

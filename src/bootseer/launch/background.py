@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 from bootseer import logs
 from bootseer.errors import Interrupted, PermanentError, TransientError, as_message, os_errors_as
 from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl
-from bootseer.mounts.process import drop_descriptors, end_child, send_line
+from bootseer.mounts.process import drop_descriptors, end_child, readable, send_line
 
 Send = Callable[[dict[str, Any]], None]
 _MAX_LINE = 65_536
@@ -79,9 +78,7 @@ class Background:
         """Read from the pipe; whether there was anything, end of file included."""
         if not self._is_open:
             return False
-        poll = select.poll()
-        poll.register(self._pipe, select.POLLIN)
-        if not poll.poll(1000 * timeout_s):
+        if not readable([self._pipe], timeout_s):
             return False
         piece = os.read(self._pipe, _MAX_LINE)
         if not piece:

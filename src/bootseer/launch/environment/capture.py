@@ -33,7 +33,8 @@ from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.host import show_on_host
-from bootseer.env.restoring.roots import Division, is_system
+from bootseer.env.restoring.roots import Division, divide, is_system
+from bootseer.env.restoring.safe_tree import TreeFolders
 from bootseer.errors import BootseerError
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
@@ -47,7 +48,6 @@ from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import (
     PreparedEnvironment,
     check_setup,
-    divide_changes,
     enter_function,
     open_view,
     show_changes,
@@ -80,7 +80,7 @@ def set_up_in_view(task: Task, decision: Decision) -> tuple[int, PreparedEnviron
         )
         with interruptible(), task.stage("capture") as facts:
             changes = view.changes()
-            division = divide_changes(view, changes)
+            division = divide(changes, TreeFolders(str(view.root)))
             facts.update(changes=len(changes), roots=len(division.roots), loose=len(division.loose))
             prepared.undo.push(opened.pop_all())  # from here on the command needs what was opened
             show_changes(task, view, changes, division, prepared)
@@ -137,7 +137,7 @@ def capture(
                 captured.find_changes()
         with interruptible():
             with task.stage("capture") as facts:
-                division = divide_changes(view, captured.changes)
+                division = divide(captured.changes, TreeFolders(str(view.root)))
                 reasons = captured.unsafe_reasons(command)
                 prepared = PreparedEnvironment("captured", decision, apply_exports(captured.done.exports, task.env))
                 prepared.undo.push(opened.pop_all())  # from here on the command needs what was opened

@@ -10,9 +10,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,48 +140,41 @@ def run_setup(
     `exports`: whether the command gets the script's exports. Signals must be blocked: they are forwarded to the running
     step, and end the setup with it.
     """
-    command_env = env
-
-    def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-        return run_program(argv, env, session.tracer, stdout=2)
-
-    def step(name: str, label: str, work: Callable[[], int]) -> int:
-        with session_stage(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
-            code = work()
-            if code:
-                facts["error"] = f"exit code {code}"
-                say_failed(label, code)
-        return code
-
-    def script(path: str) -> int:
-        nonlocal command_env
-        script_run = ScriptRun(script_command(path), env, None)
-        with ExitStack() as opened:
+    command_env, code = env, 0
+    with session_stage(session, STAGE) as facts, ExitStack() as opened:
+        if options.setup:
+            script = ScriptRun(script_command(options.setup), env, None)
             if exports:
                 try:
                     folder = tempfile.TemporaryDirectory(prefix="bootseer-", ignore_cleanup_errors=True)
-                    script_run = prepare_script(path, script_run.argv, Path(opened.enter_context(folder)), env)
+                    script = prepare_script(options.setup, script.argv, Path(opened.enter_context(folder)), env)
                 except OSError as error:
-                    say(f"exports of {path} do not reach the command: {error}")
-            code = run(script_run.argv, script_run.env)
-            if script_run.folder is not None:
+                    say(f"exports of {options.setup} do not reach the command: {error}")
+            code = _step("script", options.setup, script.argv, script.env, session)
+            if script.folder is not None:
                 from bootseer.env.document import apply_exports
 
-                command_env = apply_exports(script_run.exports(session.tracer.identity.node).exports, env)
-        return code
-
-    def install(kind: FileKind, files: Sequence[str]) -> int:
-        try:
-            argv, more = install_command(kind, files, env)
-        except PermanentError as error:
-            say(str(error))
-            return _CANNOT_START
-        return run(argv, {**env, **more})
-
-    with session_stage(session, STAGE) as facts:
-        code = step("script", options.setup, partial(script, options.setup)) if options.setup else 0
-        for kind, files in groups_of(options.requirements) if options.requirements else ():
-            code = code or step("install", ", ".join(files), partial(install, kind, files))
+                command_env = apply_exports(script.exports(session.tracer.identity.node).exports, env)
+        for kind, files in groups_of(options.requirements) if options.requirements and not code else ():
+            label = ", ".join(files)
+            try:
+                argv, more = install_command(kind, files, env)
+                code = _step("install", label, argv, {**env, **more}, session)
+            except PermanentError as error:
+                code = _CANNOT_START
+                say(str(error))
+                say_failed(label, code)
+            if code:
+                break
         if code:
             facts["error"] = f"exit code {code}"
     return code, command_env
+
+
+def _step(name: str, label: str, argv: Sequence[str], env: Mapping[str, str], session: Session) -> int:
+    with session_stage(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
+        code = run_program(argv, env, session.tracer, stdout=2)
+        if code:
+            facts["error"] = f"exit code {code}"
+            say_failed(label, code)
+    return code

@@ -35,44 +35,35 @@ _POLL_S = 0.02
 _SETTLED_S = 0.1
 """A daemon without sockets and pid files counts as ready after running this long."""
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 20.0, 600.0
-_END_S = 60.0
+END_S = 60.0
 """For ending all daemons on a busy node: if the helper were killed before, they would keep running."""
 _NOT_ALL = "not all that the setup left running could be started"
 # Ignored by Python or by `background`; daemons get the default action.
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXFSZ)
 
 
-class RelaunchedDaemons:
-    """The daemons of a restored start; to be closed when the command has ended."""
+def start_daemons(task: Task, daemons: Sequence[Daemon], enter: Callable[[], None] | None) -> Background:
+    """Start the daemons of a snapshot, and wait until all are ready. `enter` enters the view with the snapshot.
 
-    def __init__(self, task: Task, daemons: Sequence[Daemon], enter: Callable[[], None] | None) -> None:
-        """Start them. `enter` enters the view with the snapshot. Raises `PermanentError`."""
-        self._task = task
-        self._daemons = daemons
-        starts = [_DaemonStart(one, apply_exports(one.env, task.env)) for one in daemons]
-        longest_s = max(one.ready_s for one in daemons)
-        self._deadline_s = min(max(3 * longest_s, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
-        self._background: Background = start_background(
-            partial(_run_daemons, starts, enter, self._deadline_s),
-            name="bootseer-daemon",
-            log=task.folder.path / "daemons.log",
-        )
-
-    def wait(self) -> None:
-        """Wait until all are ready. Raises `EnvironmentUnavailable`, with none left running."""
-        try:
-            while not (reply := self._background.next_message(2 * self._deadline_s)).get("ready"):
-                if "error" in reply:
-                    raise EnvironmentUnavailable("daemons", f"{_NOT_ALL}: {reply['error']}")
-                daemon = self._daemons[reply["daemon"]]
-                emit_daemon_stage(self._task, daemon, reply["began_s"], reply["ready_s"])
-        except BootseerError as error:
-            raise EnvironmentUnavailable(
-                "daemons", f"what the setup left running could not be started: {error}"
-            ) from error
-
-    def close(self) -> None:
-        self._background.stop(_END_S)
+    Returns the helper, to be stopped within `END_S` when the command has ended. Raises `EnvironmentUnavailable`, with
+    none left running.
+    """
+    starts = [_DaemonStart(one, apply_exports(one.env, task.env)) for one in daemons]
+    longest_s = max(one.ready_s for one in daemons)
+    deadline_s = min(max(3 * longest_s, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
+    work, log = partial(_run_daemons, starts, enter, deadline_s), task.folder.path / "daemons.log"
+    helper = start_background(work, name="bootseer-daemon", log=log)
+    try:
+        while not (reply := helper.next_message(2 * deadline_s)).get("ready"):
+            if "error" in reply:
+                raise PermanentError(reply["error"])
+            emit_daemon_stage(task, daemons[reply["daemon"]], reply["began_s"], reply["ready_s"])
+    except BaseException as error:
+        helper.stop(END_S)
+        if isinstance(error, BootseerError):
+            raise EnvironmentUnavailable("daemons", f"{_NOT_ALL}: {error}") from error
+        raise
+    return helper
 
 
 def emit_daemon_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:

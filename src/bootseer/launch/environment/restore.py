@@ -70,7 +70,10 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
                 _check_daemons(task, document, on_host=on_host)
             _restore(task, document, command, prepared, on_host=on_host)
             if document.daemons:
-                _relaunch(task, document, prepared)
+                from bootseer.launch.environment.relaunch import END_S, start_daemons
+
+                helper = start_daemons(task, document.daemons, prepared.enter)
+                prepared.undo.callback(helper.stop, END_S)
             facts.update(key=document.key, way=prepared.facts.get("way"))
     except BaseException as error:
         prepared.undo.close()
@@ -111,14 +114,6 @@ def _check_daemons(task: Task, document: EnvironmentDocument, *, on_host: bool) 
     from bootseer.launch.environment.relaunch import check_addresses
 
     check_addresses(document.daemons)
-
-
-def _relaunch(task: Task, document: EnvironmentDocument, prepared: PreparedEnvironment) -> None:
-    from bootseer.launch.environment.relaunch import RelaunchedDaemons
-
-    daemons = RelaunchedDaemons(task, document.daemons, prepared.enter)
-    prepared.undo.callback(daemons.close)
-    daemons.wait()
 
 
 def _say_missing(document: EnvironmentDocument, *, on_host: bool) -> None:

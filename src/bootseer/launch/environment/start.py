@@ -25,7 +25,6 @@ from bootseer.logs import logger
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
-    from bootseer.env import Mode
     from bootseer.env.keys.key import RequestKey
     from bootseer.env.life.decide import Decision
     from bootseer.launch.environment.lookup import LookupResult
@@ -62,8 +61,14 @@ def run_in_environment(
             session=session,
             show=options.show,
         )
-    except BootseerError as error:
-        start_attrs = _without_cache(environment.mode, str(error))
+    except BootseerError as error:  # the cache is not usable
+        from bootseer.env.life.decide import Action, Decision, fall_back
+
+        reason = str(error)
+        decision = fall_back(Decision(Action.INSTALL, "failed", reason, mode=environment.mode), "failed", reason)
+        decision.check()
+        say(f"the environment is set up without a snapshot: {reason}")
+        start_attrs = {"mode": "installed", "code": decision.code, "reason": decision.reason, "until": "setup"}
         return run_after_setup(command, options, env, session, start_attrs=start_attrs)
     start = EnvironmentStart(task, command)
     code = 1
@@ -78,16 +83,6 @@ def run_in_environment(
         start.finish_publishing(code)
         start.close()
     return code
-
-
-def _without_cache(mode: Mode, reason: str) -> Mapping[str, object]:
-    """Attributes of the report if the cache is not usable. Raises `UsageError` if a snapshot is required."""
-    from bootseer.env.life.decide import Action, Decision, fall_back
-
-    decision = fall_back(Decision(Action.INSTALL, "failed", reason, mode=mode), "failed", reason)
-    decision.check()
-    say(f"the environment is set up without a snapshot: {reason}")
-    return {"mode": "installed", "code": decision.code, "reason": decision.reason, "until": "setup"}
 
 
 class EnvironmentStart:

@@ -14,8 +14,7 @@ from bootseer.env.changes import Change
 from bootseer.env.life.decide import REASONS, Decision, fall_back
 from bootseer.env.restoring import loose, placement
 from bootseer.env.restoring.host import show_on_host
-from bootseer.env.restoring.roots import Division, divide, is_system
-from bootseer.env.restoring.safe_tree import TreeFolders
+from bootseer.env.restoring.roots import Division, is_system
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import BootseerError
 from bootseer.launch.environment.plain import say_failed
@@ -145,11 +144,6 @@ def check_setup(view: Capture, done: SetupResult) -> None:
         say("its changes are discarded, except in scratch folders, logs and package caches")
 
 
-def divide_changes(view: Capture, changes: Sequence[Change]) -> Division:
-    """Which changes are mounted over the machine's folders, and which are copied."""
-    return divide(changes, TreeFolders(str(view.root)))
-
-
 def show_changes(
     task: Task, view: Capture, changes: Sequence[Change], division: Division, prepared: PreparedEnvironment
 ) -> None:
@@ -157,28 +151,23 @@ def show_changes(
 
     Raises `EnvironmentUnavailable`, with nothing left behind.
     """
+    if view.way == "scan":
+        return
     try:
-        if view.way != "scan":
-            _show_changes(task, view, changes, division, prepared)
+        if division.roots:
+            user = view.way == "user"
+            seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=user, say=say)
+            prepared.undo.callback(seen.close)
+            prepared.enter = seen.enter
+        # Last, as these files stay: in the way of the setup, if it had to run again. With secrets, which are in no
+        # snapshot: this command gets them, as without BootSeer.
+        withheld = [change for change in view.left_out.withheld.values() if not is_system(change.path)]
+        loose_ones = [change for change in (*changes, *withheld) if division.is_loose(change.path)]
+        if loose_ones:
+            planned = loose.plan(loose_entries(loose_ones), view.source_of, roots=division.roots, captured=True)
+            placement.apply_plan(planned, view.source_of)
     except BaseException as error:
         prepared.undo.close()
         if isinstance(error, BootseerError | OSError):
             raise EnvironmentUnavailable("failed", f"what the setup did cannot be prepared: {error}") from error
         raise
-
-
-def _show_changes(
-    task: Task, view: Capture, changes: Sequence[Change], division: Division, prepared: PreparedEnvironment
-) -> None:
-    if division.roots:
-        user = view.way == "user"
-        seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=user, say=say)
-        prepared.undo.callback(seen.close)
-        prepared.enter = seen.enter
-    # Last, as these files stay: in the way of the setup, if it had to run again. With secrets, which are in no
-    # snapshot: this command gets them, as without BootSeer.
-    withheld = [change for change in view.left_out.withheld.values() if not is_system(change.path)]
-    loose_ones = [change for change in (*changes, *withheld) if division.is_loose(change.path)]
-    if loose_ones:
-        planned = loose.plan(loose_entries(loose_ones), view.source_of, roots=division.roots, captured=True)
-        placement.apply_plan(planned, view.source_of)
