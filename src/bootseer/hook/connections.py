@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import active, add_undo, guarded
+from bootseer.hook.state import active, guarded
 from bootseer.hook.wrap import replace, replace_decorated
 from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
@@ -39,7 +39,7 @@ def mark_stores(module: ModuleType) -> None:
 
         return connect
 
-    add_undo(replace(module, "TCPStore", make))
+    replace(module, "TCPStore", make)
 
 
 @guarded
@@ -81,7 +81,7 @@ def mark_groups(c10d: ModuleType) -> None:
         return new_group
 
     for name in _GROUP_FUNCTIONS:
-        add_undo(replace_decorated(getattr(c10d, name, None), make))
+        replace_decorated(getattr(c10d, name, None), make)
 
 
 @guarded

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, active, add_undo, guarded, stop
+from bootseer.hook.state import STAGE, active, guarded, stop
 from bootseer.hook.wrap import Picklable, replace, spanned
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 
@@ -30,11 +30,11 @@ def mark_jax(jax: ModuleType) -> None:
         exclude(__file__)
         exclude(sys.modules[Picklable.__module__].__file__)
     for name in ("grad", "value_and_grad"):
-        add_undo(replace(jax, name, _wrap_gradient))
-    add_undo(replace(jax, "vjp", lambda original: Picklable(_noting_gradient(original))))
+        replace(jax, name, _wrap_gradient)
+    replace(jax, "vjp", lambda original: Picklable(_noting_gradient(original)))
     execution = sys.modules.get("jax._src.interpreters.pxla")
-    add_undo(replace(getattr(execution, "ExecuteReplicated", None), "__call__", _wrap_execute))
-    add_undo(replace(sys.modules.get("jax.distributed"), "initialize", _wrap_initialize))
+    replace(getattr(execution, "ExecuteReplicated", None), "__call__", _wrap_execute)
+    replace(sys.modules.get("jax.distributed"), "initialize", _wrap_initialize)
     jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 

@@ -19,7 +19,7 @@ from bootseer.hook.connections import mark_stores
 from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
-from bootseer.hook.state import STAGE, active, add_undo, begin, compiling, guarded
+from bootseer.hook.state import STAGE, active, begin, compiling, guarded
 from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps, without_forward_hook
 from bootseer.hook.wrap import replace, spanned
 from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
@@ -118,10 +118,9 @@ def mark_cuda(cuda: ModuleType) -> None:
             state.recorder.device_begins()
 
     undo = replace(cuda, "_lazy_init", make)
-    add_undo(undo)
 
 
-def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
+def after_import_of() -> dict[str, Callable[[ModuleType], object]]:
     """The watched modules, each with the function that is called with it after its import."""
     return {
         "torch": mark_steps,

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.hook.connections import mark_groups, ranks_connected
-from bootseer.hook.state import STAGE, active, add_undo, compiling, guarded
+from bootseer.hook.state import STAGE, active, compiling, guarded
 from bootseer.hook.wrap import replace, replace_decorated, spanned
 from bootseer.trace.event import INSTANT
 
@@ -57,7 +57,7 @@ def mark_process_group(c10d: ModuleType) -> None:
 
         return init_process_group
 
-    add_undo(replace(c10d, "init_process_group", make))
+    replace(c10d, "init_process_group", make)
     mark_groups(c10d)
 
 
@@ -137,7 +137,7 @@ def mark_launcher(registry: ModuleType) -> None:
             spanned(STAGE + "launcher_rendezvous", describe)(join)
         )
 
-    add_undo(replace(registry, "get_rendezvous_handler", make))
+    replace(registry, "get_rendezvous_handler", make)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, add_undo
+from bootseer.hook.state import STAGE
 from bootseer.hook.wrap import Describe, Picklable, replace, spanned
 
 _MAX_FILES = 64
@@ -48,6 +48,6 @@ def mark_reads(*names: str, api: str) -> Callable[[ModuleType], None]:
             def make(original: Callable[..., Any], marked: Callable[..., Any] = marked) -> Picklable:
                 return Picklable(marked(original))
 
-            add_undo(replace(module, name, make))
+            replace(module, name, make)
 
     return mark

@@ -82,7 +82,7 @@ def stop() -> None:
     global _state
     state, _state = _state, None
     if state is not None:
-        for undo in state.collective_undo + state.undo:
+        for undo in state.undo:
             with contextlib.suppress(Exception):
                 undo()
 
@@ -123,12 +123,6 @@ def compiling() -> bool:
     """Whether torch.compile is tracing. Versions without the probe do not trace our code."""
     probe = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
     return probe is not None and bool(probe())
-
-
-def add_undo(undo: Callable[[], None] | None) -> None:
-    state = active()
-    if state is not None and undo is not None:
-        state.undo.append(undo)
 
 
 def begin(tracer: Tracer) -> State:

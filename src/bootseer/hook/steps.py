@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, State, active, add_undo, guarded, stop
+from bootseer.hook.state import STAGE, State, active, guarded, stop
 from bootseer.hook.wrap import replace
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 
@@ -77,7 +77,7 @@ def _mark_forward(torch: ModuleType) -> None:
     state.undo.append(handle.remove)
 
 
-def without_forward_hook(name: str) -> Callable[[ModuleType], None]:
+def without_forward_hook(name: str) -> Callable[[ModuleType], object]:
     """A function that has the forward hook removed when this function of a module is called: those that look for global
     hooks, of which torch.compile warns, and with which torch.export fails."""
 
@@ -90,7 +90,7 @@ def without_forward_hook(name: str) -> Callable[[ModuleType], None]:
 
         return look
 
-    return lambda module: add_undo(replace(module, name, make))
+    return lambda module: replace(module, name, make)
 
 
 @guarded
@@ -158,7 +158,7 @@ def mark_outer_steps(*names: str) -> Callable[[ModuleType], None]:
     def mark(module: ModuleType) -> None:
         for name in names:
             owner, _, method = name.partition(".")
-            add_undo(replace(getattr(module, owner, None), method, make))
+            replace(getattr(module, owner, None), method, make)
 
     return mark
 

@@ -23,7 +23,7 @@ from bootseer.trace.identity import Identity
 from bootseer.trace.sinks import FanOut
 from bootseer.trace.tracer import Tracer, process_tracer
 
-_after: dict[str, Callable[[ModuleType], None]] = {}
+_after: dict[str, Callable[[ModuleType], object]] = {}
 _running: list[str] = []
 """Imports in progress on the main thread, the outermost first."""
 

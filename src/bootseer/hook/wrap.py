@@ -22,10 +22,10 @@ Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]
 
 
 def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], Any]) -> Callable[[], None] | None:
-    """Replace a function by `make(original)`. Returns a function that restores the original, unless ours was replaced
-    meanwhile; None if there is no such function or marking is over."""
-    original = getattr(module, name, None)
-    if module is None or original is None or active() is None:
+    """Replace a function by `make(original)` until marking ends. Returns a function that restores the original, unless
+    ours was replaced meanwhile; None if there is no such function or marking is over."""
+    original, state = getattr(module, name, None), active()
+    if module is None or original is None or state is None:
         return None
     ours = functools.wraps(original)(make(original))
     setattr(module, name, ours)
@@ -35,16 +35,17 @@ def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], A
             if holder is not None and getattr(holder, name, None) is ours:
                 setattr(holder, name, original)
 
+    state.undo.append(undo)
     return undo
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[], None] | None:
-    """Make a decorated function's wrapper call `make(original)`, so that the function object stays the same. Returns a
-    function that restores it; None for an undecorated function."""
-    original: Any = getattr(function, "__wrapped__", None)
+    """Make a decorated function's wrapper call `make(original)` until marking ends, so that the function object stays
+    the same. Returns a function that restores it; None for an undecorated function, or if marking is over."""
+    original, state = getattr(function, "__wrapped__", None), active()
     cells = getattr(function, "__closure__", None) or ()
     cell = next((cell for cell in cells if original is not None and cell.cell_contents is original), None)
-    if cell is None:
+    if cell is None or state is None:
         return None
     cell.cell_contents = ours = functools.wraps(original)(make(original))
 
@@ -52,6 +53,7 @@ def replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[],
         if cell.cell_contents is ours:
             cell.cell_contents = original
 
+    state.undo.append(undo)
     return undo
 
 
