@@ -42,7 +42,8 @@ def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], A
 def replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[], None] | None:
     """Make a decorated function's wrapper call `make(original)` until marking ends, so that the function object stays
     the same. Returns a function that restores it; None for an undecorated function, or if marking is over."""
-    original, state = getattr(function, "__wrapped__", None), active()
+    original: Any = getattr(function, "__wrapped__", None)
+    state = active()
     cells = getattr(function, "__closure__", None) or ()
     cell = next((cell for cell in cells if original is not None and cell.cell_contents is original), None)
     if cell is None or state is None:
