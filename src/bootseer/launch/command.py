@@ -185,7 +185,7 @@ def _run_once(
     if options.began_pattern is not None and session.is_measured:
         import threading
 
-        from bootseer.launch.relay import Relay, forward_window_size
+        from bootseer.launch.relay import Relay
 
         began, unseen = session.training_began, threading.Lock()
 
@@ -201,8 +201,6 @@ def _run_once(
             for relay in relays:
                 relay.release()  # its thread ends
             relays.clear()
-        else:
-            forward_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
         pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}) if restarts is not None else None

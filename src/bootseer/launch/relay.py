@@ -1,7 +1,7 @@
 """Search the command's output for a pattern (`--began-pattern`), for frameworks whose first step shows only in a log.
 
-The command writes into a pipe, or into a pseudo terminal where it had a terminal, and every byte is forwarded at once
-and unchanged.
+The command writes into a pipe, or into a pseudo terminal of the same size where it had a terminal, and every byte is
+forwarded at once and unchanged.
 """
 
 from __future__ import annotations
@@ -37,28 +37,21 @@ class Relay:
         self._target = target
         self._pattern: re.Pattern[bytes] | None = pattern
         self._on_found = on_found
-        self._terminal = os.isatty(target)
         self._is_forwarding = False
-        if self._terminal:
+        if os.isatty(target):
             self._read, self.write = pty.openpty()
             tty.setraw(self.write)  # the real terminal does the line editing
-            self.resize()
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(target, termios.TIOCGWINSZ, b"\0" * 8)
+                fcntl.ioctl(self.write, termios.TIOCSWINSZ, size)
         else:
             self._read, self.write = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"relay-{target}", daemon=True)
         self._thread.start()
 
-    def resize(self) -> None:
-        """Give the pseudo terminal the size of the real one."""
-        if self._terminal:
-            with contextlib.suppress(OSError):
-                size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, b"\0" * 8)
-                fcntl.ioctl(self.write if self.write >= 0 else self._read, termios.TIOCSWINSZ, size)
-
     def release(self) -> None:
         """The command has been started: close this process's copy of the write end."""
         os.close(self.write)
-        self.write = -1
 
     def finish(self, deadline_s: float) -> None:
         """Wait until everything is forwarded, or a signal asks for the end.
@@ -81,7 +74,6 @@ class Relay:
         try:
             self._forward()
         finally:
-            self._terminal = False  # `resize` must not use the number any more
             os.close(self._read)  # if the reader has gone, the command's next write gets EPIPE, as without the relay
 
     def _forward(self) -> None:
@@ -135,14 +127,3 @@ class Relay:
         elif took_s > _SLOW_S:  # `re` holds the GIL: the next line might block the whole process for hours
             self._pattern = None
             say(f"--began-pattern took {took_s:.1f} s for one line and is no longer searched for; simplify it")
-
-
-def forward_window_size(relays: list[Relay]) -> None:
-    """Resize the pseudo terminals with the real one."""
-
-    def changed(signum: int, frame: object) -> None:
-        for relay in relays:
-            relay.resize()
-
-    if any(os.isatty(fd) for fd in (1, 2)):
-        signal.signal(signal.SIGWINCH, changed)

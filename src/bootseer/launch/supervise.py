@@ -207,7 +207,7 @@ def _exec_command(
             _call_enter(enter, report)
         _die_with_parent(parent)  # after `enter`: the kernel clears the death signal when credentials change
         # Pending signals, delivered when the mask is lifted, must meet the default action, not a Python handler.
-        for number in (*_PYTHON_IGNORES, signal.SIGINT, signal.SIGWINCH):
+        for number in (*_PYTHON_IGNORES, signal.SIGINT):
             if number in _PYTHON_IGNORES or callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
