@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer import logs
-from bootseer.errors import Interrupted, PermanentError, TransientError, as_message, os_errors_as
-from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl
+from bootseer.errors import Interrupted, PermanentError, TransientError, as_message, from_message, os_errors_as
+from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl, say
 from bootseer.mounts.process import drop_descriptors, end_child, readable, send_line
 
 Send = Callable[[dict[str, Any]], None]
@@ -51,15 +51,22 @@ class Background:
         return not self._is_open
 
     def next_message(self, timeout_s: float) -> dict[str, Any]:
-        """Its next message. Raises `TransientError` on a timeout and when the process has ended."""
+        """Its next message; lines for the user (`say`) before it are printed. Raises the error that the process has
+        sent, and `TransientError` on a timeout and when it has ended."""
         until = time.monotonic() + timeout_s
-        while len(self._messages) == self._next:
-            if not self._is_open:
-                raise TransientError("a helper process ended without an answer")
-            if not self._receive(max(until - time.monotonic(), 0.0)):
-                raise TransientError("a helper process did not answer in time")
-        self._next += 1
-        return self._messages[self._next - 1]
+        while True:
+            while len(self._messages) == self._next:
+                if not self._is_open:
+                    raise TransientError("a helper process ended without an answer")
+                if not self._receive(max(until - time.monotonic(), 0.0)):
+                    raise TransientError("a helper process did not answer in time")
+            message = self._messages[self._next]
+            self._next += 1
+            if "error" in message:
+                raise from_message(message)
+            if "say" not in message:
+                return message
+            say(message["say"])
 
     def stop(self, timeout_s: float = _KILL_AFTER_S) -> None:
         """Ask it to clean up and end (SIGTERM); kill it after `timeout_s`."""

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import Action, Decision
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import BootseerError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
@@ -59,7 +57,7 @@ class LookupResult(Struct):
 
 
 def look_up(task: Task, image: Callable[[], str] | None, *, damaged: str = "") -> LookupResult:
-    """Look up the environment. Raises `TransientError` if the child fails or does not answer in time; that the store
+    """Look up the environment. Raises `BootseerError` if the child fails or does not answer in time; that the store
     does not answer is no error, but a reason for the decision.
 
     `image` returns the digest of the image to run in, and is called in the child. `damaged` is the defect of the
@@ -95,16 +93,16 @@ def look_up(task: Task, image: Callable[[], str] | None, *, damaged: str = "") -
                 with contextlib.suppress(ImportError):  # then the child has reported it
                     import bootseer.places.hdfs  # noqa: F401 - the children to come need it
 
-            key = msgspec.convert(_next_message(helper, _KEY_S), RequestKey)
+            key = msgspec.convert(helper.next_message(_KEY_S), RequestKey)
             facts["key"] = key.digest
         with task.stage("lookup") as facts:
-            message = _next_message(helper, _LOOK_S)
+            message = helper.next_message(_LOOK_S)
             facts["code"] = message["code"]
         if message["action"] == Action.WAIT.value:
             say(f"{message['reason']}; waiting for it, {task.options.wait_s:g} s at most (--env-wait)")
             with task.stage("wait") as facts:
                 facts["for"] = message["reason"]
-                message = _next_message(helper, task.options.wait_s + _SLACK_S)
+                message = helper.next_message(task.options.wait_s + _SLACK_S)
                 facts["code"] = message["code"]
         decision = msgspec.convert(message, Decision)
         _log.info("environment %s: %s (%s: %s)", key.digest[:12], decision.action.value, decision.code, decision.reason)
@@ -116,14 +114,3 @@ def look_up(task: Task, image: Callable[[], str] | None, *, damaged: str = "") -
     if decision.action is not Action.BUILD:
         result.release()
     return result
-
-
-def _next_message(helper: Background, timeout_s: float) -> dict[str, Any]:
-    until = time.monotonic() + timeout_s
-    message = helper.next_message(timeout_s)
-    while "say" in message:
-        say(message["say"])
-        message = helper.next_message(until - time.monotonic())
-    if "error" in message:
-        raise TransientError(message["error"])
-    return message

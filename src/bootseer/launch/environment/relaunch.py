@@ -55,8 +55,6 @@ def start_daemons(task: Task, daemons: Sequence[Daemon], enter: Callable[[], Non
     helper = start_background(work, name="bootseer-daemon", log=log)
     try:
         while not (reply := helper.next_message(2 * deadline_s)).get("ready"):
-            if "error" in reply:
-                raise PermanentError(reply["error"])
             emit_daemon_stage(task, daemons[reply["daemon"]], reply["began_s"], reply["ready_s"])
     except BaseException as error:
         helper.stop(END_S)

@@ -53,12 +53,10 @@ class Watch:
         watch = cls(start_background(work, name="bootseer-reads", log=log))
         if ready is None:
             try:
-                reason = watch.background.next_message(READY_S).get("error", "")
+                watch.background.next_message(READY_S)
             except BootseerError as error:
-                reason = f"the watching process could not begin: {error}"
-            if reason:
                 watch.background.stop()
-                watch._reads = not_watched(reason)
+                watch._reads = not_watched(str(error))
         return watch
 
     def end(self) -> Reads:
