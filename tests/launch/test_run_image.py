@@ -291,7 +291,7 @@ def test_python_in_the_container_finds_the_hook(run: Run, image: str) -> None:
     ]
     code = "import sitecustomize, sys; print(sitecustomize.__file__)"
     ran = run("run", "-q", "--image", image, *mounts, "--", "/usr/bin/python3", "-c", code)
-    assert ran.stdout == "/run/bootseer/package/hook/path/sitecustomize.py\n", ran.stderr
+    assert ran.stdout == "/run/bootseer/bootseer/hook/path/sitecustomize.py\n", ran.stderr
 
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the system's python3 to run in the container")

@@ -10,30 +10,17 @@ image's own Python, so only modules that need nothing but the standard library a
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
+if __name__ == "__main__":  # the folder that has the package `bootseer`
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-def _make_importable() -> None:
-    """Make the package that contains this file importable as `bootseer`: its folder has another name in a container."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    init = os.path.join(package, "__init__.py")
-    spec = importlib.util.spec_from_file_location("bootseer", init, submodule_search_locations=[package])
-    assert spec is not None  # noqa: S101 - for the type checker
-    assert spec.loader is not None  # noqa: S101
-    module = sys.modules["bootseer"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-
-if __name__ == "__main__":
-    _make_importable()
-
-from bootseer.launch import supervise  # noqa: E402
-from bootseer.launch.restart import Restarts  # noqa: E402
-from bootseer.launch.session import RunEvents, Unmeasured  # noqa: E402
-from bootseer.trace.event import BEGIN, END, FAILED, OK  # noqa: E402
-from bootseer.trace.tracer import from_environment, new_span  # noqa: E402
+from bootseer.launch import supervise
+from bootseer.launch.restart import Restarts
+from bootseer.launch.session import RunEvents, Unmeasured
+from bootseer.trace.event import BEGIN, END, FAILED, OK
+from bootseer.trace.tracer import from_environment, new_span
 
 
 def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[str]) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +37,6 @@ _MAX_KEPT = 400
 _MAX_COLD = 64
 _NEVER_WHOLE = ("torch", "jax")
 """Packages without which a warm start gains nothing: only single modules of them are left out."""
-_KEEP_S = 5.0
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
 """Variables that are shared with other nodes: values are short numbers and names, not paths and not secrets, and names
 do not include those that load other programs."""
@@ -129,8 +127,7 @@ class WarmStart:
         self._path = cache_root(env, os.getuid()) / "warm" / name
         self.shared_path = self._path.with_suffix(".shared")
         """The part shared with other nodes."""
-        self._report = StartReport(session, self._record)
-        self._recorded = threading.Event()
+        self._report = StartReport(session, self._save)
 
     def __enter__(self) -> WarmStart:
         return self
@@ -147,9 +144,8 @@ class WarmStart:
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
     def record(self, until: str) -> None:
-        """Save what this start imported; waits a few seconds at most for another thread that is saving it."""
+        """Save what this start imported, or wait until another thread has saved it."""
         self._report.send(until)
-        self._recorded.wait(_KEEP_S)
 
     def __exit__(self, *_: object) -> None:
         self._report.send(COMMAND_ENDED)
@@ -166,13 +162,7 @@ class WarmStart:
                 say(f"what earlier starts imported is not known: {error}")
         return Known()
 
-    def _record(self, until: str) -> None:
-        try:
-            self._save()
-        finally:
-            self._recorded.set()
-
-    def _save(self) -> None:
+    def _save(self, until: str) -> None:
         events = [event for event in self._session.tail().poll(last=True) if event.stage == EVENT]
         refusals = [event.attrs for event in events if "why_not" in event.attrs]
         if self._mode == "on":

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 STAGE = "image_loading"
 _IN_CONTAINER = "/run/bootseer"
-_HOOK = f"{_IN_CONTAINER}/package"
+_HOOK = f"{_IN_CONTAINER}/bootseer"
 _SPOOL = f"{_IN_CONTAINER}/spool"
 _OF_SETUP = "-setup"
 _PREFIX = "start-"
