@@ -127,7 +127,8 @@ class WarmStart:
         self._path = cache_root(env, os.getuid()) / "warm" / name
         self.shared_path = self._path.with_suffix(".shared")
         """The part shared with other nodes."""
-        self._report = StartReport(session, self._save)
+        self.report = StartReport(session, self._save)
+        """Saves what this start imported."""
 
     def __enter__(self) -> WarmStart:
         return self
@@ -143,12 +144,8 @@ class WarmStart:
             if self._mode == "on":
                 say("not warm: no earlier start of this command is known on this node; this one is recorded")
 
-    def record(self, until: str) -> None:
-        """Save what this start imported, or wait until another thread has saved it."""
-        self._report.send(until)
-
     def __exit__(self, *_: object) -> None:
-        self._report.send(COMMAND_ENDED)
+        self.report.send(COMMAND_ENDED)
 
     def _known(self) -> Known:
         for path in (self._path, self.shared_path):

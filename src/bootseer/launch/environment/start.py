@@ -86,7 +86,7 @@ def run_in_environment(
 
 
 class EnvironmentStart:
-    """One environment start on this node. `report` may be called in another thread, all else in the main one."""
+    """One environment start on this node. `report` may be sent by another thread, all else in the main one."""
 
     def __init__(self, task: Task, command: Sequence[str]) -> None:
         self.task = task
@@ -96,7 +96,7 @@ class EnvironmentStart:
         self.publishing: Publishing | None = None
         self.seconds = 0.0
         """Duration of preparing the environment."""
-        self._report = StartReport(task.session, self._record)
+        self.report = StartReport(task.session, self._record)
 
     def prepare(self) -> int:
         """Restore, capture or set up the environment. Returns the setup's exit code: 0 if the command can start."""
@@ -211,7 +211,7 @@ class EnvironmentStart:
 
     def command_ended(self, code: int, seconds: float) -> None:
         """Report the start, if that is still to be done, and judge the snapshot by the command's exit code."""
-        self.report(COMMAND_ENDED)
+        self.report.send(COMMAND_ENDED)
         prepared = self.prepared
         if prepared is None:
             return
@@ -229,16 +229,12 @@ class EnvironmentStart:
 
                 suspect_snapshot(self.task, document, code, seconds)
 
-    def report(self, until: str) -> None:
-        """Report the start once; `until` is what ended it."""
-        self._report.send(until)
-
     def _record(self, until: str) -> None:
         prepared, session = self.prepared, self.task.session
         if prepared is None:
             return
         if session.warm is not None:
-            session.warm.record(until)
+            session.warm.report.send(until)
         numbers = prepared.layer.end_startup() if prepared.layer is not None else {}
         facts = {
             "mode": "bypassed" if prepared.decision.code == "bypass" else prepared.mode,

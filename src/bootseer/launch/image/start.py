@@ -263,9 +263,9 @@ class _ImageStart:
         if mounted is None:
             return
         if self._environment is not None:
-            self._environment.start.report(until)
+            self._environment.start.report.send(until)
         if session.warm is not None:
-            session.warm.record(until)
+            session.warm.report.send(until)
         numbers = mounted.end_startup()
         facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}
         session.tracer.emit("image_start", INSTANT, parent=session.span, attrs=facts)
