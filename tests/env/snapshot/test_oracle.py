@@ -70,16 +70,19 @@ def test_another_content_under_the_same_version_is_found(ask, tmp_path):
     other = make_wheel(tmp_path / "later", "app", "1.0", {"app/__init__.py": "X = 2\n"}, scripts={"tool": "app:main"})
     said = ask(moved={other: tmp_path / "wheels" / other.name})
     names = {path.rpartition("/site-packages/")[2]: words for path, words in said["differences"].items()}
-    assert names.pop("app/__init__.py") == "other content"
+    assert names.pop("app/__init__.py") == "in the fresh installation: other content"
     assert all("dist-info" in name or "__pycache__" in name for name in names)
 
 
 def test_forged_files_and_setups_that_never_do_the_same_are_found(ask, tmp_path):
     setup = "echo made > file; echo $$ > own; touch own-$$"
     said = ask(setup, setup="true", between={tmp_path / "oracle" / "tree" / "srv" / "file": "forged\n"})
-    assert said["differences"].pop("/srv/file") == "other content"
-    assert said["differences"].pop("/srv/own") == "other content"
-    assert sorted(said["differences"].values()) == ["only in the fresh installation", "only in the snapshot"]
+    assert said["differences"].pop("/srv/file") == "in the fresh installation: other content"
+    assert said["differences"].pop("/srv/own") == "in the fresh installation: other content"
+    assert sorted(said["differences"].values()) == [
+        "in the fresh installation: missing",
+        "only in the fresh installation",
+    ]
 
 
 def test_a_setup_that_fails_now_is_an_error(ask, tmp_path):

@@ -51,22 +51,22 @@ def verify(
     *,
     layer: bool,
     owners: bool = True,
-    threads: int | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
+    same_content: Callable[[str], bool] | None = None,
 ) -> list[Difference]:
     """The differences between the tree below `tree` and the entries, sorted by path, at most `MAX_DIFFERENCES`.
 
     With `layer` it is a snapshot's own tree: it has no other files, deletions are whiteouts, and hard links are
     checked. Otherwise deleted paths must not exist, and there may be other files. Without `owners` user and group are
     not compared, as mounts of a user without root show their own. `progress` gets the number of done and all paths.
+    `same_content`, if given, judges the content of a file instead of its size and digest.
 
     Unreadable files are differences; nothing is raised for them.
     """
-    threads = threads or min(len(os.sched_getaffinity(0)), 8)
-    run = _Comparison(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full")
+    run = _Comparison(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full", same_content)
     found: list[Difference] = []
     batches = [entries[at : at + _BATCH] for at in range(0, len(entries), _BATCH)]
-    with Tasks("bootseer-verify", threads) as pool:
+    with Tasks("bootseer-verify", min(len(os.sched_getaffinity(0)), 8)) as pool:
         for number, differences in enumerate(pool.map(run.compare, batches)):
             found += differences
             progress(min((number + 1) * _BATCH, len(entries)), len(entries))
@@ -82,6 +82,7 @@ class _Comparison(NamedTuple):
     layer: bool
     owners: bool
     full: bool
+    same_content: Callable[[str], bool] | None
 
     def compare(self, entries: Sequence[Entry]) -> list[Difference]:
         return [Difference(entry.path, words) for entry in entries if (words := self._describe(entry))]
@@ -137,11 +138,16 @@ class _Comparison(NamedTuple):
         yield from self._xattrs(entry, path)
         if self.layer:
             yield from self._layer_differences(entry, path, status)
-        if kind == "file":
-            if status.st_size != entry.size:
-                yield f"{status.st_size} bytes, not {entry.size}"
-            elif self.full and not (entry.link and self.layer) and _digest(path) != entry.digest:
-                yield "other content"
+        if kind == "file" and (words := self._content_differs(entry, path, status)):
+            yield words
+
+    def _content_differs(self, entry: Entry, path: bytes, status: os.stat_result) -> str:
+        if self.same_content is not None:
+            return "" if self.same_content(entry.path) else "other content"
+        if status.st_size != entry.size:
+            return f"{status.st_size} bytes, not {entry.size}"
+        differs = self.full and not (entry.link and self.layer) and _digest(path) != entry.digest
+        return "other content" if differs else ""
 
     def _xattrs(self, entry: Entry, path: bytes) -> Iterator[str]:
         found = {os.fsdecode(name): value for name, value in xattrs_of(os.fsdecode(path)).items()}
