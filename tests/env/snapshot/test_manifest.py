@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bootseer.env.changes import Action
 from bootseer.env.snapshot import manifest as format_
 from bootseer.env.snapshot.manifest import SCHEMA, Entry, Manifest, path_bytes
 from bootseer.env.snapshot.write import store_manifest
@@ -33,7 +32,7 @@ _common: dict[str, Any] = {
     "uid": _owners,
     "gid": _owners,
     "xattrs": st.dictionaries(st.sampled_from(["user.a", "security.capability"]), st.binary(max_size=9)),
-    "action": st.sampled_from([Action.ADDED, Action.MODIFIED]),
+    "modified": st.booleans(),
     "before": st.sampled_from(["", "directory", "other", "symlink:a\nb", "file:sha256:" + "ab" * 32]),
     "loose": st.booleans(),
 }
@@ -49,7 +48,7 @@ _entries = st.one_of(
     st.builds(Entry, path=_paths, kind=st.just("directory"), opaque=st.booleans(), **_common),
     st.builds(Entry, path=_paths, kind=st.just("symlink"), target=_paths, **_common),
     st.builds(Entry, path=_paths, kind=st.just("fifo"), **_common),
-    st.builds(Entry, path=_paths, kind=st.just("deleted"), action=st.just(Action.DELETED), before=_common["before"]),
+    st.builds(Entry, path=_paths, kind=st.just("deleted"), before=_common["before"]),
 )
 
 

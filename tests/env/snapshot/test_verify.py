@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.env.changes import Action, Change
+from bootseer.env.changes import Change
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Difference, verify
 from env_snapshots import changes_of, deleted, overlay, shown, snapshot, written
@@ -111,7 +111,7 @@ def test_owners_attributes_and_links_count_where_they_can(tmp_path: Path) -> Non
 def test_a_layer_without_its_whiteout_is_no_layer(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    entries = (Entry("/gone", "deleted", action=Action.DELETED),)
+    entries = (Entry("/gone", "deleted"),)
     assert verify(str(root), entries, "quick", layer=True) == [Difference("/gone", "missing")]
     (root / "gone").touch()
     assert verify(str(root), entries, "quick", layer=True) == [Difference("/gone", "not marked as deleted")]

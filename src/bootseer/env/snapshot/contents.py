@@ -12,9 +12,8 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
@@ -98,7 +97,7 @@ def entry_of(item: Item, *, size: int, digest: str = "", link: str = "", loose: 
     """The manifest's entry for an item; `size` and `digest` are those of its content."""
     change = item.change
     if item.kind == "deleted":
-        return Entry(change.path, "deleted", action=Action.DELETED, before=change.before, loose=loose)
+        return Entry(change.path, "deleted", before=change.before, loose=loose)
     return Entry(
         path=change.path,
         kind=item.kind,
@@ -108,10 +107,10 @@ def entry_of(item: Item, *, size: int, digest: str = "", link: str = "", loose: 
         size=size,
         digest=digest,
         target=os.fsdecode(item.target),
-        xattrs={os.fsdecode(name): value for name, value in item.xattrs.items()},
+        xattrs={os.fsdecode(name): value for name, value in sorted(item.xattrs.items())},
         link=link,
         opaque=change.opaque,
-        action=change.action,
+        modified=change.action is Action.MODIFIED,
         before=change.before,
         loose=loose,
     )
@@ -187,45 +186,29 @@ class Content:
     """A secret that was found in it (`SecretCheck.check_content`)."""
 
 
-class Contents:
-    """Reads ahead in a few threads; a context manager. `source_of` returns the source of a file in `__pycache__`."""
+def small_contents(
+    items: Sequence[Item], source_of: Callable[[Item], Source | None], check: SecretCheck, threads: int
+) -> Iterator[tuple[Item, Content]]:
+    """The small files among the items with their contents, read ahead in a few threads. `source_of` returns the source
+    of a file in `__pycache__`. Raises `PermanentError`."""
 
-    def __init__(
-        self, items: Sequence[Item], source_of: Callable[[Item], Source | None], check: SecretCheck, threads: int
-    ) -> None:
-        self._batches = _batches(items)
-        self._source_of = source_of
-        self._check = check
-        self._pool = Tasks("bootseer-read", threads)
-        self._max_ahead = threads * _BATCHES_PER_THREAD
-        self._ahead: deque[Future[list[tuple[Item, Content]]]] = deque()
-        self._ready: deque[tuple[Item, Content]] = deque()
+    def read(batch: list[Item]) -> list[tuple[Item, Content]]:
+        return [(item, _content(item, source_of, check)) for item in batch]
 
-    def __enter__(self) -> Contents:
-        return self
+    batches = _batches(items)
+    with Tasks("bootseer-read", threads) as pool:
+        ahead = deque(pool.submit(read, batch) for batch in islice(batches, threads * _BATCHES_PER_THREAD))
+        while ahead:
+            yield from ahead.popleft().result()
+            ahead.extend(pool.submit(read, batch) for batch in islice(batches, 1))
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def next_small(self, item: Item) -> Content:
-        """The content of `item`, the next small file. Raises `PermanentError`."""
-        while not self._ready:
-            while len(self._ahead) < self._max_ahead and (batch := next(self._batches, None)):
-                self._ahead.append(self._pool.submit(self._read, batch))
-            self._ready.extend(self._ahead.popleft().result())
-        found, content = self._ready.popleft()
-        assert found is item  # noqa: S101 - both sides go through the same list
-        return content
-
-    def _read(self, batch: list[Item]) -> list[tuple[Item, Content]]:
-        return [(item, self._content(item)) for item in batch]
-
-    def _content(self, item: Item) -> Content:
-        data: bytes | None = with_path_error(item.change.path, lambda: read_whole(item))
-        if item.python_source:
-            data = with_path_error(item.change.path, lambda: settle_header(data or b"", self._source_of(item)))
-        secret = "" if item.python_source else self._check.check_content(item.change.path, data or b"")
-        return Content(data, digest_of(data or b""), secret)
+def _content(item: Item, source_of: Callable[[Item], Source | None], check: SecretCheck) -> Content:
+    data: bytes | None = with_path_error(item.change.path, lambda: read_whole(item))
+    if item.python_source:
+        data = with_path_error(item.change.path, lambda: settle_header(data or b"", source_of(item)))
+    secret = "" if item.python_source else check.check_content(item.change.path, data or b"")
+    return Content(data, digest_of(data or b""), secret)
 
 
 def is_small(item: Item) -> bool:

@@ -6,17 +6,17 @@ checked, and memory is bounded by the parsed bytes, not by announced sizes. Does
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal
 
+import msgspec
 import zstandard
 from msgspec import Meta, Struct, field
 
 from bootseer.artifact.document import convert, readable
-from bootseer.env.changes import Action
 from bootseer.errors import CorruptError, PermanentError
 
 SCHEMA = "bootseer.manifest/1"
@@ -34,13 +34,13 @@ _MARKS = ("trusted.overlay.", "user.overlay.")  # overlayfs would interpret them
 
 
 Kind = Literal["file", "directory", "symlink", "fifo", "deleted"]
-_NO_XATTRS: Mapping[str, bytes] = {}
 _BEFORE = r"\A(file:sha256:[0-9a-f]{64}|symlink:[\s\S]{1,4095}|directory|other)?\Z"
 
 
 @readable
-class Entry(Struct, frozen=True):
-    """One path of a snapshot. Directories on the way to it that did not change themselves have no entry."""
+class Entry(Struct, frozen=True, omit_defaults=True):
+    """One path of a snapshot, as a manifest has it. Directories on the way to it that did not change themselves have no
+    entry."""
 
     path: str
     """Absolute, as the setup saw it; bytes that are not UTF-8 are surrogate escapes."""
@@ -55,12 +55,13 @@ class Entry(Struct, frozen=True):
     """`blake3:<hex>` of a file's content as the snapshot has it."""
     target: str = ""
     """Target of a symbolic link."""
-    xattrs: Mapping[str, bytes] = field(default_factory=lambda: _NO_XATTRS)
     link: str = ""
     """For a hard link: the first path of the file. All other fields are repeated."""
     opaque: bool = False
     """Whether a directory hides the one below."""
-    action: Action = Action.ADDED
+    xattrs: Mapping[str, bytes] = field(default_factory=dict)
+    modified: bool = False
+    """Whether the path existed before."""
     before: Annotated[str, Meta(pattern=_BEFORE)] = ""
     """See `Change.before`."""
     loose: bool = False
@@ -77,7 +78,8 @@ class Manifest(Struct, frozen=True):
         """`sha256:<hex>` of the snapshot's content, without previous states and the division into roots."""
         found = hashlib.sha256()
         for entry in self.entries:
-            found.update(_line(_content(entry)))
+            value = _fields(entry)
+            found.update(_line({name: value[name] for name in value if name not in _CIRCUMSTANCES}))
         return f"sha256:{found.hexdigest()}"
 
     def encode(self) -> bytes:
@@ -88,7 +90,7 @@ class Manifest(Struct, frozen=True):
         parts = [compressor.compress(_line({"schema": SCHEMA, "entries": len(self.entries)}))]
         total = 0
         for entry in self.entries:
-            line = _line(_content(entry) | _circumstances(entry))
+            line = _line(_fields(entry))
             total += len(line)
             parts.append(compressor.compress(line))
         parts.append(compressor.flush())
@@ -107,15 +109,11 @@ class Manifest(Struct, frozen=True):
             if isinstance(schema, str) and schema.startswith("bootseer.manifest/"):
                 raise PermanentError(f"a manifest of the version {schema[:64]!r}; this BootSeer supports {SCHEMA}")
             raise CorruptError("this is not the manifest of an environment snapshot")
-        entries: list[Entry] = []
-        checks = _Checks()
-        for line in lines:
-            if len(entries) >= MAX_ENTRIES:
-                raise CorruptError(f"a manifest has more than {MAX_ENTRIES} entries")
-            entries.append(checks.checked(_entry(_object(line))))
-        if head.get("entries") != len(entries):
+        some = islice(lines, MAX_ENTRIES + 1)
+        entries = tuple(_checked(convert(_object(line), Entry, "manifest entry") for line in some))
+        if not len(entries) == head.get("entries") <= MAX_ENTRIES:
             raise CorruptError(f"a manifest announces {head.get('entries')!r} entries and has {len(entries)}")
-        return cls(tuple(entries))
+        return cls(entries)
 
 
 def path_bytes(path: str) -> bytes:
@@ -123,29 +121,13 @@ def path_bytes(path: str) -> bytes:
     return path.encode("utf-8", "surrogateescape")
 
 
-def _content(entry: Entry) -> dict[str, Any]:
-    """The part of an entry that the digest covers, without default values."""
-    found: dict[str, Any] = {"path": entry.path, "kind": entry.kind, "mode": entry.mode}
-    for name in ("uid", "gid", "size", "digest", "target", "link", "opaque"):
-        value = getattr(entry, name)
-        if value:
-            found[name] = value
-    if entry.xattrs:
-        found["xattrs"] = {
-            name: base64.b64encode(value).decode("ascii") for name, value in sorted(entry.xattrs.items())
-        }
-    return found
+_CIRCUMSTANCES = ("modified", "before", "loose")
+"""Fields that the digest does not cover."""
 
 
-def _circumstances(entry: Entry) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if entry.action is Action.MODIFIED:
-        found["modified"] = True
-    if entry.before:
-        found["before"] = entry.before
-    if entry.loose:
-        found["loose"] = True
-    return found
+def _fields(entry: Entry) -> dict[str, Any]:
+    """The fields without default values, but always with the mode."""
+    return {"path": entry.path, "kind": entry.kind, "mode": entry.mode} | msgspec.to_builtins(entry)
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
@@ -185,56 +167,44 @@ def _object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _entry(value: dict[str, Any]) -> Entry:
-    modified = value.pop("modified", False)
-    action = Action.DELETED if value.get("kind") == "deleted" else Action.MODIFIED if modified else Action.ADDED
-    if not isinstance(modified, bool):
-        raise CorruptError("manifest entry: modified is missing or impossible")
-    return convert({**value, "action": action.value}, Entry, "manifest entry")
-
-
-class _Checks:
-    """Checks of single entries and of their relations."""
-
-    def __init__(self) -> None:
-        self._last = b""
-        self._leaves: set[str] = set()  # paths that are not directories
-        self._first: dict[str, Entry] = {}
-
-    def checked(self, entry: Entry) -> Entry:
+def _checked(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The entries; raises `CorruptError` for one that is impossible, alone or after those before it."""
+    last = b""
+    leaves: set[str] = set()  # paths that are not directories
+    first_names: dict[str, Entry] = {}
+    for entry in entries:
         raw = _checked_path(entry.path)
-        if raw <= self._last:
+        if raw <= last:
             raise _wrong(entry.path, "out of order, or twice")
-        self._last = raw
-        self._check_fields(entry)
+        last = raw
+        _check_fields(entry)
         parent = entry.path.rpartition("/")[0]
         while parent:
-            if parent in self._leaves:
+            if parent in leaves:
                 raise _wrong(entry.path, "a place below something that is not a directory")
             parent = parent.rpartition("/")[0]
         if entry.kind != "directory":
-            self._leaves.add(entry.path)
+            leaves.add(entry.path)
             if not entry.link:
-                self._first[entry.path] = entry
+                first_names[entry.path] = entry
         if entry.link:
-            first = self._first.get(entry.link)
+            first = first_names.get(entry.link)
             if first is None or (first.kind, first.digest) != (entry.kind, entry.digest) or entry.kind == "deleted":
                 raise _wrong(entry.path, "a hard link to a missing file")
-        return entry
+        yield entry
 
-    def _check_fields(self, entry: Entry) -> None:
-        file, symlink = entry.kind == "file", entry.kind == "symlink"
-        if bool(entry.digest) != file or (entry.size and not file):
-            raise _wrong(entry.path, "a size or digest that does not fit it")
-        if bool(entry.target) != symlink or len(_name_bytes(entry.target, entry.path)) > MAX_PATH_BYTES:
-            raise _wrong(entry.path, "a target that does not fit it")
-        if entry.opaque and entry.kind != "directory":
-            raise _wrong(entry.path, "the mark of a directory")
-        _name_bytes(entry.before, entry.path)
-        if any(
-            len(_name_bytes(name, entry.path)) > _MAX_NAME_BYTES or name.startswith(_MARKS) for name in entry.xattrs
-        ):
-            raise _wrong(entry.path, "malformed extended attributes")
+
+def _check_fields(entry: Entry) -> None:
+    file, symlink = entry.kind == "file", entry.kind == "symlink"
+    if bool(entry.digest) != file or (entry.size and not file):
+        raise _wrong(entry.path, "a size or digest that does not fit it")
+    if bool(entry.target) != symlink or len(_name_bytes(entry.target, entry.path)) > MAX_PATH_BYTES:
+        raise _wrong(entry.path, "a target that does not fit it")
+    if entry.opaque and entry.kind != "directory":
+        raise _wrong(entry.path, "the mark of a directory")
+    _name_bytes(entry.before, entry.path)
+    if any(len(_name_bytes(name, entry.path)) > _MAX_NAME_BYTES or name.startswith(_MARKS) for name in entry.xattrs):
+        raise _wrong(entry.path, "malformed extended attributes")
 
 
 def _checked_path(path: str) -> bytes:

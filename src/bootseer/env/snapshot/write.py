@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -27,12 +28,13 @@ from bootseer.env.changes import Action, Change
 from bootseer.env.restoring.roots import is_checked
 from bootseer.env.snapshot.bytecode import Source, Times
 from bootseer.env.snapshot.contents import (
-    Contents,
+    Content,
     Item,
     entry_of,
     inspect_changes,
     is_small,
     read_pieces,
+    small_contents,
     with_path_error,
     xattrs_of,
 )
@@ -200,13 +202,13 @@ class _SnapshotWriter:
             if item.kind == "file" and (item.inode == _ALONE or item.inode not in names):
                 names.add(item.inode)
                 reading.append(item)
-        with Contents(reading, self._source_of, self._check, threads) as contents:
+        with closing(small_contents(reading, self._source_of, self._check, threads)) as contents:
             for item in self._items:
                 self._add(item, contents)
         raise_if_secret(self._secrets)
         return self._writer.finish()
 
-    def _add(self, item: Item, contents: Contents) -> None:
+    def _add(self, item: Item, contents: Iterator[tuple[Item, Content]]) -> None:
         known = self._first.get(item.inode) if item.inode != _ALONE else None
         if known is not None:
             inode, first = known
@@ -216,7 +218,8 @@ class _SnapshotWriter:
         extent, digest = Extent(0, 0), ""
         if item.kind == "file":
             if is_small(item):
-                content = contents.next_small(item)
+                found, content = next(contents)
+                assert found is item  # noqa: S101 - both sides go through the same list
                 if content.data is None:
                     self._drop(item)
                     return
@@ -246,7 +249,7 @@ class _SnapshotWriter:
         """Drop invalid bytecode. A file that it replaced is hidden by a whiteout, as Python might accept that one."""
         if item.change.action is Action.MODIFIED:
             self._add_whiteout(item)
-            self.entries.append(Entry(item.change.path, "deleted", action=Action.DELETED, before=item.change.before))
+            self.entries.append(Entry(item.change.path, "deleted", before=item.change.before))
 
     def _keep(self, item: Item, *, size: int, digest: str, link: str = "") -> Entry:
         loose = self._is_loose(item.change.path)
