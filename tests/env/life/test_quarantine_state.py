@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.env.life.quarantine_state import MAX_BYTES, State
+from bootseer.env.life.quarantine import MAX_BYTES, State
 from bootseer.errors import CorruptError
 from env.life.samples import KEY, OTHER_KEY, digest_of
 

@@ -19,8 +19,8 @@ from bootseer.env.installing.packages import Distribution
 
 _LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:site|dist)-packages(?:/|$)")
 
-# Arguments: number of workers, then records of distributions. For any Python 3. Forked workers get equal shares of the
-# bytes, and end with their parent.
+# Arguments: number of workers, then records of distributions. For any Python 3. Forked workers take files of all sizes
+# in turn, and end with their parent.
 _PROGRAM = (
     SAFE_PATH
     + r"""
@@ -42,27 +42,20 @@ def sources(records):
                 except OSError:
                     pass
 
-def compile_all(paths, parent):
-    for path in paths:
-        if os.getppid() != parent:
-            return
-        try:
-            compileall.compile_file(path, quiet=2)
-        except Exception:
-            pass
-
-found = sorted(set(sources(sys.argv[2:])), reverse=True)
-shares = [[0, []] for _ in range(max(1, min(int(sys.argv[1]), len(found))))]
-for size, path in found:
-    least = min(shares, key=lambda share: share[0])
-    least[0] += size + 2000
-    least[1].append(path)
+found = [path for _, path in sorted(set(sources(sys.argv[2:])), reverse=True)]
+num_workers = max(1, min(int(sys.argv[1]), len(found)))
 parent, workers = os.getpid(), []
-for _, share in shares:
+for number in range(num_workers):
     worker = os.fork()
     if worker == 0:
         try:
-            compile_all(sorted(share), parent)
+            for path in found[number::num_workers]:
+                if os.getppid() != parent:
+                    break
+                try:
+                    compileall.compile_file(path, quiet=2)
+                except Exception:
+                    pass
             os._exit(0)
         finally:
             os._exit(1)

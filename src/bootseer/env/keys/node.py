@@ -312,8 +312,6 @@ class Accelerators(Struct, frozen=True):
     gpus: tuple[str, ...] = ()
     """Distinct compute capabilities, sorted."""
     driver: str = ""
-    cuda: str = ""
-    """The newest CUDA version supported by the driver."""
 
 
 def architecture() -> str:
@@ -357,22 +355,17 @@ def accelerators(env: Mapping[str, str]) -> Accelerators:
     driver = re.search(r"Kernel Module\D*\s(\d+\.\d[\d.]*)", version)
     if program is None:
         return Accelerators(driver=driver[1] if driver else "")
-    rows = _ask_driver([program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"], env)
-    cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", _ask_driver([program], env))
-    return read_accelerators(rows, cuda[1] if cuda else "", driver[1] if driver else "")
-
-
-def _ask_driver(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    argv = [program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     answer = child.run(argv, deadline_s=_GPU_DEADLINE_S, env=env)
     if answer.code is None and answer.started:
         raise PermanentError(f"the GPUs of this node are not known: nvidia-smi: {answer.error}")
-    return answer.output if answer.code == 0 else ""
+    return read_accelerators(answer.output if answer.code == 0 else "", driver[1] if driver else "")
 
 
-def read_accelerators(rows: str, cuda: str, driver: str) -> Accelerators:
+def read_accelerators(rows: str, driver: str) -> Accelerators:
     """Parse the output of `nvidia-smi`. GPUs hidden from this job count: another job may get them."""
     found = re.findall(r"^\s*(\d+\.\d+)\s*,\s*(\d[\d.]*)\s*$", rows, re.MULTILINE)
-    return Accelerators(tuple(sorted({capability for capability, _ in found})), found[0][1] if found else driver, cuda)
+    return Accelerators(tuple(sorted({capability for capability, _ in found})), found[0][1] if found else driver)
 
 
 def umask() -> str:

@@ -204,11 +204,10 @@ class _Collector:
         for name, value in facts.items():
             self._add(name, value)
         self._add("gpus", ", ".join(gpus.gpus) or "none")
-        # The branch decides which code can run; its minor versions differ between equal nodes and are checked by the
-        # gate.
+        # The branch decides which code can run, and the newest CUDA; its minor versions differ between equal nodes and
+        # are checked by the gate.
         self._add("driver", gpus.driver.partition(".")[0] or "none")
-        self._add("cuda", gpus.cuda or "none")
-        self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver, "cuda": gpus.cuda}
+        self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver}
 
     # -- inputs
     # ------------------------------------------------------------------------------------------------------------
