@@ -11,9 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from msgspec import Struct, field
-
-from bootseer.env.keys.requirements import EDITABLE, FILES, FIND_LINKS, pip_options
 from bootseer.env.keys.shell import Command
 
 CONDA = ("conda", "mamba", "micromamba")
@@ -55,50 +52,12 @@ def unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
     return rest, values
 
 
-_ACTIONS = ("install", "download", "wheel", "sync", "compile")
-_PLACES = ("-t", "--target", "--prefix", "--root", "--src", "-d", "--dest", "-w", "--wheel-dir", "-o", "--output-file")
-
-
-class Install(Struct):
-    """The inputs of one `pip install`."""
-
-    action: str
-    no_deps: bool
-    files: list[tuple[str, bool]] = field(default_factory=list)
-    """Requirement files; True for constraint files."""
-    wanted: list[tuple[str, bool]] = field(default_factory=list)
-    """Requirements; True for editable ones."""
-    find_links: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    """Folders and files that it writes."""
-    others: list[str] = field(default_factory=list)
-    """Values of other options, which may name files."""
-
-
-def read_install(words: Sequence[str]) -> Install | None:
-    """Parse the words after `pip`; None if the command installs nothing."""
-    options = [*pip_options(words)]
-    action, *rest = [value for option, value in options if not option] or [""]
-    if action not in _ACTIONS:
-        return None
-    install = Install(action, no_deps=("--no-deps", "") in options)
-    for option, value in options:
-        if option in FILES:
-            install.files.append((value, FILES[option]))
-        elif option in EDITABLE:
-            install.wanted.append((value, True))
-        elif option in FIND_LINKS:
-            install.find_links.append(value)
-        elif option == "--group":  # [FILE:]NAME
-            install.files.append((value.rpartition(":")[0] or "pyproject.toml", False))
-        elif option in _PLACES:
-            install.places.append(value)
-        elif option:
-            install.others.append(value)
-    (install.files if action in ("sync", "compile") else install.wanted).extend((word, False) for word in rest)
-    if action in ("download", "wheel") and not install.places:
-        install.places.append(".")
-    return install
+PIP_ACTIONS = ("install", "download", "wheel", "sync", "compile")
+"""Of pip and `uv pip`: those that install, or write what can be installed."""
+PIP_PLACES = (
+    "-t", "--target", "--prefix", "--root", "--src", "-d", "--dest", "-w", "--wheel-dir", "-o", "--output-file",
+)  # fmt: skip
+"""Options for folders and files that these write."""
 
 
 def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:

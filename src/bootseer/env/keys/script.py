@@ -22,8 +22,15 @@ from msgspec import Struct, field
 
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import programs, requirement, shell
-from bootseer.env.keys.programs import option_values, read_install
-from bootseer.env.keys.requirements import Requirements, is_requirements_name
+from bootseer.env.keys.programs import option_values
+from bootseer.env.keys.requirements import (
+    EDITABLE,
+    FILES,
+    FIND_LINKS,
+    Requirements,
+    is_requirements_name,
+    pip_options,
+)
 from bootseer.env.keys.shell import Command, Paths
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
@@ -244,24 +251,43 @@ class _Reader:
     def _pip(self, words: Sequence[str]) -> None:
         variables = [word for word in words if _VARIABLE.fullmatch(word)]
         several = [text for word in variables for text in self._paths.meanings(word) if " " in text]
-        install = read_install([*words[1:], *" ".join(several).split()])
-        if install is None:
+        options = [*pip_options([*words[1:], *" ".join(several).split()])]
+        action, *rest = [value for option, value in options if not option] or [""]
+        if action not in programs.PIP_ACTIONS:
             return
-        asked = self._inputs.requirements
-        if not install.wanted and not install.files:  # `xargs pip install`
-            asked.unpinned["pip install (known when the setup runs)"] = None
-        for value in install.others:
+        no_deps = ("--no-deps", "") in options
+        for option, value in options:
+            self._pip_option(action, option, value, no_deps=no_deps)
+        for word in rest:
+            if action in ("sync", "compile"):
+                self._requirement_file(word, False)
+            else:
+                self._wanted_by_pip(word, editable=False, no_deps=no_deps)
+        given = {option for option, _ in options}
+        if not rest and given.isdisjoint((*FILES, *EDITABLE, "--group")):  # `xargs pip install`
+            self._inputs.requirements.unpinned["pip install (known when the setup runs)"] = None
+        if action in ("download", "wheel") and given.isdisjoint(programs.PIP_PLACES):
+            self._depends_on_cwd(f"`pip {action}` writes to it")
+
+    def _pip_option(self, action: str, option: str, value: str, *, no_deps: bool) -> None:
+        if option in FILES:
+            self._requirement_file(value, FILES[option])
+        elif option == "--group":  # [FILE:]NAME
+            self._requirement_file(value.rpartition(":")[0] or "pyproject.toml", False)
+        elif option in EDITABLE:
+            self._wanted_by_pip(value, editable=True, no_deps=no_deps)
+        elif option in FIND_LINKS:
+            folders = (path for path in self._paths.existing(value) if self._look.kind(path) == "folder")
+            self._inputs.requirements.find_links += folders
+        elif option in programs.PIP_PLACES:
+            if not self._paths.is_absolute(value):
+                self._depends_on_cwd(f"`pip {action}` writes to {value} in it")
+        elif option:  # its value may name a file
             self.add_candidate(value, folders=False)
-        for value in install.find_links:
-            asked.find_links += [path for path in self._paths.existing(value) if self._look.kind(path) == "folder"]
-        for word, constraint in install.files:
-            self._requirement_file(word, constraint)
-        for word, editable in install.wanted:
-            for text in self._paths.meanings(word):
-                self._wanted(text, editable=editable, no_deps=install.no_deps)
-        for place in install.places:
-            if not self._paths.is_absolute(place):
-                self._depends_on_cwd(f"`pip {install.action}` writes to {place} in it")
+
+    def _wanted_by_pip(self, word: str, *, editable: bool, no_deps: bool) -> None:
+        for text in self._paths.meanings(word):
+            self._wanted(text, editable=editable, no_deps=no_deps)
 
     def _requirement_file(self, word: str, constraint: bool) -> None:
         text, asked = self._paths.expand(word), self._inputs.requirements
