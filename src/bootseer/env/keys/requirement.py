@@ -27,7 +27,7 @@ _VCS = re.compile(r"(git|hg|svn|bzr)\+", re.IGNORECASE)
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*@\s*(\S.*)", re.DOTALL)
 _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*(.*)", re.DOTALL)
 _EXACT = re.compile(r"\(?\s*={2,3}\s*(?!.*\*)[^\s,;()]+\s*\)?")
-_ARCHIVE = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tar.xz", ".txz", ".tar")
+ARCHIVES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tar.xz", ".txz", ".tar")
 _HASH_IN_URL = re.compile(r"[#&](?:sha256|sha384|sha512)=[0-9a-fA-F]{64,128}(?:&|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_SHOWN = 100
@@ -96,8 +96,8 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
         address, reference = _revision(place.partition("#")[0])
         return Requirement("vcs", name or _egg(place), without_credentials(address), reference, editable, hashed)
     if place.startswith("file:"):
-        path = _decoded(re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0]))
-        return Requirement("path", name, path, "", editable, hashed)
+        path = re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0])
+        return Requirement("path", name, _decoded(path), "", editable, hashed)
     if "://" in place:
         hashed = hashed or bool(_HASH_IN_URL.search(place))
         return Requirement("url", name or _egg(place), without_credentials(place), "", editable, hashed)
@@ -128,7 +128,7 @@ def _egg(address: str) -> str:
 
 def _looks_like_path(text: str) -> bool:
     word = text.partition(";")[0].strip()
-    return word.startswith((".", "/", "~")) or posixpath.sep in word.partition("[")[0] or word.endswith(_ARCHIVE)
+    return word.startswith((".", "/", "~")) or posixpath.sep in word.partition("[")[0] or word.endswith(ARCHIVES)
 
 
 FileKind = Literal["requirements", "pyproject", "uv.lock", "pylock", "conda"]
@@ -199,7 +199,7 @@ def _check_project(path: str, table: dict[str, Any]) -> None:
     if isinstance(dynamic, list) and "dependencies" in dynamic:
         reason = f"{path}: its dependencies are dynamic: only its build backend can compute them"
         raise UsageError(reason, hint="uv lock, and give uv.lock; or write `.` into a requirements file")
-    if any(source.get("workspace") for source in _sources(table)):
+    if any(source.get("workspace") for _, source in _sources(table)):
         raise UsageError(f"{path}: depends on members of its workspace", hint="uv lock, and give uv.lock")
 
 
@@ -243,12 +243,11 @@ def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Require
     if kind != "pyproject":
         yield from _local_places(table)
         return
-    yield from _local_places(list(_sources(table)))
-    for name, found in _table_at(table, "tool", "uv", "sources").items():
-        for source in found if isinstance(found, list) else [found]:
-            if isinstance(source, dict) and isinstance(source.get("git"), str):
-                reference = next((str(source[key]) for key in ("rev", "tag", "branch") if key in source), "")
-                yield Requirement("vcs", normalised(name), f"git+{without_credentials(source['git'])}", reference)
+    for name, source in _sources(table):
+        yield from _local_places(source)
+        if isinstance(source.get("git"), str):
+            reference = next((str(source[key]) for key in ("rev", "tag", "branch") if key in source), "")
+            yield Requirement("vcs", normalised(name), f"git+{without_credentials(source['git'])}", reference)
 
 
 def lines_of_pip(data: bytes) -> str:
@@ -268,9 +267,9 @@ def grouped(files: Sequence[tuple[str, bytes]]) -> list[tuple[FileKind, list[str
     return alone + ([(kind, [path for _, paths in together for path in paths])] if together else [])
 
 
-def _sources(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for found in _table_at(table, "tool", "uv", "sources").values():
-        yield from (one for one in (found if isinstance(found, list) else [found]) if isinstance(one, dict))
+def _sources(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, found in _table_at(table, "tool", "uv", "sources").items():
+        yield from ((name, one) for one in (found if isinstance(found, list) else [found]) if isinstance(one, dict))
 
 
 def _table_at(table: Any, *names: str) -> dict[str, Any]:
