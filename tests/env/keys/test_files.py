@@ -67,7 +67,9 @@ def test_the_commit_counts_only_for_projects_that_take_their_version_from_it(tmp
     (project / "pyproject.toml").write_text("[build-system]\nrequires=['setuptools-scm']\n")
     versioned = _digest(project)
     git("tag", "v1", cwd=tmp_path)
-    assert _digest(project) != versioned
+    tagged = _digest(project)
+    git("commit", "-q", "--allow-empty", "-m", "three", cwd=tmp_path)
+    assert len({versioned, tagged, _digest(project)}) == 3
 
 
 def test_a_remembered_digest_is_used_until_the_file_changes(tmp_path: Path) -> None:
