@@ -66,18 +66,13 @@ class FactCache:
 
 def _read_facts(path: Path) -> dict[str, list[Any]]:
     """The facts in a file; empty if others can write it or it is damaged."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(number, "rb") as file:
-            status = os.fstat(number)
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022 or status.st_size > _MAX_FACTS_BYTES:
-                return {}
-            found = json.loads(file.read(_MAX_FACTS_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {name: fact for name, fact in found.items() if isinstance(fact, list) and len(fact) == 2}
+    damaged = (PermanentError, RecursionError, AttributeError)
+    with contextlib.suppress(*damaged), _open_regular(str(path)) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022 and status.st_size <= _MAX_FACTS_BYTES:
+            facts = json.loads(file.read(_MAX_FACTS_BYTES)).items()
+            return {name: fact for name, fact in facts if isinstance(fact, list) and len(fact) == 2}
+    return {}
 
 
 MAX_TEXT_BYTES = 4 << 20

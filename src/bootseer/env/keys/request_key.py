@@ -5,12 +5,12 @@ docs/adr/0013-request-key.md describes what is part of the key and what is not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ class _Collector:
     def key(self) -> RequestKey:
         ask = self._ask
         prefix = self._base()
-        self._collect(self._node)
+        with self._noting_problems():
+            self._node()
         configured = key_settings.configuration(ask.env, ask.cwd, prefix, self._files)
         inputs = gather(
             ask.setup, ask.requirements, ask.cwd, ask.env, self._files, configured=configured.requirement_files
@@ -139,10 +140,11 @@ class _Collector:
         if found := tuple(lines):
             self._details[name] = found
 
-    def _collect(self, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _noting_problems(self) -> Iterator[None]:
         """A component that cannot be computed prevents a snapshot, not the setup."""
         try:
-            work()
+            yield
         except BootseerError as error:
             self._problems[str(error)] = None
 
@@ -161,19 +163,17 @@ class _Collector:
         if path is None:
             self._add("python", "none")
         else:
-            try:
+            with self._noting_problems():
                 python = node.ask_python(path, self._ask.env, self._facts)
-            except BootseerError as error:
-                self._problems[str(error)] = None
-            else:
                 prefix = python.prefix
                 self._add("python", python.name, [path])
                 self._add("prefix", prefix)
                 self._platform |= {"python": python.name, "prefix": prefix}
                 folders = [*python.own_folders, *self._more_folders(python)]
                 if self._files.kind(f"{prefix}/conda-meta") == "folder":  # it has packages of other languages, too
-                    self._collect(partial(self._environment, prefix))
-        self._collect(partial(self._fingerprint, folders))
+                    self._environment(prefix)
+        with self._noting_problems():
+            self._fingerprint(folders)
         self._add("user", f"{os.geteuid()}:{os.getegid()} umask {node.umask()}")
         return prefix
 
@@ -216,7 +216,7 @@ class _Collector:
         asked = inputs.requirements
         setup = self._absolute(self._ask.setup) if self._ask.setup is not None else ""
         if setup:
-            self._collect(partial(self._file, "setup", setup, ""))
+            self._file("setup", setup, "")
         for path, lines in asked.files.items():
             if lines and path not in inputs.files:  # the script may do more with it than install it
                 self._add(
@@ -226,11 +226,11 @@ class _Collector:
                 )
                 self._accounted.add(path)
             else:
-                self._collect(partial(self._file, "requirements", path))
+                self._file("requirements", path)
         self._accounted.update(path for path in (*inputs.files, *inputs.folders) if self._is_secret(path))
         for path in inputs.files:
             if path != setup and path not in asked.files and not self._is_secret(path):
-                self._collect(partial(self._file, "file", path))
+                self._file("file", path)
         for path, editable in asked.locals.items():
             self._place("package", path, [f"{'editable, ' if editable else ''}installed from here"])
         for path in dict.fromkeys(inputs.folders):
@@ -239,7 +239,7 @@ class _Collector:
         for path in dict.fromkeys(asked.find_links):
             self._place("find-links", path)
         for path in inputs.environments:
-            self._collect(partial(self._environment, path))
+            self._environment(path)
         self._repositories(inputs)
 
     def _is_secret(self, path: str) -> bool:
@@ -261,30 +261,29 @@ class _Collector:
         return path
 
     def _file(self, kind: str, path: str, called: str | None = None) -> None:
-        digest, size = self._files.digest(path)
-        name = f"{kind} {self._display_name(path) if called is None else called}".rstrip()
-        program = ", executable" if self._files.is_program(path) else ""
-        self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path])
-        self._accounted.add(path)
+        with self._noting_problems():
+            digest, size = self._files.digest(path)
+            name = f"{kind} {self._display_name(path) if called is None else called}".rstrip()
+            program = ", executable" if self._files.is_program(path) else ""
+            self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path])
+            self._accounted.add(path)
 
     def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
         """Add a file or folder. A folder's own path counts, as distributions installed from it record it."""
-
-        def read() -> None:
-            if self._files.kind(path) == "file":
-                self._file(kind, path)
-                return
+        if self._files.kind(path) == "file":
+            self._file(kind, path)
+            return
+        with self._noting_problems():
             tree = read_tree(path, self._files)
             value = f"sha256:{tree.digest} {tree.num_files:,} files"
             self._add(f"{kind} {path if kind == 'package' else self._display_name(path)}", value, (*lines, *tree.lines))
             self._accounted.add(path)
 
-        self._collect(read)
-
     def _environment(self, path: str) -> None:
-        part = node.environment(path, self._files, self._facts)
-        self._add(f"environment {path}", f"sha256:{part.digest} {len(part.lines)} entries", part.lines)
-        self._accounted.add(path)
+        with self._noting_problems():
+            part = node.environment(path, self._files, self._facts)
+            self._add(f"environment {path}", f"sha256:{part.digest} {len(part.lines)} entries", part.lines)
+            self._accounted.add(path)
 
     def _repositories(self, inputs: Inputs) -> None:
         wanted = inputs.requirements.repositories
