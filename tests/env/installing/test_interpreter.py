@@ -59,9 +59,9 @@ def test_questions_and_installations_leave_the_working_folder_alone(
     found = installed(python.folders).distributions
     compiled = subprocess.run(compile_command(python.executable, found, 1), env=job_env, check=False)
     assert compiled.returncode == 0
-    assert validate(python, Installed(), job_env, runner(), imports=["alpha", "json"]) == []
+    assert validate(python, (), job_env, runner(), imports=["alpha", "json"]) == []
     assert conflicts(python, Installed(), job_env, runner()) == []
-    assert "uv" in runner()(module_command(python.executable, "uv"), job_env, deadline_s=60).errors
+    assert "uv" in runner()(module_command(python.executable, "uv"), env=job_env, deadline_s=60).stderr
     assert not (trap / "ran").exists()
 
 
@@ -80,4 +80,4 @@ def test_a_module_of_the_users_own_is_imported_from_the_working_folder(
     trap: Path, python: Interpreter, job_env: dict[str, str]
 ) -> None:
     (trap / "mine.py").write_text("")
-    assert validate(python, Installed((Distribution("x", "1", "", 0),)), job_env, runner(), imports=["mine"]) == []
+    assert validate(python, [Distribution("x", "1", "", 0)], job_env, runner(), imports=["mine"]) == []

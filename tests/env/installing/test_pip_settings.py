@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.installing.pip_settings import requirement_files, settings
+from bootseer.env.installing.pip_settings import settings, translate
+from bootseer.env.keys.files import FactCache, NodeFiles
+from bootseer.env.keys.requirements import Requirements
 
 pytestmark = pytest.mark.slow
 
@@ -103,49 +105,72 @@ def test_pip_itself_finds_the_same(python, job_env, tmp_path, own):
     assert ours == theirs
 
 
-def _requirements(files, *paths, env=None):
-    return requirement_files(paths or ["top.txt"], "/project", env or {}, files.get)
+@pytest.fixture
+def translated(tmp_path):
+    """`translated(text, ...)`: what uv gets for requirement files of the project, the first with this text."""
+
+    def call(text, files=(), env=None):
+        for name, content in {"project/top.txt": text, **dict(files)}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+        found = Requirements(env=env or {})
+        found.add_files([("top.txt", False)], NodeFiles(FactCache(None)), str(tmp_path / "project"))
+        return translate([], found, env or {}, lambda path: Path(path).exists())
+
+    return call
 
 
-def test_requirement_files_are_closed_over_what_they_include():
-    files = {
-        "/project/top.txt": "-r more/a.txt\n--constraint=more/c.txt  # why\n",
-        "/project/more/a.txt": "-r b.txt\n-rb.txt\n--extra-index-url https://a/simple\n",
-        "/project/more/b.txt": "-r a.txt\n--pre\n",
-        "/project/more/c.txt": "--no-binary :all:\nx==1\n",
-    }
-    found = _requirements(files)
-    assert {(each.name, each.value, each.where) for each in found.options} == {
-        ("extra-index-url", "https://a/simple", "/project/more/a.txt"),
-        ("pre", "true", "/project/more/b.txt"),
-        ("no-binary", ":all:", "/project/more/c.txt"),
-    }
-    assert found.unread == []
+def test_requirement_files_are_closed_over_what_they_include(translated):
+    done = translated(
+        "-r more/a.txt\n--constraint=more/c.txt  # why\n",
+        {
+            "project/more/a.txt": "-r b.txt\n-rb.txt\n--extra-index-url https://a/simple\n",
+            "project/more/b.txt": "-r a.txt\n--pre\n",
+            "project/more/c.txt": "--no-binary :all:\nx==1\n",
+        },
+    )
+    assert done.environment["UV_INDEX"] == "https://a/simple"
+    assert {"--prerelease=allow", "--no-binary"} < {*done.arguments}
+    assert done.refusals == []
 
 
-def test_what_cannot_be_read_is_told():
-    found = _requirements({"/project/top.txt": "-r gone.txt\n-r https://host/r.txt\n"})
-    assert found.unread == ["/project/gone.txt", "https://host/r.txt"]
+def test_what_cannot_be_read_is_told(translated):
+    (gone, remote) = translated("-r gone.txt\n-r https://host/r.txt\n").refusals
+    assert "gone.txt: No such file" in gone
+    assert remote == "https://host/r.txt cannot be read here"
 
 
-@pytest.mark.parametrize("line", ["./pkg", "../pkg[extra]", "pkg @ file:///src/pkg", "git+https://h/r@main", "-e ."])
-def test_requirements_whose_content_may_change_are_noted(line):
-    assert len(_requirements({"/project/top.txt": line}).local) == 1
+@pytest.mark.parametrize("line", ["./pkg", "../pkg[extra]", "pkg @ file://{}/pkg", "git+https://h/r@main", "-e ."])
+def test_requirements_whose_content_may_change_are_built_anew(translated, tmp_path, line):
+    for name in ("pkg", "project/pkg"):
+        (tmp_path / name).mkdir(parents=True)
+    assert "--refresh" in translated(line.format(tmp_path)).arguments
 
 
 @pytest.mark.parametrize("line", ["pkg==1.0", "./pkg-1-py3-none-any.whl", "pkg @ https://h/p-1.tar.gz", "# ./no"])
-def test_requirements_with_a_fixed_content_are_not_noted(line):
-    assert _requirements({"/project/top.txt": line}).local == []
+def test_requirements_with_a_fixed_content_are_not(translated, line):
+    assert "--refresh" not in translated(line, {"project/pkg-1-py3-none-any.whl": ""}).arguments
 
 
-def test_editables_from_version_control_digests_and_own_options_are_noted():
-    text = "-e git+https://h/r#egg=r\na==1 \\\n  --hash=sha256:00 \\\n  --hash=sha256:11\nb --config-settings x=y\n"
-    found = _requirements({"/project/top.txt": text})
-    assert (found.editable_remote, found.hashes) == (True, True)
-    assert [each.name for each in found.own_options] == ["config-settings"]
+def test_editables_from_version_control_digests_and_own_options_are_noted(translated):
+    done = translated(
+        "-e git+https://h/r#egg=r\na==1 \\\n  --hash=sha256:00 \\\n  --hash=sha256:11\nb --config-settings x=y\n"
+    )
+    assert "--require-hashes" in done.arguments
+    assert done.refusals == [
+        "the option config-settings of a requirement",
+        "an editable requirement comes from version control, which uv does not install",
+    ]
 
 
-def test_variables_are_put_in_and_comments_left_out():
-    text = "--index-url https://${TOKEN}@host/simple # ours\n--find-links ${UNSET}\nx # y\n"
-    found = _requirements({"/project/top.txt": text}, env={"TOKEN": "t"})
-    assert [each.value for each in found.options] == ["https://t@host/simple", "${UNSET}"]
+def test_variables_are_put_in_and_comments_left_out(translated):
+    text = "--index-url https://${TOKEN}@host/simple # ours\n--extra-index-url ${UNSET}\nx # y\n"
+    done = translated(text, env={"TOKEN": "t"})
+    assert done.environment["UV_DEFAULT_INDEX"] == "https://t@host/simple"
+    assert done.environment["UV_INDEX"] == "${UNSET}"
+
+
+def test_a_place_in_a_requirement_file_is_meant_from_there_if_it_is_there(translated, tmp_path):
+    (tmp_path / "project/more/w").mkdir(parents=True)
+    done = translated("-r more/a.txt", {"project/more/a.txt": "-f w\n-f gone\n"})
+    assert done.environment["UV_FIND_LINKS"] == f"{tmp_path}/project/more/w"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.installing.pip_settings import Requirements, Setting, translate
+from bootseer.env.installing.pip_settings import Setting, translate
+from bootseer.env.keys.requirements import Requirements
 
 ALWAYS = ["--no-sources", "--no-config", "--index-strategy", "unsafe-best-match"]
 
@@ -28,7 +29,7 @@ def test_indexes_stand_in_the_order_in_which_pip_prefers_them():
 
 
 def test_an_index_in_a_requirement_file_replaces_the_others():
-    told = Requirements(options=[Setting("index-url", "https://x", "r"), Setting("extra-index-url", "https://y", "r")])
+    told = Requirements(options=[("-i", "https://x", "r"), ("--extra-index-url", "https://y", "r")])
     done = _translated([("index-url", "https://a"), ("extra-index-url", "https://b")], told)
     assert (done.environment["UV_DEFAULT_INDEX"], done.environment["UV_INDEX"]) == ("https://x", "https://y")
 
@@ -61,12 +62,6 @@ def test_passwords_are_in_no_argument():
 def test_places_that_are_not_there_are_left_out():
     done = _translated([("find-links", "/gone /there https://h/w")], there=lambda path: path == "/there")
     assert done.environment["UV_FIND_LINKS"] == "/there,https://h/w"
-
-
-def test_a_place_in_a_requirement_file_is_meant_from_there_if_it_is_there():
-    told = Requirements(options=[Setting("find-links", "w", "/r/one.txt"), Setting("find-links", "v", "/r/one.txt")])
-    done = _translated(requirements=told, there=lambda path: path in ("/r/w", "v"))
-    assert done.environment["UV_FIND_LINKS"] == "/r/w,v"
 
 
 @pytest.mark.parametrize(
@@ -132,16 +127,6 @@ def test_what_has_no_counterpart_is_a_reason_for_pip(name, value):
 
 
 def test_flags_that_are_set_twice_are_told_once():
-    told = Requirements(options=[Setting("pre", "true", "r"), Setting("no-index", "true", "r")], hashes=True)
+    told = Requirements(options=[("--pre", "", "r"), ("--no-index", "", "r")], own_options={"hash"})
     done = _translated([("pre", "1"), ("no-index", "1"), ("require-hashes", "1")], told)
     assert len(done.arguments) == len(set(done.arguments))
-
-
-def test_sources_that_may_change_are_built_anew():
-    assert "--refresh" in _translated(requirements=Requirements(local=["/src/pkg"])).arguments
-
-
-def test_requirements_that_uv_cannot_install_are_a_reason_for_pip():
-    own = [Setting("global-option", "x", "r")]
-    told = Requirements(editable_remote=True, own_options=own, unread=["/gone.txt"])
-    assert len(_translated(requirements=told).refusals) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.installing.interpreter import runner
-from bootseer.env.installing.packages import installed
+from bootseer.env.installing.packages import installed, new_distributions
 from bootseer.env.installing.validate import conflicts, validate
 from wheels import make_wheel
 
@@ -29,7 +29,8 @@ def defects(python, job_env):
     before = installed(python.folders)
 
     def call(*imports: str, since=before) -> list[str]:
-        return validate(python, since, job_env, runner(), imports=imports)
+        new = new_distributions(since, installed(python.folders))
+        return validate(python, new, job_env, runner(), imports=imports)
 
     return call
 

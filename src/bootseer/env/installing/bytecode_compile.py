@@ -14,7 +14,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 
-from bootseer.env.installing.interpreter import SAFE_PATH
+from bootseer.env.installing.interpreter import READ_RECORD
 from bootseer.env.installing.packages import Distribution
 
 _LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:site|dist)-packages(?:/|$)")
@@ -22,21 +22,15 @@ _LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:si
 # Arguments: number of workers, then records of distributions. For any Python 3. Forked workers take files of all sizes
 # in turn, and end with their parent.
 _PROGRAM = (
-    SAFE_PATH
+    READ_RECORD
     + r"""
-import compileall, csv, os
+import compileall
 
 def sources(records):
     for record in records:
-        folder = os.path.dirname(record)
-        try:
-            with open(os.path.join(record, "RECORD"), encoding="utf-8", newline="") as file:
-                names = [row[0] for row in csv.reader(file) if row]
-        except (OSError, ValueError, csv.Error):
-            continue
-        for name in names:
+        for name in files_in(record):
             if name.endswith(".py"):
-                path = os.path.normpath(os.path.join(folder, name))
+                path = os.path.normpath(os.path.join(os.path.dirname(record), name))
                 try:
                     yield os.stat(path).st_size, path
                 except OSError:

@@ -7,6 +7,7 @@ available and each of pip's effective settings can be translated; pip runs if it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,9 +18,12 @@ from typing import Literal
 
 from bootseer.env.installing.interpreter import Run, module_command
 from bootseer.env.installing.packages import installed, path_in_root
-from bootseer.env.installing.pip_settings import Read, Translation, requirement_files, settings, translate
+from bootseer.env.installing.pip_settings import Translation, has_sources, settings, translate
+from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.node import Interpreter
 from bootseer.env.keys.requirement import FileKind
+from bootseer.env.keys.requirements import Requirements
+from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
 """The oldest uv with all options that `pip_settings` uses; older ones would ignore an index."""
@@ -40,7 +44,6 @@ d=$(mktemp -d) && trap 'rm -rf "$d"' EXIT && p=$1 t=$2 && shift 2 &&
 _QUIET = {"root-user-action": "ignore", "disable-pip-version-check": "1"}
 """Defaults for pip, against warnings at each start that no job can resolve."""
 _PROBE_DEADLINE_S = 10.0
-_MAX_TEXT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,15 @@ def choose(
     files = [word for path in requirements for word in ("-r", path)]
     if kind == "conda":
         prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
-        return _conda(requirements[0], prefix, lambda tool: run([tool, "--version"], env, deadline_s=10.0).code == 0)
-    read = _reader(at)
-    found = settings(env, cwd, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
+        return _conda(requirements[0], prefix, env, run)
+    job = _JobFiles(at)
+    found = settings(env, cwd, python.prefix, env.get("HOME") or str(Path("~").expanduser()), job.text)
 
     def translated(texts: Sequence[str]) -> Translation:
-        wanted = requirement_files(texts, cwd, env, read)
-        variables = translate(found, wanted, env, lambda path: at(os.path.join(cwd, path)).exists())  # noqa: PTH118
-        if wanted.local:
+        wanted = Requirements(env=env)
+        wanted.add_files([(path, False) for path in texts], job, cwd)
+        variables = translate(found, wanted, env, lambda path: bool(job.kind(os.path.join(cwd, path))))  # noqa: PTH118
+        if has_sources(wanted):
             # uv regards an installation from a folder as satisfied; pip builds and installs it again each time.
             names = _installed_from_sources(python, root)
             variables.arguments += [word for name in names for word in ("--reinstall-package", name)]
@@ -132,11 +136,12 @@ def choose(
     return Installation((command, pip) if python.pip else (command,))
 
 
-def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installation:
+def _conda(file: str, prefix: str, env: Mapping[str, str], run: Run) -> Installation:
     if not prefix:
         reason = "no conda environment is active to install it into (conda activate NAME, or set CONDA_PREFIX)"
         return Installation((), f"{file}: {reason}")
-    tool = next((tool for tool in _CONDAS if is_there(tool)), "")
+    answers = ((tool, run([tool, "--version"], env=env, deadline_s=_PROBE_DEADLINE_S)) for tool in _CONDAS)
+    tool = next((tool for tool, ran in answers if ran.code == 0), "")
     if not tool:
         return Installation((), f"{file}: needs {' or '.join(_CONDAS)} on PATH; install one of them")
     words = ("install", "--yes") if tool == "micromamba" else ("env", "update")
@@ -152,8 +157,8 @@ def _find_uv(
     reason = "there is no uv"
     ways = [(place,) for place in dict.fromkeys((on_path, beside, own)) if place]
     for words in [*ways, *([module_command(python.executable, "uv")] if python.uv else [])]:
-        ran = run([*words, "--version"], env, deadline_s=_PROBE_DEADLINE_S)
-        found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.output)
+        ran = run([*words, "--version"], env=env, deadline_s=_PROBE_DEADLINE_S)
+        found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.stdout)
         if ran.code == 0 and found:
             if tuple(map(int, found.groups())) >= oldest:
                 return words, ""
@@ -175,12 +180,21 @@ def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
     return sorted({each.name for each in found if path_in_root(root, f"{each.record}/direct_url.json").is_file()})
 
 
-def _reader(at: Callable[[str], Path]) -> Read:
-    def read(path: str) -> str | None:
-        try:
-            with at(path).open(encoding="utf-8", errors="surrogateescape") as file:
-                return file.read(_MAX_TEXT_BYTES)
-        except (OSError, ValueError):
-            return None
+class _JobFiles(NodeFiles):
+    """The job's files, each read where `at` tells."""
 
-    return read
+    def __init__(self, at: Callable[[str], Path]) -> None:
+        super().__init__(FactCache(None))
+        self._at = at
+
+    def kind(self, path: str) -> Literal["file", "folder", ""]:
+        return super().kind(str(self._at(path)))
+
+    def read(self, path: str) -> bytes:
+        return super().read(str(self._at(path)))
+
+    def text(self, path: str) -> str | None:
+        """None if it does not exist or is not readable."""
+        with contextlib.suppress(PermanentError):
+            return self.read(path).decode(errors="surrogateescape")
+        return None

@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from bootseer.env.keys.node import QUESTION, Interpreter, answered
 from bootseer.errors import PermanentError
 from bootseer.machine import child
+from bootseer.machine.child import Outcome
 
 CANNOT_START = 127
-TIMED_OUT = 124
 _MAX_OUTPUT = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """Result of a command: its exit code as a shell gives it, and its output (at most 1 MiB per stream)."""
-
-    code: int
-    output: str
-    errors: str = ""
 
 
 class Run(Protocol):
     """Run a command with exactly this environment for at most `deadline_s` seconds; failures never raise."""
 
-    def __call__(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran: ...
+    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], deadline_s: float) -> Outcome: ...
 
 
 def runner(enter: Callable[[], None] | None = None) -> Run:
@@ -45,13 +36,7 @@ def runner(enter: Callable[[], None] | None = None) -> Run:
         if enter is not None:
             enter()
 
-    def run(argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
-        ended = child.run(argv, env=env, deadline_s=deadline_s, in_child=in_child, max_bytes=_MAX_OUTPUT)
-        if ended.code is None:
-            return Ran(TIMED_OUT if ended.started else CANNOT_START, ended.stdout, ended.stderr or ended.error)
-        return Ran(ended.code if ended.code >= 0 else 128 - ended.code, ended.stdout, ended.stderr)
-
-    return run
+    return partial(child.run, in_child=in_child, max_bytes=_MAX_OUTPUT)
 
 
 _DEADLINE_S = 20.0
@@ -61,6 +46,17 @@ SAFE_PATH = "import sys; sys.path[:] = [entry for entry in sys.path if entry]"
 Python's `-P` does the same since 3.11; the job's may be older, and PYTHONSAFEPATH would be inherited by children of
 pip.
 """
+READ_RECORD = f"""{SAFE_PATH}
+import csv, os
+
+def files_in(record):
+    try:
+        with open(os.path.join(record, "RECORD"), encoding="utf-8", newline="") as file:
+            return [row[0] for row in csv.reader(file) if row]
+    except (OSError, ValueError, csv.Error):
+        return []
+"""
+"""First lines of code run with `-c` that reads what distributions have installed; for any Python 3."""
 _RUN_MODULE = f"{SAFE_PATH}; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
@@ -71,9 +67,13 @@ def module_command(python: str, module: str, *words: str) -> tuple[str, ...]:
 
 def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
     """Ask this Python about itself. Raises `PermanentError` if that fails."""
-    ran = run([python, "-c", f"{SAFE_PATH}\n{QUESTION}"], env, deadline_s=_DEADLINE_S)
-    found = answered(ran.output)
+    ran = run([python, "-c", f"{SAFE_PATH}\n{QUESTION}"], env=env, deadline_s=_DEADLINE_S)
+    found = answered(ran.stdout)
     if found is None:
-        last = ran.errors.strip().rpartition("\n")[2]
-        raise PermanentError(f"{python} is not a working Python (exit code {ran.code}): {last}")
+        raise PermanentError(f"{python} is not a working Python: {last_line(ran)}")
     return found
+
+
+def last_line(ran: Outcome) -> str:
+    """The message of an exception, or without one how the command ended."""
+    return ran.stderr.strip().rpartition("\n")[2][:300] or ran.error or f"exit code {ran.code}"

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import configparser
 import os.path
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.env.keys.key_settings import pip_files
-from bootseer.env.keys.requirements import EDITABLE, FILES, VARIABLE, logical_lines, pip_options
+from bootseer.env.keys.requirement import ARCHIVES
+from bootseer.env.keys.requirements import VARIABLE, Requirements
 from bootseer.store.addresses import without_credentials
 
 Read = Callable[[str], str | None]
 """The text of a file in the job's view; None if it does not exist or is not readable."""
 
-_MAX_FILES = 1000
 _SECTIONS = ("global", "install")
 _NOT_OPTIONS = {"config-file", "version", "help"}
 _ALIASES = {"default-timeout": "timeout", "pypi-url": "index-url", "i": "index-url", "f": "find-links", "U": "upgrade"}
@@ -68,83 +66,6 @@ def _option_name(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-@dataclass(slots=True)
-class Requirements:
-    """Contents of requirement files besides names and versions, including those of included files."""
-
-    options: list[Setting] = field(default_factory=list)
-    """In order of lines; file names are absolute."""
-    local: list[str] = field(default_factory=list)
-    """Requirements that are local folders or come from version control: their content may change under one name."""
-    editable_remote: bool = False
-    """A remote repository is installed as editable."""
-    hashes: bool = False
-    """One requirement has a digest: pip then requires one for each."""
-    own_options: list[Setting] = field(default_factory=list)
-    """Options of single requirements other than digests."""
-    unread: list[str] = field(default_factory=list)
-    """Files that cannot be read here: missing ones and addresses."""
-
-
-def requirement_files(paths: Iterable[str], cwd: str, env: Mapping[str, str], read: Read) -> Requirements:
-    """Read requirement files and all included files."""
-    found = Requirements()
-    waiting = [(os.path.join(cwd, path), "requirement") for path in paths]  # noqa: PTH118 - an absolute path stays
-    seen: set[str] = set()
-    while waiting and len(seen) < _MAX_FILES:
-        path, kind = waiting.pop(0)
-        if path in seen:
-            continue
-        seen.add(path)
-        text = None if "://" in path else read(path)
-        if text is None:
-            found.unread.append(path)
-            continue
-        for line in logical_lines(text.removeprefix("\ufeff"), between=""):
-            expanded = VARIABLE.sub(lambda name: env.get(name[1]) or name[0], line)
-            waiting += _read_line(expanded, path, kind, cwd, found)
-    return found
-
-
-def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -> list[tuple[str, str]]:
-    """Add one line to `found`; returns the files that it includes."""
-    folder = os.path.dirname(path)  # noqa: PTH120 - names are text here
-    if not line.startswith("-"):
-        if kind == "requirement":
-            _read_requirement(line, path, cwd, found)
-        return []
-    try:
-        words = shlex.split(line)
-    except ValueError:
-        found.options.append(Setting("unreadable", line, path))
-        return []
-    included = []
-    for option, value in pip_options(words):
-        if option in FILES:
-            place = value if "://" in value else os.path.normpath(os.path.join(folder, value))  # noqa: PTH118
-            included.append((place, "constraint" if FILES[option] else "requirement"))
-        elif option in EDITABLE:
-            found.editable_remote |= "://" in value and not value.startswith("file:")
-            found.local.append(value)
-        else:
-            name = _option_name(option.lstrip("-")) or "unreadable"
-            found.options.append(Setting(name, value or "true", path))
-    return included
-
-
-def _read_requirement(line: str, path: str, cwd: str, found: Requirements) -> None:
-    bare, *options = re.split(r"\s+(?=--\w)", line)
-    for option in options:
-        name, _, value = option[2:].replace(" ", "=", 1).partition("=")
-        if name == "hash":
-            found.hashes = True
-        else:
-            found.own_options.append(Setting(name, value, path))
-    target = bare.partition(" @ ")[2] or bare
-    if re.match(r"(git|hg|svn|bzr)\+|file:|[./]", target) and not re.search(r"\.(whl|zip|tar\.\w+|tgz)\b", target):
-        found.local.append(os.path.join(cwd, target) if target.startswith(".") else target)  # noqa: PTH118
-
-
 _PUBLIC = ""
 """The default index of both programs."""
 # Output, caching and prompts of pip, which do not affect the result. We make the bytecode.
@@ -179,13 +100,8 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
     """Settings without a counterpart, as messages; if there is one, pip must install."""
-
-
-@dataclass(slots=True)
-class _Sources:
-    """Package sources, collected as pip does."""
-
-    indexes: list[str]
+    # Package sources, collected as pip does, until all settings are known.
+    indexes: list[str] = field(default_factory=lambda: [_PUBLIC])
     find_links: list[str] = field(default_factory=list)
     trusted: list[str] = field(default_factory=list)
     no_index: bool = False
@@ -194,19 +110,21 @@ class _Sources:
 def translate(
     settings: Iterable[Setting], requirements: Requirements, env: Mapping[str, str], exists: Callable[[str], bool]
 ) -> Translation:
-    """Translate pip's settings to uv. `exists` tests whether a local folder or file exists."""
-    done, sources = Translation(), _Sources([_PUBLIC])
+    """Translate pip's settings, and options in requirement files, to uv. `exists` tests whether a local folder or file
+    exists."""
+    done = Translation()
     # An index replaces the default, an extra one adds to it, in any order of the lines.
     for setting in sorted(settings, key=lambda each: each.name != "index-url"):
-        _translate_setting(setting, sources, done)
-    for setting in requirements.options:
-        if setting.name == "find-links":
-            beside = os.path.join(os.path.dirname(setting.where), setting.value)  # noqa: PTH118, PTH120 - may be a URL
-            sources.find_links.append(beside if "://" not in setting.value and exists(beside) else setting.value)
+        _translate_setting(setting, done)
+    for option, text, path in requirements.options:
+        name, value = _option_name(option.lstrip("-")), VARIABLE.sub(lambda name: env.get(name[1]) or name[0], text)
+        if name == "find-links":
+            beside = os.path.join(os.path.dirname(path), value)  # noqa: PTH118, PTH120 - may be a URL
+            done.find_links.append(beside if "://" not in value and exists(beside) else value)
         else:
-            _translate_setting(setting, sources, done)
+            _translate_setting(Setting(name, value or "true", path), done)
     _translate_requirements(requirements, done)
-    _translate_sources(sources, done, env, exists)
+    _translate_sources(done, env, exists)
     # pip ignores uv's source tables and configuration files.
     done.arguments += ["--no-sources", "--no-config", "--index-strategy", "unsafe-best-match"]
     # pip copies files into the environment; a link into uv's cache would let a job edit the cache.
@@ -218,10 +136,9 @@ def translate(
     return done
 
 
-def _translate_setting(setting: Setting, sources: _Sources, done: Translation) -> None:
+def _translate_setting(setting: Setting, done: Translation) -> None:
     name, value = setting.name, setting.value
-    known = _is_irrelevant(name, value) or _take_source(name, value, sources) or _take_option(name, value, done)
-    if not known:
+    if not (_is_irrelevant(name, value) or _take_source(name, value, done) or _take_option(name, value, done)):
         done.refusals.append(f"pip's setting {name} ({setting.where}) has no counterpart in uv")
 
 
@@ -235,18 +152,18 @@ def _is_irrelevant(name: str, value: str) -> bool:
     )
 
 
-def _take_source(name: str, value: str, sources: _Sources) -> bool:
-    """Package sources."""
+def _take_source(name: str, value: str, done: Translation) -> bool:
+    """Package done."""
     if name == "index-url":
-        sources.indexes = [] if sources.no_index else [value.strip()]
+        done.indexes = [] if done.no_index else [value.strip()]
     elif name == "extra-index-url":
-        sources.indexes += [] if sources.no_index else value.split()
+        done.indexes += [] if done.no_index else value.split()
     elif name == "no-index":
-        sources.no_index, sources.indexes = True, []
+        done.no_index, done.indexes = True, []
     elif name == "find-links":
-        sources.find_links += value.split()
+        done.find_links += value.split()
     elif name == "trusted-host":
-        sources.trusted += value.split()
+        done.trusted += value.split()
     else:
         return False
     return True
@@ -286,33 +203,36 @@ def _add_flag(done: Translation, word: str) -> None:
 
 
 def _translate_requirements(requirements: Requirements, done: Translation) -> None:
-    if requirements.editable_remote:
+    done.refusals += [*requirements.problems, *(f"{address} cannot be read here" for address in requirements.remote)]
+    done.refusals += [f"the option {name} of a requirement" for name in sorted(requirements.own_options - {"hash"})]
+    if requirements.uses_cwd:  # for its checkout
         done.refusals.append("an editable requirement comes from version control, which uv does not install")
-    done.refusals += [f"the option {each.name} of a requirement ({each.where})" for each in requirements.own_options]
-    done.refusals += [f"{path} cannot be read here" for path in requirements.unread]
-    if requirements.local:
+    if has_sources(requirements):
         # uv's cache recognises changes of a folder by few of its files: other changes would not be built.
         _add_flag(done, "--refresh")
-    if requirements.hashes:
+    if "hash" in requirements.own_options:  # pip then requires one for each
         _add_flag(done, "--require-hashes")
 
 
-def _translate_sources(
-    sources: _Sources, done: Translation, env: Mapping[str, str], exists: Callable[[str], bool]
-) -> None:
-    if sources.indexes and not any(env.get(name) for name in _OWN_INDEXES):
+def has_sources(requirements: Requirements) -> bool:
+    """Whether something is a local folder or comes from version control: its content may change under one name."""
+    return bool(requirements.repositories) or not all(path.endswith(ARCHIVES) for path in requirements.locals)
+
+
+def _translate_sources(done: Translation, env: Mapping[str, str], exists: Callable[[str], bool]) -> None:
+    if done.indexes and not any(env.get(name) for name in _OWN_INDEXES):
         # For equal versions pip takes the last source, uv the first; the default comes after all.
-        default, *more = sources.indexes
+        default, *more = done.indexes
         if default != _PUBLIC:
             done.environment["UV_DEFAULT_INDEX"] = default
         if more:
             done.environment["UV_INDEX"] = " ".join(reversed(more))
-    links = [link if "://" in link else os.path.expanduser(link) for link in sources.find_links]  # noqa: PTH111
+    links = [link if "://" in link else os.path.expanduser(link) for link in done.find_links]  # noqa: PTH111
     links = [link for link in links if "://" in link or exists(link)]  # pip skips missing ones
-    if sources.no_index:
+    if done.no_index:
         _add_flag(done, "--no-index")
     if any("," in link for link in links):
         done.refusals.append("a place of find-links has a comma in its name")
-    for name, values, comma in (("UV_FIND_LINKS", links, ","), ("UV_INSECURE_HOST", sources.trusted, " ")):
+    for name, values, comma in (("UV_FIND_LINKS", links, ","), ("UV_INSECURE_HOST", done.trusted, " ")):
         if values:
             done.environment[name] = comma.join(dict.fromkeys([*filter(None, env.get(name, "").split(comma)), *values]))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from bootseer.env.installing.interpreter import SAFE_PATH, TIMED_OUT, Ran, Run, module_command
-from bootseer.env.installing.packages import Installed
+from bootseer.env.installing.interpreter import READ_RECORD, SAFE_PATH, Run, last_line, module_command
+from bootseer.env.installing.packages import Distribution, Installed
 from bootseer.env.keys.node import Interpreter
 from bootseer.env.keys.requirement import normalised
 
@@ -30,69 +30,51 @@ _CONFLICT = re.compile(
     r".*?(?:, but you have \S+ (?P<has>\S+?))?\.?"
 )
 
-# Arguments: folders of distributions. Prints [[record, stamp, number of missing files, one of them], ...]. Only code
-# counts, without tests and examples: setups delete other files to make environments smaller.
+# Arguments: records of distributions. Prints [[record, number of missing files, one of them], ...]. Only code counts,
+# without tests and examples: setups delete other files to make environments smaller.
 _QUESTION = (
-    SAFE_PATH
+    READ_RECORD
     + r"""
-import csv, json, os, re
+import json, re
 SPARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
 found = []
-for folder in sys.argv[1:]:
-    try:
-        infos = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info") and name[0] != "~")
-    except OSError:
-        continue
-    for info in infos:
-        record = os.path.join(folder, info)
-        try:
-            stamp = os.stat(record).st_mtime_ns
-            with open(os.path.join(record, "RECORD"), encoding="utf-8", newline="") as file:
-                names = [row[0] for row in csv.reader(file) if row]
-        except (OSError, ValueError, csv.Error):
-            continue
-        missing = [
-            name for name in names
-            if re.search(r"\.py$|\.so(\.[0-9.]+)?$|^\.\./.*/bin/[^/]+$", name)
-            and not SPARED.intersection(name.split("/"))
-            and not os.path.lexists(os.path.join(folder, name))
-        ]
-        if missing:
-            found.append([record, stamp, len(missing), missing[0]])
+for record in sys.argv[1:]:
+    missing = [
+        name for name in files_in(record)
+        if re.search(r"\.py$|\.so(\.[0-9.]+)?$|^\.\./.*/bin/[^/]+$", name)
+        and not SPARED.intersection(name.split("/"))
+        and not os.path.lexists(os.path.join(os.path.dirname(record), name))
+    ]
+    if missing:
+        found.append([record, len(missing), missing[0]])
 print(json.dumps(found))
 """
 )
 
 
 def validate(
-    python: Interpreter, before: Installed, env: Mapping[str, str], run: Run, *, imports: Sequence[str] = ()
+    python: Interpreter, new: Iterable[Distribution], env: Mapping[str, str], run: Run, *, imports: Sequence[str] = ()
 ) -> list[str]:
-    """Defects as messages, at most about twenty.
-
-    `before` has the packages installed before the setup; the job will run in `env`.
-    """
-    problems = _missing_files(python, before, env, run)
+    """Defects as messages, at most about twenty. `new` are the distributions that the setup installed; the job will run
+    in `env`."""
+    problems = _missing_files(python, new, env, run)
     for module in imports:
         problems += _check_import(module, python, env, run)
     return problems[:_MAX_PROBLEMS]
 
 
-def _missing_files(python: Interpreter, before: Installed, env: Mapping[str, str], run: Run) -> list[str]:
-    known = {(each.record, each.stamp) for each in before.distributions}
-    argv = [python.executable, "-S", "-c", _QUESTION, *python.folders]
-    ran = run(argv, env, deadline_s=_RECORDS_DEADLINE_S)
+def _missing_files(python: Interpreter, new: Iterable[Distribution], env: Mapping[str, str], run: Run) -> list[str]:
+    argv = [python.executable, "-S", "-c", _QUESTION, *(each.record for each in new)]
+    ran = run(argv, env=env, deadline_s=_RECORDS_DEADLINE_S)
     try:
-        found = [
-            (str(record), int(stamp), int(count), str(one)) for record, stamp, count, one in json.loads(ran.output)
-        ]
+        found = [(str(record), int(count), str(one)) for record, count, one in json.loads(ran.stdout)]
     except (ValueError, TypeError):
-        return [f"{python.executable} does not run in the new environment: {_last_line(ran)}"]
+        return [f"{python.executable} does not run in the new environment: {last_line(ran)}"]
     problems = []
-    for record, stamp, count, one in found:
-        if (record, stamp) not in known:
-            name = record.rpartition("/")[2].removesuffix(".dist-info")
-            more = f" and {count - 1} more of its files are" if count > 1 else " is"
-            problems.append(f"{name} is not whole: {one}{more} missing")
+    for record, count, one in found:
+        name = record.rpartition("/")[2].removesuffix(".dist-info")
+        more = f" and {count - 1} more of its files are" if count > 1 else " is"
+        problems.append(f"{name} is not whole: {one}{more} missing")
     return problems
 
 
@@ -101,12 +83,12 @@ def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], ru
     if not python.pip:
         return []
     argv = module_command(python.executable, "pip", "--disable-pip-version-check", "check")
-    ran = run(argv, env, deadline_s=_CHECK_DEADLINE_S)
+    ran = run(argv, env=env, deadline_s=_CHECK_DEADLINE_S)
     if ran.code != 1:  # a broken or hanging pip gives no conflicts
         return []
     old = {each.name: each.version for each in before.distributions}
     problems = []
-    for line in ran.output.splitlines():
+    for line in ran.stdout.splitlines():
         found = _CONFLICT.fullmatch(line.strip())
         if found is None:
             continue
@@ -120,12 +102,7 @@ def _check_import(module: str, python: Interpreter, env: Mapping[str, str], run:
     """In a process of its own: one failed import must not affect the next."""
     if not _MODULE.fullmatch(module):
         return [f"{module!r} is not a module name"]
-    ran = run([python.executable, "-c", _IMPORT, module], env, deadline_s=IMPORT_DEADLINE_S)
-    if ran.code == TIMED_OUT:
+    ran = run([python.executable, "-c", _IMPORT, module], env=env, deadline_s=IMPORT_DEADLINE_S)
+    if ran.code is None and ran.started:
         return [f"import {module} takes longer than {IMPORT_DEADLINE_S:g} s"]
-    return [f"import {module} fails: {_last_line(ran)}"] if ran.code else []
-
-
-def _last_line(ran: Ran) -> str:
-    """The message of an exception, or the exit code without one."""
-    return ran.errors.strip().rpartition("\n")[2][:300] or f"exit code {ran.code}"
+    return [f"import {module} fails: {last_line(ran)}"] if ran.code != 0 else []

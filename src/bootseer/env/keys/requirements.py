@@ -74,6 +74,12 @@ class Requirements:
     variables: set[str] = field(default_factory=set)
     unpinned: dict[str, None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    remote: list[str] = field(default_factory=list)
+    """Addresses of files, which are not read."""
+    options: list[tuple[str, str, str]] = field(default_factory=list, repr=False)
+    """Other options of the files: as written, value (without variables that look secret), file."""
+    own_options: set[str] = field(default_factory=set)
+    """Options of single requirements, without hyphens."""
     given: set[str] = field(default_factory=set)
     """The files of `--requirements`, which may have other formats than pip's."""
     uses_cwd: bool = False
@@ -94,6 +100,7 @@ class Requirements:
             path, constraint = waiting.pop(0)
             if "://" in path and not path.startswith("file:"):
                 self.unpinned[f"the file {without_credentials(path)}"] = None
+                self.remote.append(path)
                 continue
             (path,) = _places(path, (cwd,))
             if path in seen:
@@ -161,10 +168,11 @@ class Requirements:
         text = data.decode("utf-8-sig", "replace")
         self.files[path] = relevant_lines(data)
         self._is_locked |= bool(_COMPILED.search(text[:4000]))
-        return self._text(text, posixpath.dirname(path), constraint, files, cwd)
+        return self._text(text, path, constraint, files, cwd)
 
-    def _text(self, text: str, folder: str, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
+    def _text(self, text: str, path: str, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []
+        folder = posixpath.dirname(path)
         for line in logical_lines(text):
             self.variables.update(VARIABLE.findall(line))
             # Expanded for local files alone: other values could be secrets, and the key has the variables.
@@ -173,7 +181,10 @@ class Requirements:
                 if option in FILES:
                     remote = "://" in value
                     found.append((value if remote else posixpath.join(folder, value), FILES[option]))
-                elif option in FIND_LINKS:
+                    continue
+                if option and option not in EDITABLE:
+                    self.options.append((option, value, path))
+                if option in FIND_LINKS:
                     link = re.sub(r"^~(?=/)", lambda _: self.env.get("HOME", "~"), value)
                     self.find_links += [path for path in _places(link, (folder, cwd)) if files.kind(path) == "folder"]
             wanted = _requirement(expanded)
@@ -185,6 +196,8 @@ class Requirements:
                 if wanted.kind != "name" or wanted.pinned:
                     self._pins.add(wanted.name)
                 continue
+            if not expanded.startswith("-"):
+                self.own_options.update(re.findall(r"\s--([a-z][\w-]*)", expanded))
             self.add(wanted, files, (cwd, folder))
         return found
 
@@ -201,7 +214,7 @@ class Requirements:
             self._is_locked = True
         else:
             self._dependencies(posixpath.basename(path))
-        return self._text(requirement.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
+        return self._text(requirement.lines_of_pip(data), path, False, files, folder) if kind == "conda" else []
 
     def _value(self, found: re.Match[str]) -> str:
         name = found[1]
@@ -223,7 +236,7 @@ class Requirements:
 
     def _project(self, path: str, data: bytes, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
         """Add the description of a project: its dependencies are unpinned unless a lock lies beside it (`close`)."""
-        folder, name = posixpath.split(path)
+        name = posixpath.basename(path)
         if name == "pyproject.toml":
             try:
                 table = tomllib.loads(data.decode())
@@ -235,7 +248,7 @@ class Requirements:
             if not asked:
                 return []
         self._dependencies(name)
-        return self._text(requirement.lines_of_pip(data), folder, False, files, cwd) if name.endswith(_OF_CONDA) else []
+        return self._text(requirement.lines_of_pip(data), path, False, files, cwd) if name.endswith(_OF_CONDA) else []
 
 
 _DEPENDENCIES = "dependencies of"

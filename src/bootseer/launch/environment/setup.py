@@ -19,7 +19,7 @@ from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
-from bootseer.env.installing.interpreter import CANNOT_START, Ran, Run, module_command, runner
+from bootseer.env.installing.interpreter import CANNOT_START, Run, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
@@ -32,6 +32,7 @@ from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
+from bootseer.machine.child import Outcome
 from bootseer.units import listed
 
 _MAX_WORKERS = 16
@@ -81,7 +82,7 @@ def setup_problems(
     """
     if done.python is None:
         return [f"import {module} fails: there is no Python" for module in options.imports]
-    found = validate(done.python, done.before, env, run, imports=options.imports)
+    found = validate(done.python, done.new, env, run, imports=options.imports)
     checks_conflicts = changes_metadata and options.conflicts == "refuse"
     against = conflicts(done.python, done.before, env, run) if checks_conflicts else []
     if against:
@@ -115,9 +116,9 @@ class SetupHost:
         """The environment of its processes."""
         self._enter = enter
 
-    def ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
+    def ask(self, argv: Sequence[str], *, env: Mapping[str, str], deadline_s: float) -> Outcome:
         """Run a short query in the setup's view: an `installing.interpreter.Run`."""
-        return runner(self._enter)(argv, env, deadline_s=deadline_s)
+        return runner(self._enter)(argv, env=env, deadline_s=deadline_s)
 
     def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
         """Run a program of the setup, with `more` variables; its exit code."""

@@ -28,7 +28,7 @@ from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccount
 from bootseer.env.capturing.reads import Reads, not_watched
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
-from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
+from bootseer.env.installing.interpreter import runner
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import REASONS, Decision
 from bootseer.errors import BootseerError, PermanentError, UsageError
@@ -48,6 +48,7 @@ from bootseer.launch.environment.watch import Watch
 from bootseer.launch.image.setup_paths import SetupPaths, is_below, passed_settings
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
+from bootseer.machine.child import Outcome
 from bootseer.mounts import kernel
 
 Mount = Callable[[Path, Sequence[Path], bool], MountedImage]
@@ -154,7 +155,7 @@ class ImageSetupHost(SetupHost):
         """The setup's reads through mounts, as paths of this machine."""
         paths = {outside for reads in self._reads for path in reads.paths if (outside := self.places.outside(path))}
         reason = next((reads.why for reads in self._reads if not reads.complete), "")
-        return Reads(frozenset(paths), (), complete=not reason, why=reason)
+        return Reads(frozenset(paths), (), reason)
 
     def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
         bind = [Bind(str(self._folder / EXPORTS), _EXPORTS)] if self._mounts_exports else []
@@ -200,15 +201,15 @@ class ImageSetupHost(SetupHost):
         path.write_text(json.dumps(config))
         return watch
 
-    def ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
+    def ask(self, argv: Sequence[str], *, env: Mapping[str, str], deadline_s: float) -> Outcome:
         program = argv[0]
         if program.startswith("/") and not self._has_program(program):
-            return Ran(CANNOT_START, "", f"{program}: not in the image")
+            return Outcome(None, "", error=f"{program}: not in the image", started=False)
         try:
             with self._container(argv, env, []) as container:
-                return runner()(container.command, os.environ, deadline_s=deadline_s)
+                return runner()(container.command, env=os.environ, deadline_s=deadline_s)
         except UsageError as error:
-            return Ran(error.exit_code, "", str(error))
+            return Outcome(error.exit_code, "", str(error))
 
     @contextlib.contextmanager
     def _container(self, argv: Sequence[str], more: Mapping[str, str], binds: Sequence[Bind]) -> Iterator[Container]:
