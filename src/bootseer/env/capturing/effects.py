@@ -1,7 +1,7 @@
 """Side effects of a setup besides captured files: processes, mounts, kernel state, files that no capture keeps.
 
 A restore brings back files and the environment, and starts recorded processes again. Any other side effect
-makes a setup "not snapshot-safe", with a reason. Added users and groups are restored with /etc and reported as notes.
+makes a setup "not snapshot-safe", with a reason.
 
 *Processes* belong to the setup if they run in its mount namespace or have its mark in their environment; the parent
 process does not matter, as daemons have none. They are left running, as the job may need them. In a mount namespace no
@@ -96,32 +96,23 @@ _MAX_SETTING_BYTES = 4096
 class KernelState:
     """A record of kernel state. Taking one costs some 25 ms."""
 
-    modules: frozenset[str]
     settings: dict[str, bytes]
     """By names as sysctl(8) has them: `vm.max_map_count`."""
-    shared_memory: frozenset[str]
-    """Ids of System V segments of this user."""
+    others: frozenset[str]
+    """Modules, and System V segments of this user, as messages about their appearance."""
 
     @classmethod
     def now(cls) -> KernelState:
         """The current state, as far as it is readable."""
-        return cls(
-            frozenset(line.split()[0] for line in lines_of("/proc/modules")),
-            dict(_settings()),
-            frozenset(_shared_memory()),
-        )
+        modules = [f"it loaded the kernel module {line.split()[0]}" for line in lines_of("/proc/modules")]
+        segments = [f"it left shared memory behind (System V, id {number})" for number in _shared_memory()]
+        return cls(dict(_settings()), frozenset((*modules, *segments)))
 
     def changes(self, before: KernelState) -> list[str]:
         """The differences from `before`, as messages."""
-        found = [f"it loaded the kernel module {name}" for name in sorted(self.modules - before.modules)]
-        found += [
-            f"it changed the kernel setting {name}"
-            for name, value in sorted(self.settings.items())
-            if before.settings.get(name, value) != value
-        ]
-        if new := self.shared_memory - before.shared_memory:
-            found.append(f"it left shared memory behind (System V, id {', '.join(sorted(new))})")
-        return found
+        settings = [name for name, value in self.settings.items() if before.settings.get(name, value) != value]
+        changed = [f"it changed the kernel setting {name}" for name in sorted(settings)]
+        return sorted(self.others - before.others) + changed
 
 
 def _settings() -> Iterator[tuple[str, bytes]]:
@@ -162,7 +153,7 @@ def mentions(changes: Iterable[Change]) -> list[str]:
             if _points_python(change.path):
                 with Path(change.source).open("rb") as file:
                     found.append(file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace"))
-            elif (target := _link(change.source)).startswith(SCRATCH):
+            elif (target := os.readlink(change.source)).startswith(SCRATCH):  # noqa: PTH115 - half as long
                 found.append(target)
     return found
 
@@ -172,29 +163,9 @@ def _points_python(path: str) -> bool:
     return name.endswith((".pth", ".egg-link")) or (name.startswith("__editable__") and name.endswith(".py"))
 
 
-def _link(path: str) -> str:
-    """The target of a link; empty for other files. Takes half as long as `Path.readlink`."""
-    try:
-        return os.readlink(path)  # noqa: PTH115
-    except OSError:
-        return ""
-
-
 Enter = Callable[[], None]
 INSPECT_S = 10.0
 _PREFIX_FILES = ("pyvenv.cfg", "conda-meta")
-
-
-@dataclass(frozen=True, slots=True)
-class SideEffects:
-    """Side effects of a setup, as messages."""
-
-    unsafe: tuple[str, ...]
-    """Reasons why it is not snapshot-safe."""
-    notes: tuple[str, ...]
-    """Effects that are restored with the files."""
-    daemons: tuple[RestartableDaemon, ...] = ()
-    """Processes that can be started again."""
 
 
 _MOUNT_CHECKS, _CHECK_INTERVAL_S = 4, 0.1
@@ -237,12 +208,14 @@ class Baseline:
         mentions: Sequence[str] = (),
         grace_s: float = 1.0,
         relaunch: SetupContext | None = None,
-    ) -> SideEffects:
-        """Compare with the state after the setup. `reads` is what it opened; `mentions` are texts that name
-        what the job will use (see `leftovers`). Forks as `take` does.
+    ) -> tuple[list[str], list[RestartableDaemon]]:
+        """Reasons why the setup is not snapshot-safe, and its processes that can be started again.
 
-        Waits at most `grace_s` for processes that are about to end. Those still running are unsafe, or `daemons` if
-        `relaunch` is given and they can be started again.
+        `reads` is what it opened; `mentions` are texts that name what the job will use (see `leftovers`). Forks as
+        `take` does.
+
+        Waits at most `grace_s` for processes that are about to end. Those still running are reasons, unless `relaunch`
+        is given and they can be started again.
         """
         found = self.running(grace_s=grace_s)
         daemons: list[RestartableDaemon] = []
@@ -264,12 +237,7 @@ class Baseline:
             unsafe += left_elsewhere(written, Exclusions())
         else:
             unsafe += self._new_in_scratch(inside, mentions)
-        notes = [
-            f"it added the {kind} {name}"
-            for kind, key in (("user", "users"), ("group", "groups"))
-            for name in sorted({*inside.get(key, ())} - {*self._before.get(key, ())})
-        ]
-        return SideEffects(tuple(unsafe), tuple(notes), tuple(daemons))
+        return unsafe, daemons
 
     def running(self, *, grace_s: float = 0.0) -> dict[int, str]:
         """Names of the setup's processes, by process id (`leftover_processes`)."""
@@ -329,8 +297,6 @@ def _inspect() -> dict[str, Any]:
         "namespace": _namespace(),
         "privileges": privileges("self"),
         "mounts": _mounts(),
-        "users": _account_names("/etc/passwd"),
-        "groups": _account_names("/etc/group"),
         "scratch": [
             (f"{folder}/{name}", any(Path(folder, name, file).exists() for file in _PREFIX_FILES))
             for folder in SCRATCH
@@ -347,10 +313,6 @@ def _mounts() -> list[Mounted]:
     return [
         (row.path, row.kind, row.device, row.root) for row in mount_table() if not _CONTAINER_MOUNT.search(row.path)
     ]
-
-
-def _account_names(path: str) -> list[str]:
-    return [line.partition(":")[0] for line in lines_of(path) if line]
 
 
 def _listed(folder: str) -> list[str]:

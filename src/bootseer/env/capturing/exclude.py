@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -236,19 +236,17 @@ class Exclusions:
 
     @property
     def passthrough_folders(self) -> list[str]:
-        found = [path for path, rule in self._folders.items() if rule.passthrough]
-        return sorted(
-            {home + path[1:] for path in found if path.startswith("~") for home in self._homes}
-            | {path for path in found if not path.startswith("~")}
-        )
+        return self._places(lambda rule: rule.passthrough)
 
     @property
     def credentials(self) -> list[str]:
         """Files and folders with credentials of this machine's users."""
-        places = [path for path, rule in self._folders.items() if rule.secret]
-        return [f"{home}{path[1:]}" for path in places if path.startswith("~") for home in self._homes] + [
-            path for path in places if not path.startswith("~")
-        ]
+        return self._places(lambda rule: rule.secret)
+
+    def _places(self, is_wanted: Callable[[Rule], bool]) -> list[str]:
+        found = [path for path, rule in self._folders.items() if is_wanted(rule)]
+        at_home = {home + path[1:] for path in found if path.startswith("~") for home in self._homes}
+        return sorted(at_home | {path for path in found if not path.startswith("~")})
 
     def rule_for(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """The rule that leaves this path out, if any, without its parent folders: for a walk, which does not enter

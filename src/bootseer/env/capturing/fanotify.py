@@ -6,11 +6,10 @@ The older form of events is used, in which the kernel passes a descriptor of eac
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from bootseer.errors import AccessError
@@ -36,7 +35,6 @@ class Event(NamedTuple):
     mask: int
     fd: int
     """Its descriptor, open until the next batch is asked for."""
-    pid: int
 
 
 class Overflow(Exception):  # noqa: N818 - the kernel's name
@@ -79,21 +77,12 @@ class Group:
             data = os.read(self._queue, _EVENT.size * _BATCH)
         except BlockingIOError:
             return
-        events = [Event(mask, file, pid) for _, _, _, _, mask, file, pid in _EVENT.iter_unpack(data)]
+        events = [Event(mask, file) for _, _, _, _, mask, file, _ in _EVENT.iter_unpack(data)]
         try:
             yield from (event for event in events if event.fd >= 0)
         finally:
-            _close([event.fd for event in events if event.fd >= 0])
+            for event in events:
+                if event.fd >= 0:
+                    os.close(event.fd)
         if any(event.mask & _OVERFLOW for event in events):
             raise Overflow
-
-
-def _close(files: Iterable[int]) -> None:
-    """Close descriptors, in one call if they are consecutive, as is usual."""
-    numbers = sorted(files)
-    if numbers and numbers[-1] - numbers[0] + 1 == len(numbers):
-        os.closerange(numbers[0], numbers[-1] + 1)
-        return
-    for number in numbers:
-        with contextlib.suppress(OSError):
-            os.close(number)

@@ -85,7 +85,7 @@ def user_overlay_points(candidates: Iterable[str], rows: Sequence[Mount], passth
     tops = []
     for candidate in candidates:
         path = os.path.realpath(candidate)
-        owned = [above for above in _upwards(path) if _is_owned(above)]
+        owned = [above for above in (path, *map(str, Path(path).parents)) if _is_owned(above)]
         if owned:
             tops.append(owned[-1])
     points: list[str] = []
@@ -102,14 +102,6 @@ def user_overlay_points(candidates: Iterable[str], rows: Sequence[Mount], passth
             names = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
             waiting += [name for name in reversed(names) if _is_owned(name)]
     return points
-
-
-def _upwards(path: str) -> Iterator[str]:
-    while True:
-        yield path
-        if path == "/":
-            return
-        path = os.path.dirname(path)  # noqa: PTH120
 
 
 def _is_owned(path: str) -> bool:

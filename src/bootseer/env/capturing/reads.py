@@ -42,8 +42,6 @@ _LOCAL = frozenset((
 MAX_FILES = 4_000_000
 """Maximum number of recorded files, about 1 GiB of names."""
 _NUM_DESCRIPTORS = 4096
-# Bounds the reads of a queue that only fails.
-_MAX_FAILED = 1000
 _NAMESPACE = "/proc/self/ns/mnt"
 _MAX_PATHS = 500
 """In one part of a report."""
@@ -96,34 +94,31 @@ class AccessLog:
         self._opened: set[str] = set()
         self._written: set[str] = set()
         self._problem = ""
-        self._num_failed = 0
 
     def drain(self) -> None:
-        while self._batch():
-            pass
+        """Take the events of the queue. After an error the result is not complete, and those left do not matter."""
+        try:
+            while self._batch():
+                pass
+        except Overflow:
+            self._problem = "the kernel dropped events: too many files were opened at once"
+        except OSError as error:
+            self._problem = f"a file that the setup opened could not be identified: {error.strerror}"
 
     def _batch(self) -> bool:
         has_events = False
-        try:
-            for mask, file, _ in self._group.read_events():
-                has_events = True
-                path = os.readlink(str(file), dir_fd=self._links)
-                if mask & WRITTEN:
-                    self._written.add(path)
-                if mask & OPENED:
-                    if path in self._opened:
-                        self._group.ignore_opens(file)
-                    elif len(self._opened) < MAX_FILES:
-                        self._opened.add(path)
-                    else:
-                        self._problem = f"the setup opened more than {MAX_FILES:,} files"
-        except Overflow:
-            has_events, self._problem = True, "the kernel dropped events: too many files were opened at once"
-        except OSError as error:
-            has_events, self._problem = True, f"a file that the setup opened could not be identified: {error.strerror}"
-            self._num_failed += 1
-            if self._num_failed > _MAX_FAILED:
-                raise
+        for mask, file in self._group.read_events():
+            has_events = True
+            path = os.readlink(str(file), dir_fd=self._links)
+            if mask & WRITTEN:
+                self._written.add(path)
+            if mask & OPENED:
+                if path in self._opened:
+                    self._group.ignore_opens(file)
+                elif len(self._opened) < MAX_FILES:
+                    self._opened.add(path)
+                else:
+                    self._problem = f"the setup opened more than {MAX_FILES:,} files"
         return has_events
 
     def report(self, table: Iterable[Mount], passthrough: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -162,10 +157,12 @@ class Reads:
     """Existing files that it opened, captured writes included, without those in `outside_writes`."""
     outside_writes: tuple[str, ...]
     """Existing files that it wrote on local mounts that are not captured, sorted."""
-    complete: bool
-    """Whether no access was missed."""
-    why: str = ""
-    """Why it is not complete."""
+    why: str
+    """Why it is not complete; empty if no access was missed."""
+
+    @property
+    def complete(self) -> bool:
+        return not self.why
 
     @classmethod
     def of(cls, parts: Iterable[Mapping[str, Any]]) -> Reads | None:
@@ -173,9 +170,9 @@ class Reads:
         parts = list(parts)
         reason = next((part["why"] for part in parts if "why" in part), None)
         read, written = ([path for part in parts for path in part.get(kind, ())] for kind in ("read", "written"))
-        return None if reason is None else cls(frozenset(read), tuple(written), not reason, reason)
+        return None if reason is None else cls(frozenset(read), tuple(written), reason)
 
 
 def not_watched(reason: str) -> Reads:
     """The result if the setup was not watched."""
-    return Reads(frozenset(), (), complete=False, why=reason)
+    return Reads(frozenset(), (), reason)

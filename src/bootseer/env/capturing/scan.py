@@ -7,9 +7,9 @@ skipped. Extended attributes of folders (access lists) are not compared.
 
 from __future__ import annotations
 
+import marshal
 import os
 import stat
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -22,11 +22,6 @@ from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import mount_table, visible
 
 MAX_ENTRIES = 20_000_000
-_MARK = struct.Struct("<q")
-"""A hash of the compared attributes."""
-
-PackedFolder = bytes
-"""Names and fingerprints of a folder's entries, packed, as there may be millions."""
 
 
 class ScanCapture(Capture):
@@ -41,7 +36,11 @@ class ScanCapture(Capture):
         disks = (path for path, row in self._mounts.items() if takes_overlay(row))
         self.points = tuple(path for path in disks if exclusions.rule_on_path(path, kind="directory") is None)
         self.notes = ("what a changed file held before the setup is not known",)
-        self._before = {path: _pack(found) for path, found in self._walk()}
+        # Names and fingerprints of each folder's entries, as bytes: there may be millions.
+        self._before = {
+            path: marshal.dumps({name: _fingerprint(entry.status) for name, entry in found.items()})
+            for path, found in self._walk()
+        }
 
     @property
     def root(self) -> Path:
@@ -64,13 +63,13 @@ class ScanCapture(Capture):
         changes: list[Change] = []
         euid = os.geteuid()
         for folder, found in self._walk():
-            was = _unpack(self._before.get(folder, b""))
+            was = marshal.loads(self._before[folder]) if folder in self._before else {}  # noqa: S302 - our own
             for name, entry in found.items():
                 path = join(folder, name)
                 mark, earlier = _fingerprint(entry.status), was.pop(name, None)
                 if mark == earlier or euid not in (0, entry.status.st_uid):
                     continue
-                change = self._change(path, Action.MODIFIED if earlier else Action.ADDED)
+                change = self._change(path, Action.MODIFIED if earlier is not None else Action.ADDED)
                 if not self._is_left_out(change, entry):
                     changes.append(change)
             gone = (self._change(join(folder, name), Action.DELETED) for name in was)
@@ -126,24 +125,8 @@ class ScanCapture(Capture):
         return found
 
 
-def _fingerprint(status: os.stat_result) -> bytes:
-    """The compared attributes. A folder's times and size depend only on its entries."""
-    # Eight bytes for each file, as there may be millions. `hash` of integers is the same at both walks, and two states
-    # of one file have equal hashes with negligible probability.
+def _fingerprint(status: os.stat_result) -> int:
+    """A hash of the compared attributes: the same at both walks, and different for two states of a file but with
+    negligible probability. A folder's times and size depend only on its entries."""
     of_file = () if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_ctime_ns, status.st_ino)
-    return _MARK.pack(hash((status.st_mode, status.st_uid, status.st_gid, *of_file)))
-
-
-def _pack(found: Mapping[str, PathState]) -> PackedFolder:
-    return b"".join(os.fsencode(name) + b"\0" + _fingerprint(entry.status) for name, entry in found.items())
-
-
-def _unpack(folder: PackedFolder) -> dict[str, bytes]:
-    marks: dict[str, bytes] = {}
-    start = 0
-    while start < len(folder):
-        end = folder.index(b"\0", start)
-        after = end + 1 + _MARK.size
-        marks[os.fsdecode(folder[start:end])] = folder[end + 1 : after]
-        start = after
-    return marks
+    return hash((status.st_mode, status.st_uid, status.st_gid, *of_file))

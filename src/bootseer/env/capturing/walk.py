@@ -53,15 +53,8 @@ class PathState:
     def size(self) -> int:
         return self.status.st_size
 
-    def overlay_marks(self) -> dict[str, bytes]:
-        """Its extended attributes that belong to overlayfs."""
-        return self._attributes(marks=True)
-
-    def xattrs(self) -> dict[str, bytes]:
-        """All other extended attributes."""
-        return self._attributes(marks=False)
-
-    def _attributes(self, *, marks: bool) -> dict[str, bytes]:
+    def xattrs(self, *, marks: bool = False) -> dict[str, bytes]:
+        """Its extended attributes; those of overlayfs if `marks`, else all others."""
         try:
             names = os.listxattr(self.path, follow_symlinks=False)
         except OSError:  # the file system has none
@@ -319,11 +312,10 @@ def _is_whiteout(found: PathState) -> bool:
     if stat.S_ISCHR(status.st_mode):
         return status.st_rdev == 0
     # Written by tools that may not create devices: an empty file with an attribute.
-    return (
-        stat.S_ISREG(status.st_mode) and status.st_size == 0 and not found.overlay_marks().keys().isdisjoint(_WHITEOUT)
-    )
+    is_empty = stat.S_ISREG(status.st_mode) and status.st_size == 0
+    return is_empty and not found.xattrs(marks=True).keys().isdisjoint(_WHITEOUT)
 
 
 def _is_opaque(found: PathState) -> bool:
-    marks = found.overlay_marks()
+    marks = found.xattrs(marks=True)
     return any(marks.get(name) == b"y" for name in _OPAQUE)

@@ -221,15 +221,13 @@ class _CapturedSetup:
         used = [*command, self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
         pid_files = tuple(path for path in self._view.left_out.reasons if path.endswith(".pid"))
         setup = replace(self.daemon_context, paths=pid_files) if self.daemon_context is not None else None
-        found = self._baseline.side_effects(self.reads, mentions=used, relaunch=setup)
-        self.daemons = tuple(one.daemon for one in found.daemons)
-        for one in found.daemons:
+        unsafe, daemons = self._baseline.side_effects(self.reads, mentions=used, relaunch=setup)
+        self.daemons = tuple(one.daemon for one in daemons)
+        for one in daemons:
             emit_daemon_stage(self._task, one.daemon, one.began_s, one.began_s + one.daemon.ready_s)
-        for note in found.notes:
-            say(f"the setup: {note}")
         for line in self._view.left_out.warnings:
             say(line)
-        return [*done.reasons, *found.unsafe, *self._packages_outside()]
+        return [*done.reasons, *unsafe, *self._packages_outside()]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
         unknown = self._unaccounted(self.changes) if self.reads.complete else ()
