@@ -138,7 +138,7 @@ def test_what_a_job_wrote_into_its_environment_is_kept_and_told(
     run_in(view.enter, f"mkdir {venv}/lib/__pycache__; echo x > {venv}/lib/__pycache__/m.pyc; echo 42 > {venv}/result")
     view.close()
     (line,) = said
-    assert "1 files (3 bytes)" in line
+    assert "1 files into its environment" in line
     (kept,) = (tmp_path / "changes").glob(f"*/files{venv}/result")
     assert kept.read_text() == "42\n"
     assert str(kept).startswith(line.split(" kept in ")[1].split(" ")[0])
@@ -178,7 +178,7 @@ def test_what_the_snapshot_has_below_a_mount_of_the_machine_shows_there(
         "of-the-machine",
     ]
     view.close()
-    assert "1 files (4 bytes)" in said[0]
+    assert "1 files into its environment" in said[0]
 
 
 def test_the_machines_own_name_and_resolver_are_not_the_setups(setup: Setup, show: Show) -> None:
@@ -217,7 +217,7 @@ def test_what_a_killed_run_left_is_settled_by_the_next(
     other = tmp_path / "host" / "other"
     setup.write(other / "file", "")
     show(setup.at, other).close()
-    assert "1 files (3 bytes)" in said[0]
+    assert "1 files into its environment" in said[0]
     assert not venv.exists()
 
 
@@ -262,7 +262,7 @@ def test_what_a_process_that_outlives_the_job_writes_is_kept_by_the_next_run(
     other = tmp_path / "host" / "other"
     setup.write(other / "file", "")
     show(setup.at, other).close()
-    assert "1 files (5 bytes)" in said[0]
+    assert "1 files into its environment" in said[0]
 
 
 def test_what_is_forbidden_for_the_machines_files_is_for_the_snapshots(setup: Setup, venv: Path, show: Show) -> None:

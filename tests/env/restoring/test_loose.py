@@ -36,10 +36,10 @@ class Machine:
     def entries(self, **more: object) -> list[Entry]:
         return list(self.setup.written(self.setup.changes(Path("/home/u"), **more)).entries)  # type: ignore[arg-type]
 
-    def restore(self, entries: list[Entry], roots: tuple[str, ...] = (), threads: int = 1) -> int:
+    def restore(self, entries: list[Entry], roots: tuple[str, ...] = ()) -> int:
         """Number of steps that were needed."""
         planned = plan(entries, self.setup.at, roots=roots, root=str(self.root))
-        apply_plan(planned, self.setup.at, threads=threads)
+        apply_plan(planned, self.setup.at)
         return len(planned.steps)
 
     def tree(self) -> dict[str, str]:
@@ -270,7 +270,7 @@ def test_two_restores_at_once_into_a_shared_folder_agree(machine: Machine) -> No
 
     def work(number: int) -> None:
         try:
-            apply_plan(plans[number], machine.setup.at, threads=2)
+            apply_plan(plans[number], machine.setup.at)
         except BaseException as error:
             failed.append(error)
 
@@ -409,18 +409,6 @@ def test_settings_that_are_not_there_are_no_longer_what_the_setup_found(machine:
     entries = settings(machine, sha256("found"))
     with pytest.raises(Conflict, match="/etc/profile"):
         machine.restore(entries, roots=("/etc",))
-
-
-def test_who_asks_for_no_threads_gets_none(machine: Machine) -> None:
-    machine.setup.write("/home/u/a/b", "x")
-    threads_seen = []
-
-    def at(path: str) -> Path:
-        threads_seen.append(threading.current_thread())
-        return machine.setup.at(path)
-
-    apply_plan(plan(machine.entries(), machine.setup.at, root=str(machine.root)), at)
-    assert threads_seen == [threading.main_thread()]
 
 
 def test_a_hard_link_to_a_file_that_is_mounted_becomes_a_file_of_its_own(machine: Machine) -> None:

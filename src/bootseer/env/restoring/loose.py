@@ -9,6 +9,7 @@ Nothing is changed here: `placement` applies the plan.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -257,13 +258,9 @@ class _Planner(Struct):
             self.deletions.append(Step("delete", gone))
 
     def _is_folder(self, path: str) -> bool:
-        if not path:
+        with contextlib.suppress(OSError), self.tree.folder(path):
             return True
-        try:
-            found = self.tree.status(path)
-        except OSError:
-            return False
-        return found is not None and stat.S_ISDIR(found.st_mode)
+        return False
 
     def _refuse(self, entry: Entry, reason: str) -> None:
         self.reasons.append(f"{entry.path}: {reason}")

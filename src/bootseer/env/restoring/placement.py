@@ -23,7 +23,6 @@ from bootseer.env.restoring.loose import Conflict, Plan, SourceOf, Step, plan
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
-from bootseer.io.tasks import Tasks
 
 _NEW = ".bootseer-new-"
 _STALE_S = 3600.0
@@ -34,13 +33,13 @@ _KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFL
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
 
 
-def apply_plan(planned: Plan, source_of: SourceOf, *, threads: int = 1) -> None:
+def apply_plan(planned: Plan, source_of: SourceOf) -> None:
     """Apply the plan; contents are read from `source_of`. What was written stays after an error.
 
     Raises `Conflict` if a file was created meanwhile, and `PermanentError`, as for a full disk.
     """
     try:
-        _Writer(planned.root, source_of).run(planned.steps, threads)
+        _Writer(planned.root, source_of).run(planned.steps)
     except OSError as error:
         place = os.fsdecode(error.filename) if error.filename else planned.root
         raise PermanentError(f"{place}: {error.strerror}; the environment was not written") from error
@@ -53,32 +52,14 @@ class _Writer:
         self._source_of = source_of
         self._is_root = os.geteuid() == 0
 
-    def run(self, steps: Sequence[Step], threads: int) -> None:
-        folders: list[Step] = []
-        files: list[Step] = []
-        links: list[Step] = []
-        for step in steps:
-            if step.operation == "delete":
-                self._apply_in_folder([step])
-            else:
-                entry = step.entry
-                (folders if entry.kind == "directory" else links if entry.link else files).append(step)
-        for step in folders:
-            self._apply_in_folder([step])
-        together = [list(some) for _, some in groupby(files, key=_parent)]
-        if threads == 1:  # for callers that fork next, and must not have other threads
-            for some in together:
-                self._apply_in_folder(some)
-        else:
-            with Tasks("bootseer-place", threads) as pool:
-                for _ in pool.map(self._apply_in_folder, together):
-                    pass
-        for step in links:
-            self._apply_in_folder([step])
+    def run(self, steps: Sequence[Step]) -> None:
+        for _, together in groupby(steps, key=_parent):
+            self._apply_in_folder(list(together))
         # Attributes of folders last: they may forbid writing into the folder.
-        for step in reversed(folders):
-            with self._tree.folder(_parent(step)) as folder:
-                self._set_attributes_of(folder, _name(step), step.entry)
+        for step in reversed(steps):
+            if step.entry.kind == "directory":
+                with self._tree.folder(_parent(step)) as folder:
+                    self._set_attributes_of(folder, _name(step), step.entry)
 
     def _apply_in_folder(self, steps: Sequence[Step]) -> None:
         with self._tree.folder(_parent(steps[0])) as folder:
@@ -122,7 +103,8 @@ class _Writer:
             try:
                 os.link(new, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
             except OSError as error:
-                if error.errno not in _NO_LINKS or _exists(folder, name):
+                is_there = os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False)
+                if error.errno not in _NO_LINKS or is_there:
                     raise
                 os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
@@ -186,10 +168,12 @@ class _Writer:
         if entry.kind == "symlink":
             return
         for attribute, value in entry.xattrs.items():
-            with contextlib.ExitStack() as forbidden:
-                if not self._is_root:
-                    forbidden.enter_context(contextlib.suppress(PermissionError))
-                _set_xattr(opened, attribute, value)
+            try:
+                os.setxattr(opened, attribute, value)
+            except OSError as error:
+                is_forbidden = isinstance(error, PermissionError) and not self._is_root
+                if error.errno != errno.ENOTSUP and not is_forbidden:
+                    raise
         os.chmod(opened, entry.mode | also)  # noqa: PTH101
 
 
@@ -207,28 +191,12 @@ def _replaced_meanwhile(entry: Entry) -> Conflict:
     return Conflict([f"{entry.path}: it was replaced by another file meanwhile"])
 
 
-def _set_xattr(path: int | str, name: str, value: bytes) -> None:
-    try:
-        os.setxattr(path, name, value)
-    except OSError as error:
-        if error.errno != errno.ENOTSUP:
-            raise
-
-
 def _parent(step: Step) -> str:
     return step.entry.path.rpartition("/")[0]
 
 
 def _name(step: Step) -> str:
     return step.entry.path.rpartition("/")[2]
-
-
-def _exists(folder: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _delete(folder: int, name: str) -> None:

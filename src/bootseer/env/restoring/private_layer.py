@@ -104,15 +104,13 @@ def settle_abandoned(changes: Path, say: Say) -> None:
 
 
 def is_root_in_use(changes: Path, root: str) -> bool:
-    """Whether a running job has a mount on this root."""
-    for folder in changes.iterdir():
-        if not (folder / _RECORD).is_file():
-            continue
+    """Whether a running job has a mount on this root, or a run that has mounts and no job yet."""
+    for record in changes.glob(f"*/{_RECORD}"):
         try:
-            with _abandoned(folder):
+            with _abandoned(record.parent):
                 continue
         except BlockingIOError:
-            if root in json.loads((folder / _RECORD).read_text())["roots"]:
+            if root in json.loads(record.read_text())["roots"]:
                 return True
         except (OSError, ValueError):
             continue
@@ -146,7 +144,7 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
         upper = next(
             (above / number / "upper" for above in (place, folder) if above and (above / number).is_dir()), None
         )
-        count = _written(upper)[0] if upper is not None else 0
+        count = _written(upper) if upper is not None else 0
         if count and is_system(root):
             num_dropped += count
             dropped.append(root)
@@ -159,7 +157,7 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
         )
     outermost = [root for root in roots if not lies_in(root, roots.keys() - {root})]
     kept = {root: _written(files / root.lstrip("/")) for root in outermost}
-    touched = [root for root, (count, _) in kept.items() if count]
+    touched = [root for root, count in kept.items() if count]
     if not touched:
         delete_tree(folder)
         return
@@ -167,10 +165,9 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
     for child in folder.iterdir():
         if child != files and child.is_dir():
             delete_tree(child)
-    num_files, num_bytes = (sum(numbers) for numbers in zip(*kept.values(), strict=True))
     say(
-        f"the job wrote {num_files} files ({num_bytes} bytes) into its environment, {listed(touched)}: the environment"
-        f" is unchanged, and the files are kept in {files} for a week"
+        f"the job wrote {sum(kept.values())} files into its environment, {listed(touched)}: the environment is"
+        f" unchanged, and the files are kept in {files} for a week"
     )
 
 
@@ -188,19 +185,15 @@ def _no_marks(folder: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if stat.S_IFMT(os.lstat(f"{folder}/{name}").st_mode) not in kinds]
 
 
-def _written(upper: Path) -> tuple[int, int]:
-    """Number and bytes of the files that a job wrote, without bytecode and other caches."""
-    num_files = num_bytes = 0
+def _written(upper: Path) -> int:
+    """Number of the files that a job wrote, without bytecode and other caches."""
+    num_files = 0
     for path, folders, names in os.walk(upper):
         folders[:] = [name for name in folders if not _CACHE.search(name)]
-        for name in [*names, *(name for name in folders if Path(path, name).is_symlink())]:
-            if _CACHE.search(name):
-                continue
-            status = os.lstat(f"{path}/{name}")
-            if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
-                num_files += 1
-                num_bytes += status.st_size
-    return num_files, num_bytes
+        for name in (*names, *folders):
+            mode = os.lstat(f"{path}/{name}").st_mode
+            num_files += not _CACHE.search(name) and (stat.S_ISREG(mode) or stat.S_ISLNK(mode))
+    return num_files
 
 
 _LOCK_S = 60.0
@@ -218,19 +211,13 @@ class MountPoints:
         self._changes = changes
         self._folder = changes / "points"
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[int]:
         """Lock out other processes from creating and removing mount points.
 
         Hold it from `ensure` until the mount is made. Raises `TransientError` if another process holds it for too long.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            locks.lock(lock, self._folder / "lock", _LOCK_S)
-            yield
-        finally:
-            os.close(lock)
+        return locks.flocked(self._folder / "lock", deadline_s=_LOCK_S)
 
     def ensure(self, root: str, source_of: Callable[[str], Path]) -> bool:
         """Have a folder at `root`, looking as in the snapshot; `source_of` tells where that has a path. True: it is

@@ -121,7 +121,7 @@ class SavedSnapshot:
             # In a new folder there is nothing of what the setup had found.
             copied = [replace(entry, before="") for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
             planned = loose.plan(copied, layer.at, root=str(folder.absolute()), captured=True)
-            placement.apply_plan(planned, layer.at, threads=len(os.sched_getaffinity(0)))
+            placement.apply_plan(planned, layer.at)
         return len(copied)
 
     def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> Comparison:
