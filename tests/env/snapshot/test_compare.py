@@ -125,10 +125,9 @@ def test_bytecode_may_name_another_time_but_not_hold_other_code(sides):
 
 def _entries_of(folder: Path):
     from bootseer.env.snapshot.contents import inspect_changes
-    from bootseer.env.snapshot.manifest import Entry
 
     items, _ = inspect_changes(changes_of(folder), None)
-    return [Entry(item.change.path, item.kind, item.mode & 0o7777, item.uid, item.gid, item.size) for item in items]
+    return [item.entry for item in items]
 
 
 def test_bytecode_that_only_one_has_is_chance(sides):

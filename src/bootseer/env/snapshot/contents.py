@@ -11,8 +11,8 @@ import contextlib
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import BinaryIO, TypeVar
 
@@ -45,24 +45,29 @@ _NS = 1_000_000_000
 
 @dataclass(slots=True)
 class Item:
-    """One path of the snapshot, with its attributes."""
+    """One path of the snapshot."""
 
-    change: Change
+    entry: Entry
+    """Its attributes; without the digest of its content, and as if it had no other name."""
     raw: bytes
     """The path in bytes."""
-    kind: Kind
+    source: str = ""
+    """`Change.source`."""
     mode: int = 0
     """`st_mode`, with the file type."""
-    uid: int = 0
-    gid: int = 0
-    size: int = 0
     mtime_ns: int = 0
     inode: tuple[int, int] = (0, 0)
     """Device and inode number of a file with several names; zeros otherwise."""
-    xattrs: Mapping[bytes, bytes] = field(default_factory=lambda: NO_XATTRS)
-    target: bytes = b""
     python_source: str = ""
     """For a file in `__pycache__`: the path of its source."""
+
+    @property
+    def path(self) -> str:
+        return self.entry.path
+
+    @property
+    def kind(self) -> Kind:
+        return self.entry.kind
 
 
 def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[list[Item], list[str]]:
@@ -77,7 +82,7 @@ def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[l
         if change.path == "/":
             continue  # its attributes are always those of the real root directory
         if change.action is Action.DELETED:
-            items.append(Item(change, raw, "deleted"))
+            items.append(Item(Entry(change.path, "deleted", before=change.before), raw))
             continue
         status = _status(change)
         if stat.S_IFMT(status.st_mode) in _NOT_KEPT:
@@ -89,31 +94,8 @@ def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[l
     items.sort(key=lambda item: item.raw)
     for earlier, later in pairwise(items):
         if earlier.raw == later.raw:
-            raise PermanentError(f"{later.change.path}: listed twice among the changes of a setup")
+            raise PermanentError(f"{later.path}: listed twice among the changes of a setup")
     return items, left_out
-
-
-def entry_of(item: Item, *, size: int, digest: str = "", link: str = "", loose: bool = False) -> Entry:
-    """The manifest's entry for an item; `size` and `digest` are those of its content."""
-    change = item.change
-    if item.kind == "deleted":
-        return Entry(change.path, "deleted", before=change.before, loose=loose)
-    return Entry(
-        path=change.path,
-        kind=item.kind,
-        mode=stat.S_IMODE(item.mode),
-        uid=item.uid,
-        gid=item.gid,
-        size=size,
-        digest=digest,
-        target=os.fsdecode(item.target),
-        xattrs={os.fsdecode(name): value for name, value in sorted(item.xattrs.items())},
-        link=link,
-        opaque=change.opaque,
-        modified=change.action is Action.MODIFIED,
-        before=change.before,
-        loose=loose,
-    )
 
 
 def _status(change: Change) -> os.stat_result:
@@ -125,20 +107,22 @@ def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
     python_source = (source_of(change.path) or "") if kind == "file" else ""
     # Not for bytecode: each name refers to the source beside it.
     several = kind != "directory" and status.st_nlink > 1 and not python_source
-    return Item(
-        change,
-        raw,
-        kind,
-        status.st_mode,
-        status.st_uid,
-        status.st_gid,
-        status.st_size if kind == "file" else 0,
-        status.st_mtime_ns,
-        (status.st_dev, status.st_ino) if several else (0, 0),
-        with_path_error(change.path, lambda: xattrs_of(change.source)),
-        with_path_error(change.path, lambda: os.readlink(os.fsencode(change.source))) if kind == "symlink" else b"",  # noqa: PTH115
-        python_source,
+    xattrs = with_path_error(change.path, lambda: xattrs_of(change.source))
+    entry = Entry(
+        path=change.path,
+        kind=kind,
+        mode=stat.S_IMODE(status.st_mode),
+        uid=status.st_uid,
+        gid=status.st_gid,
+        size=status.st_size if kind == "file" else 0,
+        target=with_path_error(change.path, lambda: os.readlink(change.source)) if kind == "symlink" else "",  # noqa: PTH115
+        xattrs={os.fsdecode(name): value for name, value in sorted(xattrs.items())},
+        opaque=change.opaque,
+        modified=change.action is Action.MODIFIED,
+        before=change.before,
     )
+    inode = (status.st_dev, status.st_ino) if several else (0, 0)
+    return Item(entry, raw, change.source, status.st_mode, status.st_mtime_ns, inode, python_source)
 
 
 def xattrs_of(path: str) -> Mapping[bytes, bytes]:
@@ -188,7 +172,7 @@ class Content:
 
 def small_contents(
     items: Sequence[Item], source_of: Callable[[Item], Source | None], check: SecretCheck, threads: int
-) -> Iterator[tuple[Item, Content]]:
+) -> Generator[tuple[Item, Content], None, None]:
     """The small files among the items with their contents, read ahead in a few threads. `source_of` returns the source
     of a file in `__pycache__`. Raises `PermanentError`."""
 
@@ -204,16 +188,16 @@ def small_contents(
 
 
 def _content(item: Item, source_of: Callable[[Item], Source | None], check: SecretCheck) -> Content:
-    data: bytes | None = with_path_error(item.change.path, lambda: read_whole(item))
+    data: bytes | None = with_path_error(item.path, lambda: read_whole(item))
     if item.python_source:
-        data = with_path_error(item.change.path, lambda: settle_header(data or b"", source_of(item)))
-    secret = "" if item.python_source else check.check_content(item.change.path, data or b"")
+        data = with_path_error(item.path, lambda: settle_header(data or b"", source_of(item)))
+    secret = "" if item.python_source else check.check_content(item.path, data or b"")
     return Content(data, digest_of(data or b""), secret)
 
 
 def is_small(item: Item) -> bool:
     """Whether a file is read as a whole."""
-    return item.size <= SMALL_BYTES or bool(item.python_source)
+    return item.entry.size <= SMALL_BYTES or bool(item.python_source)
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -223,7 +207,7 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
         if not is_small(item):
             continue
         batch.append(item)
-        size += item.size
+        size += item.entry.size
         if len(batch) >= _BATCH_FILES or size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -247,11 +231,11 @@ def digest_of_file(file: BinaryIO) -> str:
 def read_whole(item: Item) -> bytes:
     """The content of a small file. Raises `OSError`, and `PermanentError` if it has changed since its inspection."""
     with _opened(item) as descriptor:
-        data = os.read(descriptor, item.size + 1)
-        while len(data) < item.size and (piece := os.read(descriptor, item.size - len(data))):
+        data = os.read(descriptor, item.entry.size + 1)
+        while len(data) < item.entry.size and (piece := os.read(descriptor, item.entry.size - len(data))):
             data += piece
-        if len(data) != item.size:
-            raise changed_error(item.change.path)
+        if len(data) != item.entry.size:
+            raise changed_error(item.path)
     return data
 
 
@@ -259,17 +243,18 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
     """Pass a large file to `write` in pieces, its holes to `write_zeros`; its digest. Raises as `read_whole` does."""
     found, at = blake3(), 0
     with _opened(item) as descriptor:
-        for piece in read_sparse(descriptor, item.size):
+        for piece in read_sparse(descriptor, item.entry.size):
             if isinstance(piece, int):
                 write_zeros(piece)
-                _digest_zeros(found, piece)
+                for begin in range(0, piece, _PIECE):
+                    found.update(_ZEROS[: piece - begin])
                 at += piece
             else:
                 found.update(piece)
                 write(piece)
                 at += len(piece)
-        if at != item.size:
-            raise changed_error(item.change.path)
+        if at != item.entry.size:
+            raise changed_error(item.path)
     return f"blake3:{found.hexdigest()}"
 
 
@@ -277,7 +262,7 @@ def read_pieces(item: Item, write: Callable[[bytes], object], write_zeros: Calla
 def _opened(item: Item) -> Iterator[int]:
     """Its file, which must be the inspected one before and after the reading."""
     # O_NONBLOCK: the file may have been replaced by a pipe.
-    descriptor = os.open(item.change.source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(item.source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_same(item, descriptor)
         yield descriptor
@@ -288,12 +273,5 @@ def _opened(item: Item) -> Iterator[int]:
 
 def _check_same(item: Item, descriptor: int) -> None:
     status = os.fstat(descriptor)
-    if (status.st_mode, status.st_size, status.st_mtime_ns) != (item.mode, item.size, item.mtime_ns):
-        raise changed_error(item.change.path)
-
-
-def _digest_zeros(digest: blake3, count: int) -> None:
-    while count > 0:
-        piece = min(count, _PIECE)
-        digest.update(memoryview(_ZEROS)[:piece])
-        count -= piece
+    if (status.st_mode, status.st_size, status.st_mtime_ns) != (item.mode, item.entry.size, item.mtime_ns):
+        raise changed_error(item.path)

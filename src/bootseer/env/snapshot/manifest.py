@@ -111,7 +111,7 @@ class Manifest(Struct, frozen=True):
             raise CorruptError("this is not the manifest of an environment snapshot")
         some = islice(lines, MAX_ENTRIES + 1)
         entries = tuple(_checked(convert(_object(line), Entry, "manifest entry") for line in some))
-        if not len(entries) == head.get("entries") <= MAX_ENTRIES:
+        if head.get("entries") != len(entries) or len(entries) > MAX_ENTRIES:
             raise CorruptError(f"a manifest announces {head.get('entries')!r} entries and has {len(entries)}")
         return cls(entries)
 
@@ -127,7 +127,9 @@ _CIRCUMSTANCES = ("modified", "before", "loose")
 
 def _fields(entry: Entry) -> dict[str, Any]:
     """The fields without default values, but always with the mode."""
-    return {"path": entry.path, "kind": entry.kind, "mode": entry.mode} | msgspec.to_builtins(entry)
+    found: dict[str, Any] = {"path": entry.path, "kind": entry.kind, "mode": entry.mode}
+    found.update(msgspec.to_builtins(entry))
+    return found
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

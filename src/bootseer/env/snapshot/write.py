@@ -24,13 +24,12 @@ from bootseer.artifact.objects import put_once
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
 from bootseer.env.capturing.exclude import Kind as PathKind
-from bootseer.env.changes import Action, Change
+from bootseer.env.changes import Change
 from bootseer.env.restoring.roots import is_checked
 from bootseer.env.snapshot.bytecode import Source, Times
 from bootseer.env.snapshot.contents import (
     Content,
     Item,
-    entry_of,
     inspect_changes,
     is_small,
     read_pieces,
@@ -113,8 +112,8 @@ def write_snapshot(
     items, left_out = inspect_changes(changes, ended_s)
     for line in left_out:
         _log.info("not in the snapshot: %s", line)
-    items = [item for item in items if not (item.python_source and is_loose(item.change.path))]
-    size_bytes = sum(item.size for item in items)
+    items = [item for item in items if not (item.python_source and is_loose(item.path))]
+    size_bytes = sum(item.entry.size for item in items)
     if size_bytes > MAX_BYTES or len(items) > MAX_ENTRIES:
         raise PermanentError(
             f"the setup left {format_bytes(size_bytes)} in {len(items)} paths; a snapshot holds at most "
@@ -148,15 +147,16 @@ def write_snapshot(
 
 def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
     """Check paths, links and attributes, before any file is read. Raises `PermanentError`."""
-    here = {item.change.path: item.change.source for item in items if item.kind == "file"}
+    here = {item.path: item.source for item in items if item.kind == "file"}
     rows: list[tuple[str, PathKind, int]] = [
-        (item.change.path, item.kind, item.size) for item in items if item.kind != "deleted"
+        (item.path, item.kind, item.entry.size) for item in items if item.kind != "deleted"
     ]
     raise_if_secret(check.check_paths(rows, lambda path: with_path_error(path, lambda: _read(here[path]))))
     for item in items:
-        words = (item.raw, item.target, *map(os.fsencode, item.xattrs), *item.xattrs.values())
-        if item.target or item.xattrs:
-            raise_if_secret([found] if (found := check.check_text(item.change.path, b"\n".join(words))) else [])
+        target, xattrs = item.entry.target, item.entry.xattrs
+        if target or xattrs:
+            words = (item.raw, os.fsencode(target), *map(os.fsencode, xattrs), *xattrs.values())
+            raise_if_secret([found] if (found := check.check_text(item.path, b"\n".join(words))) else [])
 
 
 def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:
@@ -226,9 +226,9 @@ class _SnapshotWriter:
                 self._write(content.data, content.secret)
                 digest = content.digest
             elif not self._secrets:
-                judge = self._check.check_large(item.change.path, item.size)
+                judge = self._check.check_large(item.path, item.entry.size)
                 digest = with_path_error(
-                    item.change.path,
+                    item.path,
                     lambda: read_pieces(item, lambda piece: self._write(piece, judge(piece)), self._writer.write_zeros),
                 )
             extent = self._writer.end_file()
@@ -247,13 +247,12 @@ class _SnapshotWriter:
 
     def _drop(self, item: Item) -> None:
         """Drop invalid bytecode. A file that it replaced is hidden by a whiteout, as Python might accept that one."""
-        if item.change.action is Action.MODIFIED:
+        if item.entry.modified:
             self._add_whiteout(item)
-            self.entries.append(Entry(item.change.path, "deleted", before=item.change.before))
+            self.entries.append(Entry(item.path, "deleted", before=item.entry.before))
 
     def _keep(self, item: Item, *, size: int, digest: str, link: str = "") -> Entry:
-        loose = self._is_loose(item.change.path)
-        entry = entry_of(item, size=size, digest=digest, link=link, loose=loose)
+        entry = replace(item.entry, size=size, digest=digest, link=link, loose=self._is_loose(item.path))
         self.entries.append(entry)
         return entry
 
@@ -261,13 +260,14 @@ class _SnapshotWriter:
         """Add a path whose data, if any, was written to `extent`; its inode. Directories come before their entries."""
         if item.kind == "deleted":
             return self._add_whiteout(item)
-        xattrs = item.xattrs
-        if item.change.opaque:
-            xattrs = {**xattrs, **_OPAQUE_XATTRS}
-        attributes = Attributes(
-            item.mode, item.uid, item.gid, self._times.shown_ns(item.raw, item.mtime_ns), xattrs=xattrs
-        )
-        inode = self._tree.add(attributes, size=extent.size, first_block=extent.block, target=item.target)
+        entry = item.entry
+        xattrs = {os.fsencode(name): value for name, value in entry.xattrs.items()}
+        if entry.opaque:
+            xattrs |= _OPAQUE_XATTRS
+        mtime_ns = self._times.shown_ns(item.raw, item.mtime_ns)
+        attributes = Attributes(item.mode, entry.uid, entry.gid, mtime_ns, xattrs=xattrs)
+        target = os.fsencode(entry.target)
+        inode = self._tree.add(attributes, size=extent.size, first_block=extent.block, target=target)
         self._link(item, inode)
         if item.kind == "directory":
             self._directories[item.raw] = inode
@@ -315,7 +315,7 @@ class _SnapshotWriter:
         if known.kind != "file":
             return None
         shown_ns = self._times.shown_ns(known.raw, known.mtime_ns)
-        return Source(known.mtime_ns, known.size, shown_ns, lambda: _read(known.change.source))
+        return Source(known.mtime_ns, known.entry.size, shown_ns, lambda: _read(known.source))
 
 
 def _source_below(path: str) -> Source | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bootseer.env.changes import Change
 from bootseer.env.life.decide import REASONS, Decision, fall_back
@@ -67,15 +68,14 @@ def fallback_for(decision: Decision, error: Exception) -> Decision:
 
 def loose_entries(changes: Iterable[Change]) -> list[Entry]:
     """The changes as manifest entries without digests, for files that are still where the setup left them."""
-    from bootseer.env.snapshot.contents import entry_of, inspect_changes
+    from bootseer.env.snapshot.contents import inspect_changes
 
     items, _ = inspect_changes(changes, None)
     first: dict[tuple[int, int], str] = {}
     found = []
     for item in items:
-        link = first.setdefault(item.inode, item.change.path) if item.inode != (0, 0) else ""
-        link = link if link != item.change.path else ""
-        found.append(entry_of(item, size=item.size, link=link, loose=True))
+        link = first.setdefault(item.inode, item.path) if item.inode != (0, 0) else ""
+        found.append(replace(item.entry, link=link if link != item.path else "", loose=True))
     return found
 
 
