@@ -200,16 +200,14 @@ class EnvironmentDocument(Struct, frozen=True):
         """Read a document. Raises `CorruptError`, or `OtherVersionError`."""
         found = decode(data, cls, "environment document", limit=MAX_BYTES, schema=(SCHEMA, SCHEMA_DAEMONS))
         found._check()
+        texts = {name: printable(getattr(found, name)) for name in ("builder", "version", "job", "what")}
         return replace(
             found,
+            **texts,
             packages=tuple(map(printable, found.packages)),
             unaccounted=tuple(map(printable, found.unaccounted)),
-            builder=printable(found.builder),
-            version=printable(found.version),
-            job=printable(found.job),
-            what=printable(found.what),
             left_out=tuple(
-                LeftOutPath(printable(one.path), printable(one.rule), printable(one.reason), secret=one.secret)
+                replace(one, path=printable(one.path), rule=printable(one.rule), reason=printable(one.reason))
                 for one in found.left_out
             ),
             daemons=tuple(replace(one, name=printable(one.name)) for one in found.daemons),

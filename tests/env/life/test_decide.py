@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from bootseer.env import MODES, Mode
 from bootseer.env.life.decide import (
     FALLBACKS,
-    NOT_LOOKED,
     REASONS,
     Action,
     Decision,
@@ -55,8 +54,8 @@ TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("auto", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
     ("auto", Lookup("found", OLD), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
     ("auto", HERE, {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
-    ("auto", NOT_LOOKED, {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
-    ("refresh", NOT_LOOKED, {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
+    ("auto", Lookup("none"), {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
+    ("refresh", Lookup("none"), {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
     ("refresh", Lookup("found", FOUND), {}, Action.BUILD, "refresh"),
     ("refresh", Lookup("found", UNTRUSTED), {}, Action.BUILD, "refresh"),
     ("refresh", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.BUILD, "refresh"),
@@ -73,7 +72,7 @@ TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("refresh", Lookup("found", FOUND), NO_KEY, Action.INSTALL, "no-key"),
     ("require", FORGED, {}, Action.FAIL, "unsigned"),
     ("require", NONE, NO_KEY, Action.FAIL, "no-key"),
-    ("bypass", NOT_LOOKED, {}, Action.INSTALL, "bypass"),
+    ("bypass", Lookup("none"), {}, Action.INSTALL, "bypass"),
     ("bypass", Lookup("found", FOUND), {}, Action.INSTALL, "bypass"),
     ("require", Lookup("found", FOUND), {}, Action.RESTORE, "hit"),
     ("require", HERE, {}, Action.RESTORE, "hit-on-node"),
@@ -81,7 +80,7 @@ TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("require", DOWN, {}, Action.FAIL, "store-down"),
     ("require", Lookup("found", OLD), {}, Action.FAIL, "expired"),
     ("require", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.FAIL, "refused:cpu"),
-    ("require", NOT_LOOKED, {"problems": ("cannot read x",)}, Action.FAIL, "unkeyable"),
+    ("require", Lookup("none"), {"problems": ("cannot read x",)}, Action.FAIL, "unkeyable"),
 ]
 
 

@@ -12,7 +12,6 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.artifact.hotsets import hotset_name
-from bootseer.artifact.lease_state import LeaseRecord
 from bootseer.artifact.objects import missing, put
 from bootseer.artifact.prune import GRACE_S
 from bootseer.env.document import document_name
@@ -195,18 +194,13 @@ def test_hot_sets_go_with_the_last_snapshot_of_their_content(catalog: Catalog, s
     assert list(store.list("hotsets/")) == []
 
 
-def test_quarantines_without_a_snapshot_and_old_leases_go(catalog: Catalog, store: Store) -> None:
+def test_quarantines_without_a_snapshot_go(catalog: Catalog, store: Store) -> None:
     published(catalog)
-    now_s = BUILT_S + 8 * 86400
-    old = LeaseRecord("ab" * 16, "node", 1, BUILT_S)
-    for key, record in ((KEY, old), (OTHER_KEY, replace(old, since_s=now_s - 60))):
-        put(store, lease_name(key), record.encode())
-    gone = "1" * 64
-    for key in (KEY, OTHER_KEY, gone):
+    put(store, lease_name(OTHER_KEY), b"x")  # it is being built
+    for key in (KEY, OTHER_KEY, "1" * 64):
         put(store, quarantine_name(key), b"x")
-    prune(catalog, now_s)
+    prune(catalog, BUILT_S + 8 * 86400)
     assert catalog.keys_with("quarantine") == {KEY, OTHER_KEY}
-    assert catalog.keys_with("lease") == {OTHER_KEY}
 
 
 def test_a_snapshot_that_was_built_anew_meanwhile_does_not_expire(catalog: Catalog, store: Store) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from bootseer.artifact import catalog as artifacts
 from bootseer.artifact.catalog import Listing
 from bootseer.artifact.kind import Kind
-from bootseer.artifact.lease import look
 from bootseer.artifact.objects import LocalObjects
 from bootseer.artifact.places import environments_folder, own_folder
 from bootseer.artifact.progress import Say
@@ -37,8 +36,6 @@ from bootseer.store.store import Store, Stored
 FOLDER = "environments/"
 TRASH = "environments/trash/"
 TOMBSTONE_SCHEMA = "bootseer.environment-tombstone/1"
-_STALE_LEASE_S = 7 * 24 * 3600.0
-"""Age after which a lease is deleted: no setup takes that long."""
 
 
 def _check_key(key: str) -> None:
@@ -87,7 +84,7 @@ def prune(
     in_use: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
 ) -> Pruned:
-    """`artifact.prune.prune`, with expired snapshots, quarantines without a snapshot, and old leases.
+    """`artifact.prune.prune`, with expired snapshots, and quarantines without a snapshot.
 
     `in_use` are identities of block files that are mounted here (`MountState.layers`, `kept.kept`).
     """
@@ -97,16 +94,10 @@ def prune(
         return document.max_age_s is not None and now_s - document.built_s > document.max_age_s
 
     def delete_leftovers(listing: Listing[EnvironmentDocument], done: Pruned) -> None:
-        leases = catalog.keys_with("lease")
         if not listing.unread:
-            with_documents = {document.key for document in listing.documents}
-            for key in catalog.keys_with("quarantine") - with_documents - leases:
+            used = {document.key for document in listing.documents} | catalog.keys_with("lease")
+            for key in catalog.keys_with("quarantine") - used:
                 done.try_step(key, partial(catalog.store.delete, f"{FOLDER}{key}/quarantine"))
-        for key in leases:
-            name = f"{FOLDER}{key}/lease"
-            record = look(catalog.store, name).record
-            if record is not None and now_s - record.since_s > _STALE_LEASE_S:
-                done.try_step(key, partial(catalog.store.delete, name))
 
     return prune_artifacts(
         catalog,

@@ -86,8 +86,6 @@ FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "daemons", "no
 
 Lookup = kind.Lookup[EnvironmentDocument]
 """The result of a lookup."""
-NOT_LOOKED = Lookup("none")
-"""The store was not asked, as no snapshot would be used."""
 
 
 class Decision(Struct, frozen=True):
@@ -128,7 +126,7 @@ def decide(
 ) -> Decision:
     """The first decision.
 
-    `found` may be `NOT_LOOKED` with `bypass` and with `problems`, which are the key's (`RequestKey.problems`);
+    `found` may be `Lookup("none")` with `bypass` and with `problems`, which are the key's (`RequestKey.problems`);
     `refusal` is code and message of the gate for the document; `quarantined` is the reason why the document is suspect
     (`Quarantine.reason`), empty if it is not. Without `may_publish` signatures are required and this start has no key:
     its snapshot would be unusable, and would prevent others from publishing one.
