@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.requirements import is_requirements_name
-from bootseer.env.keys.script import Inputs, Script, gather, read_program, read_script
+from bootseer.env.keys.script import Inputs, Reader, gather
 
 
 def _read(folder: Path, text: str, env: dict[str, str] | None = None, *, program: bool = False) -> Inputs:
     """Read a script that lies in `folder`/scripts and runs in `folder`."""
     inputs = Inputs()
-    script = Script(text, str(folder / "scripts/setup.sh"), str(folder), {"HOME": str(folder / "home"), **(env or {})})
-    (read_program if program else read_script)(script, NodeFiles(FactCache(None)), inputs)
+    path, variables = str(folder / "scripts/setup.sh"), {"HOME": str(folder / "home"), **(env or {})}
+    reader = Reader(text, path, str(folder), variables, NodeFiles(FactCache(None)), inputs)
+    (reader.read_program if program else reader.read_shell)()
     return inputs
 
 
@@ -454,7 +455,7 @@ def test_what_a_program_in_python_installs_has_no_version(folder: Path, call: st
 @given(st.text(alphabet="abc $(){}'\"`\\;|&<>\n=/.-#~*[", max_size=60))
 def test_no_text_makes_the_shell_reader_fail(text: str) -> None:
     inputs = Inputs()
-    read_script(Script(text, "/nowhere/x.sh", "/nowhere", {}), NodeFiles(FactCache(None), lambda path: False), inputs)
+    Reader(text, "/nowhere/x.sh", "/nowhere", {}, NodeFiles(FactCache(None), lambda path: False), inputs).read_shell()
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ _CHECK_DEADLINE_S = 60.0
 IMPORT_DEADLINE_S = 300.0
 """For one import: the first one after a large installation reads gigabytes."""
 _MAX_PROBLEMS = 20
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 # The user's own modules may lie in the working folder; it comes last, so that it hides no installed module.
 _IMPORT = f"{SAFE_PATH}; import importlib; sys.path.append(''); importlib.import_module(sys.argv[1])"
 # Output of pip: "a 1.0 requires b, which is not installed." and "a 1.0 has requirement b>2, but you have b 1.0."
@@ -100,7 +99,7 @@ def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], ru
 
 def _check_import(module: str, python: Interpreter, env: Mapping[str, str], run: Run) -> list[str]:
     """In a process of its own: one failed import must not affect the next."""
-    if not _MODULE.fullmatch(module):
+    if not all(map(str.isidentifier, module.split("."))):
         return [f"{module!r} is not a module name"]
     ran = run([python.executable, "-c", _IMPORT, module], env=env, deadline_s=IMPORT_DEADLINE_S)
     if ran.code is None and ran.started:

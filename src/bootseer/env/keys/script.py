@@ -79,57 +79,48 @@ class Inputs(Struct):
     """A short reason why the working folder matters; empty if it does not."""
 
 
-class Script(Struct, frozen=True):
-    """A script's text and its folders."""
-
-    text: str
-    path: str
-    cwd: str
-    env: Mapping[str, str]
-
-
-def read_script(script: Script, look: NodeFiles, inputs: Inputs) -> None:
-    """Add the inputs of a shell script. Scripts that it runs are added, for the caller to read."""
-    _Reader(script, look, inputs).read(script.text)
-
-
-def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
-    """Add inputs of a program in another language: quoted words that are files."""
-    reader, name = _Reader(script, look, inputs), posixpath.basename(script.path)
-    for found in re.finditer(r"['\"]([^'\"\n]{1,500})['\"]", script.text):
-        reader.add_words((found[1], *found[1].split()))
-    reader.note_installations(script.text)
-    reader.note_variables()
-    inputs.cwd_reason = inputs.cwd_reason or f"{name} may write to it"
-
-
-class _Reader:
+class Reader:
     """Reads one script. Relative words are tried in each folder that the script may be in."""
 
-    def __init__(self, script: Script, look: NodeFiles, inputs: Inputs) -> None:
-        self._script = script
+    def __init__(self, text: str, path: str, cwd: str, env: Mapping[str, str], look: NodeFiles, inputs: Inputs) -> None:
+        """`cwd` is where the script runs, `inputs` are added to."""
+        self._text = text
+        self._path = path
+        self._env = env
         self._look = look
         self._inputs = inputs
-        self._paths = Paths(script.cwd, posixpath.dirname(script.path), script.env, look)
+        self._paths = Paths(cwd, posixpath.dirname(path), env, look)
         self._functions: set[str] = set()
         self._length = 0
         """Of the text that is being read: those within it are shorter, also if `eval` expands variables."""
 
-    def note_variables(self, overwritten: Set[str] = frozenset(), commented: Iterable[str] = ()) -> None:
+    def read_shell(self) -> None:
+        """Add the inputs of a shell script. Scripts that it runs are added, for the caller to read."""
+        self._read(self._text)
+
+    def read_program(self) -> None:
+        """Add inputs of a program in another language: quoted words that are files."""
+        for found in re.finditer(r"['\"]([^'\"\n]{1,500})['\"]", self._text):
+            self._add_words((found[1], *found[1].split()))
+        self._note_installations(self._text)
+        self._note_variables()
+        self._depends_on_cwd(f"{posixpath.basename(self._path)} may write to it")
+
+    def _note_variables(self, overwritten: Set[str] = frozenset(), commented: Iterable[str] = ()) -> None:
         """Note each word that names a variable of the start, whether or not it is read, and in whatever way: `${!X}`, a
         quoted heredoc, `os.environ["X"]`. One that is not set has no component."""
-        named = Counter(shell.NAME.findall(self._script.text)) - Counter(commented)
-        self._inputs.variables |= self._script.env.keys() & named.keys() - overwritten
+        named = Counter(shell.NAME.findall(self._text)) - Counter(commented)
+        self._inputs.variables |= self._env.keys() & named.keys() - overwritten
 
-    def read(self, text: str) -> None:
+    def _read(self, text: str) -> None:
         before, self._length = self._length, len(text)
         parsed = shell.parse(text)
         if before:
             parsed.overwritten.clear()  # text within a script may be in a branch
         else:
-            self.note_variables(parsed.overwritten, parsed.commented)
+            self._note_variables(parsed.overwritten, parsed.commented)
         if not parsed.complete:
-            self._inputs.requirements.problems.append(f"{self._script.path}: nested too deeply to be understood")
+            self._inputs.requirements.problems.append(f"{self._path}: nested too deeply to be understood")
         self._paths.learn(parsed.assignments, parsed.overwritten)
         self._functions |= parsed.functions
         commands = [self._unwrapped(command) for command in parsed.commands]
@@ -145,8 +136,8 @@ class _Reader:
         for command in commands:
             self._command(command)
         for inner in parsed.texts:
-            self.add_words(_WORD_OF_TEXT.findall(inner))
-            self.note_installations(inner)
+            self._add_words(_WORD_OF_TEXT.findall(inner))
+            self._note_installations(inner)
         self._length = before
 
     def _unwrapped(self, command: Command) -> Command:
@@ -169,20 +160,20 @@ class _Reader:
             words = words[1:]
         return Command(tuple(words), command.outputs, tuple(inputs))
 
-    def note_installations(self, text: str) -> None:
+    def _note_installations(self, text: str) -> None:
         """Note that a text that no shell reads here may install something in any version."""
         if _INSTALLS.search(text):
-            self._inputs.requirements.unpinned[f"what {posixpath.basename(self._script.path)} installs"] = None
+            self._inputs.requirements.unpinned[f"what {posixpath.basename(self._path)} installs"] = None
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def add_words(self, words: Iterable[str]) -> None:
+    def _add_words(self, words: Iterable[str]) -> None:
         """Add words of a text that no shell reads here, in which `*` does not mean all files (`Host *`)."""
         for word in dict.fromkeys(words):
             if word.strip(shell.ANY_NAME):
-                self.add_candidate(word, folders=False)
+                self._add_candidate(word, folders=False)
 
-    def add_candidate(self, word: str, *, folders: bool, script: bool = False) -> None:
+    def _add_candidate(self, word: str, *, folders: bool, script: bool = False) -> None:
         """Add a word that may name an input. `script`: a shell reads it."""
         inputs = self._inputs
         for path in self._paths.existing(word):
@@ -224,15 +215,15 @@ class _Reader:
 
     def _command(self, command: Command) -> None:
         for word in command.inputs:
-            self.add_candidate(word, folders=False)
+            self._add_candidate(word, folders=False)
         words, program = command.words, command.program
         if _PIP.fullmatch(program) or ("$" in program and words[1:2] == ("install",)):  # `$(which pip) install`
-            self.add_candidate(words[0], folders=False)
+            self._add_candidate(words[0], folders=False)
             self._pip(words)
         elif program in _CHANGE_FOLDER:
             self._paths.change_folder(" ".join(words[1:2]))
         elif program in ("source", "."):
-            self.add_candidate(words[1] if len(words) > 1 else "", folders=False, script=True)
+            self._add_candidate(words[1] if len(words) > 1 else "", folders=False, script=True)
         elif shell.SHELL.fullmatch(program):
             self._shell(words)
         elif words:
@@ -243,10 +234,10 @@ class _Reader:
         inner = inner or next((after for word, after in pairwise(words) if re.fullmatch(r"-\w*c", word)), "")
         if inner:
             if len(inner) < self._length:
-                self.read(inner)
+                self._read(inner)
             return
         for word in words[1:]:
-            self.add_candidate(word, folders=False, script=True)
+            self._add_candidate(word, folders=False, script=True)
 
     def _pip(self, words: Sequence[str]) -> None:
         variables = [word for word in words if _VARIABLE.fullmatch(word)]
@@ -283,7 +274,7 @@ class _Reader:
             if not self._paths.is_absolute(value):
                 self._depends_on_cwd(f"`pip {action}` writes to {value} in it")
         elif option:  # its value may name a file
-            self.add_candidate(value, folders=False)
+            self._add_candidate(value, folders=False)
 
     def _wanted_by_pip(self, word: str, *, editable: bool, no_deps: bool) -> None:
         for text in self._paths.meanings(word):
@@ -312,9 +303,9 @@ class _Reader:
         elif wanted is None or "$" in text:
             asked.unpinned[f"{without_credentials(text)} (known when the setup runs)"] = None
         else:
-            self.add_candidate(text, folders=False)  # the value of an option that is not known here
+            self._add_candidate(text, folders=False)  # the value of an option that is not known here
             asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
-            if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._script.env:
+            if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._env:
                 self._depends_on_cwd("a checkout that is installed in place lies in it")
 
     def _projects(self, paths: Sequence[str]) -> list[str]:
@@ -343,7 +334,7 @@ class _Reader:
             for part in dict.fromkeys((word, word.partition("=")[2])):
                 is_text = not part.strip(shell.ANY_NAME) and (part != word or program in programs.TAKE_TEXT)
                 if part not in ("", ".", "./", "..") and not is_text:
-                    self.add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
+                    self._add_candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
         # `python setup.py` and the like are identified by their program; the project is in the key.
         if called or program in self._functions:
             return
@@ -358,7 +349,7 @@ class _Reader:
                 data = self._look.read(f"{folder}/{marker}")
                 if marker == "pyproject.toml" and requirement.installs_packages_alone(words, data):
                     for name in (marker, f"{program}.lock", f"{program}.toml", ".python-version"):
-                        self.add_candidate(f"{folder}/{name}", folders=False)
+                        self._add_candidate(f"{folder}/{name}", folders=False)
                     continue
             self._inputs.folders[folder] = None
 
@@ -472,11 +463,11 @@ def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, input
         return  # too large or unreadable: the caller adds its digest if there is one
     if b"\0" in head[:8192] or b"# Generated by GNU Autoconf" in head[:1024]:  # long, about files beside it alone
         return
-    script = Script(head.decode("utf-8", "replace"), path, cwd, env)
+    reader = Reader(head.decode("utf-8", "replace"), path, cwd, env, files, inputs)
     is_bare = "." not in posixpath.basename(path) and files.may_execute(path) and not head.startswith(b"#!")
     if inputs.files[path] or is_bare:  # a shell runs what does not say what runs it
-        read_script(script, files, inputs)
+        reader.read_shell()
     elif _PROGRAM_LINE.match(head) or path.endswith(".py"):
-        read_program(script, files, inputs)
+        reader.read_program()
     elif _SHELL_LINE.match(head) or path.endswith((".sh", ".bash")):
-        read_script(script, files, inputs)
+        reader.read_shell()

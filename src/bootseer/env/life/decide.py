@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import Literal
 
 from msgspec import Struct
@@ -48,37 +47,35 @@ class Action(Enum):
     """Do not start: mode `require`."""
 
 
-REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "hit": "the snapshot of this request key is used",
-        "hit-on-node": "the store does not answer; the snapshot's copy on this node, from an earlier start, is used",
-        "hit-after-wait": "another start built the snapshot while this one waited for it",
-        "no-snapshot": "there is no snapshot of this environment yet",
-        "expired": "the snapshot is older than its age limit: it is built anew",
-        "quarantined": "a job died while it imported, right after it got this snapshot: it is built anew, once",
-        "unsigned": "signatures are required, and no trusted key has signed the snapshot",
-        "no-key": "no snapshot can be used; a new one must be signed, and this start has no key for that",
-        "broken": "what the store keeps as the snapshot's document cannot be one: it is built anew",
-        "refresh": "a new snapshot was asked for",
-        "builder-died": "the start that was building it stopped giving signs of life: this one took its place",
-        "another-builds": "another start is building the snapshot: this one waits for it",
-        "bypass": "no snapshot was wanted",
-        "unkeyable": "something that the setup depends on cannot be put into a key, so that no snapshot can be trusted",
-        "untrusted": "when the snapshot was built, the setup read files that the key does not know; declare them",
-        "refused:<code>": "the snapshot was built for another platform or another key; <code> is what differs",
-        "other-version": "the snapshot was written by another version of BootSeer",
-        "store-down": "the store does not answer or refuses, and this node does not know the snapshot",
-        "no-lease": "the store does not let this start announce that it builds",
-        "waited-too-long": "another start is still building the snapshot; the time to wait for it is over",
-        "builder-gave-up": "the start that was building it ended without a snapshot",
-        "conflict": "files on this node differ from what the snapshot would replace",
-        "cannot-mount": "the snapshot can be neither mounted nor unpacked on this node",
-        "damaged": "parts of the snapshot are missing in the store or are not what their digests say",
-        "daemons": "processes that the setup left running could not be started again, or are not to be",
-        "not-root": "the setup's changes could not be captured with the rights of this user",
-        "failed": "an error of BootSeer",
-    }
-)
+REASONS: Mapping[str, str] = {
+    "hit": "the snapshot of this request key is used",
+    "hit-on-node": "the store does not answer; the snapshot's copy on this node, from an earlier start, is used",
+    "hit-after-wait": "another start built the snapshot while this one waited for it",
+    "no-snapshot": "there is no snapshot of this environment yet",
+    "expired": "the snapshot is older than its age limit: it is built anew",
+    "quarantined": "a job died while it imported, right after it got this snapshot: it is built anew, once",
+    "unsigned": "signatures are required, and no trusted key has signed the snapshot",
+    "no-key": "no snapshot can be used; a new one must be signed, and this start has no key for that",
+    "broken": "what the store keeps as the snapshot's document cannot be one: it is built anew",
+    "refresh": "a new snapshot was asked for",
+    "builder-died": "the start that was building it stopped giving signs of life: this one took its place",
+    "another-builds": "another start is building the snapshot: this one waits for it",
+    "bypass": "no snapshot was wanted",
+    "unkeyable": "something that the setup depends on cannot be put into a key, so that no snapshot can be trusted",
+    "untrusted": "when the snapshot was built, the setup read files that the key does not know; declare them",
+    "refused:<code>": "the snapshot was built for another platform or another key; <code> is what differs",
+    "other-version": "the snapshot was written by another version of BootSeer",
+    "store-down": "the store does not answer or refuses, and this node does not know the snapshot",
+    "no-lease": "the store does not let this start announce that it builds",
+    "waited-too-long": "another start is still building the snapshot; the time to wait for it is over",
+    "builder-gave-up": "the start that was building it ended without a snapshot",
+    "conflict": "files on this node differ from what the snapshot would replace",
+    "cannot-mount": "the snapshot can be neither mounted nor unpacked on this node",
+    "damaged": "parts of the snapshot are missing in the store or are not what their digests say",
+    "daemons": "processes that the setup left running could not be started again, or are not to be",
+    "not-root": "the setup's changes could not be captured with the rights of this user",
+    "failed": "an error of BootSeer",
+}
 """Meaning of each code. `refused:<code>` stands for all codes of the gate (`keys.key.gate`)."""
 FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "daemons", "not-root", "failed")
 """Codes for `fall_back`, besides those of `refused`."""
