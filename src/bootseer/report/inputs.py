@@ -13,19 +13,19 @@ import select
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from bootseer.errors import PermanentError, UsageError, os_errors_as
 
 STDIN = "-"
 _READ_BYTES = 1 << 20
 """Blocks that fit into the CPU cache are searched faster than larger ones."""
-_ZSTD_STEP_BYTES = 4096
-"""Fed to the decompressor at once. A block of 3 bytes can expand to 128 KiB, so this bounds memory at 180 MB."""
-_GZIP_STEP_BYTES = 1 << 16
+_STEP_BYTES = 1024
+"""Fed to a decompressor at once; if a piece is damaged, all of it is lost. A zstd block of 3 bytes can expand to 128 KiB,
+so this bounds memory at 45 MB."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _HINT = "give log files, folders with logs, or - for standard input"
@@ -182,67 +182,38 @@ def _unpacked(raw: io.RawIOBase | BinaryIO) -> Iterator[bytes]:
             break
         block += more
     if block.startswith(_GZIP):
-        yield from _gzip(raw, block)
+        yield from _decompressed(raw, block, lambda: zlib.decompressobj(wbits=31), zlib.error)
     elif block.startswith(_ZSTD):
-        yield from _zstd(raw, block)
+        from zstandard import ZstdDecompressor, ZstdError
+
+        window_bytes = 1 << 27
+        yield from _decompressed(
+            raw, block, lambda: ZstdDecompressor(max_window_size=window_bytes).decompressobj(), ZstdError
+        )
     else:
         while block:
             yield block
             block = raw.read(_READ_BYTES) or b""
 
 
-def _gzip(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
-    unpacker = zlib.decompressobj(wbits=31)
+def _decompressed(
+    raw: io.RawIOBase | BinaryIO, block: bytes, new: Callable[[], Any], damage: type[Exception]
+) -> Iterator[bytes]:
+    """The content of members or frames that follow each other; `new` makes a decompressor, which raises `damage`."""
+    unpacker = new()
     while block:
-        for start in range(0, len(block), _GZIP_STEP_BYTES):
-            piece = block[start : start + _GZIP_STEP_BYTES]
+        for start in range(0, len(block), _STEP_BYTES):
+            piece = block[start : start + _STEP_BYTES]
             while piece:
                 if unpacker.eof:  # log rotation appends one member to another; padding may follow the last one
-                    if not piece.startswith(_GZIP[: len(piece)]):
-                        if piece.strip(b"\0"):
-                            raise Cut
+                    if not piece.strip(b"\0"):
                         return
-                    unpacker = zlib.decompressobj(wbits=31)
-                before = unpacker.copy()
-                try:
-                    data = unpacker.decompress(piece, _READ_BYTES)
-                except zlib.error as error:
-                    yield from _until_damage(before, piece)
-                    raise Cut from error
-                piece = unpacker.unconsumed_tail or unpacker.unused_data
-                if data:
-                    yield data
-        block = raw.read(_READ_BYTES) or b""
-    if not unpacker.eof:
-        raise Cut
-
-
-def _until_damage(unpacker: zlib._Decompress, piece: bytes) -> Iterator[bytes]:
-    """What can be decompressed of a piece before the damage: an error of `decompress` discards all its output."""
-    for place in range(len(piece)):
-        try:
-            data = unpacker.decompress(piece[place : place + 1])
-        except zlib.error:
-            return
-        if data:
-            yield data
-
-
-def _zstd(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
-    import zstandard
-
-    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
-    while block:
-        for start in range(0, len(block), _ZSTD_STEP_BYTES):
-            piece = block[start : start + _ZSTD_STEP_BYTES]
-            while piece:
-                if unpacker.eof:
-                    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+                    unpacker = new()
                 try:
                     data = unpacker.decompress(piece)
-                except zstandard.ZstdError as error:
+                except damage as error:
                     raise Cut from error
-                piece = unpacker.unused_data if unpacker.eof else b""
+                piece = unpacker.unused_data
                 if data:
                     yield data
         block = raw.read(_READ_BYTES) or b""
