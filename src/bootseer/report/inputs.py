@@ -24,8 +24,8 @@ STDIN = "-"
 _READ_BYTES = 1 << 20
 """Blocks that fit into the CPU cache are searched faster than larger ones."""
 _STEP_BYTES = 1024
-"""Fed to a decompressor at once; if a piece is damaged, all of it is lost. A zstd block of 3 bytes can expand to 128 KiB,
-so this bounds memory at 45 MB."""
+"""Fed to a decompressor at once; all of a damaged piece is lost. A zstd block of 3 bytes can expand to 128 KiB, so this
+bounds memory at 45 MB."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _HINT = "give log files, folders with logs, or - for standard input"

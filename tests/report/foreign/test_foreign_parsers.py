@@ -218,7 +218,7 @@ def test_no_credential_reaches_the_findings(read: Any) -> None:
 def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
     lines = [
         'time="2026-11-20T17:54:26Z" level=info msg="PullImage \\"busybox:1\\""',
-        'time="2026-11-20T17:54:29Z" level=info msg="Pulled image \\"registry.example/lib/busybox:1\\" with image id '
+        'time="2026-11-20T17:54:29Z" level=info msg="Pulled image \\"docker.io/library/busybox:1\\" with image id '
         '\\"sha256:1\\", size \\"42\\" in 2.9s"',
     ]
     events = read("\n".join(lines))["containerd"]["events"]

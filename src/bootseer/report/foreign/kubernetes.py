@@ -1,10 +1,10 @@
-"""Kubernetes events and containerd's log: waiting for a node, pulling the image.
+"""Kubernetes events: waiting for a node, pulling the image.
 
-The same messages come in five wrappings: JSON objects of `kubectl get events -o json` one to a line
+The same messages come in four wrappings: JSON objects of `kubectl get events -o json` one to a line
 (`jq -c '.items[]'`), the table of `kubectl get events` or `kubectl events` (ages only, so facts only), the events of
-`kubectl describe pod`, the kubelet's or an event exporter's klog lines in old and new form, and containerd's
-`msg="PullImage \\"...\\""`. `describe` states ages too, but also when the pod was assigned to its node (`Start
-Time`): so its events have times, as exact as the ages are (`precision_s`).
+`kubectl describe pod`, and the kubelet's or an event exporter's klog lines in old and new form. `describe` states ages
+too, but also when the pod was assigned to its node (`Start Time`): so its events have times, as exact as the ages are
+(`precision_s`).
 
     Created pod: moe-0                                   begin of `queue`
     Successfully assigned train/moe-0 to gpu-17          its end, and the instant `bound`
@@ -13,8 +13,7 @@ Time`): so its events have times, as exact as the ages are (`precision_s`).
     Container image "registry.example/moe:1" already present on machine
 
 The pod is the node of its events, as it is the host name that the job itself sees; the machine is the attribute `host`.
-containerd's log names no pod: its node is the file's. `Created` and `Started` follow `Pulled` within milliseconds and
-are ignored.
+`Created` and `Started` follow `Pulled` within milliseconds and are ignored.
 """
 
 from __future__ import annotations
@@ -47,11 +46,6 @@ _PULLED = re.compile(
 )
 _PRESENT = re.compile(r'Container image "([^"\s]{1,512})" already present on machine')
 _FAILED = re.compile(r'Failed to pull image "([^"\s]{1,512})"')
-_CRI = re.compile(r'PullImage "([^"\s]{1,512})"(?:"|\s*$| (returns image reference|failed))')
-_CRI_PULLED = re.compile(
-    r'Pulled image "([^"\s]{1,512})" with image id'
-    rf'(?:[^\n]{{0,2000}}?, size "(\d{{1,15}})" in ({DURATION}))?'
-)
 _TABLE_POD = re.compile(rf"\b[Pp]od/({_POD_NAME})\s")
 _KLOG_POD = re.compile(
     rf'\bobject="(?:{_POD_NAME}/)?({_POD_NAME})"'
@@ -231,49 +225,6 @@ class KubernetesParser(Parser):
                 begun = self._pulling.pop((moment.pod, found[1]), None)
                 if begun is not None:
                     self._span(begun, found[1], begun.wall_ns, moment.wall_ns, outcome=FAILED)
-
-
-class ContainerdParser(Parser):
-    """containerd's CRI log. At level info 1.6 logs begin and end only, 1.7 and later size and duration too."""
-
-    name = "containerd"
-    clues = (Clue(b"PullImage ", rb'\\*"'), Clue(b"Pulled image ", rb'\\*"[^"\s]+" with image id'))
-
-    def __init__(self) -> None:
-        self._builder = Builder(self.name)
-        self._pulling: dict[str, Line] = {}
-
-    def feed(self, line: Line) -> None:
-        text = make.plain(line.text).replace('\\"', '"')
-        if found := _CRI.search(text):
-            if found[2]:
-                outcome = FAILED if found[2] == "failed" else OK
-                self._end(line, found[1], None, {}, outcome)
-            elif line.wall_ns is not None:
-                self._pulling[found[1]] = line
-        elif pulled := _CRI_PULLED.search(text):
-            attrs = {"bytes": int(pulled[2])} if pulled[2] else {}
-            self._end(line, pulled[1], parse_duration(pulled[3]) if pulled[3] else None, attrs, OK)
-
-    def _end(self, line: Line, image: str, duration_ns: int | None, attrs: dict[str, Any], outcome: str) -> None:
-        # The begin has the name that was asked for, the end may have it in full, with the default registry.
-        short = (name for name in self._pulling if image.endswith("/" + name))
-        begun = self._pulling.pop(image if image in self._pulling else next(short, image), None)
-        attrs = {"image": make.image_reference(image), **attrs}
-        if line.wall_ns is not None:
-            # If two pods pull the same image, the begin may be that of the later one: the duration is more reliable.
-            begins = [begun.wall_ns] if begun is not None and begun.wall_ns is not None else []
-            begins += [line.wall_ns - duration_ns] if duration_ns is not None else []
-            begin_ns = min(begins, default=None)
-            self._builder.span(begun or line, PULL, begin_ns, line.wall_ns, outcome=outcome, attrs=attrs)
-        elif duration_ns is not None:
-            self._builder.fact(line, PULL, f"{attrs['image'] or 'image'} pulled", duration_ns)
-
-    def finish(self) -> Findings:
-        for image, begun in self._pulling.items():
-            attrs = {"image": make.image_reference(image)}
-            self._builder.span(begun, PULL, begun.wall_ns, None, attrs=attrs)
-        return self._builder.finish()
 
 
 def _moment(line: Line) -> _Moment:

@@ -1,6 +1,7 @@
 """The tables of programs in whose logs each line can be understood by itself, read by `rules`.
 
     slurm      slurmctld: a job waits until it is allocated, is configured; slurmd: it begins on its node
+    containerd its CRI log: 1.6 logs begin and end only, 1.7 and later size and duration too
     crio       CRI-O's pulls, which have an id
     docker     dockerd's pulls (their begin at level debug only), and what `docker pull` prints
     pyxis      enroot and pyxis: import, unpacking, squashfs
@@ -21,10 +22,11 @@ from __future__ import annotations
 from functools import cache
 
 from bootseer.report.foreign.installers import PipParser, UvParser
-from bootseer.report.foreign.kubernetes import ContainerdParser, KubernetesParser
+from bootseer.report.foreign.kubernetes import KubernetesParser
 from bootseer.report.foreign.nccl import NcclParser
 from bootseer.report.foreign.parser import Parser
 from bootseer.report.foreign.rules import AT, BEGIN, END, FAIL, MARK, NOW, STEP, TOOK, Rule, TableParser
+from bootseer.report.foreign.times import DURATION
 from bootseer.report.foreign.torchelastic import TorchElasticParser
 from bootseer.report.search import Clue, Search
 
@@ -40,6 +42,9 @@ _ON = rf"{_JOB}\S{{0,99}} in \S+ on {_HOSTS}"
 _ALLOCATED = rf"{_JOB}\S{{0,99}} NodeList={_HOSTS}"
 
 _IMAGE = r"(?P<image>[^\s\"\\]{1,512})"
+# A begin names the image as the pod does, its end sometimes in full, with the default registry.
+_CRI = r"\\*\"(?P<image>(?:docker\.io/(?:library/)?)?(?P<key>[^\s\"\\]{1,512}))\\*\""
+_SIZE_AND_TIME = rf"(?:[^\n]{{0,2000}}?, size \\*\"(?P<bytes>\d{{1,15}})\\*\" in (?P<took>{DURATION}))?"
 _DOTS = r"(?: ?\.\.\.|: \S)"
 _CRIO = rf"{_IMAGE}(?:\\*\")? {{1,8}}id=(?P<key>[0-9a-f-]{{36}})"
 
@@ -64,6 +69,12 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(END, "allocation", "Configuration for JobId=", rf"{_JOB}\S{{0,99}} is complete"),
         Rule(MARK, "bound", "Launching batch ", rf"(?:job |JobId=){_JOB} for UID \d"),
         Rule(MARK, "bound", "StepId=", rf"(?<=launch task StepId=){_JOB}\.\S+ request from UID:?\s?\d"),
+    ),
+    "containerd": (
+        Rule(BEGIN, _PULL, "PullImage ", rf"{_CRI}(?:\\*\"|\s*$)"),
+        Rule(END, _PULL, "PullImage ", rf"{_CRI} returns image reference"),
+        Rule(FAIL, _PULL, "PullImage ", rf"{_CRI} failed"),
+        Rule(END, _PULL, "Pulled image ", rf"{_CRI} with image id{_SIZE_AND_TIME}", says="pulled"),
     ),
     "crio": (
         Rule(BEGIN, _PULL, "Pulling image: ", _CRIO),
@@ -191,7 +202,6 @@ def parsers() -> list[Parser]:
         TorchElasticParser(),
         NcclParser(),
         KubernetesParser(),
-        ContainerdParser(),
         PipParser(),
         UvParser(),
         *(TableParser(name, rules) for name, rules in PROGRAMS.items()),

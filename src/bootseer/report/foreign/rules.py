@@ -48,11 +48,11 @@ _LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
 
 
 class Rule(NamedTuple):
-    """One kind of line: `literal`, followed by a pattern of ASCII characters.
+    """One kind of line: `literal`, followed by a pattern.
 
-    Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`) are the duration; `at` is a time; `host`
-    is the node, or a list as Slurm writes it; `step` counts steps or samples; `image` and `fastest_ms` of several ranks
-    are attributes.
+    Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`), `took` (`1m2.3s`) are the duration; `at`
+    is a time; `host` is the node, or a list as Slurm writes it; `step` counts steps or samples; `image`, `bytes` and
+    `fastest_ms` of several ranks are attributes.
     """
 
     role: str
@@ -81,6 +81,8 @@ class _Open(NamedTuple):
     place: Place
     attrs: Mapping[str, Any]
     rule: Rule
+    length_ns: int | None
+    """The duration that the line states."""
 
 
 class TableParser(Parser):
@@ -91,11 +93,11 @@ class TableParser(Parser):
         self._rules, self.clues = _compiled(rules)
         self._builder = Builder(name)
         self._open: dict[tuple[str, str], _Open] = {}
-        self._took: list[tuple[_Open, int]] = []
+        self._took: list[_Open] = []
         self._at: dict[str, list[tuple[int, int]]] = {}
         """Line numbers and the times found there, by label."""
         self._now_ns: int | None = None
-        self._steps: list[tuple[int, _Open, int | None]] = []
+        self._steps: list[tuple[int, _Open]] = []
         self._only_steps = bool(rules) and all(rule.role == STEP for rule in rules)
 
     @property
@@ -123,7 +125,7 @@ class TableParser(Parser):
         place = Place(make.name(host), job=make.name(fields.get("job", "")))
         at_ns = _time(line, fields)
         attrs = _attrs(fields) | ({NODES: hosts} if hosts != host else {})
-        now = _Open(line, self._now_ns if at_ns is None else at_ns, place, attrs, rule)
+        now = _Open(line, self._now_ns if at_ns is None else at_ns, place, attrs, rule, _length(fields))
         key = (rule.stage, fields.get("key") or fields.get("job", ""))
         if rule.role == BEGIN:
             if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
@@ -136,34 +138,37 @@ class TableParser(Parser):
                 self._at.setdefault(rule.label, []).append((line.number, now.wall_ns))
         elif rule.role == STEP:
             if now.wall_ns is not None and not self.done:
-                self._steps.append((int(fields["step"]), now, _length(fields)))
+                self._steps.append((int(fields["step"]), now))
         elif rule.role == MARK:
             self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:
-            length_ns = _length(fields)
-            if length_ns is not None:
-                self._took.append((now, length_ns))
+            self._took.append(now)
         else:
             if not key[1]:  # it does not say which: the last that began
                 key = next((known for known in reversed(self._open) if known[0] == rule.stage), key)
             self._end(self._open.pop(key, None), now)
 
     def _end(self, begun: _Open | None, now: _Open) -> None:
-        rule = now.rule
-        if begun is not None:
-            outcome = FAILED if rule.role == FAIL else OK
-            place = now.place if now.place.node else begun.place
-            attrs = {**begun.attrs, **now.attrs}
-            if now.wall_ns is not None and self._builder.span(
-                begun.line, rule.stage, begun.wall_ns, now.wall_ns, place=place, outcome=outcome, attrs=attrs
-            ):
-                return
+        rule, first = now.rule, begun or now
+        begins = [begun.wall_ns] if begun is not None and begun.wall_ns is not None else []
+        if now.wall_ns is not None and now.length_ns is not None:  # if two began at once, the begin may be the other's
+            begins.append(now.wall_ns - now.length_ns)
+        place = now.place if now.place.node else first.place
+        outcome, attrs = FAILED if rule.role == FAIL else OK, {**first.attrs, **now.attrs}
+        begin_ns = min(begins, default=None)
+        if now.wall_ns is not None and self._builder.span(
+            first.line, rule.stage, begin_ns, now.wall_ns, place=place, outcome=outcome, attrs=attrs
+        ):
+            return
         if rule.says:
             image = now.attrs.get("image")
-            self._builder.fact(now.line, rule.stage, f"{image}: {rule.says}" if image else rule.says, None)
+            says = f"{image}: {rule.says}" if image else rule.says
+            self._builder.fact(now.line, rule.stage, says, now.length_ns)
 
     def finish(self) -> Findings:
-        for now, length_ns in self._took:
+        for now in self._took:
+            if now.length_ns is None:
+                continue
             # The program may have been started again: the nearest line is of the same run.
             at = self._at.get(now.rule.label, [])
             behind = bisect(at, (now.line.number,))
@@ -171,9 +176,9 @@ class TableParser(Parser):
                 (abs(number - now.line.number), -wall_ns) for number, wall_ns in at[max(behind - 1, 0) : behind + 1]
             ]
             end_ns = -min(near)[1] if near else now.wall_ns
-            begin_ns = None if end_ns is None else end_ns - length_ns
+            begin_ns = None if end_ns is None else end_ns - now.length_ns
             if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
-                self._builder.fact(now.line, now.rule.stage, now.rule.says, length_ns)
+                self._builder.fact(now.line, now.rule.stage, now.rule.says, now.length_ns)
         self._record_first_step()
         for begun in self._open.values():
             if not begun.rule.seldom_ended:
@@ -190,11 +195,11 @@ class TableParser(Parser):
         """
         if not self._steps:
             return
-        (first, now, _), (later, then, each_ns) = self._steps[0], self._steps[-1]
+        (first, now), (later, then) = self._steps[0], self._steps[-1]
         end_ns, grown = now.wall_ns or 0, later - first
         if grown > 0 and then.wall_ns is not None:
             took_ns = max(then.wall_ns - end_ns, 0)
-            one_ns = max(took_ns // grown if each_ns is None else each_ns, 1)
+            one_ns = max(took_ns // grown if then.length_ns is None else then.length_ns, 1)
             steps = round(took_ns * min(grown, max(first, 1)) / grown / one_ns)
             end_ns -= max(steps - 1, 0) * one_ns
         self._builder.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
@@ -255,6 +260,8 @@ def _time(line: Line, fields: Mapping[str, str]) -> int | None:
 
 
 def _length(fields: Mapping[str, str]) -> int | None:
+    if "took" in fields:
+        return parse_duration(fields["took"])
     if "clock" in fields:
         hours, minutes, seconds = ("0:" + fields["clock"]).split(":")[-3:]
         return parse_duration(f"{hours}h{minutes}m{seconds}s")
@@ -269,6 +276,8 @@ def _attrs(fields: Mapping[str, str]) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
     if image := make.image_reference(fields.get("image", "").replace("#", "/", 1)):
         attrs["image"] = image
+    if "bytes" in fields:
+        attrs["bytes"] = int(fields["bytes"])
     if (fastest := _number(fields.get("fastest_ms"), "ms")) is not None:
         attrs["fastest_s"] = fastest / 1e9
     return attrs
