@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UsageError
-from bootseer.trace import otlp, otlp_wire
+from bootseer.trace import otlp
 from bootseer.trace.event import Event
 from bootseer.trace.otlp import OtlpExporter, endpoint_url
 from bootseer.trace.spool_tail import SpoolTail
@@ -108,7 +108,7 @@ def test_odd_events_do_not_cost_the_batch() -> None:
 
 
 def test_spans_come_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp_wire, "_GATHER_S", 0.01)
+    monkeypatch.setattr(otlp, "_GATHER_S", 0.01)
     arrived = threading.Event()
 
     def answer(_: int) -> tuple[int, dict[str, str], bytes]:
@@ -327,15 +327,15 @@ def test_without_the_library_the_user_learns_what_to_install(tmp_path: Path) -> 
     (tmp_path / "opentelemetry").mkdir()
     (tmp_path / "opentelemetry" / "__init__.py").write_text("raise ModuleNotFoundError('none', name='opentelemetry')\n")
     script = (
-        "from bootseer.errors import UsageError\n"
-        "from bootseer.trace.otlp import OtlpExporter\n"
-        "try: OtlpExporter('http://c')\n"
-        "except UsageError as error: print(error, error.hint, sep=' | ')\n"
+        "from threading import Event\n"
+        "from bootseer.launch.observers import export_spool\n"
+        "export_spool(None, 'http://c', Event())\n"
     )
     env = {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300, check=True
     )
-    assert ended.stdout == (
-        "export to OTLP needs opentelemetry, which is not installed | pip install 'bootseer[otlp]'\n"
+    assert ended.stderr == (
+        "bootseer: no export: export to OTLP needs opentelemetry, which is not installed"
+        " (pip install 'bootseer[otlp]')\n"
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, needs_extra
 from bootseer.launch.supervise import EXIT_FLUSH_S, say
 from bootseer.logs import logger
 from bootseer.trace.tracer import TRAINING_BEGAN
@@ -59,9 +59,9 @@ def export_spool(run: RunEvents, endpoint: str, ended: threading.Event) -> None:
 
     Events are read from the spool, which keeps them whatever becomes of the export.
     """
-    from bootseer.trace.otlp import CLOSE_S, OtlpExporter
-
     try:
+        with needs_extra("otlp", "export to OTLP"):
+            from bootseer.trace.otlp import CLOSE_S, OtlpExporter
         exporter = OtlpExporter(endpoint)
     except BootseerError as error:
         hint = getattr(error, "hint", "")
