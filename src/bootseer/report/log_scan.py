@@ -23,7 +23,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.errors import PermanentError, UsageError
@@ -77,14 +76,12 @@ Progress = Callable[[int], None]
 def scan(
     sources: Iterable[inputs.Source],
     *,
-    zone: tzinfo = UTC,
     began_pattern: re.Pattern[bytes] | None = None,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     progress: Progress | None = None,
 ) -> Scanned:
     """Scan the sources.
 
-    zone: time zone of times in foreign logs that name none.
     began_pattern: the first line of each file that matches marks the end of the first step, if the line has a time.
     patterns: stages with patterns of the site's own lines (`foreign.rules.Site`).
     progress: called with the number of bytes read so far.
@@ -95,7 +92,7 @@ def scan(
     result = Scanned()
     for source in sources:
         result.files += 1
-        reader = _FileScan(source, result, zone, began_pattern, patterns)
+        reader = _FileScan(source, result, began_pattern, patterns)
         try:
             for block in inputs.blocks(source):
                 reader.feed(block)
@@ -124,14 +121,13 @@ class Growing:
     def __init__(
         self,
         *,
-        zone: tzinfo = UTC,
         began_pattern: re.Pattern[bytes] | None = None,
         patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     ) -> None:
         self.result = Scanned()
         self.over = False
         """Standard input has ended."""
-        self._how = (zone, began_pattern, patterns)
+        self._how = (began_pattern, patterns)
         self._files: dict[str, _FileScan] = {}
         self._read: dict[str, tuple[int, float]] = {}
         """Inode and bytes read of each file."""
@@ -228,12 +224,10 @@ class _FileScan:
         self,
         source: inputs.Source,
         result: Scanned,
-        zone: tzinfo,
         began_pattern: re.Pattern[bytes] | None,
         patterns: Sequence[tuple[str, re.Pattern[bytes]]],
     ) -> None:
         self.source = source
-        self.zone = zone
         self.began_pattern = began_pattern
         self.result = result
         is_spool = source.name.removesuffix(".zst").endswith(SUFFIX)  # it contains only events
@@ -325,8 +319,8 @@ class _FileScan:
 
     def _line(self, raw: bytes) -> Line:
         text = raw.decode("utf-8", "replace")
-        wall_ns = line_time(text, reference_ns=self.near_ns, zone=self.zone)
-        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node, self.zone)
+        wall_ns = line_time(text, reference_ns=self.near_ns)
+        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node)
 
     def _training_began(self, line: Line) -> None:
         if line.wall_ns is None:

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta, tzinfo
 from difflib import get_close_matches
 
 from bootseer.errors import UsageError
@@ -28,19 +27,6 @@ _NEAR = 3
 """Number of similar job names in an error message."""
 _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
 """A number with more digits is not an attempt, but part of the name."""
-
-
-class LocalZone(tzinfo):
-    """This machine's zone as it was at each time: a log of the summer may be read in winter."""
-
-    def utcoffset(self, at: datetime | None) -> timedelta | None:
-        return at.replace(tzinfo=None).astimezone().utcoffset() if at is not None else None
-
-    def dst(self, at: datetime | None) -> None:
-        return None
-
-    def tzname(self, at: datetime | None) -> None:
-        return None
 
 
 def read_report(
@@ -112,14 +98,11 @@ def _read(
     watch: Callable[[Moment], None] | None = None,
     progress: Progress | None = None,
 ) -> Scanned:
-    zone = LocalZone()
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
-        found = scan(
-            inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress
-        )
+        found = scan(inputs.sources(paths), began_pattern=began_pattern, patterns=patterns, progress=progress)
     else:
-        growing = Growing(zone=zone, began_pattern=began_pattern, patterns=patterns)
+        growing = Growing(began_pattern=began_pattern, patterns=patterns)
         found = _follow(places, options or Options(), env, growing, watch)
     _LOG.info(
         "read %d files, %d bytes, %d lines: %d events, %d facts; skipped: %s",

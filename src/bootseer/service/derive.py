@@ -30,7 +30,6 @@ from bootseer.report.foreign.parser import FOREIGN, UNKNOWN_JOB
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import Scanned, scan
 from bootseer.report.model import Report
-from bootseer.report.read_logs import LocalZone
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name
@@ -93,7 +92,7 @@ def derive_attempt(
     """
     gone: set[str] = set()
     arrived = dict(sorted(batches))
-    found = scan(_sources(raw, arrived, gone), zone=LocalZone(), patterns=patterns)
+    found = scan(_sources(raw, arrived, gone), patterns=patterns)
     events, duplicates = unique(_own(found, attempt))
     rows, closes = _analysed(events, duplicates, attempt, found, list(arrived.values()), now_ns)
     live = Live(attempt.job, attempt.attempt, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,16 @@ def _read(text: str, *, file: str = "job.log", node: str = "node-0") -> dict[str
             }
             found[parser.name] = json.loads(json.dumps(plain))
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _utc() -> Iterator[None]:
+    """Times without a zone are in this machine's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
-from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
@@ -95,12 +95,15 @@ def test_impossible_or_absent_times_are_none(text: str) -> None:
     assert line_time(text, reference_ns=REFERENCE_NS) is None
 
 
-def test_naive_times_are_of_the_given_zone() -> None:
-    berlin = ZoneInfo("Europe/Berlin")
-    for text in ("2026-11-20 18:54:26,000 x", "W1120 18:54:26.000000 1 x", "Nov 20 18:54:26 host x: y"):
-        assert line_time(text, reference_ns=REFERENCE_NS, zone=berlin) == BASE
-    for text in ("2026-11-20 17:54:26 +0000 x", "2026-11-20T17:54:26Z x"):
-        assert line_time(text, reference_ns=0, zone=berlin) == BASE
+def test_naive_times_are_of_the_machines_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        naive = ("2026-11-20 18:54:26,000 x", "W1120 18:54:26.000000 1 x", "Nov 20 18:54:26 host x: y")
+        times = [line_time(text, reference_ns=REFERENCE_NS) for text in naive]
+        times += [line_time(text, reference_ns=0) for text in ("2026-11-20 17:54:26 +0000 x", "2026-11-20T17:54:26Z x")]
+    time.tzset()
+    assert times == [BASE] * 5
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, tzinfo
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -50,8 +49,6 @@ class Line(NamedTuple):
     """The time at the start of the line, when there is one that `foreign.times` understands."""
     node: str
     """The node that the reader believes the file to belong to."""
-    zone: tzinfo = UTC
-    """The zone of times in the line that name none."""
 
 
 @dataclass(slots=True)

@@ -256,7 +256,7 @@ def _endings(piece: str) -> Iterator[str]:
 
 def _time(line: Line, fields: Mapping[str, str]) -> int | None:
     at = fields.get("at")
-    return line_time(at, reference_ns=LATEST_NS - 1, zone=line.zone) if at else line.wall_ns
+    return line_time(at, reference_ns=LATEST_NS - 1) if at else line.wall_ns
 
 
 def _length(fields: Mapping[str, str]) -> int | None:

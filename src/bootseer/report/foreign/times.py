@@ -12,7 +12,8 @@ return overwrites. Known forms:
     time="2026-11-20T17:54:26.123Z" level=info ...   logfmt: containerd
     Nov 20 17:54:26 host prog[1]: ...                syslog RFC 3164; RFC 5424 with its header
 
-The zone of times that name none and the year of those without one come from the caller.
+Times that name no zone are in this machine's, as it was then: a log of the summer may be read in winter. The year of
+those without one comes from the caller.
 """
 
 from __future__ import annotations
@@ -79,30 +80,30 @@ def other_unit(wall_ns: int, mono_ns: int) -> bool:
     )
 
 
-def line_time(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> int | None:
+def line_time(text: str, *, reference_ns: int) -> int | None:
     """The time at the start of `text`, ns since 1970, when a form above matches and the date exists and is plausible.
 
     `reference_ns` is any moment near the log's own (its modification time): where a form has no year, the year that
-    comes nearest to it is taken. `zone` is for forms that name no zone. Never raises.
+    comes nearest to it is taken. Never raises.
     """
-    wall_ns = _time_at(text, 0, reference_ns, zone)
+    wall_ns = _time_at(text, 0, reference_ns)
     if wall_ns is None:
         place = text.rstrip().rfind("\r") + 1
         bar = _BAR.match(text, place)
         place = bar.end() if bar else place
-        wall_ns = _time_at(text, place, reference_ns, zone) if place else None
+        wall_ns = _time_at(text, place, reference_ns) if place else None
     return wall_ns
 
 
-def _time_at(text: str, begin: int, reference_ns: int, zone: tzinfo) -> int | None:
+def _time_at(text: str, begin: int, reference_ns: int) -> int | None:
     labels = _LABELS.match(text, begin)
     start = labels.end() if labels else begin
     if found := _ISO_LINE.match(text, start) or _LOGFMT.match(text, start):
-        return _if_plausible(_from_iso(found, zone))
+        return _if_plausible(_from_iso(found))
     if found := _GLOG.match(text, start):
-        return _if_plausible(_from_glog(found, reference_ns, zone))
+        return _if_plausible(_from_glog(found, reference_ns))
     if found := _SYSLOG.match(text, start):
-        return _behind_syslog(text, found, reference_ns, zone)
+        return _behind_syslog(text, found, reference_ns)
     return None
 
 
@@ -110,8 +111,9 @@ def _if_plausible(wall_ns: int | None) -> int | None:
     return wall_ns if wall_ns is not None and plausible(wall_ns) else None
 
 
-def _from_iso(found: re.Match[str], zone: tzinfo) -> int | None:
+def _from_iso(found: re.Match[str]) -> int | None:
     year, month, day, hour, minute, second, fraction, offset = found.groups()
+    zone: tzinfo | None = None
     if offset in ("Z", "UTC"):
         zone = UTC
     elif offset:
@@ -122,42 +124,42 @@ def _from_iso(found: re.Match[str], zone: tzinfo) -> int | None:
     return _wall_ns(int(year), (int(month), int(day), int(hour), int(minute), int(second)), fraction, zone)
 
 
-def _from_glog(found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | None:
+def _from_glog(found: re.Match[str], reference_ns: int) -> int | None:
     year, month, day, hour, minute, second, fraction = found.groups()
     clock = (int(month), int(day), int(hour), int(minute), int(second))
     if year:
-        return _wall_ns(int(year), clock, fraction, zone)
-    return _nearest_year(clock, fraction, reference_ns, zone)
+        return _wall_ns(int(year), clock, fraction)
+    return _nearest_year(clock, fraction, reference_ns)
 
 
-def _behind_syslog(text: str, found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | None:
+def _behind_syslog(text: str, found: re.Match[str], reference_ns: int) -> int | None:
     """Syslog has whole seconds; the time of klog or containerd after it is more precise."""
     month, day, hour, minute, second, _ = found.groups()
     clock = (_MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second))
-    outer_ns = _if_plausible(_nearest_year(clock, None, reference_ns, zone))
+    outer_ns = _if_plausible(_nearest_year(clock, None, reference_ns))
     wall_ns = None
     if outer_ns is not None and (inner := _GLOG.match(text, found.end())):
-        wall_ns = _if_plausible(_from_glog(inner, outer_ns, zone))
+        wall_ns = _if_plausible(_from_glog(inner, outer_ns))
     elif outer_ns is not None and (inner := _LOGFMT.match(text, found.end())):
-        wall_ns = _if_plausible(_from_iso(inner, zone))
+        wall_ns = _if_plausible(_from_iso(inner))
     return outer_ns if wall_ns is None else wall_ns
 
 
-def _wall_ns(year: int, clock: _Clock, fraction: str | None, zone: tzinfo) -> int | None:
+def _wall_ns(year: int, clock: _Clock, fraction: str | None, zone: tzinfo | None = None) -> int | None:
     try:
-        since = datetime(year, *clock, tzinfo=zone) - _EPOCH
-    except (ValueError, OverflowError):
+        since = datetime(year, *clock, tzinfo=zone).astimezone(UTC) - _EPOCH
+    except (ValueError, OverflowError, OSError):
         return None
     return (since.days * 86_400 + since.seconds) * NS_PER_S + int((fraction or "").ljust(9, "0"))
 
 
-def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int, zone: tzinfo) -> int | None:
+def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int) -> int | None:
     if not plausible(reference_ns):
         return None
     near = (_EPOCH + timedelta(seconds=reference_ns // NS_PER_S)).year
     # 29 February exists in one year of four, and in none of eight around most centuries.
     years = range(near - 8, near + 9) if clock[:2] == (2, 29) else (near - 1, near, near + 1)
-    walls = (_wall_ns(year, clock, fraction, zone) for year in years)
+    walls = (_wall_ns(year, clock, fraction) for year in years)
     return min((wall for wall in walls if wall is not None), key=lambda wall: abs(wall - reference_ns), default=None)
 
 
