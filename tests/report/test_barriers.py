@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.report.analysis.barriers import Replay, barriers_of, last_arrivals
-from bootseer.report.analysis.lanes import Arrival, Lane
+from bootseer.report.analysis.lanes import Lane, Visit
 from bootseer.report.analysis.spans import TRUNCATED, Span
 from bootseer.trace.event import OK
 
@@ -27,7 +27,8 @@ class Job:
     def play(self, left_out: frozenset[int] = frozenset()) -> int:
         """When the last node is done."""
         now = {node: start for node, start in enumerate(self.starts) if node not in left_out}
-        spans: dict[int, list[Arrival]] = {node: [] for node in now}
+        spans: dict[int, list[Visit]] = {node: [] for node in now}
+        lanes = {n: Lane(f"n{n}", n, self.starts[n], 0, OK, "first_step", "s", [], [], spans[n]) for n in now}
         for index, group in enumerate(self.groups):
             here = [node for node in group if node in now]
             for node in here:
@@ -35,14 +36,12 @@ class Job:
             opened = max((now[node] for node in here), default=0) + RELEASE
             for node in here:
                 span = Span("s", f"n{node}", node, 1, now[node], opened, OK, {"barrier": f"b{index}"})
-                spans[node].append(Arrival(f"b{index}", span, now[node], opened))
+                spans[node].append(Visit(lanes[node], f"b{index}", span, now[node], opened))
                 now[node] = opened
         self.lanes = []
         for node in list(now):
-            now[node] = done = now[node] + self.work[node][-1]
-            self.lanes.append(
-                Lane(f"n{node}", node, self.starts[node], done, OK, "first_step", "s", [], [], spans[node])
-            )
+            now[node] = lanes[node].end_ns = now[node] + self.work[node][-1]
+            self.lanes.append(lanes[node])
         return max(now.values())
 
 
@@ -120,18 +119,16 @@ def test_different_stragglers_hide_behind_each_other():
 def test_who_never_leaves_a_barrier_waits_to_its_end():
     span = Span("s", "n0", 0, 1, 10, 90, TRUNCATED, {"barrier": "b"})
     other = Span("s", "n1", 1, 1, 20, 90, TRUNCATED, {"barrier": "b"})
-    lanes = [
-        Lane(s.node, s.rank, 0, 90, "truncated", "last_event", "s", [s], [], [Arrival("b", s, s.begin_ns, 90)])
-        for s in (span, other)
-    ]
+    lanes = [Lane(s.node, s.rank, 0, 90, "truncated", "last_event", "s", [s], []) for s in (span, other)]
+    for lane in lanes:
+        lane.arrivals.append(Visit(lane, "b", lane.spans[0], lane.spans[0].begin_ns, 90))
     assert last_arrivals(barriers_of(lanes)) == {id(span): 90, id(other): 90}
 
 
 def test_a_launcher_that_waits_for_all_ranks_of_one_node_is_no_barrier():
     span = Span("s", "n0", -1, 1, 10, 20, OK, {"barrier": "rendezvous"})
-    lanes = [
-        Lane("n0", rank, 0, 50 + rank, OK, "first_step", "s", [span], [], [Arrival("rendezvous", span, 10, 20)])
-        for rank in range(8)
-    ]
+    lanes = [Lane("n0", rank, 0, 50 + rank, OK, "first_step", "s", [span], []) for rank in range(8)]
+    for lane in lanes:
+        lane.arrivals.append(Visit(lane, "rendezvous", span, 10, 20))
     (only,) = barriers_of(lanes)
     assert (only.name, only.last.lane.rank) == ("training_began", 7)

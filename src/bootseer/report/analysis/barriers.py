@@ -22,30 +22,11 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 
-from bootseer.report.analysis.lanes import TRAINING_BEGAN, UNOBSERVED, Lane
-from bootseer.report.analysis.spans import TRUNCATED
+from bootseer.report.analysis.lanes import TRAINING_BEGAN, UNOBSERVED, Lane, Visit
+from bootseer.report.analysis.spans import TRUNCATED, Span
 from bootseer.trace.event import OK
 
 _NOTHING: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class Visit:
-    """One lane at one barrier."""
-
-    lane: Lane
-    previous: int
-    """Index of the lane's barrier before this one, -1 for the lane's begin."""
-    from_ns: int
-    """When the lane left its previous barrier."""
-    at_ns: int
-    left_ns: int
-    """When the lane was released."""
-
-    @property
-    def work_ns(self) -> int:
-        """What the lane did between the two barriers, waiting excluded."""
-        return max(self.at_ns - self.from_ns, 0)
 
 
 @dataclass(slots=True)
@@ -90,7 +71,7 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
             barrier.has_opened |= arrival.span.outcome != TRUNCATED
             if arrival.span.outcome == OK:
                 barrier.left_ns.append(arrival.left_ns)
-            barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns, arrival.left_ns))
+            barrier.visits.append(arrival)
     shared = [barrier for barrier in found.values() if barrier.num_participants > 1]
     shared.sort(key=lambda barrier: median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns)
     left: dict[int, tuple[int, int]] = {}
@@ -104,7 +85,8 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
     for lane in done:
         previous, from_ns = left.get(id(lane), (-1, lane.begin_ns))
         at_ns = max(lane.end_ns, from_ns)
-        end.visits.append(Visit(lane, previous, from_ns, at_ns, at_ns))
+        mark = Span(TRAINING_BEGAN, lane.node, lane.rank, 0, at_ns, at_ns, OK, {})
+        end.visits.append(Visit(lane, TRAINING_BEGAN, mark, at_ns, at_ns, previous, from_ns))
     return [*shared, end]
 
 
@@ -153,12 +135,10 @@ class Replay:
 
 def last_arrivals(barriers: list[Barrier]) -> dict[int, int]:
     """For each span that waits at a barrier, by `id(span)`, when the last participant arrived."""
-    latest = {barrier.name: barrier.last.at_ns for barrier in barriers[:-1]}
-    lanes = {id(visit.lane): visit.lane for barrier in barriers for visit in barrier.visits}
-    return {
-        # A truncated span means that the barrier never opened for this lane: it waited to the end.
-        id(arrival.span): arrival.span.end_ns if arrival.span.outcome == TRUNCATED else latest[arrival.barrier]
-        for lane in lanes.values()
-        for arrival in lane.arrivals
-        if arrival.barrier in latest
-    }
+    found = {}
+    for barrier in barriers[:-1]:
+        last_ns = barrier.last.at_ns
+        for visit in barrier.visits:
+            # A truncated span means that the barrier never opened for this lane: it waited to the end.
+            found[id(visit.span)] = visit.span.end_ns if visit.span.outcome == TRUNCATED else last_ns
+    return found

@@ -30,13 +30,25 @@ _BY_STEP = ("optimizer_step", "compiled_step", BY_LOG)
 
 
 @dataclass(slots=True)
-class Arrival:
-    """A lane arrives at a barrier; `left_ns` is when it was released."""
+class Visit:
+    """One lane at one barrier; `barriers_of` completes it."""
 
+    lane: Lane
     barrier: str
     span: Span
+    """It waits there; at `training_began` an instant."""
     at_ns: int
     left_ns: int
+    """When the lane was released."""
+    previous: int = -1
+    """Index of the lane's barrier before this one, -1 for the lane's begin."""
+    from_ns: int = 0
+    """When the lane left its previous barrier."""
+
+    @property
+    def work_ns(self) -> int:
+        """What the lane did between the two barriers, waiting excluded."""
+        return max(self.at_ns - self.from_ns, 0)
 
 
 @dataclass(slots=True)
@@ -53,7 +65,7 @@ class Lane:
     last_stage: str
     spans: list[Span]
     background: list[Span]
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: list[Visit] = field(default_factory=list)
 
 
 def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None:
@@ -156,7 +168,7 @@ def _lane(
         if span.barrier:
             name = f"{span.barrier}#{counts[span.barrier]}" if counts[span.barrier] else span.barrier
             counts[span.barrier] += 1
-            lane.arrivals.append(Arrival(name, span, span.begin_ns, min(span.end_ns, end_ns)))
+            lane.arrivals.append(Visit(lane, name, span, span.begin_ns, min(span.end_ns, end_ns)))
     return lane
 
 

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bootseer.report import model
-from bootseer.report.analysis.barriers import Barrier, Replay, Visit
-from bootseer.report.analysis.lanes import TRAINING_BEGAN
+from bootseer.report.analysis.barriers import Barrier, Replay
+from bootseer.report.analysis.lanes import TRAINING_BEGAN, Visit
 from bootseer.report.analysis.prepare import Prepared
 from bootseer.report.analysis.spans import Offset
 from bootseer.report.analysis.stages import time_by_stage
