@@ -293,57 +293,35 @@ def environment_summary(environments: Sequence[EnvironmentStart]) -> list[str]:
         if reasons[mode] > _MAX_REASONS:
             left += len(group)
             continue
-        lines += _LINES.get(mode, _other)(group)
+        lines += _environment_lines(mode, group)
     if left:
         lines.append(f"{left:,} more nodes for other reasons")
     return lines
 
 
-def _restored(group: Sequence[EnvironmentStart]) -> list[str]:
-    ages = [one.age_s for one in group if one.age_s is not None]
-    builders = sorted({one.builder for one in group if one.builder})
-    age = f" made {format_seconds(median(ages))} ago" if ages else ""
-    by = f" by {builders[0]}" if len(builders) == 1 else f" by {len(builders)} builders" if builders else ""
-    made = f"{_nodes(group)} restored a snapshot{age}{by}"
-    lines = [f"{made}{_took(group)}{_saved(group)}{_size(group)}{_fetched(group)}"]
-    untrusted = [one for one in group if one.trust == "untrusted"]
-    if untrusted:
-        where = _nodes(untrusted)
-        lines.append(
-            f"untrusted: the setup read files that its key does not cover ({where}); add them with --env-input"
-        )
-    return lines
-
-
-def _captured(group: Sequence[EnvironmentStart]) -> list[str]:
-    lines = [f"{_nodes(group)} ran the setup{_took(group)}{_size(group)}; {_first_reason(group)}"]
-    kept = [one for one in group if one.published]
-    if kept:
-        lines.append(f"{_nodes(kept)} published a snapshot for the next start")
-    whys = dict.fromkeys(one.why_not for one in group if one.published is False)
-    lines += [f"no snapshot was published: {why}" for why in list(whys)[:_MAX_REASONS]]
-    return lines
-
-
-def _bypassed(group: Sequence[EnvironmentStart]) -> list[str]:
-    return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots are turned off (--env bypass)"]
-
-
-def _other(group: Sequence[EnvironmentStart]) -> list[str]:
-    mode = group[0].mode or "in an unknown way"
-    way = "ran the setup without a snapshot" if mode == INSTALLED else mode
-    return [f"{_nodes(group)} {way}{_took(group)}: {_first_reason(group)}"]
-
-
-_LINES: Mapping[str, Callable[[Sequence[EnvironmentStart]], list[str]]] = {
-    RESTORED: _restored,
-    CAPTURED: _captured,
-    BYPASSED: _bypassed,
-}
-
-
-def _first_reason(group: Sequence[EnvironmentStart]) -> str:
-    return next((one.reason for one in group if one.reason), "no reason given")
+def _environment_lines(mode: str, group: Sequence[EnvironmentStart]) -> list[str]:
+    reason = next((one.reason for one in group if one.reason), "no reason given")
+    if mode == RESTORED:
+        ages = [one.age_s for one in group if one.age_s is not None]
+        builders = sorted({one.builder for one in group if one.builder})
+        age = f" made {format_seconds(median(ages))} ago" if ages else ""
+        by = f" by {builders[0]}" if len(builders) == 1 else f" by {len(builders)} builders" if builders else ""
+        made = f"{_nodes(group)} restored a snapshot{age}{by}"
+        lines = [f"{made}{_took(group)}{_saved(group)}{_size(group)}{_fetched(group)}"]
+        if untrusted := [one for one in group if one.trust == "untrusted"]:
+            why = f"the setup read files that its key does not cover ({_nodes(untrusted)})"
+            lines.append(f"untrusted: {why}; add them with --env-input")
+        return lines
+    if mode == CAPTURED:
+        lines = [f"{_nodes(group)} ran the setup{_took(group)}{_size(group)}; {reason}"]
+        if kept := [one for one in group if one.published]:
+            lines.append(f"{_nodes(kept)} published a snapshot for the next start")
+        whys = dict.fromkeys(one.why_not for one in group if one.published is False)
+        return lines + [f"no snapshot was published: {why}" for why in list(whys)[:_MAX_REASONS]]
+    if mode == BYPASSED:
+        return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots are turned off (--env bypass)"]
+    way = "ran the setup without a snapshot" if mode == INSTALLED else mode or "in an unknown way"
+    return [f"{_nodes(group)} {way}{_took(group)}: {reason}"]
 
 
 def _nodes(group: Sequence[EnvironmentStart | ImageStart]) -> str:

@@ -403,19 +403,14 @@ def _print_foot(report: Report, console: Console) -> None:
 def render_difference(difference: Difference, console: Console) -> None:
     """Print verdict, warnings, stages and changed facts."""
     console.print(Text(clean(difference.verdict), style="bold"))
-    for line in difference.headlines:
-        console.print(Text(f"! {clean(line)}", style="bold red"))
+    _print_headlines(difference.headlines, console)
     a, b = (difference.a, difference.a_runs, difference.a_s), (difference.b, difference.b_runs, difference.b_s)
     for side, (name, runs, took_s) in (("A", a), ("B", b)):
         of_runs = f" ({runs} runs), median" if runs > 1 else ","
         console.print(Text(f"{side}: {clean(name)}{of_runs} {format_seconds(took_s)}"))
     console.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     ranges = ["A's runs"] * (difference.a_runs > 1)
-    for index, column in enumerate(("stage", "A s", *ranges, "B s", "change", "", "p", " ")):
-        # Only names may be shortened: a number without its last digits is another number.
-        side = "left" if column in ("stage", " ") else "right"
-        table.add_column(column, justify=side, no_wrap=index > 0, overflow="ellipsis")  # type: ignore[arg-type]
+    table = _table("stage", "A s", *ranges, "B s", "change", "", "p", " ")
     for stage in difference.stages:
         name = "  " * stage.stage.count(".") + clean(stage.stage.rpartition(".")[2])
         table.add_row(
