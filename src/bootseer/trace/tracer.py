@@ -171,10 +171,8 @@ def from_environment(env: Mapping[str, str]) -> Tracer | None:
     )
 
 
-class _Stage:
+class _Stage(contextlib.ContextDecorator):
     """The result of `stage()`: a context manager and decorator. It looks up the process's tracer when entered."""
-
-    __slots__ = ("_attrs", "_name", "_span")
 
     def __init__(self, name: str, attrs: Mapping[str, Any]) -> None:
         self._name = name
@@ -205,15 +203,10 @@ class _Stage:
         flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # avoids importing `inspect`
         if flags & _COROUTINE:
             return cast("Callable[P, R]", self._awaited(cast("Callable[P, Awaitable[Any]]", function)))
-        if flags & _GENERATOR:
-            return function
+        return function if flags & _GENERATOR else super().__call__(function)
 
-        @functools.wraps(function)
-        def staged(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _Stage(self._name, self._attrs):
-                return function(*args, **kwargs)
-
-        return staged
+    def _recreate_cm(self) -> _Stage:
+        return _Stage(self._name, self._attrs)  # calls may overlap
 
     def _awaited(self, function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         @functools.wraps(function)
