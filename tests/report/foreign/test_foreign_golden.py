@@ -19,7 +19,7 @@ LOGS = sorted(GOLDEN.glob("*/*.log"))
 
 
 def test_there_are_logs_of_each_kind() -> None:
-    known = {"kubernetes", "nccl", "pip", "torchelastic", "uv"}
+    known = {"kubernetes", "nccl", "pip", "torchelastic"}
     assert {log.parent.name for log in LOGS} == known | set(PROGRAMS)
 
 

@@ -7,6 +7,7 @@
     pyxis      enroot and pyxis: import, unpacking, squashfs
     kubeflow   conditions of jobs in YAML, JSON and `kubectl describe`: training operator, Trainer v2, JobSet
     ray        runtime_env
+    uv         its phases
     conda      conda, micromamba
     megatron   Megatron's timers, and the times that it prints
     transformers   Hugging Face: weights and checkpoint shards, the Trainer's begin
@@ -21,10 +22,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from bootseer.report.foreign.installers import PipParser, UvParser
 from bootseer.report.foreign.kubernetes import KubernetesParser
 from bootseer.report.foreign.nccl import NcclParser
 from bootseer.report.foreign.parser import Parser
+from bootseer.report.foreign.pip import PipParser
 from bootseer.report.foreign.rules import AT, BEGIN, END, FAIL, MARK, NOW, STEP, TOOK, Rule, TableParser
 from bootseer.report.foreign.times import DURATION
 from bootseer.report.foreign.torchelastic import TorchElasticParser
@@ -51,6 +52,11 @@ _CRIO = rf"{_IMAGE}(?:\\*\")? {{1,8}}id=(?P<key>[0-9a-f-]{{36}})"
 _CONDITION = r"\s*\"(?P<at>[^\"]+)\",[^{}\n]{0,600}?\"reason\":\s*\""
 _LINE_END = r"\"?,?\s*$"
 _TRAINING_JOBS = ("PyTorchJob", "TFJob", "MPIJob", "XGBoostJob", "PaddleJob", "JAXJob")
+
+_GAP = r"(?: |\\u001b\[[0-9;]*m)+"
+# Within JSON, colours are escaped.
+_UV = rf"{_GAP}(?P<packages>\d{{1,7}}) packages?{_GAP}in (?P<took>{DURATION})"
+_UV_PHASES = ("Resolved", "Prepared", "Uninstalled", "Installed", "Checked", "Audited")
 
 _TIMER = r"\.+: \(?(?:(?P<fastest_ms>\d+\.\d+), )?(?P<ms>\d+\.\d+)"
 _PRINTED = r"\] datetime: (?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)"
@@ -132,6 +138,9 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(FAIL, _RUNTIME_ENV, "Runtime env creation failed for ", r"\d+ times", says="runtime_env failed"),
         Rule(FAIL, _RUNTIME_ENV, "_env creation failed ", r"\d+ times", says="runtime_env failed"),
     ),
+    "uv": tuple(
+        Rule(TOOK, _INSTALL, phase, _UV, says=f"uv {phase.lower()} packages: {{packages}}") for phase in _UV_PHASES
+    ),
     "conda": (
         Rule(BEGIN, _INSTALL, "Collecting package metadata (", r"[\w.]+\)", seldom_ended=True),
         Rule(BEGIN, _INSTALL, "Solving environment: ", r"(?:done|\.\.\.|[-|/]|\\)", seldom_ended=True),
@@ -203,7 +212,6 @@ def parsers() -> list[Parser]:
         NcclParser(),
         KubernetesParser(),
         PipParser(),
-        UvParser(),
         *(TableParser(name, rules) for name, rules in PROGRAMS.items()),
     ]
 

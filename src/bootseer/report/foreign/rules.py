@@ -51,8 +51,8 @@ class Rule(NamedTuple):
     """One kind of line: `literal`, followed by a pattern.
 
     Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`), `took` (`1m2.3s`) are the duration; `at`
-    is a time; `host` is the node, or a list as Slurm writes it; `step` counts steps or samples; `image`, `bytes` and
-    `fastest_ms` of several ranks are attributes.
+    is a time; `host` is the node, or a list as Slurm writes it; `step` counts steps or samples; `image`, `bytes`,
+    `packages` and `fastest_ms` of several ranks are attributes.
     """
 
     role: str
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
     literal: str
     then: str = ""
     says: str = ""
-    """Text of a fact."""
+    """Text of a fact; `{packages}` is the attribute."""
     label: str = ""
     seldom_ended: bool = False
     """Begins what is reported only if its end is in the log."""
@@ -178,7 +178,7 @@ class TableParser(Parser):
             end_ns = -min(near)[1] if near else now.wall_ns
             begin_ns = None if end_ns is None else end_ns - now.length_ns
             if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
-                self._builder.fact(now.line, now.rule.stage, now.rule.says, now.length_ns)
+                self._builder.fact(now.line, now.rule.stage, now.rule.says.format(**now.attrs), now.length_ns)
         self._record_first_step()
         for begun in self._open.values():
             if not begun.rule.seldom_ended:
@@ -276,8 +276,7 @@ def _attrs(fields: Mapping[str, str]) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
     if image := make.image_reference(fields.get("image", "").replace("#", "/", 1)):
         attrs["image"] = image
-    if "bytes" in fields:
-        attrs["bytes"] = int(fields["bytes"])
+    attrs |= {name: int(fields[name]) for name in ("bytes", "packages") if name in fields}
     if (fastest := _number(fields.get("fastest_ms"), "ms")) is not None:
         attrs["fastest_s"] = fastest / 1e9
     return attrs

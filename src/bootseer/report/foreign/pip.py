@@ -1,4 +1,4 @@
-"""pip and uv: how long a burst of installation took, and how many packages it brought.
+"""pip: how long a burst of installation took, and how many packages it brought.
 
 pip prints no durations: with times at its lines (`pip --log`, or a log collector) the burst from the first `Collecting`
 to `Successfully installed` is a span, without them the count is a fact. `Requirement already satisfied`, `Downloading`
@@ -7,11 +7,7 @@ first packages were there or came from local files begins late: at its first `Co
 When pip builds a package, an inner pip prints the same words two blanks further right: they may begin a burst, they
 never end it.
 
-    Resolved 8 packages in 264ms          uv; then `Prepared`, `Uninstalled`, `Installed`
-    Checked 2 packages in 42ms            uv when all is there; older versions: `Audited`
-
-uv prints a duration for each phase: with line times a span that reaches back before the first, else a fact with their
-sum. Package names and URLs are never shown: a requirement may contain a token.
+Package names and URLs are never shown: a requirement may contain a token.
 """
 
 from __future__ import annotations
@@ -19,15 +15,12 @@ from __future__ import annotations
 import re
 
 from bootseer.report.foreign.parser import Builder, Findings, Line, Parser, plain
-from bootseer.report.foreign.times import DURATION, parse_duration
 from bootseer.report.search import Clue
 from bootseer.units import NS_PER_S, plural
 
 STAGE = "environment_setup.install"
 
 _LONE_NS = 600 * NS_PER_S
-_PAUSE_NS = 5 * NS_PER_S
-_PHASES = ("Resolved", "Prepared", "Uninstalled", "Installed", "Checked", "Audited")
 
 # What may stand before pip's words: nothing, or the end of a label or of a time.
 _START = r"(?:^|[\]:|>)]|[.,:]\d{2,9}Z?|[+-]\d{4}|std(?:out|err) [FP])"
@@ -37,11 +30,6 @@ _BEGINS = re.compile(
     re.MULTILINE | re.ASCII,
 )
 _INSTALLED = re.compile(_START + r"([ \t]*)Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE | re.ASCII)
-_UV = re.compile(
-    r"(?:^|(?<=\s))(" + "|".join(_PHASES) + r") (\d{1,7}) packages? in "
-    rf"({DURATION})",
-    re.MULTILINE | re.ASCII,
-)
 
 
 class PipParser(Parser):
@@ -102,61 +90,6 @@ class PipParser(Parser):
 
     def _reset(self) -> None:
         self._first, self._collected, self._sure, self._installing = None, 0, False, False
-
-    def finish(self) -> Findings:
-        self._close()
-        return self._builder.finish()
-
-
-class UvParser(Parser):
-    """uv's installations in one log."""
-
-    name = "uv"
-    # Within JSON, colours are escaped.
-    clues = tuple(
-        Clue(phase.encode(), rb"(?: |\\u001b\[[0-9;]*m)+\d{1,7} packages?(?: |\\u001b\[[0-9;]*m)+in ")
-        for phase in _PHASES
-    )
-
-    def __init__(self) -> None:
-        self._builder = Builder(self.name)
-        self._phases: list[tuple[Line, str, int, int]] = []
-
-    def feed(self, line: Line) -> None:
-        for found in _UV.finditer(plain(line.text).replace("\r", "\n")):
-            duration_ns = parse_duration(found[3].rstrip())
-            if duration_ns is None:
-                continue
-            if not self._follows(line, found[1], duration_ns):
-                self._close()
-            self._phases.append((line, found[1], int(found[2]), duration_ns))
-            if found[1] in ("Installed", "Checked", "Audited"):
-                self._close()
-
-    def _follows(self, line: Line, phase: str, duration_ns: int) -> bool:
-        """Whether the phase belongs to the same command: later in uv's order, and begun when the last one ended."""
-        if not self._phases:
-            return True
-        last, last_phase, _, _ = self._phases[-1]
-        if line.wall_ns is not None and last.wall_ns is not None:
-            pause_ns = line.wall_ns - duration_ns - last.wall_ns
-            if pause_ns > _PAUSE_NS:
-                return False
-        return _PHASES.index(phase) > _PHASES.index(last_phase)
-
-    def _close(self) -> None:
-        if not self._phases:
-            return
-        first, _, _, reach_back_ns = self._phases[0]
-        last, phase, count, _ = self._phases[-1]
-        spanned = False
-        if first.wall_ns is not None and last.wall_ns is not None:
-            attrs = {"packages": count if phase == "Installed" else 0}
-            spanned = self._builder.span(first, STAGE, first.wall_ns - reach_back_ns, last.wall_ns, attrs=attrs)
-        if not spanned:
-            text = ", ".join(f"{word.lower()} {plural(number, 'package')}" for _, word, number, _ in self._phases)
-            self._builder.fact(last, STAGE, f"uv {text}", sum(phase[3] for phase in self._phases))
-        self._phases = []
 
     def finish(self) -> Findings:
         self._close()
