@@ -60,9 +60,9 @@ class _Agent:
     restart: int = 0
     rendezvous: _Rendezvous | None = None
     all: list[_Rendezvous] = field(default_factory=list)
-    workers_started: list[tuple[Line, _Rendezvous | None]] = field(default_factory=list)
+    instants: list[tuple[Line, str, int, dict[str, Any]]] = field(default_factory=list)
+    """Line, stage, restart, attributes."""
     failures: list[tuple[Line, int, dict[str, Any]]] = field(default_factory=list)
-    signals: list[tuple[Line, int, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -136,11 +136,12 @@ class TorchElasticParser(Parser):
         elif result := _RESULT.match(message):
             self._result(agent, result[1], int(result[2]))
         elif "] Starting worker group" in message:
-            agent.workers_started.append((line, current))
+            restart, attrs = (current.restart, current.attrs) if current else (agent.restart, {})
+            agent.instants.append((line, "worker_start", restart, attrs))
         elif "attempts left" in message and "will restart worker group" in message:
             agent.restart += 1
         elif signalled := _SIGNALLED.match(message):
-            agent.signals.append((line, agent.restart, signalled[1]))
+            agent.instants.append((line, "launcher_signal", agent.restart, {"signal": signalled[1]}))
 
     def _result(self, agent: _Agent, key: str, value: int) -> None:
         if agent.rendezvous is None:
@@ -206,24 +207,13 @@ class TorchElasticParser(Parser):
                 place=Place(restart=rendezvous.restart),
                 attrs=attrs,
             )
-        for line, began in agent.workers_started:
-            builder.instant(
-                line,
-                "worker_start",
-                line.wall_ns,
-                place=Place(restart=began.restart if began else agent.restart),
-                attrs=began.attrs if began else None,
-            )
         known = {rendezvous.restart for rendezvous in agent.all}
         for (line, _, _), (_, restart, _) in pairwise(agent.failures):
             if restart not in known:
                 builder.instant(line, "launcher_start", line.wall_ns, place=Place(restart=restart))
-        for line, restart, attrs in agent.failures:
-            builder.instant(line, "worker_failed", line.wall_ns, place=Place(restart=restart), attrs=attrs)
-        for line, restart, signal in agent.signals:
-            builder.instant(
-                line, "launcher_signal", line.wall_ns, place=Place(restart=restart), attrs={"signal": signal}
-            )
+        failed = [(line, "worker_failed", restart, attrs) for line, restart, attrs in agent.failures]
+        for line, stage, restart, attrs in agent.instants + failed:
+            builder.instant(line, stage, line.wall_ns, place=Place(restart=restart), attrs=attrs)
 
     @staticmethod
     def _add_recorded(builder: Builder, recorded: _Recorded, started: set[tuple[str, int]]) -> None:
