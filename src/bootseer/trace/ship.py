@@ -21,7 +21,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from bootseer.errors import UsageError
@@ -293,8 +293,7 @@ class Shipper:
         if self._positions < 0:
             return
         try:
-            data = os.pread(self._positions, min(os.fstat(self._positions).st_size, _MAX_POSITIONS), 0)
-            state = json.loads(data.partition(b"\n")[0])
+            state = read_positions(self._positions)
             if state["version"] != _VERSION or state.get("service", self._link.service) != self._link.service:
                 return  # written by another version, or for another service: this one gets all events
             sender, sequence = str(state["sender"]), int(state["sequence"])
@@ -311,10 +310,7 @@ class Shipper:
             return
         state = {"version": _VERSION, "service": self._link.service, "sender": self._sender, "sequence": self._sequence,
                  "files": self._files, "pending": self.pending}  # fmt: skip
-        data = json.dumps(state).encode() + b"\n"
-        with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
-            os.pwrite(self._positions, data, 0)
-            os.ftruncate(self._positions, len(data))
+        write_positions(self._positions, state)
 
     def _gather(self) -> list[Part]:
         """The next batch: byte ranges of complete new lines. Raises `OSError` if the folder was deleted."""
@@ -350,6 +346,19 @@ def _open_positions(folder: int) -> int:
         os.close(opened)
         return -1
     return opened
+
+
+def read_positions(file: int) -> Any:
+    """The content of a file of positions. Raises `OSError` and `ValueError`."""
+    data = os.pread(file, min(os.fstat(file).st_size, _MAX_POSITIONS), 0)
+    return json.loads(data.partition(b"\n")[0])
+
+
+def write_positions(file: int, state: object) -> None:
+    data = json.dumps(state).encode() + b"\n"
+    with contextlib.suppress(OSError):  # a full disk: a crash now sends some lines again
+        os.pwrite(file, data, 0)
+        os.ftruncate(file, len(data))
 
 
 def event_lines(data: bytes) -> Iterator[bytes]:

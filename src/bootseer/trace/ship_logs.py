@@ -32,7 +32,6 @@ STATE: Final = "BOOTSEER_SHIP_STATE"
 _LOG = logger(__name__)
 _OTHERWISE: Final = f"set {STATE} to another folder"
 _HEAD_BYTES: Final = 4096
-_MAX_STATE: Final = 64 << 20
 _PACKED: Final = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _ROTATED: Final = re.compile(r"(.+?)[.-][0-9][0-9.-]*")
 _MAX_AGE_S: Final = 30 * 86_400
@@ -217,14 +216,9 @@ class Logs:
 
     def _load(self) -> dict[str, _Stream]:
         try:
-            size = min(os.fstat(self._positions).st_size, _MAX_STATE)
-            state = json.loads(os.pread(self._positions, size, 0).partition(b"\n")[0])
-            return {path: _Stream(**stream) for path, stream in state.items()}
+            return {path: _Stream(**stream) for path, stream in ship.read_positions(self._positions).items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}  # new or damaged: all lines are sent again, and the service detects duplicates
 
     def _save(self) -> None:
-        data = json.dumps({path: asdict(stream) for path, stream in self._streams.items()}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # disk full: a crash now sends some lines again
-            os.pwrite(self._positions, data, 0)
-            os.ftruncate(self._positions, len(data))
+        ship.write_positions(self._positions, {path: asdict(stream) for path, stream in self._streams.items()})
