@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import median
 
 from bootseer.report.analysis.spans import TRUNCATED, Span
-from bootseer.report.model import UNTRACKED, UNTRACKED_STAGE, WAIT, WORK, Kind, Node, Segment, Stage
+from bootseer.report.model import UNTRACKED, UNTRACKED_STAGE, WAIT, WORK, Kind, Node, Stage
 from bootseer.trace.event import FAILED
 from bootseer.units import S_PER_H
 
@@ -137,19 +137,14 @@ def stages(nodes: Sequence[Node], price_per_gpu_hour: float | None) -> list[Stag
     by_stage: dict[str, dict[str, _Times]] = defaultdict(dict)
     for node in nodes:
         for segment in node.segments:
+            length = segment.end_s - segment.start_s
             for name in enclosing(segment.stage):
-                _add(by_stage[name].setdefault(node.node, _Times()), segment)
+                times = by_stage[name].setdefault(node.node, _Times())
+                times.work_s += length if segment.kind != WAIT else 0.0
+                times.wait_s += length if segment.kind == WAIT else 0.0
+                times.outcomes.add(segment.outcome)
     gpus = {node.node: node.gpus for node in nodes}
     return [_row(name, by_stage[name], gpus, price_per_gpu_hour) for name in stage_order(nodes)]
-
-
-def _add(times: _Times, segment: Segment) -> None:
-    length = segment.end_s - segment.start_s
-    if segment.kind == WAIT:
-        times.wait_s += length
-    else:
-        times.work_s += length
-    times.outcomes.add(segment.outcome)
 
 
 def _row(name: str, times: dict[str, _Times], gpus: dict[str, int | None], price: float | None) -> Stage:

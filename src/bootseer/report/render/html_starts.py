@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from markupsafe import Markup
 
 from bootseer.report.analysis.starts import RESTORED, SUMMARIES
 from bootseer.report.model import Report
-from bootseer.report.model_starts import CheckpointStart, EnvironmentStart
+from bootseer.report.model_starts import CheckpointStart, DataNode, EnvironmentStart
 from bootseer.report.render.html_text import cell, count, percent, seconds, size, table, word_cell
 
 _MAX_ROWS = 200
@@ -112,21 +111,13 @@ _TABLES: dict[str, tuple[str, Callable[[Any], Any], tuple[Column, ...]]] = {
 }
 
 
-class _Served(NamedTuple):
-    """What one DataNode served to all nodes."""
-
-    name: str
-    bytes: int
-    seconds: float
-    failures: int
-
-
 def _datanodes(checkpoints: Sequence[CheckpointStart]) -> str:
-    totals: dict[str, _Served] = defaultdict(lambda: _Served("", 0, 0.0, 0))
+    """What each DataNode served to all nodes."""
+    totals: dict[str, DataNode] = {}
     for one in (datanode for node in checkpoints for datanode in node.datanodes):
-        _, num_bytes, took_s, failures = totals[one.name]
-        served = num_bytes + one.bytes, took_s + (one.seconds or 0.0), failures + one.failures
-        totals[one.name] = _Served(one.name, *served)
+        so_far = totals.get(one.name, DataNode(one.name, 0, 0.0, 0))
+        took_s = (so_far.seconds or 0.0) + (one.seconds or 0.0)
+        totals[one.name] = DataNode(one.name, so_far.bytes + one.bytes, took_s, so_far.failures + one.failures)
     datanodes = sorted(totals.values(), key=lambda one: -one.bytes)
     return _table("DataNodes", datanodes, _DATANODE) if datanodes else ""
 
