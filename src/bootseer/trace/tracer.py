@@ -26,6 +26,7 @@ from bootseer.trace.sinks import FanOut, Sink, SpoolSink, StderrSink
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 TRAINING_BEGAN = "training_began"
 _COROUTINE = 0x80  # inspect.CO_COROUTINE
@@ -198,11 +199,11 @@ class _Stage(contextlib.ContextDecorator):
         if self._span is not None:
             self._span.attrs.update(attrs)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+    def __call__(self, function: F) -> F:
         """Wrap a function or coroutine function. A generator function is returned unchanged: its call does no work."""
         flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # avoids importing `inspect`
         if flags & _COROUTINE:
-            return cast("Callable[P, R]", self._awaited(cast("Callable[P, Awaitable[Any]]", function)))
+            return cast("F", self._awaited(function))
         return function if flags & _GENERATOR else super().__call__(function)
 
     def _recreate_cm(self) -> _Stage:
