@@ -287,7 +287,6 @@ def test_from_a_real_tracer_through_the_spool(tmp_path: Path) -> None:
             exporter.feed(tail.poll())
             with tracer.span("inner", {"bytes": 5}):
                 pass
-        tracer.sink.close()
         exporter.feed(tail.poll(last=True))
         assert exporter.close(LONG_S)
     spans = server.spans()

@@ -36,8 +36,6 @@ def test_a_real_writer_is_followed(tmp_path: Path) -> None:
     first.write(line(2))
     assert sorted(numbers(tail)) == [1, 2]
     assert numbers(tail) == []
-    first.close()
-    second.close()
 
 
 def test_of_a_shared_folder_only_one_node_s_files_are_read(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
     assert tracer is not None
     set_process_tracer(tracer)
     yield spool
-    tracer.sink.close()
     set_process_tracer(None)
 
 

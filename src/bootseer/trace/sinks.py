@@ -1,37 +1,21 @@
 """Destinations of event lines: a spool file, stderr, or several sinks.
 
-A sink takes a complete line and never raises: a full disk or a closed pipe loses events, which are counted, but never
-stops the job.
+`write` takes a line that ends in a newline, and never raises or blocks for long: a full disk or a closed pipe loses
+events, which are counted in `lost`, but never stops the job.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
 import time
 from _thread import RLock  # as `threading.RLock`, whose import would delay every job by 1.5 ms
 from collections.abc import Sequence
-from typing import Protocol
 
 from bootseer.io.fork import in_each_process
 
 SUFFIX = ".events"
-
-
-class Sink(Protocol):
-    """Receives event lines."""
-
-    @property
-    def lost(self) -> int:
-        """Number of lines that could not be written."""
-
-    def write(self, line: bytes) -> None:
-        """Write a line that ends in a newline. Never raises, never blocks for long."""
-
-    def close(self) -> None:
-        """Release resources; a later write may acquire them again."""
 
 
 def safe_name(text: str) -> str:
@@ -99,13 +83,6 @@ class SpoolSink:
         status = os.fstat(self._fd)
         self._file, self._pid = (status.st_ino, status.st_dev), os.getpid()
 
-    def close(self) -> None:
-        with self._lock:
-            if self._is_open():
-                with contextlib.suppress(OSError):
-                    os.close(self._fd)
-            self._fd, self._pid = -1, 0
-
 
 class StderrSink:
     """File descriptor 2: events are in the job's own log, wherever that is collected."""
@@ -119,9 +96,6 @@ class StderrSink:
                 self.lost += 1
         except OSError:
             self.lost += 1
-
-    def close(self) -> None:
-        return None
 
 
 class FanOut:
@@ -138,6 +112,5 @@ class FanOut:
         for sink in self.sinks:
             sink.write(line)
 
-    def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+
+Sink = SpoolSink | StderrSink | FanOut
