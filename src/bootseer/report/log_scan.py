@@ -28,7 +28,7 @@ from itertools import pairwise
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.report import inputs
-from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Builder, Line, Parser, Reader
+from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Builder, Line, Parser
 from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import line_time, other_unit
@@ -261,8 +261,7 @@ class _FileScan:
             self.lines += not self.rest.endswith(b"\n")
         self.rest = b""
         self.result.lines += self.lines
-        readers: list[Reader] = [*self.parsers, *self.sites]
-        for parser in readers:
+        for parser in (*self.parsers, *self.sites):
             findings = parser.finish()
             self.result.events += findings.events
             self.result.facts += findings.facts
@@ -302,15 +301,13 @@ class _FileScan:
                     parser.feed(line)
         self.lines += text.count(b"\n", counted)
 
-    def _wanted(self, text: bytes) -> dict[int, list[Reader]]:
-        """The readers that want a line, by the line's offset."""
-        hits: dict[int, list[Reader]] = {}
+    def _wanted(self, text: bytes) -> dict[int, list[Parser]]:
+        """The parsers that want a line, by the line's offset."""
+        hits: dict[int, list[Parser]] = {}
         clues, wanting = search(frozenset(index for index, parser in enumerate(self.parsers) if parser.done))
         for place, number in clues.hits(text) if self.parsers else ():
-            readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
-            for index in wanting[number]:
-                if self.parsers[index] not in readers:
-                    readers.append(self.parsers[index])
+            wanted = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
+            wanted += [one for index in wanting[number] if (one := self.parsers[index]) not in wanted]
         for site in self.sites:
             with _in_time(site.pattern):
                 for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:

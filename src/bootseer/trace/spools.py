@@ -91,26 +91,24 @@ def find_job(root: str, job: str) -> str | None:
             return os.path.join(root, name)
     half = re.escape(job)
     ours = re.compile(rf"{half}-\d+(_\d+)?" if not job.isdecimal() else rf".+-{half}(_\d+)?")
-    with suppress(OSError), os.scandir(root) as entries:
-        found = [entry for entry in entries if ours.fullmatch(entry.name) and entry.is_dir()]
-        return max(found, key=lambda entry: entry.stat().st_mtime_ns).path if found else None
-    return None
+    return next((entry.path for entry in _newest_first(root) if ours.fullmatch(entry.name)), None)
 
 
 def job_names(root: str) -> list[str]:
     """The jobs of this machine by folder name, the latest first."""
-    with suppress(OSError), os.scandir(root) as entries:
-        folders = [entry for entry in entries if entry.name.isprintable() and entry.is_dir()]
-        return [entry.name for entry in sorted(folders, key=lambda entry: -entry.stat().st_mtime_ns)]
-    return []
+    return [entry.name for entry in _newest_first(root) if entry.name.isprintable()]
 
 
 def newest_attempt(folder: str) -> str:
     """A job's attempt that began last, or the folder itself if there is none."""
+    return next((entry.path for entry in _newest_first(folder) if entry.name.startswith(_ATTEMPT)), folder)
+
+
+def _newest_first(folder: str) -> list[os.DirEntry[str]]:
+    """The folders in a folder by their last change; none if it cannot be read."""
     with suppress(OSError), os.scandir(folder) as entries:
-        found = [entry for entry in entries if entry.name.startswith(_ATTEMPT) and entry.is_dir()]
-        return max(found, key=lambda entry: entry.stat().st_mtime_ns).path if found else folder
-    return folder
+        return sorted(filter(os.DirEntry.is_dir, entries), key=lambda entry: -entry.stat().st_mtime_ns)
+    return []
 
 
 def latest(root: str) -> str | None:

@@ -87,14 +87,10 @@ class NcclParser(Parser):
                 return
             key = (host, pid, mark[1])
             if mark[4] == "START":
-                begun = _Communicator(line, host, pid, int(mark[2]), int(mark[3]), begin_ns=line.wall_ns)
-                self._open[key] = begun
-                self._communicators.append(begun)
+                self._open[key] = begun = self._new(line, host, pid, int(mark[2]), int(mark[3]))
+                begun.begin_ns = line.wall_ns
                 return
-            done = self._open.pop(key, None)
-            if done is None:
-                done = _Communicator(line, host, pid, int(mark[2]), int(mark[3]))
-                self._communicators.append(done)
+            done = self._open.pop(key, None) or self._new(line, host, pid, int(mark[2]), int(mark[3]))
             done.end_ns, done.complete = line.wall_ns, True
             self._untimed[(host, pid, done.comm_rank, done.size)] = done
         elif timings := _TIMINGS.match(piece):
@@ -107,10 +103,14 @@ class NcclParser(Parser):
             return
         done = self._untimed.pop((host, pid, comm_rank, size), None)
         if done is None:
-            done = _Communicator(line, host, pid, comm_rank, size, end_ns=line.wall_ns, complete=True)
-            self._communicators.append(done)
+            done = self._new(line, host, pid, comm_rank, size)
+            done.end_ns, done.complete = line.wall_ns, True
         done.total_ns = total_ns
         done.parts = timings[4] or ""
+
+    def _new(self, line: Line, host: str, pid: int, comm_rank: int, size: int) -> _Communicator:
+        self._communicators.append(_Communicator(line, host, pid, comm_rank, size))
+        return self._communicators[-1]
 
     def finish(self) -> Findings:
         builder = Builder(self.name)

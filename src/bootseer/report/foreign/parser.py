@@ -59,18 +59,8 @@ class Findings:
     facts: list[Fact] = field(default_factory=list)
 
 
-class Reader(Protocol):
-    """Reads chosen lines of one file, in order."""
-
-    def feed(self, line: Line) -> None:
-        """Take a line. It may be cut, interleaved or of another program: never raises."""
-
-    def finish(self) -> Findings:
-        """All that was found in the file."""
-
-
-class Parser(Reader, Protocol):
-    """Reads the lines that contain one of `clues`."""
+class Parser(Protocol):
+    """Reads the lines of one file that contain one of `clues`, in order."""
 
     name: str
     clues: tuple[Clue, ...]
@@ -81,6 +71,12 @@ class Parser(Reader, Protocol):
     def done(self) -> bool:
         """No further line changes what the parser finds."""
         return False
+
+    def feed(self, line: Line) -> None:
+        """Take a line. It may be cut, interleaved or of another program: never raises."""
+
+    def finish(self) -> Findings:
+        """All that was found in the file."""
 
 
 def plain(text: str) -> str:

@@ -112,13 +112,13 @@ class TableParser(Parser):
             place = text.find(rule.literal)
             for _ in range(_MAX_TRIES if place >= 0 else 0):
                 if found := pattern.match(text, place):
-                    self.record(line, rule, {name: value for name, value in found.groupdict().items() if value})
+                    self._record(line, rule, {name: value for name, value in found.groupdict().items() if value})
                     break
                 place = text.find(rule.literal, place + 1)
                 if place < 0:
                     break
 
-    def record(self, line: Line, rule: Rule, fields: Mapping[str, str]) -> None:
+    def _record(self, line: Line, rule: Rule, fields: Mapping[str, str]) -> None:
         """Record a line. `fields`: the named groups of the rule's pattern."""
         hosts = fields.get("host", "")
         host = next(iter(hosts_of(hosts)), "")
@@ -205,27 +205,23 @@ class TableParser(Parser):
         self._builder.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
 
 
-class Site:
-    """Lines of a site's own programs, by a pattern for one stage: a parser whose clue is the pattern."""
+class Site(TableParser):
+    """Lines of a site's own programs, by a pattern for one stage, which serves as the clue."""
 
     def __init__(self, stage: str, pattern: re.Pattern[bytes]) -> None:
+        super().__init__("pattern", ())
         self.pattern = pattern
-        self._table = TableParser("pattern", ())
-        self._rules = {role: Rule(role, stage, "") for role in (BEGIN, END, MARK)}
-        self._rules[TOOK] = Rule(TOOK, stage, "", says="a duration that --pattern found")
+        self._of_role = {role: Rule(role, stage, "") for role in (BEGIN, END, MARK)}
+        self._of_role[TOOK] = Rule(TOOK, stage, "", says="a duration that --pattern found")
 
     def feed(self, line: Line) -> None:
-        """Take a line that the pattern matches."""
         found = self.pattern.search(line.text.encode("utf-8", "replace"))
         if found is None:
             return
         groups = {name: found[name] for name in _SITE_GROUPS & self.pattern.groupindex.keys()}
         fields = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
         role = TOOK if {"s", "ms"} & fields.keys() else next((role for role in (BEGIN, END) if role in fields), MARK)
-        self._table.record(line, self._rules[role], fields)
-
-    def finish(self) -> Findings:
-        return self._table.finish()
+        self._record(line, self._of_role[role], fields)
 
 
 def hosts_of(text: str) -> list[str]:

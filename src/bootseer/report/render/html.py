@@ -118,16 +118,15 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
         looks=looks(report),
         took=", ".join(f"{seg.stage} {format_seconds(seg.end_s - seg.start_s)}" for seg in report.scheduler),
     )
-    style, script = _asset("report.css"), _asset("report.js")
     page = _templates().get_template("page.html")
     return page.render(
         **common,
         body=Markup(content),  # noqa: S704 - escaped by its template
         sections=[one for one in _SECTIONS if one[0] == "words" or f'<section id="{one[0]}"' in content],
         glossary=[(key, words) for key, words in GLOSSARY.items() if f'"#g-{key}"' in content or key in _ALWAYS],
-        policy=_policy(style, script),
-        style=style,
-        script=script,
+        policy=policy(),
+        style=_asset("report.css"),
+        script=_asset("report.js"),
         above=above,
         refresh_s=refresh_s,
         data=data_block(payload(report, scale, palette)),
@@ -137,18 +136,12 @@ def render(report: Report, *, above: str = "", refresh_s: int | None = None) -> 
 
 def policy() -> str:
     """The content security policy of the document, for a server that also sends it as a header."""
-    return _policy(_asset("report.css"), _asset("report.js"))
+    style, script = _digest(_asset("report.css")), _digest(_asset("report.js"))
+    return f"default-src 'none'; style-src '{style}'; script-src '{script}'; base-uri 'none'; form-action 'none'"
 
 
 def _asset(name: str) -> str:
     return (files("bootseer.report.render") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def _digest(text: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bootseer.report.model import UNTRACKED, WAIT, WORK, Link, Node, Report, Segment
@@ -24,6 +26,7 @@ _CHAIN_PID = 1
 _FIRST_NODE_PID = 2
 
 Event = dict[str, Any]
+_Clock = Callable[[float], int]
 
 
 def render(report: Report) -> str:
@@ -33,16 +36,16 @@ def render(report: Report) -> str:
 def trace(report: Report) -> dict[str, Any]:
     """The trace as the dict that `render` writes: `traceEvents` in the order that viewers need."""
     nodes = _shown(report)
-    clock = _Clock(time_range(report.nodes)[0])
+    us = partial(_microseconds, time_range(report.nodes)[0])
     events = _metadata(_CHAIN_PID, f"{clean(report.startup.job)}: critical chain", -1)
-    timed = _chain(report.critical_chain, clock)
+    timed = _chain(report.critical_chain, us)
     for index, node in enumerate(nodes):
         pid = _FIRST_NODE_PID + index
         rank = f" rank {node.rank}" if node.rank >= 0 else ""
         events += _metadata(pid, clean(node.node) + rank, index)
-        timed += _slices(node, pid, clock)
-        timed += _background(node, pid, clock)
-    timed += _flows(report.critical_chain, nodes, clock)
+        timed += _slices(node, pid, us)
+        timed += _background(node, pid, us)
+    timed += _flows(report.critical_chain, nodes, us)
     # The sort is stable: with equal times, a parent stays before its children, and an arrow after its slice.
     timed.sort(key=lambda event: event["ts"])
     return {"displayTimeUnit": "ms", "traceEvents": events + timed, "otherData": _about(report, nodes)}
@@ -80,14 +83,9 @@ def _about(report: Report, nodes: list[Node]) -> dict[str, Any]:
     }
 
 
-class _Clock:
-    """Seconds of the report to whole microseconds of the trace, which must not be negative."""
-
-    def __init__(self, low_s: float) -> None:
-        self._low_s = low_s
-
-    def us(self, moment_s: float) -> int:
-        return max(0, round((moment_s - self._low_s) * 1e6)) if math.isfinite(moment_s) else 0
+def _microseconds(low_s: float, moment_s: float) -> int:
+    """Seconds of the report as whole microseconds of the trace, which must not be negative."""
+    return max(0, round((moment_s - low_s) * 1e6)) if math.isfinite(moment_s) else 0
 
 
 def _metadata(pid: int, name: str, order: int) -> list[Event]:
@@ -113,12 +111,12 @@ def _slice(name: str, category: str, span: tuple[int, int], pid: int, args: dict
     }
 
 
-def _slices(node: Node, pid: int, clock: _Clock) -> list[Event]:
+def _slices(node: Node, pid: int, us: _Clock) -> list[Event]:
     """Nested slices: a run of segments that share the first parts of their names lies in one slice for these."""
     leaves = []
     at = 0
     for seg in sorted(node.segments, key=lambda seg: seg.start_s):
-        start, end = max(clock.us(seg.start_s), at), clock.us(seg.end_s)
+        start, end = max(us(seg.start_s), at), us(seg.end_s)
         if end > start:
             leaves.append((start, end, seg))
             at = end
@@ -166,22 +164,22 @@ def _args(seg: Segment, node: Node) -> dict[str, Any]:
     return args
 
 
-def _background(node: Node, pid: int, clock: _Clock) -> list[Event]:
+def _background(node: Node, pid: int, us: _Clock) -> list[Event]:
     events = []
     for index, seg in enumerate(node.background):
         common = {"name": clean(seg.stage), "cat": "background", "id": f"{pid}.{index}", "pid": pid, "tid": pid}
-        start = clock.us(seg.start_s)
+        start = us(seg.start_s)
         events.append({**common, "ph": "b", "ts": start, "args": _args(seg, node)})
-        events.append({**common, "ph": "e", "ts": max(start, clock.us(seg.end_s))})
+        events.append({**common, "ph": "e", "ts": max(start, us(seg.end_s))})
     return events
 
 
-def _chain(links: list[Link], clock: _Clock) -> list[Event]:
+def _chain(links: list[Link], us: _Clock) -> list[Event]:
     """The critical chain as a thread of its own: the node that the others waited for, from barrier to barrier."""
     events = []
     at = 0
     for link in links:
-        start, end = max(clock.us(link.from_s), at), clock.us(link.release_s)
+        start, end = max(us(link.from_s), at), us(link.release_s)
         if end > start:
             args = {"barrier": clean(link.barrier), "stage": clean(link.stage), "stage_s": _number(link.stage_s)}
             args |= {"excess_s": _number(link.excess_s), "waited_gpu_hours": _number(link.waited_gpu_hours)}
@@ -196,7 +194,7 @@ def _number(value: float | None) -> float | str:
     return "unobserved" if value is None or not math.isfinite(value) else round(value, 6)
 
 
-def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
+def _flows(links: list[Link], nodes: list[Node], us: _Clock) -> list[Event]:
     """Arrows "waited for node k", from the last node's arrival to the end of the waits for it.
 
     An arrow binds to the slice that is open at its time, so both ends are slightly before the slice's end.
@@ -210,12 +208,12 @@ def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
         busy = _covering(last, link.arrival_s) if last else None
         if last is None or busy is None:
             continue
-        start = max(clock.us(busy.start_s), clock.us(min(link.arrival_s, busy.end_s)) - 2)
+        start = max(us(busy.start_s), us(min(link.arrival_s, busy.end_s)) - 2)
         others = ((node, _covering(node, link.arrival_s)) for node in nodes if node is not last)
         waiting = [(node, seg) for node, seg in others if seg and seg.kind == WAIT]
         for node, seg in waiting[:MAX_FLOWS_PER_BARRIER]:
-            end = clock.us(min(link.release_s, seg.end_s)) - 1
-            if end < max(start, clock.us(seg.start_s)):
+            end = us(min(link.release_s, seg.end_s)) - 1
+            if end < max(start, us(seg.start_s)):
                 continue
             ident += 1
             common = {"name": f"waited for {clean(link.node)}", "cat": "wait", "id": ident}
