@@ -235,9 +235,16 @@ def image_summary(images: Sequence[ImageStart]) -> list[str]:
         by_mode[image.mode].append(image)
     lines = []
     for mode, group in sorted(by_mode.items(), key=lambda item: (-len(item[1]), item[0])):
-        line = f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{_took(group)}{_image_fetched(group)}"
-        coverage = _coverage(group)
-        lines.append(f"{line}{coverage}{_wasted(group) if coverage else ''}")
+        line = f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{_took(group)}"
+        if amounts := _amounts(group):
+            parts = {kind: [getattr(one, f"{kind}_bytes") for one in group] for kind in ("demand", "hot", "cold")}
+            shown = ", ".join(f"{kind} {format_bytes(median(sizes))}" for kind, sizes in parts.items() if any(sizes))
+            requests = f"{median(one.requests for one in group):.0f} requests"
+            line += f": {amounts}{f' ({shown})' if shown else ''} in {requests}"
+        if coverage := _coverage(group):
+            wasted, late = median(one.wasted_blocks for one in group), median(one.late_blocks for one in group)
+            line += f"{coverage}, {wasted:.0f} blocks unused, {late:.0f} late"
+        lines.append(line)
         if mode == "fallback":
             reasons = list(dict.fromkeys(image.reason for image in group))
             lines += [f"fallback because {reason}" for reason in reasons[:_MAX_REASONS]]
@@ -255,27 +262,9 @@ def _until(group: Sequence[Fetched | CheckpointStart | PeersStart]) -> str:
     return " before training began" if all(one.until == "training_began" for one in group) else ""
 
 
-def _image_fetched(group: Sequence[ImageStart]) -> str:
-    amounts = _amounts(group)
-    if not amounts:
-        return ""
-    parts = [
-        f"{name} {format_bytes(median(values))}"
-        for name in ("demand", "hot", "cold")
-        if any(values := [getattr(image, f"{name}_bytes") for image in group])
-    ]
-    what = f" ({', '.join(parts)})" if parts else ""
-    return f": {amounts}{what} in {median(image.requests for image in group):.0f} requests"
-
-
 def _coverage(group: Sequence[Fetched]) -> str:
     known = [one.coverage for one in group if one.coverage is not None]
     return f"; the hot set covered {median(known):.0%} of what was read" if known else ""
-
-
-def _wasted(group: Sequence[ImageStart]) -> str:
-    wasted, late = median(image.wasted_blocks for image in group), median(image.late_blocks for image in group)
-    return f", {wasted:.0f} blocks unused, {late:.0f} late"
 
 
 def environment_summary(environments: Sequence[EnvironmentStart]) -> list[str]:
@@ -324,8 +313,8 @@ def _environment_lines(mode: str, group: Sequence[EnvironmentStart]) -> list[str
     return [f"{_nodes(group)} {way}{_took(group)}: {reason}"]
 
 
-def _nodes(group: Sequence[EnvironmentStart | ImageStart]) -> str:
-    return group[0].node if len(group) == 1 else f"{len(group):,} nodes"
+def _nodes(group: Sequence[EnvironmentStart | ImageStart | CheckpointStart], more: str = "") -> str:
+    return group[0].node if len(group) == 1 else f"{len(group):,} nodes{more}"
 
 
 def _took(group: Sequence[EnvironmentStart | ImageStart]) -> str:
@@ -353,7 +342,7 @@ def checkpoint_summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
     """A line for what all nodes read, one for what the DataNodes served, one for each problem."""
     plain = [one for one in checkpoints if one.mode == PLAIN]
     mounted = [one for one in checkpoints if one.mode != PLAIN]
-    lines = [f"{_medians_of(plain)} read it directly from its folder: {plain[0].reason}"] if plain else []
+    lines = [f"{_nodes(plain, ' (median)')} read it directly from its folder: {plain[0].reason}"] if plain else []
     if not mounted:
         return lines
     reasons = dict.fromkeys(f"mounted because {one.reason}" for one in mounted if one.reason)
@@ -374,11 +363,7 @@ def _read(group: Sequence[CheckpointStart]) -> str:
     ]
     read = format_bytes(median(one.read_bytes for one in group))
     sources = f"; {', '.join(parts)}" if parts else ""
-    return f"{_medians_of(group)} read {read}{_until(group)}{sources}"
-
-
-def _medians_of(group: Sequence[CheckpointStart]) -> str:
-    return group[0].node if len(group) == 1 else f"{len(group):,} nodes (median)"
+    return f"{_nodes(group, ' (median)')} read {read}{_until(group)}{sources}"
 
 
 def _served(group: Sequence[CheckpointStart]) -> list[str]:
