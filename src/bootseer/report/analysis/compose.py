@@ -8,7 +8,7 @@ installer, get a report without nodes.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -45,9 +45,8 @@ from bootseer.report.analysis.starts import (
 )
 from bootseer.report.analysis.stragglers import critical_chain, straggler_groups, straggler_rows
 from bootseer.report.foreign.parser import FOREIGN
-from bootseer.report.model_starts import Restarted
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
-from bootseer.units import NS_PER_S, S_PER_H, plural, seconds
+from bootseer.units import S_PER_H, plural, seconds
 
 _MAX_RANKS = 64
 _ENDING_FACTS = ("exit_code", "signal", "local_rank")
@@ -97,10 +96,9 @@ class Analysis:
         """`events`: at least one, without duplicates; `duplicates`: the number dropped. Raises like `analyse`."""
         of_job, num_cut = of_one_job(events, options)
         self.startups = startups(of_job)
-        self._options = options
         self._facts = facts
-        self._prepared = {startup.key: prepare(startup, options) for startup in self.startups}
-        self._overviews = [overview(startup, self._prepared[startup.key]) for startup in self.startups]
+        self._ready = [prepare(startup, options) for startup in self.startups]
+        self._overviews = [overview(ready) for ready in self._ready]
         if read is None:
             read = model.Input(files=0, bytes=0, lines=0, events=len(events) + duplicates, duplicates=0, skipped={})
         skipped = dict(read.skipped)
@@ -109,275 +107,248 @@ class Analysis:
         self._read = replace(read, duplicates=duplicates, skipped=skipped)
 
     def report(self, picked: StartupSpans) -> model.Report:
+        """The report of one of `startups`."""
         # A restart is another try of the same attempt, so its report also says how the tries before it ended.
-        tries = [s for s in self.startups if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
-        in_order = sorted(tries, key=lambda startup: startup.key.restart)
-        builders = [_Builder(startup, self._prepared[startup.key], self._options) for startup in in_order]
-        endings = [ending for builder in builders for ending in builder.endings()]
-        shared = share(self.startups, self._overviews, self._prepared)
-        again = restarts([builder.startup for builder in builders], self._overviews)
-        return builders[-1].report(self._overviews, shared, list(self._facts), self._read, endings, again)
-
-
-class _Builder:
-    """Builds one report; all times in it are relative to `zero`."""
-
-    def __init__(self, startup: StartupSpans, ready: Prepared, options: Options) -> None:
-        self.startup = startup
-        self.options = options
-        self.ready = ready
-        self.zero = ready.begin_ns
-        self.began = any(lane.outcome == OK for lane in ready.lanes)
-        self.ranks = Counter(lane.node for lane in ready.lanes if lane.rank != NO_RANK)
-
-    def at(self, ns: int) -> float:
-        return (ns - self.zero) / NS_PER_S
-
-    def report(
-        self,
-        overviews: list[model.Overview],
-        share: model.Share | None,
-        facts: list[model.Fact],
-        read: model.Input,
-        endings: Sequence[str],
-        again: list[Restarted],
-    ) -> model.Report:
-        ready, key = self.ready, self.startup.key
-        lanes = self._lane_of_each_node()
-        nodes = [self._node(lane) for lane in lanes.values()]
+        of_attempt = [ready for ready in self._ready if ready.startup.key[:2] == picked.key[:2]]
+        tries = [ready for ready in of_attempt if ready.startup.key.restart <= picked.key.restart]
+        tries.sort(key=lambda ready: ready.startup.key.restart)
+        ready, key = tries[-1], picked.key
+        lanes = _lane_of_each_node(ready)
+        nodes = [_node(ready, lane) for lane in lanes.values()]
         rows = stages(nodes, ready.price)
         replay = Replay(ready.barriers)
         stragglers = straggler_rows(ready, replay)
         num_gpus = total(ready.gpus.values())
-        coverage = self._coverage(nodes)
         startup = model.Startup(
-            job=key.job,
-            attempt=key.attempt,
-            restart=key.restart,
-            kind=self.startup.kind,
-            zero_ns=self.zero,
+            *key,
+            kind=picked.kind,
+            zero_ns=ready.begin_ns,
             outcome=outcome_of(ready.lanes),
-            ended_by=self._ended_by(),
+            ended_by=_ended_by(ready),
             num_nodes=len(nodes),
             num_ranks=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
             num_gpus=num_gpus,
             scale=verdict.bucket(num_gpus),
         )
-        seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
+        seen = {span.stage.partition(".")[0] for node in picked.nodes.values() for span in node.spans}
         seen |= {row.stage for row in rows}  # what is derived from the command
-        expected = STAGES[4:] if key.restart else STAGES if self.startup.kind == "full" else STAGES[3:]
-        seen |= {fact.stage.partition(".")[0] for fact in facts}
+        expected = STAGES[4:] if key.restart else STAGES if picked.kind == "full" else STAGES[3:]
+        seen |= {fact.stage.partition(".")[0] for fact in self._facts}
         unobserved = [stage for stage in expected if stage not in seen]
         report = model.Report(
             startup=startup,
             verdict="",
             headlines=[],
-            overhead=self._overhead(nodes),
-            stages=self._scheduler_rows() + rows,
+            overhead=_overhead(ready, nodes),
+            stages=_scheduler_rows(ready) + rows,
             nodes=nodes,
-            ranks=self._ranks(),
+            ranks=_ranks(ready),
             critical_chain=critical_chain(ready),
             stragglers=stragglers,
             straggler_groups=straggler_groups(ready, replay, stragglers, nodes),
-            coverage=coverage,
-            clock=self._clock(),
+            coverage=_coverage(ready, nodes),
+            clock=_clock(ready),
             unobserved=unobserved,
-            images=image_starts(self.startup),
-            checkpoints=checkpoint_starts(self.startup),
-            environments=environment_starts(self.startup),
-            peers=peers_starts(self.startup),
-            connections=connection_lines(self.startup),
-            warm=warm_lines(self.startup),
-            unused_imports=unused_import_lines(self.startup),
-            stacks=stack_lines(self.startup),
-            restarts=again,
-            facts=facts,
-            share=share,
-            startups=overviews,
-            input=read,
+            images=image_starts(picked),
+            checkpoints=checkpoint_starts(picked),
+            environments=environment_starts(picked),
+            peers=peers_starts(picked),
+            connections=connection_lines(picked),
+            warm=warm_lines(picked),
+            unused_imports=unused_import_lines(picked),
+            stacks=stack_lines(picked),
+            restarts=restarts([one.startup for one in tries], self._overviews),
+            facts=list(self._facts),
+            share=share(self._ready, self._overviews),
+            startups=self._overviews,
+            input=self._read,
             scheduler=[
-                model.Segment(s.stage, self.at(s.begin_ns), self.at(s.end_ns), model.WORK, s.outcome)
+                model.Segment(s.stage, ready.at(s.begin_ns), ready.at(s.end_ns), model.WORK, s.outcome)
                 for s in ready.scheduler
             ],
         )
-        reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
         return verdict.with_words(
             report,
-            waiting=self._waiting(lanes),
-            reused_runs=reused,
-            endings=endings,
-            same_rank=self._same_rank(),
+            waiting=_waiting(lanes),
+            reused_runs=max(node.num_runs for node in picked.nodes.values()),
+            endings=[ending for one in tries for ending in _endings(one)],
+            same_rank=_same_rank(ready),
         )
 
-    def _same_rank(self) -> dict[int, list[str]]:
-        """Ranks that several nodes claim, with these nodes."""
-        nodes: dict[int, list[str]] = defaultdict(list)
-        for lane in self.ready.lanes:
-            nodes[lane.rank].append(lane.node)
-        return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
 
-    def _ended_by(self) -> str:
-        lanes = self.ready.lanes
-        if self.began:
-            return min(lane.ended_by for lane in lanes if lane.outcome == OK)
-        return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
+def _same_rank(ready: Prepared) -> dict[int, list[str]]:
+    """Ranks that several nodes claim, with these nodes."""
+    nodes: dict[int, list[str]] = defaultdict(list)
+    for lane in ready.lanes:
+        nodes[lane.rank].append(lane.node)
+    return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
 
-    def _ranks(self) -> list[model.Node]:
-        """A row per rank, if they are few enough to look at one by one."""
-        lanes = self.ready.lanes
-        return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
-    def endings(self) -> list[str]:
-        """How the command or its workers ended, if no training was observed."""
-        lines = []
-        restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
-        for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
-            marks = [mark for mark in node.instants if mark.stage in ENDINGS]
-            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome != TRUNCATED]
-            for mark in marks:
-                facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
-                what = mark.stage.replace("_", " ")
-                if mark.stage == COMMAND:
-                    what += " failed" if mark.outcome == FAILED else " succeeded"
-                lines.append(
-                    f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
-                    + f" ({', '.join(facts)})" * bool(facts)
-                )
-        return lines
+def _ended_by(ready: Prepared) -> str:
+    lanes = ready.lanes
+    if ready.began:
+        return min(lane.ended_by for lane in lanes if lane.outcome == OK)
+    return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
 
-    def _waiting(self, lanes: Mapping[str, Lane]) -> dict[str, str]:
-        """Nodes that wait at a barrier that never opened, with its name."""
-        return {
-            node: lane.arrivals[-1].barrier
-            for node, lane in lanes.items()
-            if lane.outcome in (TRUNCATED, FAILED) and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
-        }
 
-    def _lane_of_each_node(self) -> dict[str, Lane]:
-        """The lane that represents a node: one that did not end well, else the one that worked longest."""
-        best: dict[str, tuple[tuple[int, int], Lane]] = {}
-        for lane in self.ready.lanes:
-            waited = sum(
-                max(min(self.ready.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals
+def _ranks(ready: Prepared) -> list[model.Node]:
+    """A row per rank, if they are few enough to look at one by one."""
+    lanes = ready.lanes
+    return [_node(ready, lane) for lane in lanes] if len(ready.startup.nodes) < len(lanes) <= _MAX_RANKS else []
+
+
+def _endings(ready: Prepared) -> list[str]:
+    """How the command or its workers ended, if no training was observed."""
+    lines = []
+    restart = f"restart {ready.startup.key.restart}: " if ready.startup.key.restart else ""
+    for name, node in sorted(ready.startup.nodes.items()) if not ready.began else ():
+        marks = [mark for mark in node.instants if mark.stage in ENDINGS]
+        marks += [span for span in node.spans if span.stage == COMMAND and span.outcome != TRUNCATED]
+        for mark in marks:
+            facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
+            what = mark.stage.replace("_", " ")
+            if mark.stage == COMMAND:
+                what += " failed" if mark.outcome == FAILED else " succeeded"
+            lines.append(
+                f"{restart}{what} on {name} at {ready.at(mark.end_ns):.1f} s" + f" ({', '.join(facts)})" * bool(facts)
             )
-            rank = (_INFORMATIVE.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
-            if lane.node not in best or rank > best[lane.node][0]:
-                best[lane.node] = (rank, lane)
-        return {node: lane for node, (_, lane) in best.items()}
+    return lines
 
-    def _node(self, lane: Lane) -> model.Node:
-        outcome = lane.outcome
-        end_ns = max(self.ready.end_ns, lane.end_ns) if outcome in (OK, UNOBSERVED) else lane.end_ns
-        segments = [
-            model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
-            for p in self.ready.pieces_of(lane)
-        ]
-        # A stage that was cut off right at the node's last event has no duration, but must still be counted.
-        segments += [
-            model.Segment(span.stage, self.at(span.begin_ns), self.at(span.begin_ns), model.WORK, TRUNCATED)
-            for span in lane.spans
-            if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
-        ]
-        if end_ns > lane.end_ns:
-            # Training began, but this node sent no event about it: what it did until then is unknown.
-            silent = outcome == UNOBSERVED and self.began
-            stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
-            segments.append(model.Segment(stage, self.at(lane.end_ns), self.at(end_ns), kind, ""))
-        totals = dict.fromkeys((model.WORK, model.WAIT, model.UNTRACKED), 0.0)
-        for segment in segments:
-            totals[segment.kind] += segment.end_s - segment.start_s
-        clock = self.ready.clocks[lane.node]
-        ranks = self.ranks[lane.node]
-        return model.Node(
-            node=lane.node,
-            rank=lane.rank,
-            num_ranks=ranks if ranks > 1 else int(lane.rank >= 0),
-            gpus=self.ready.gpus[lane.node],
-            start_s=self.at(lane.begin_ns),
-            end_s=self.at(end_ns),
-            own_end_s=self.at(lane.end_ns),
-            work_s=totals[model.WORK],
-            wait_s=totals[model.WAIT],
-            untracked_s=totals[model.UNTRACKED],
-            outcome=outcome,
-            last_stage=lane.last_stage,
-            clock_offset_s=seconds(clock.offset_ns),
-            clock_error_s=None if clock.error_ns is None else seconds(clock.error_ns),
-            segments=segments,
-            background=[
-                model.Segment(s.stage, self.at(s.begin_ns), self.at(min(s.end_ns, end_ns)), model.WORK, s.outcome)
-                for s in lane.background
-            ],
-            attrs=_attrs(lane, self.startup.run_attrs.get(lane.node, {})),
-        )
 
-    def _scheduler_rows(self) -> list[model.Stage]:
-        """Queue and allocation belong to the job, not to a node: they have one value and cost no GPU time."""
-        rows = []
-        for stage in SCHEDULER:
-            spans = [s for node in self.startup.nodes.values() for s in node.spans if s.stage == stage]
-            if spans:
-                length = seconds(max(span.end_ns - span.begin_ns for span in spans))
-                cut = sum(span.outcome == TRUNCATED for span in spans)
-                rows.append(
-                    model.Stage(
-                        stage, 0, 0, cut, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)]
-                    )
+def _waiting(lanes: Mapping[str, Lane]) -> dict[str, str]:
+    """Nodes that wait at a barrier that never opened, with its name."""
+    return {
+        node: lane.arrivals[-1].barrier
+        for node, lane in lanes.items()
+        if lane.outcome in (TRUNCATED, FAILED) and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
+    }
+
+
+def _lane_of_each_node(ready: Prepared) -> dict[str, Lane]:
+    """The lane that represents a node: one that did not end well, else the one that worked longest."""
+    best: dict[str, tuple[tuple[int, int], Lane]] = {}
+    for lane in ready.lanes:
+        waited = sum(max(min(ready.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals)
+        rank = (_INFORMATIVE.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
+        if lane.node not in best or rank > best[lane.node][0]:
+            best[lane.node] = (rank, lane)
+    return {node: lane for node, (_, lane) in best.items()}
+
+
+def _node(ready: Prepared, lane: Lane) -> model.Node:
+    outcome = lane.outcome
+    end_ns = max(ready.end_ns, lane.end_ns) if outcome in (OK, UNOBSERVED) else lane.end_ns
+    segments = [
+        model.Segment(p.stage, ready.at(p.begin_ns), ready.at(p.end_ns), p.kind, p.outcome)
+        for p in ready.pieces_of(lane)
+    ]
+    # A stage that was cut off right at the node's last event has no duration, but must still be counted.
+    segments += [
+        model.Segment(span.stage, ready.at(span.begin_ns), ready.at(span.begin_ns), model.WORK, TRUNCATED)
+        for span in lane.spans
+        if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
+    ]
+    if end_ns > lane.end_ns:
+        # Training began, but this node sent no event about it: what it did until then is unknown.
+        silent = outcome == UNOBSERVED and ready.began
+        stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
+        segments.append(model.Segment(stage, ready.at(lane.end_ns), ready.at(end_ns), kind, ""))
+    totals = dict.fromkeys((model.WORK, model.WAIT, model.UNTRACKED), 0.0)
+    for segment in segments:
+        totals[segment.kind] += segment.end_s - segment.start_s
+    clock = ready.clocks[lane.node]
+    ranks = ready.ranks[lane.node]
+    return model.Node(
+        node=lane.node,
+        rank=lane.rank,
+        num_ranks=ranks if ranks > 1 else int(lane.rank >= 0),
+        gpus=ready.gpus[lane.node],
+        start_s=ready.at(lane.begin_ns),
+        end_s=ready.at(end_ns),
+        own_end_s=ready.at(lane.end_ns),
+        work_s=totals[model.WORK],
+        wait_s=totals[model.WAIT],
+        untracked_s=totals[model.UNTRACKED],
+        outcome=outcome,
+        last_stage=lane.last_stage,
+        clock_offset_s=seconds(clock.offset_ns),
+        clock_error_s=None if clock.error_ns is None else seconds(clock.error_ns),
+        segments=segments,
+        background=[
+            model.Segment(s.stage, ready.at(s.begin_ns), ready.at(min(s.end_ns, end_ns)), model.WORK, s.outcome)
+            for s in lane.background
+        ],
+        attrs=_attrs(lane, ready.startup.run_attrs.get(lane.node, {})),
+    )
+
+
+def _scheduler_rows(ready: Prepared) -> list[model.Stage]:
+    """Queue and allocation belong to the job, not to a node: they have one value and cost no GPU time."""
+    rows = []
+    for stage in SCHEDULER:
+        spans = [s for node in ready.startup.nodes.values() for s in node.spans if s.stage == stage]
+        if spans:
+            length = seconds(max(span.end_ns - span.begin_ns for span in spans))
+            cut = sum(span.outcome == TRUNCATED for span in spans)
+            rows.append(
+                model.Stage(
+                    stage, 0, 0, cut, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)]
                 )
-        return rows
+            )
+    return rows
 
-    def _overhead(self, nodes: Sequence[model.Node]) -> model.Overhead:
-        ready = self.ready
-        whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED) or not self.began]
-        whole = whole if any(whole) else []  # with only instants the duration is unknown, not 0
-        work = sum(node.work_s + node.untracked_s for node in nodes)
-        wait = sum(node.wait_s for node in nodes)
-        hours = wait_hours = None
-        moved = any(node.end_s > node.start_s for node in nodes)
-        if moved and all(node.gpus is not None for node in nodes):
-            hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / S_PER_H
-            wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / S_PER_H
-        job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None
-        return model.Overhead(
-            job_level_s=job_level if self.began else None,
-            node_level_median_s=median(whole) if whole else None,
-            node_level_max_s=max(whole) if whole else None,
-            startup_s=seconds(ready.end_ns - self.zero),
-            work_share=work / (work + wait) if work + wait > 0 else None,
-            wait_share=wait / (work + wait) if work + wait > 0 else None,
-            gpu_hours=hours,
-            wait_gpu_hours=wait_hours,
-            cost=_times(hours, ready.price),
-            wait_cost=_times(wait_hours, ready.price),
-            price_per_gpu_hour=ready.price,
-            currency=self.options.currency,
-        )
 
-    def _coverage(self, nodes: Sequence[model.Node]) -> model.Coverage:
-        spans = [s for node in self.startup.nodes.values() for s in (*node.spans, *node.instants)]
-        stated = [*self.startup.run_attrs.values(), *(span.attrs for span in spans)]
-        return model.Coverage(
-            nodes_heard=len(nodes) + len(self.ready.left_out),
-            nodes_expected=self.options.num_nodes or _largest(stated, "num_nodes"),
-            ranks_heard=len({(lane.node, lane.rank) for lane in self.ready.lanes if lane.rank != NO_RANK}),
-            ranks_expected=_largest(stated, "world_size"),
-            nodes_truncated=sum(node.outcome in ("truncated", FAILED) for node in nodes),
-            events_lost=sum(
-                lost for span in spans if isinstance(lost := span.attrs.get("events_lost"), int) and lost > 0
-            ),
-        )
+def _overhead(ready: Prepared, nodes: Sequence[model.Node]) -> model.Overhead:
+    whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED) or not ready.began]
+    whole = whole if any(whole) else []  # with only instants the duration is unknown, not 0
+    work = sum(node.work_s + node.untracked_s for node in nodes)
+    wait = sum(node.wait_s for node in nodes)
+    hours = wait_hours = None
+    moved = any(node.end_s > node.start_s for node in nodes)
+    if moved and all(node.gpus is not None for node in nodes):
+        hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / S_PER_H
+        wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / S_PER_H
+    job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None
+    return model.Overhead(
+        job_level_s=job_level if ready.began else None,
+        node_level_median_s=median(whole) if whole else None,
+        node_level_max_s=max(whole) if whole else None,
+        startup_s=seconds(ready.end_ns - ready.begin_ns),
+        work_share=work / (work + wait) if work + wait > 0 else None,
+        wait_share=wait / (work + wait) if work + wait > 0 else None,
+        gpu_hours=hours,
+        wait_gpu_hours=wait_hours,
+        cost=_times(hours, ready.price),
+        wait_cost=_times(wait_hours, ready.price),
+        price_per_gpu_hour=ready.price,
+        currency=ready.options.currency,
+    )
 
-    def _clock(self) -> model.Clock:
-        clocks = self.ready.clocks
-        errors = [clock.error_ns for clock in clocks.values() if clock.error_ns is not None]
-        return model.Clock(
-            reference_node=min(clocks, key=lambda node: (abs(clocks[node].offset_ns), node)),
-            max_offset_s=seconds(max(abs(clock.offset_ns) for clock in clocks.values())),
-            max_error_s=seconds(max(errors)) if errors else None,
-            nodes_untied=sum(clock.error_ns is None for clock in clocks.values()) if len(clocks) > 1 else 0,
-            steps=sorted(name for name, node in self.startup.nodes.items() if node.clock_stepped),
-            left_out={name: seconds(off_ns) for name, off_ns in sorted(self.ready.left_out.items())},
-        )
+
+def _coverage(ready: Prepared, nodes: Sequence[model.Node]) -> model.Coverage:
+    spans = [s for node in ready.startup.nodes.values() for s in (*node.spans, *node.instants)]
+    stated = [*ready.startup.run_attrs.values(), *(span.attrs for span in spans)]
+    return model.Coverage(
+        nodes_heard=len(nodes) + len(ready.left_out),
+        nodes_expected=ready.options.num_nodes or _largest(stated, "num_nodes"),
+        ranks_heard=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
+        ranks_expected=_largest(stated, "world_size"),
+        nodes_truncated=sum(node.outcome in ("truncated", FAILED) for node in nodes),
+        events_lost=sum(lost for span in spans if isinstance(lost := span.attrs.get("events_lost"), int) and lost > 0),
+    )
+
+
+def _clock(ready: Prepared) -> model.Clock:
+    clocks = ready.clocks
+    errors = [clock.error_ns for clock in clocks.values() if clock.error_ns is not None]
+    return model.Clock(
+        reference_node=min(clocks, key=lambda node: (abs(clocks[node].offset_ns), node)),
+        max_offset_s=seconds(max(abs(clock.offset_ns) for clock in clocks.values())),
+        max_error_s=seconds(max(errors)) if errors else None,
+        nodes_untied=sum(clock.error_ns is None for clock in clocks.values()) if len(clocks) > 1 else 0,
+        steps=sorted(name for name, node in ready.startup.nodes.items() if node.clock_stepped),
+        left_out={name: seconds(off_ns) for name, off_ns in sorted(ready.left_out.items())},
+    )
 
 
 def _largest(attrs: Iterable[Mapping[str, Any]], key: str) -> int | None:

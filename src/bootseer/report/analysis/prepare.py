@@ -4,6 +4,7 @@ a one-line overview of each, and their share of the job's time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,12 +12,12 @@ from bootseer.errors import UsageError
 from bootseer.report import model
 from bootseer.report.analysis.barriers import Barrier, barriers_of, last_arrivals
 from bootseer.report.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
-from bootseer.report.analysis.spans import TRUNCATED, Key, Offset, Span, StartupSpans, apart, offsets
+from bootseer.report.analysis.spans import TRUNCATED, Offset, Span, StartupSpans, apart, offsets
 from bootseer.report.analysis.stages import Piece, cut, time_by_stage
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
 from bootseer.report.foreign.rules import hosts_of
 from bootseer.report.model import WAIT
-from bootseer.trace.event import FAILED, OK, Event
+from bootseer.trace.event import FAILED, NO_RANK, OK, Event
 from bootseer.units import S_PER_H, seconds
 
 _SHORT_S = 0.01
@@ -46,6 +47,8 @@ class Prepared:
     far their events are from those of the others, ns.
     """
 
+    startup: StartupSpans
+    options: Options
     lanes: list[Lane]
     barriers: list[Barrier]
     clocks: Mapping[str, Offset]
@@ -57,14 +60,27 @@ class Prepared:
     """Queue and allocation, each as reported by the node that saw it longest."""
     gpus: Mapping[str, int | None]
     """By node; None if unknown."""
-    price: float | None
-    """Of a GPU-hour."""
     arrivals: dict[int, int] = field(init=False)
     """By `id` of each span that waits at a barrier, when the last participant arrived."""
+    began: bool = field(init=False)
+    """Whether training began on any lane."""
+    ranks: Counter[str] = field(init=False)
+    """Number of ranks, by node."""
     _pieces: dict[int, list[Piece]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arrivals = last_arrivals(self.barriers)
+        self.began = any(lane.outcome == OK for lane in self.lanes)
+        self.ranks = Counter(lane.node for lane in self.lanes if lane.rank != NO_RANK)
+
+    @property
+    def price(self) -> float | None:
+        """Of a GPU-hour."""
+        return self.options.price_per_gpu_hour
+
+    def at(self, ns: int) -> float:
+        """Seconds since the startup's zero."""
+        return seconds(ns - self.begin_ns)
 
     def pieces_of(self, lane: Lane) -> list[Piece]:
         """The lane's time, cut once."""
@@ -98,6 +114,8 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
     longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
     scheduler = [longest[stage] for stage in SCHEDULER if stage in longest]
     return Prepared(
+        startup=startup,
+        options=options,
         lanes=lanes,
         barriers=barriers_of(lanes),
         clocks=clocks,
@@ -107,7 +125,6 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
         end_ns=max(end, begin),
         scheduler=scheduler,
         gpus={node: _gpus_of(startup, node, options) for node in startup.nodes},
-        price=options.price_per_gpu_hour,
     )
 
 
@@ -184,16 +201,14 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
     return fitting[-1]
 
 
-def overview(startup: StartupSpans, ready: Prepared) -> model.Overview:
+def overview(ready: Prepared) -> model.Overview:
     """One startup in the list of startups."""
     return model.Overview(
-        job=startup.key.job,
-        attempt=startup.key.attempt,
-        restart=startup.key.restart,
-        kind=startup.kind,
+        *ready.startup.key,
+        kind=ready.startup.kind,
         begin_ns=ready.begin_ns,
         startup_s=seconds(ready.end_ns - ready.begin_ns),
-        num_nodes=len(startup.nodes),
+        num_nodes=len(ready.startup.nodes),
         num_gpus=total(ready.gpus.values()),
         outcome=outcome_of(ready.lanes),
         stages=_stages(ready),
@@ -214,11 +229,9 @@ def _stages(ready: Prepared) -> dict[str, float]:
     return {**took, WAIT: rest} if rest > _SHORT_S else took
 
 
-def share(
-    found: Sequence[StartupSpans], overviews: Sequence[model.Overview], prepared: Mapping[Key, Prepared]
-) -> model.Share | None:
+def share(found: Sequence[Prepared], overviews: Sequence[model.Overview]) -> model.Share | None:
     """Share of the job's wall time spent in startups; None if there is only one. Clocks must be aligned."""
-    last_ns = max(node.last_ns for startup in found for node in startup.nodes.values())
+    last_ns = max(node.last_ns for ready in found for node in ready.startup.nodes.values())
     wall_s = seconds(last_ns - min(overview.begin_ns for overview in overviews))
     startup_s = sum(overview.startup_s for overview in overviews)
     if len(overviews) < 2 or wall_s <= 0:
@@ -227,7 +240,6 @@ def share(
     hours = None
     if all(count is not None for count in gpus):
         # In the queue a job has no GPUs.
-        ready = (prepared[startup.key] for startup in found)
-        bound_s = (seconds(one.end_ns - min(lane.begin_ns for lane in one.lanes)) for one in ready)
+        bound_s = (seconds(one.end_ns - min(lane.begin_ns for lane in one.lanes)) for one in found)
         hours = sum(length_s * (count or 0) for length_s, count in zip(bound_s, gpus, strict=True)) / S_PER_H
     return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)
