@@ -31,7 +31,7 @@ from bootseer.report.analysis.prepare import (
     total,
 )
 from bootseer.report.analysis.rank_connections import connection_lines
-from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
+from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, count_of, startups, unique
 from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, stages
 from bootseer.report.analysis.starts import (
     checkpoint_starts,
@@ -167,13 +167,15 @@ class Analysis:
                 for s in ready.scheduler
             ],
         )
-        return verdict.with_words(
+        endings = [ending for one in tries for ending in _endings(one)]
+        lines = verdict.headlines(
             report,
             waiting=_waiting(lanes),
             reused_runs=max(node.num_runs for node in picked.nodes.values()),
-            endings=[ending for one in tries for ending in _endings(one)],
+            endings=endings,
             same_rank=_same_rank(ready),
         )
+        return replace(report, verdict=verdict.verdict(report, ended=bool(endings)), headlines=lines)
 
 
 def _same_rank(ready: Prepared) -> dict[int, list[str]]:
@@ -352,8 +354,7 @@ def _clock(ready: Prepared) -> model.Clock:
 
 
 def _largest(attrs: Iterable[Mapping[str, Any]], key: str) -> int | None:
-    values = [value for item in attrs if isinstance(value := item.get(key), int) and 0 < value < 1 << 31]
-    return max(values, default=None)
+    return max((count_of(item.get(key)) for item in attrs), default=0) or None
 
 
 def _times(value: float | None, price: float | None) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bootseer.report.analysis.lanes import ENDINGS, FIRST_STEP, SCHEDULER, TRAINING_BEGAN
-from bootseer.report.analysis.spans import RUN
+from bootseer.report.analysis.spans import RUN, count_of
 from bootseer.report.model import plain
 from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, STACK, Event
 from bootseer.units import format_seconds, seconds
@@ -141,8 +141,8 @@ class Live:
     def _take(self, event: Event) -> None:
         is_new = event.node not in self._nodes
         self._nodes[event.node] = None
-        self._stated = max(self._stated, _number(event, "num_nodes"))
-        self._world = max(self._world, _number(event, "world_size"))
+        self._stated = max(self._stated, count_of(event.attrs.get("num_nodes")))
+        self._world = max(self._world, count_of(event.attrs.get("world_size")))
         key = (event.node, event.rank)
         if event.stage == RUN:
             if event.phase != BEGIN:
@@ -247,11 +247,6 @@ def _begin(event: Event) -> tuple[int, str]:
 
 def _arrived(lane: _Lane, barrier: str) -> bool:
     return lane.began if barrier == TRAINING_BEGAN else barrier in lane.reached
-
-
-def _number(event: Event, key: str) -> int:
-    value = event.attrs.get(key)
-    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
 
 
 def _since(event: Event, now_ns: int) -> float | None:

@@ -159,6 +159,11 @@ def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -
     return later
 
 
+def count_of(value: object) -> int:
+    """A number of nodes or ranks that an attribute states, 0 if it does not state a plausible one."""
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
+
+
 def begin_of(node: NodeSpans) -> int:
     """When the node's events begin, ns."""
     # A rotated log may contain only ends.

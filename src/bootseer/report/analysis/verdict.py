@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from bootseer.report.analysis.lanes import RESTART
 from bootseer.report.analysis.stragglers import LATE_START, NAME
@@ -36,6 +35,11 @@ ENDS = {
     "unobserved": "a startup without an observed beginning of training",
 }
 """Description of a startup in which training did not begin, by outcome."""
+_SKIPPED = (
+    ("unreadable", "file", "of the folder could not be read; their content is missing here."),
+    ("unit", "event", "with times in s, ms or µs instead of ns: ignored."),
+    ("version", "event", "of a newer BootSeer: ignored, upgrade to read them."),
+)
 # (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
 BUCKETS: tuple[tuple[float, str, float], ...] = (
     (10, "1-10", 44),
@@ -46,34 +50,6 @@ BUCKETS: tuple[tuple[float, str, float], ...] = (
     (3000, "2000-3000", 431),
     (float("inf"), ">3000", 501),
 )
-
-
-def with_words(
-    report: Report,
-    *,
-    waiting: Mapping[str, str],
-    reused_runs: int,
-    endings: Sequence[str] = (),
-    same_rank: Mapping[int, Sequence[str]],
-) -> Report:
-    """The report with its verdict and headlines.
-
-    `waiting`: the barrier of each node that waits at one that never opened. `endings`: how the command ended if no
-    training was observed. `same_rank`: the nodes of each rank that several nodes claim.
-    """
-    lines = headlines(report, waiting, reused_runs)
-    if same_rank:
-        rank, nodes = min(same_rank.items())
-        more = f", and {len(same_rank) - 1} more ranks are" if len(same_rank) > 1 else ""
-        lines.append(
-            f"Rank {rank} is claimed by {len(nodes)} nodes ({', '.join(nodes[:3])}{', ...' * (len(nodes) > 3)}){more}: "
-            "wrong RANK variables, two jobs under one name, or a node that was replaced."
-        )
-    if endings:
-        more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
-        lines.append(f"{'; '.join(endings[:3])}{more}.")
-    lines += _unmarked(report)
-    return replace(report, verdict=verdict(report, ended=bool(endings)), headlines=lines)
 
 
 def verdict(report: Report, *, ended: bool) -> str:
@@ -152,8 +128,19 @@ def is_about_clocks(headline: str) -> bool:
     return " clock" in headline
 
 
-def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:
-    """Warnings, most important first."""
+def headlines(
+    report: Report,
+    *,
+    waiting: Mapping[str, str],
+    reused_runs: int,
+    endings: Sequence[str],
+    same_rank: Mapping[int, Sequence[str]],
+) -> list[str]:
+    """Warnings, most important first.
+
+    `waiting`: the barrier of each node that waits at one that never opened. `endings`: how the command ended if no
+    training was observed. `same_rank`: the nodes of each rank that several nodes claim.
+    """
     lines = []
     coverage, clock = report.coverage, report.clock
     if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
@@ -180,16 +167,19 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
         lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
     if reused_runs > 1:
         lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is shown.")
-    unreadable = report.input.skipped.get("unreadable", 0)
-    if unreadable:
-        lines.append(f"{plural(unreadable, 'file')} of the folder could not be read; their content is missing here.")
-    unit = report.input.skipped.get("unit", 0)
-    if unit:
-        lines.append(f"{plural(unit, 'event')} with times in s, ms or µs instead of ns: ignored.")
-    newer = report.input.skipped.get("version", 0)
-    if newer:
-        lines.append(f"{plural(newer, 'event')} of a newer BootSeer: ignored, upgrade to read them.")
-    return lines
+    counts = report.input.skipped
+    lines += [f"{plural(counts[why], what)} {text}" for why, what, text in _SKIPPED if counts.get(why)]
+    if same_rank:
+        rank, nodes = min(same_rank.items())
+        more = f", and {len(same_rank) - 1} more ranks are" if len(same_rank) > 1 else ""
+        lines.append(
+            f"Rank {rank} is claimed by {len(nodes)} nodes ({', '.join(nodes[:3])}{', ...' * (len(nodes) > 3)}){more}: "
+            "wrong RANK variables, two jobs under one name, or a node that was replaced."
+        )
+    if endings:
+        more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
+        lines.append(f"{'; '.join(endings[:3])}{more}.")
+    return lines + _unmarked(report)
 
 
 def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
