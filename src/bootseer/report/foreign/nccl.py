@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 
 from bootseer.report.foreign.parser import MAX_RANK, Builder, Findings, Line, Parser, Place, plain, rank
-from bootseer.report.foreign.times import seconds_to_ns
+from bootseer.report.foreign.times import parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import NO_RANK
 from bootseer.units import format_seconds, plural, seconds
@@ -97,7 +97,7 @@ class NcclParser(Parser):
             self._timings(line, host, pid, timings)
 
     def _timings(self, line: Line, host: str, pid: int, timings: re.Match[str]) -> None:
-        total_ns = seconds_to_ns(timings[3])
+        total_ns = parse_duration(timings[3] + "s")
         comm_rank, size = int(timings[1]), int(timings[2])
         if total_ns is None or not comm_rank < size <= MAX_RANK:
             return
@@ -138,6 +138,6 @@ class NcclParser(Parser):
 
 def _described(comm: _Communicator) -> str:
     text = f"NCCL communicator of {comm.size}, rank {comm.comm_rank}"
-    parts = ((part[1], seconds_to_ns(part[2])) for part in _PART.finditer(comm.parts))
+    parts = ((part[1], parse_duration(part[2] + "s")) for part in _PART.finditer(comm.parts))
     durations = ", ".join(f"{word} {format_seconds(seconds(ns))}" for word, ns in parts if ns)
     return f"{text}: {durations}" if durations else text

@@ -178,11 +178,6 @@ def parse_duration(text: str) -> int | None:
     return total if end == len(text) and end and total <= MAX_DURATION_NS else None
 
 
-def seconds_to_ns(text: str) -> int | None:
-    """ns of a plain decimal number of seconds, None when it is not plausible."""
-    return parse_duration(text + "s")
-
-
 def milliseconds_to_ns(value: object) -> int | None:
     """ns of a JSON number of milliseconds, None when it is not a number, negative, NaN or not plausible."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

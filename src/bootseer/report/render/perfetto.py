@@ -1,9 +1,9 @@
 """The report as a Chrome trace, the JSON format of ui.perfetto.dev and chrome://tracing.
 
-Each node is a process with one thread of nested slices; background work is async, because it overlaps. Arrows lead
-from the node that arrived last at a barrier to nodes that waited for it. Viewers silently drop events that break the
-rules of the format: slices of a thread must nest, parents must come before children, ts is in microseconds. Viewers get
-slow with thousands of processes, so a large startup shows outliers and a sample of each band.
+Each node is a process with one thread of nested slices; background work is async, because it overlaps. The critical
+chain is a process of its own. Viewers silently drop events that break the rules of the format: slices of a thread must
+nest, parents must come before children, ts is in microseconds. Viewers get slow with thousands of processes, so a large
+startup shows outliers and a sample of each band.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MAX_NODES = 200
 """From this many nodes on, only outliers and samples are written."""
 NUM_OUTLIERS = 60
 SAMPLE_PER_BAND = 10
-MAX_FLOWS_PER_BARRIER = 40
 _CHAIN_PID = 1
 _FIRST_NODE_PID = 2
 
@@ -45,8 +44,7 @@ def trace(report: Report) -> dict[str, Any]:
         events += _metadata(pid, clean(node.node) + rank, index)
         timed += _slices(node, pid, us)
         timed += _background(node, pid, us)
-    timed += _flows(report.critical_chain, nodes, us)
-    # The sort is stable: with equal times, a parent stays before its children, and an arrow after its slice.
+    # The sort is stable: with equal times, a parent stays before its children.
     timed.sort(key=lambda event: event["ts"])
     return {"displayTimeUnit": "ms", "traceEvents": events + timed, "otherData": _about(report, nodes)}
 
@@ -192,37 +190,3 @@ def _chain(links: list[Link], us: _Clock) -> list[Event]:
 
 def _number(value: float | None) -> float | str:
     return "unobserved" if value is None or not math.isfinite(value) else round(value, 6)
-
-
-def _flows(links: list[Link], nodes: list[Node], us: _Clock) -> list[Event]:
-    """Arrows "waited for node k", from the last node's arrival to the end of the waits for it.
-
-    An arrow binds to the slice that is open at its time, so both ends are slightly before the slice's end.
-    """
-    pids = {node.node: _FIRST_NODE_PID + index for index, node in enumerate(nodes)}
-    by_name = {node.node: node for node in nodes}
-    events = []
-    ident = 0
-    for link in links:
-        last = by_name.get(link.node)
-        busy = _covering(last, link.arrival_s) if last else None
-        if last is None or busy is None:
-            continue
-        start = max(us(busy.start_s), us(min(link.arrival_s, busy.end_s)) - 2)
-        others = ((node, _covering(node, link.arrival_s)) for node in nodes if node is not last)
-        waiting = [(node, seg) for node, seg in others if seg and seg.kind == WAIT]
-        for node, seg in waiting[:MAX_FLOWS_PER_BARRIER]:
-            end = us(min(link.release_s, seg.end_s)) - 1
-            if end < max(start, us(seg.start_s)):
-                continue
-            ident += 1
-            common = {"name": f"waited for {clean(link.node)}", "cat": "wait", "id": ident}
-            events.append({**common, "ph": "s", "ts": start, "pid": pids[last.node], "tid": pids[last.node]})
-            events.append({**common, "ph": "f", "bp": "e", "ts": end, "pid": pids[node.node], "tid": pids[node.node]})
-    return events
-
-
-def _covering(node: Node, moment: float) -> Segment | None:
-    """The segment just before `moment`."""
-    inside = (seg for seg in node.segments if seg.start_s < moment - 1e-6 and seg.end_s >= moment - 1e-3)
-    return next(inside, None)
