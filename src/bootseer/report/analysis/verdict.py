@@ -60,7 +60,7 @@ def verdict(report: Report, *, ended: bool) -> str:
         size += f", {plural(startup.num_gpus, 'GPU')}"
     took = format_seconds(overhead.startup_s or 0.0)
     if startup.outcome == "training_began":
-        paper = paper_median_s(startup.scale)
+        paper = next((median_s for _, name, median_s in BUCKETS if name == startup.scale), None)
         against = f" (the paper's median at {startup.scale} GPUs: {paper:.0f} s)" if paper else ""
         parts = [f"Startup took {took} on {size}{against}"]
     elif startup.outcome == "failed":
@@ -239,8 +239,3 @@ def bucket(num_gpus: int | None) -> str:
     if not num_gpus:
         return ""
     return next(name for limit, name, _ in BUCKETS if num_gpus <= limit)
-
-
-def paper_median_s(name: str) -> float | None:
-    """The paper's median startup overhead for a bucket, seconds."""
-    return next((median for _, bucket_name, median in BUCKETS if bucket_name == name), None)

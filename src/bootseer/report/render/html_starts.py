@@ -9,17 +9,13 @@ from markupsafe import Markup
 
 from bootseer.report.analysis.starts import RESTORED, SUMMARIES
 from bootseer.report.model import Report
-from bootseer.report.model_starts import CheckpointStart, DataNode, EnvironmentStart
+from bootseer.report.model_starts import CheckpointStart, DataNode
 from bootseer.report.render.html_text import cell, count, percent, seconds, size, table, word_cell
 
 _MAX_ROWS = 200
 Column = tuple[str, Any, Any]
 """Head; the field, or a function of the row; and the format of a number, or the CSS class of a text and, after a colon,
 the field that is its tooltip."""
-
-
-def _environment_reason(one: EnvironmentStart) -> str:
-    return f"{one.reason}; not published: {one.why_not}" if one.why_not else one.reason
 
 
 _FETCHED: tuple[Column, ...] = (
@@ -37,7 +33,7 @@ _ENVIRONMENT: tuple[Column, ...] = (
     *((">saved", "saved_s", seconds), (">files", "num_files", count), (">size", "size_bytes", size), *_FETCHED),
     *((">coverage", "coverage", percent), ("built by", "builder", "id")),
     ("snapshot", lambda one: one.key[:12], "id:key"),
-    ("why", _environment_reason, "text"),
+    ("why", lambda one: f"{one.reason}; not published: {one.why_not}" if one.why_not else one.reason, "text"),
 )
 _CHECKPOINT: tuple[Column, ...] = (
     *(("node", "node", "id:uri"), (">mounted in", "seconds", seconds), (">read", "read_bytes", size)),
