@@ -263,8 +263,8 @@ def _legend(names: Iterable[tuple[str, str, str]], width: int) -> list[Text]:
     return lines
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+def _table(*columns: str, gap: int = 1) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
     for index, column in enumerate(columns):
         # Only names may be shortened: a number without its last digits is another number.
         names, side = column in _NAMES, "left" if index == 0 else "right"
@@ -410,7 +410,7 @@ def render_difference(difference: Difference, console: Console) -> None:
         console.print(Text(f"{side}: {clean(name)}{of_runs} {format_seconds(took_s)}"))
     console.print()
     ranges = ["A's runs"] * (difference.a_runs > 1)
-    table = _table("stage", "A s", *ranges, "B s", "change", "", "p", " ")
+    table = _table("stage", "A s", *ranges, "B s", "change", "", "p", " ", gap=2)
     for stage in difference.stages:
         name = "  " * stage.stage.count(".") + clean(stage.stage.rpartition(".")[2])
         table.add_row(
