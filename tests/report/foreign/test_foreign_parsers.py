@@ -223,7 +223,7 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
     ]
     events = read("\n".join(lines))["containerd"]["events"]
     assert [event["phase"] for event in events] == ["begin", "end"]
-    assert (events[1]["wall_ns"] - events[0]["wall_ns"]) / 1e9 == 3.0
+    assert (events[1]["wall_ns"] - events[0]["wall_ns"]) / 1e9 == 2.9
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,6 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
     [
         "Successfully assigned device to cuda",
         "Successfully pulled image",
-        'Successfully pulled image "a" in -3s',
         'Back-off pulling image \\"a\\"',
     ],
 )

@@ -20,32 +20,43 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from bootseer.report.foreign import parser as make
-from bootseer.report.foreign.parser import Builder, Findings, Line, Parser, Place
-from bootseer.report.foreign.times import DURATION, LATEST_NS, line_time, parse_duration
+from bootseer.report.foreign.parser import Findings, Line
+from bootseer.report.foreign.rules import BEGIN, END, FAIL, MARK, Rule, TableParser
+from bootseer.report.foreign.times import DURATION, LATEST_NS, line_time
 from bootseer.report.search import Clue
-from bootseer.trace.event import FAILED, OK
 from bootseer.units import NS_PER_S
 
-PULL = "image_loading.pull"
-QUEUE = "queue"
+_PULL = "image_loading.pull"
+_QUEUE = "queue"
+_BOUND = "bound"
 
 _POD_NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
-_CREATED = re.compile(rf"Created pod: ({_POD_NAME})(?![\w.-])", re.ASCII)
 # Before 1.11 without the namespace, and so only where the line names its pod elsewhere too.
-_ASSIGNED = re.compile(rf"Successfully assigned (?:({_POD_NAME})/)?({_POD_NAME}) to ({_POD_NAME})(?![\w.-])", re.ASCII)
-_PULLING = re.compile(r'(?<!-off )\b[Pp]ulling image "([^"\s]{1,512})"')
-_PULLED = re.compile(
-    r'Successfully pulled image "([^"\s]{1,512})"'
-    rf"(?: in ({DURATION}))?(?:\s*\(({DURATION}) including waiting\))?"
-    r"(?:\. Image size: (\d{1,15}) bytes)?"
+_ASSIGNED = rf"(?:(?P<namespace>{_POD_NAME})/)?(?P<host>(?P<key>{_POD_NAME})) to (?P<machine>{_POD_NAME})(?![\w.-])"
+_IMAGE = r"(?P<image>[^\"\s\\]{1,512})\\*\""
+_PULLED = (
+    rf"\\*\"{_IMAGE}(?: in (?P<pull>{DURATION}))?(?:\s*\((?P<took>{DURATION}) including waiting\))?"
+    r"(?:\. Image size: (?P<bytes>\d{1,15}) bytes)?"
 )
-_PRESENT = re.compile(r'Container image "([^"\s]{1,512})" already present on machine')
-_FAILED = re.compile(r'Failed to pull image "([^"\s]{1,512})"')
+# In the order in which they happen within one second, which is as fine as the times of most events are.
+_RULES = (
+    Rule(BEGIN, _QUEUE, "Created pod: ", rf"(?P<host>(?P<key>{_POD_NAME}))(?![\w.-])"),
+    Rule(MARK, _BOUND, "Successfully assigned ", _ASSIGNED),
+    Rule(END, _QUEUE, "Successfully assigned ", _ASSIGNED),
+    Rule(BEGIN, _PULL, "Pulling image ", rf"\\*\"{_IMAGE}"),
+    Rule(BEGIN, _PULL, "pulling image ", rf"\\*\"(?<!-off pulling image \"){_IMAGE}"),
+    Rule(END, _PULL, "Successfully pulled image ", _PULLED, says="pulled"),
+    Rule(
+        END, _PULL, "Container image ", rf"\\*\"{_IMAGE} already present on machine", says="was already on the machine"
+    ),
+    Rule(FAIL, _PULL, "Failed to pull image ", rf"\\*\"{_IMAGE}"),
+)
+_PULLED_BY_AGES = Rule(END, _PULL, "", says="pulled, by ages of events: to {precision_s} s")
 _TABLE_POD = re.compile(rf"\b[Pp]od/({_POD_NAME})\s")
 _KLOG_POD = re.compile(
     rf'\bobject="(?:{_POD_NAME}/)?({_POD_NAME})"'
@@ -59,55 +70,32 @@ _WORST_S = 60
 """Ages of hours are too coarse for a startup."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-# In the order in which they happen within one second, which is as fine as the times of most events are.
-_KINDS = {
-    "created": _CREATED,
-    "assigned": _ASSIGNED,
-    "pulling": _PULLING,
-    "pulled": _PULLED,
-    "present": _PRESENT,
-    "failed": _FAILED,
-}
-_ORDER = list(_KINDS)
-
 
 @dataclass(slots=True)
 class _Moment:
-    """One event: its message, pod and time."""
+    """One event: a line with its message and time, and its pod."""
 
     line: Line
-    message: str
     pod: str
-    host: str
-    wall_ns: int | None
-    kind: str = ""
+    host: str = ""
+    found: list[tuple[Rule, dict[str, str]]] = field(default_factory=list)
     age_s: int = -1
     """How long before the log was printed, if only that is known, in units of `precision_s`; else -1."""
     precision_s: int = 0
     took_s: int = -1
     """The difference of two ages, where no time is known."""
 
+    def is_of(self, role: str, stage: str) -> bool:
+        return any((rule.role, rule.stage) == (role, stage) for rule, _ in self.found)
 
-class KubernetesParser(Parser):
-    """Kubernetes events of pods."""
 
-    name = "kubelet"
-    clues = (
-        Clue(b"Created pod: ", rb"[a-z0-9]"),
-        Clue(b"Successfully assigned ", rb"[a-z0-9.-]{1,260}(?:/[a-z0-9.-]{1,260})? to [a-z0-9]"),
-        Clue(b"Pulling image ", rb'\\*"'),
-        Clue(b"pulling image ", rb'\\*"(?<!-off pulling image ")'),
-        Clue(b"Successfully pulled image ", rb'\\*"'),
-        Clue(b"Container image ", rb'\\*"[^"\s]+" already present'),
-        Clue(b"Failed to pull image ", rb'\\*"'),
-        Clue(b"Start Time: ", rb" +\w{3}, \d"),
-    )
+class KubernetesParser(TableParser):
+    """Kubernetes events of pods, from which the wrapping is removed and which are put in order."""
 
     def __init__(self) -> None:
-        self._builder = Builder(self.name)
-        self._moments: list[tuple[_Moment, re.Match[str]]] = []
-        self._created: dict[str, _Moment] = {}
-        self._pulling: dict[tuple[str, str], _Moment] = {}
+        super().__init__("kubelet", _RULES)
+        self.clues = (*self.clues, Clue(b"Start Time: ", rb" +\w{3}, \d"))
+        self._moments: list[_Moment] = []
         self._started_ns: int | None = None
         self._described: list[_Moment] = []
         """The events of the pod that is being described."""
@@ -115,29 +103,26 @@ class KubernetesParser(Parser):
     def feed(self, line: Line) -> None:
         if started := _STARTED.match(make.plain(line.text)):
             self._end_description()
-            day, month, year, clock, zone = started.groups()
-            self._started_ns = _rfc_1123(day, month, year, clock, zone)
+            self._started_ns = _rfc_1123(*started.groups())
             return
         moment = _moment(line)
-        for kind, pattern in _KINDS.items():
-            if found := pattern.search(moment.message):
-                if kind == "assigned" and not (found[1] or moment.pod):
-                    continue
-                moment.kind = kind
-                self._moments.append((moment, found))
-                if moment.age_s >= 0:
-                    if kind == "assigned":
-                        moment.pod = found[2]
-                        if any(other.kind == kind for other in self._described):
-                            self._end_description()
-                    self._described.append(moment)
-                return
+        for rule, fields in self._matches(moment.line.text):
+            if "machine" not in fields or "namespace" in fields or moment.pod:
+                moment.found.append((rule, fields))
+        if moment.found:
+            self._moments.append(moment)
+        if moment.found and moment.age_s >= 0:
+            if moment.is_of(MARK, _BOUND):
+                moment.pod = moment.found[0][1]["host"]
+                if any(other.is_of(MARK, _BOUND) for other in self._described):
+                    self._end_description()
+            self._described.append(moment)
 
     def _end_description(self) -> None:
         """Give the events of a described pod their times: when it was assigned is known, and how long before."""
         described, started_ns = self._described, self._started_ns
         self._started_ns, self._described = None, []
-        assigned = next((moment for moment in described if moment.kind == "assigned"), None)
+        assigned = next((moment for moment in described if moment.is_of(MARK, _BOUND)), None)
         if assigned is None:
             return
         pulling: _Moment | None = None
@@ -146,85 +131,28 @@ class KubernetesParser(Parser):
             if max(moment.precision_s, assigned.precision_s) > _WORST_S:
                 continue
             if started_ns is not None:
-                moment.wall_ns = started_ns + (assigned.age_s - moment.age_s) * NS_PER_S
-            elif moment.kind == "pulling":
+                wall_ns = started_ns + (assigned.age_s - moment.age_s) * NS_PER_S
+                moment.line = moment.line._replace(wall_ns=wall_ns)
+            elif moment.is_of(BEGIN, _PULL):
                 pulling = moment
-            elif moment.kind == "pulled" and pulling is not None:
+            elif moment.is_of(END, _PULL) and pulling is not None:
                 moment.took_s = max(pulling.age_s - moment.age_s, 0)
-
-    def _bound(self, moment: _Moment, pod: str, host: str) -> None:
-        attrs = {"host": host, **_precision(moment)}
-        self._builder.instant(moment.line, "bound", moment.wall_ns, place=Place(pod), attrs=attrs)
-        created = self._created.pop(pod, None)
-        if created is not None and moment.wall_ns is not None:
-            self._builder.span(created.line, QUEUE, created.wall_ns, moment.wall_ns, place=Place(pod), attrs=attrs)
-
-    def _pulled(self, moment: _Moment, pulled: re.Match[str]) -> None:
-        begun = self._pulling.pop((moment.pod, pulled[1]), None)
-        pull_ns = parse_duration(pulled[2]) if pulled[2] else None
-        whole_ns = parse_duration(pulled[3]) if pulled[3] else pull_ns
-        attrs: dict[str, Any] = {"bytes": int(pulled[4])} if pulled[4] else {}
-        attrs.update(_precision(moment))
-        if whole_ns is not None and pull_ns is not None and whole_ns > pull_ns:
-            attrs["queued_s"] = (whole_ns - pull_ns) / 1e9
-        if moment.wall_ns is not None:
-            # Events have whole seconds, durations milliseconds: the duration is the better begin.
-            begun_ns = begun.wall_ns if begun is not None else None
-            begin_ns = begun_ns if whole_ns is None else moment.wall_ns - whole_ns
-            if self._span(begun or moment, pulled[1], begin_ns, moment.wall_ns, attrs=attrs):
-                return
-        image = make.image_reference(pulled[1]) or "image"
-        if whole_ns is not None:
-            self._builder.fact(moment.line, PULL, f"{image} pulled", whole_ns, node=moment.pod)
-        elif moment.took_s >= 0:
-            text = f"{image} pulled, by ages of events: to {moment.precision_s} s"
-            self._builder.fact(moment.line, PULL, text, moment.took_s * NS_PER_S, node=moment.pod)
-
-    def _span(
-        self,
-        moment: _Moment,
-        image: str,
-        begin_ns: int | None,
-        end_ns: int | None,
-        *,
-        outcome: str = OK,
-        attrs: dict[str, Any] | None = None,
-    ) -> bool:
-        known = {"image": make.image_reference(image), "host": moment.host}
-        fields: dict[str, Any] = {key: value for key, value in known.items() if value}
-        fields.update(attrs or {})
-        place = Place(moment.pod)
-        return self._builder.span(moment.line, PULL, begin_ns, end_ns, place=place, outcome=outcome, attrs=fields)
 
     def finish(self) -> Findings:
         self._end_description()
+        found = [(moment, rule, fields) for moment in self._moments for rule, fields in moment.found]
         # `kubectl get events` promises no order.
-        self._moments.sort(key=lambda each: (each[0].wall_ns or 0, _ORDER.index(each[0].kind)))
-        for moment, found in self._moments:
-            self._record(moment, found)
-        for pod, created in self._created.items():
-            self._builder.span(created.line, QUEUE, created.wall_ns, None, place=Place(pod))
-        for (_, image), begun in self._pulling.items():
-            self._span(begun, image, begun.wall_ns, None)
-        return self._builder.finish()
-
-    def _record(self, moment: _Moment, found: re.Match[str]) -> None:
-        match moment.kind:
-            case "created" if moment.wall_ns is not None:
-                self._created[found[1]] = moment
-            case "assigned":
-                self._bound(moment, found[2], found[3])
-            case "pulling" if moment.wall_ns is not None:
-                self._pulling[moment.pod, found[1]] = moment
-            case "pulled":
-                self._pulled(moment, found)
-            case "present":
-                image = make.image_reference(found[1]) or "image"
-                self._builder.fact(moment.line, PULL, f"{image} was already on the machine", 0, node=moment.pod)
-            case "failed":
-                begun = self._pulling.pop((moment.pod, found[1]), None)
-                if begun is not None:
-                    self._span(begun, found[1], begun.wall_ns, moment.wall_ns, outcome=FAILED)
+        for moment, rule, fields in sorted(found, key=lambda one: (one[0].line.wall_ns or 0, _RULES.index(one[1]))):
+            if rule.stage == _PULL:
+                fields["key"] = f"{moment.pod} {fields['image']}"
+            known = {"machine": moment.host, "precision_s": str(moment.precision_s or "")}
+            fields |= {name: value for name, value in known.items() if value}
+            by_ages = moment.took_s >= 0 and "took" not in fields and "pull" not in fields
+            if by_ages:
+                fields["s"] = str(moment.took_s)
+            line = moment.line._replace(node=moment.pod or moment.line.node)
+            self._record(line, _PULLED_BY_AGES if by_ages else rule, fields)
+        return super().finish()
 
 
 def _moment(line: Line) -> _Moment:
@@ -239,15 +167,11 @@ def _moment(line: Line) -> _Moment:
             return _json_moment(line, record)
     text = text.replace('\\"', '"')
     pod = _TABLE_POD.search(text) or _KLOG_POD.search(text)
-    moment = _Moment(line, text, (pod[1] or pod[pod.lastindex or 1]) if pod else "", "", line.wall_ns)
+    moment = _Moment(line._replace(text=text), (pod[1] or pod[pod.lastindex or 1]) if pod else "")
     if line.wall_ns is None and (row := _DESCRIBED.match(text)):
         parts = [(int(part[:-1]), _UNITS_S[part[-1]]) for part in re.findall(r"\d+[dhms]", row[1])]
         moment.age_s, moment.precision_s = sum(count * unit for count, unit in parts), parts[-1][1]
     return moment
-
-
-def _precision(moment: _Moment) -> dict[str, Any]:
-    return {"precision_s": moment.precision_s} if moment.precision_s else {}
 
 
 def _rfc_1123(day: str, month: str, year: str, clock: str, zone: str) -> int | None:
@@ -267,4 +191,5 @@ def _json_moment(line: Line, record: dict[str, Any]) -> _Moment:
     walls = (line_time(text, reference_ns=LATEST_NS - 1) for text in times if isinstance(text, str))
     wall_ns = next((wall for wall in walls if wall is not None), line.wall_ns)
     pod = make.name(named) if isinstance(named, str) else ""
-    return _Moment(line, record["message"], pod, make.name(host) if isinstance(host, str) else "", wall_ns)
+    said = line._replace(text=record["message"], wall_ns=wall_ns)
+    return _Moment(said, pod, make.name(host) if isinstance(host, str) else "")

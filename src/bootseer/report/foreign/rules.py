@@ -43,6 +43,8 @@ _MAX_PIECES = 10
 """Slurm's names have at most five numbers."""
 _MAX_TRIES = 8
 """Maximum number of occurrences of a literal in a line that are tried."""
+_NUMBERS = ("bytes", "packages", "precision_s")
+"""Groups that are attributes."""
 _SITE_GROUPS = frozenset({"begin", "end", "s", "ms", "key", "host", "job"})
 _LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
 
@@ -50,9 +52,10 @@ _LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
 class Rule(NamedTuple):
     """One kind of line: `literal`, followed by a pattern.
 
-    Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`), `took` (`1m2.3s`) are the duration; `at`
-    is a time; `host` is the node, or a list as Slurm writes it; `step` counts steps or samples; `image`, `bytes`,
-    `packages` and `fastest_ms` of several ranks are attributes.
+    Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`), `took` (`1m2.3s`), or the shorter `pull`
+    without the time in a queue, are the duration; `at` is a time; `host` is the node, or a list as Slurm writes it;
+    `step` counts steps or samples; `image`, `machine`, `bytes`, `packages`, `precision_s` and `fastest_ms` of several
+    ranks are attributes.
     """
 
     role: str
@@ -60,7 +63,7 @@ class Rule(NamedTuple):
     literal: str
     then: str = ""
     says: str = ""
-    """Text of a fact; `{packages}` is the attribute."""
+    """Text of a fact, with attributes in braces."""
     label: str = ""
     seldom_ended: bool = False
     """Begins what is reported only if its end is in the log."""
@@ -107,12 +110,16 @@ class TableParser(Parser):
         return self._only_steps and len(known) > 1 and (len(known) >= _MAX_STEPS or known[-1][0] != known[0][0])
 
     def feed(self, line: Line) -> None:
-        text = make.plain(line.text)
+        for rule, fields in self._matches(make.plain(line.text)):
+            self._record(line, rule, fields)
+
+    def _matches(self, text: str) -> Iterator[tuple[Rule, dict[str, str]]]:
+        """The rules that match, with the named groups that are not empty."""
         for rule, pattern in self._rules:
             place = text.find(rule.literal)
             for _ in range(_MAX_TRIES if place >= 0 else 0):
                 if found := pattern.match(text, place):
-                    self._record(line, rule, {name: value for name, value in found.groupdict().items() if value})
+                    yield rule, {name: value for name, value in found.groupdict().items() if value}
                     break
                 place = text.find(rule.literal, place + 1)
                 if place < 0:
@@ -150,20 +157,20 @@ class TableParser(Parser):
 
     def _end(self, begun: _Open | None, now: _Open) -> None:
         rule, first = now.rule, begun or now
-        begins = [begun.wall_ns] if begun is not None and begun.wall_ns is not None else []
-        if now.wall_ns is not None and now.length_ns is not None:  # if two began at once, the begin may be the other's
-            begins.append(now.wall_ns - now.length_ns)
+        begin_ns = begun.wall_ns if begun is not None else None
+        if now.wall_ns is not None and now.length_ns is not None:
+            # More precise than the begin, which may be that of another one, or have whole seconds.
+            begin_ns = now.wall_ns - now.length_ns
         place = now.place if now.place.node else first.place
         outcome, attrs = FAILED if rule.role == FAIL else OK, {**first.attrs, **now.attrs}
-        begin_ns = min(begins, default=None)
         if now.wall_ns is not None and self._builder.span(
             first.line, rule.stage, begin_ns, now.wall_ns, place=place, outcome=outcome, attrs=attrs
         ):
             return
         if rule.says:
             image = now.attrs.get("image")
-            says = f"{image}: {rule.says}" if image else rule.says
-            self._builder.fact(now.line, rule.stage, says, now.length_ns)
+            says = rule.says.format(**now.attrs)
+            self._builder.fact(now.line, rule.stage, f"{image}: {says}" if image else says, now.length_ns)
 
     def finish(self) -> Findings:
         for now in self._took:
@@ -256,8 +263,8 @@ def _time(line: Line, fields: Mapping[str, str]) -> int | None:
 
 
 def _length(fields: Mapping[str, str]) -> int | None:
-    if "took" in fields:
-        return parse_duration(fields["took"])
+    if took := fields.get("took") or fields.get("pull"):
+        return parse_duration(took)
     if "clock" in fields:
         hours, minutes, seconds = ("0:" + fields["clock"]).split(":")[-3:]
         return parse_duration(f"{hours}h{minutes}m{seconds}s")
@@ -272,7 +279,12 @@ def _attrs(fields: Mapping[str, str]) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
     if image := make.image_reference(fields.get("image", "").replace("#", "/", 1)):
         attrs["image"] = image
-    attrs |= {name: int(fields[name]) for name in ("bytes", "packages") if name in fields}
+    attrs |= {name: int(fields[name]) for name in _NUMBERS if name in fields}
+    if machine := make.name(fields.get("machine", "")):
+        attrs["host"] = machine
+    whole_ns, pull_ns = (parse_duration(fields.get(name, "")) for name in ("took", "pull"))
+    if whole_ns is not None and pull_ns is not None and whole_ns > pull_ns:
+        attrs["queued_s"] = (whole_ns - pull_ns) / 1e9
     if (fastest := _number(fields.get("fastest_ms"), "ms")) is not None:
         attrs["fastest_s"] = fastest / 1e9
     return attrs
