@@ -183,9 +183,7 @@ class TableParser(Parser):
                 (abs(number - now.line.number), -wall_ns) for number, wall_ns in at[max(behind - 1, 0) : behind + 1]
             ]
             end_ns = -min(near)[1] if near else now.wall_ns
-            begin_ns = None if end_ns is None else end_ns - now.length_ns
-            if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
-                self._builder.fact(now.line, now.rule.stage, now.rule.says.format(**now.attrs), now.length_ns)
+            self._end(None, now._replace(wall_ns=end_ns))
         self._record_first_step()
         for begun in self._open.values():
             if not begun.rule.seldom_ended:
