@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 
@@ -18,7 +17,6 @@ from bootseer.report.analysis.diff import (
     Limits,
     compare,
     holm,
-    mann_whitney_p,
     student_p,
 )
 from bootseer.trace.event import decode
@@ -54,38 +52,6 @@ def work(install_s: float, num_nodes: int = 16, seed: int = 1) -> dict[tuple[int
 
 def moved(difference, stage):
     return next(row for row in difference.stages if row.stage == stage)
-
-
-def exact_p(a: list[int], b: list[int]) -> float:
-    """Two-sided p of the rank sum over all ways to deal the values to the two sides."""
-    values = sorted([*a, *b])
-    rank = {v: (values.index(v) + 1 + len(values) - values[::-1].index(v)) / 2 for v in values}
-    ranks = [rank[v] for v in (*a, *b)]
-    middle = sum(ranks) * len(a) / len(ranks)
-    far = abs(sum(ranks[: len(a)]) - middle)
-    sums = [abs(sum(pick) - middle) for pick in itertools.combinations(ranks, len(a))]
-    return sum(s >= far - 1e-9 for s in sums) / len(sums)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_rank_test_agrees_with_all_permutations(seed):
-    rng = random.Random(seed)
-    a = [rng.randrange(40) for _ in range(8)]
-    b = [rng.randrange(40) + seed * 2 for _ in range(8)]
-    assert mann_whitney_p(a, b) == pytest.approx(exact_p(a, b), abs=0.02)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9), min_size=1))
-def test_the_rank_test_is_symmetric_and_a_probability(a, b):
-    p = mann_whitney_p(a, b)
-    assert 0 <= p <= 1
-    assert p == pytest.approx(mann_whitney_p(b, a))
-    assert mann_whitney_p(a, a) == 1
-
-
-def test_equal_values_are_no_difference():
-    assert mann_whitney_p([5.0] * 20, [5.0] * 20) == 1
-    assert mann_whitney_p([], [1.0]) == 1
 
 
 @given(st.dictionaries(st.integers(0, 99), st.floats(0, 1), min_size=1, max_size=8))

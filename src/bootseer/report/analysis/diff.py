@@ -4,11 +4,10 @@ Nodes of one run are not independent: the network, the registry or the storage a
 slower together. So a difference counts if it is large enough to matter (share and seconds) and larger than the
 variation between runs. With several runs on a side this variation is measured: Student's t on the logarithms of the
 runs' medians. With one pair it is an assumption (`Limits.run_variation`), to which the scatter of the nodes is added,
-and the nodes must differ as well (Mann-Whitney). Holm's correction covers all stages and the whole. docs/adr/0004 has
+and the nodes must differ as well (the same test). Holm's correction covers all stages and the whole. docs/adr/0004 has
 the reasons.
 
-Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979, Student 1908 (pooled t), Berger 1982 (the
-larger p where two tests must agree).
+Sources: Holm 1979, Student 1908 (pooled t), Berger 1982 (the larger p where two tests must agree).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bootseer.units import listed, plural
 
 SCHEMA = "bootseer.diff/2"
 MIN_TESTED = 8
-"""Nodes needed on each side for the rank test to have power."""
+"""Nodes needed on each side to show how much nodes vary."""
 _ALPHA = 0.005
 """For all stages together. Real runs are not exactly log-normal, and at most 1 % of comparisons may be false alarms."""
 _FEW_S = 2.0
@@ -206,10 +205,7 @@ def _judged_pair(a: Sequence[float], b: Sequence[float], limits: Limits, whole_o
     else:
         nodes_p, deviation = _student(a, b)
         error = max(deviation, _LEAST_SCATTER) * math.sqrt(1 / len(a) + 1 / len(b)) * _MEDIANS_ERROR
-        if few >= MIN_TESTED:
-            nodes_p = mann_whitney_p(a, b)
-        else:
-            error = max(error, _FEW_NODES)
+        error = error if few >= MIN_TESTED else max(error, _FEW_NODES)
     change = abs(math.log(max(after, _TINY_S) / max(before, _TINY_S)))
     by_nodes, by_runs = (
         2 * NormalDist().cdf(-change / math.hypot(error, math.sqrt(2) * variation))
@@ -429,31 +425,6 @@ def student_p(t: float, freedom: int) -> float:
         total += term
     inside = 2 / math.pi * (angle + sine * cosine * total) if odd else sine * total
     return min(max(1 - inside, 0.0), 1.0)
-
-
-def mann_whitney_p(a: Sequence[float], b: Sequence[float]) -> float:
-    """Two-sided p of the rank-sum test: normal approximation, corrected for ties and continuity."""
-    n, m = len(a), len(b)
-    if not n or not m:
-        return 1.0
-    values = sorted([(value, 0) for value in a] + [(value, 1) for value in b])
-    total = n + m
-    rank_sum = ties = 0.0
-    start = 0
-    while start < total:
-        end = start
-        while end < total and values[end][0] == values[start][0]:
-            end += 1
-        count = end - start
-        rank_sum += (start + end + 1) / 2 * sum(1 for _, side in values[start:end] if side == 0)
-        ties += count**3 - count
-        start = end
-    u = rank_sum - n * (n + 1) / 2
-    variance = n * m / 12 * (total + 1 - ties / (total * (total - 1))) if total > 1 else 0.0
-    if variance <= 0:
-        return 1.0
-    z = max(abs(u - n * m / 2) - 0.5, 0.0) / math.sqrt(variance)
-    return math.erfc(z / math.sqrt(2))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
