@@ -55,15 +55,6 @@ def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:
         assert numbers(tail) == ([1] if at + 10 >= len(text) else [])
 
 
-def test_the_last_look_takes_a_line_without_newline(tmp_path: Path) -> None:
-    tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
-    append(path, line(1) + line(2).rstrip(b"\n"))
-    append(tmp_path / "b.events", line(3)[:40])
-    assert numbers(tail) == [1]
-    assert numbers(tail, last=True) == [2]
-    assert numbers(tail, last=True) == []
-
-
 def test_torn_and_foreign_lines_are_counted(tmp_path: Path) -> None:
     tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
     append(path, line(1)[:30] + b"\n" + line(2) + b"noise\n\n" + line(3))

@@ -91,8 +91,7 @@ class SpoolTail:
     def poll(self, *, last: bool = False) -> list[Event]:
         """Events of the lines completed since the last call, file by file.
 
-        A missing folder or file gives none. With `last` everything is read to its end, including incomplete lines:
-        their writers have ended. Never raises.
+        A missing folder or file gives none. With `last` all complete lines are read. Never raises.
         """
         events: list[Event] = []
         try:
@@ -103,7 +102,8 @@ class SpoolTail:
             del self._files[name]
         for name, status in listing.items():
             with suppress(OSError):  # retried at the next poll
-                while found := self._next(name, status, last=last):
+                limit = _MAX_BYTES_PER_LOOK
+                while found := new_lines(self._folder, name, status, self._files.get(name), limit, limit):
                     part, data = found
                     self._files[name] = (part.inode, part.end)
                     for line in data.split(b"\n"):
@@ -114,13 +114,3 @@ class SpoolTail:
                     if not last:
                         break
         return events
-
-    def _next(self, name: str, status: tuple[int, int], *, last: bool) -> tuple[Part, bytes] | None:
-        limit, known = _MAX_BYTES_PER_LOOK, self._files.get(name)
-        found = new_lines(self._folder, name, status, known, limit, limit)
-        if found is None and last:
-            begin = known[1] if known is not None and known[0] == status[0] and known[1] <= status[1] else 0
-            rest = Part(name, status[0], begin, status[1])
-            data = read_part(self._folder, rest)
-            return (rest, data) if data else None
-        return found
