@@ -59,7 +59,11 @@ def render(report: Report, console: Console) -> None:
     _print_stragglers(report, console)
     for _, heading, lines in SUMMARIES:
         _print_lines(heading, lines(report), console)
-    _print_said(report, console)
+    said = [
+        f"{fact.source}: {fact.text}" + (f", {format_seconds(fact.duration_s)}" if fact.duration_s is not None else "")
+        for fact in report.facts
+    ]
+    _print_lines("From logs of other programs", said, console, _MAX_ROWS)
     _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
     _print_foot(report, console)
 
@@ -353,23 +357,13 @@ def _print_stragglers(report: Report, console: Console) -> None:
     console.print()
 
 
-def _print_lines(heading: str, lines: Sequence[str], console: Console) -> None:
+def _print_lines(heading: str, lines: Sequence[str], console: Console, most: int = 1000) -> None:
     if not lines:
         return
     console.print(Text(heading, style="bold"))
-    for line in lines:
+    for line in lines[:most]:
         console.print(Text(f"  {clean(line)}"))
-    console.print()
-
-
-def _print_said(report: Report, console: Console) -> None:
-    if not report.facts:
-        return
-    console.print(Text("From logs of other programs", style="bold"))
-    for fact in report.facts[:_MAX_ROWS]:
-        took = f", {format_seconds(fact.duration_s)}" if fact.duration_s is not None else ""
-        console.print(Text(f"  {fact.source}: {clean(fact.text)}{took}"), overflow="ellipsis", no_wrap=True)
-    print_rest(len(report.facts) - _MAX_ROWS, console)
+    print_rest(len(lines) - most, console)
     console.print()
 
 
@@ -424,9 +418,6 @@ def render_difference(difference: Difference, console: Console) -> None:
             Text(stage.verdict if stage.verdict in _STYLES else "", _STYLES.get(stage.verdict, "")),
         )
     console.print(table)
-    if difference.changed:
-        console.print()
-        console.print(Text("Changed facts", style="bold"))
-        for fact in difference.changed[:_MAX_FACTS]:
-            console.print(Text(f"  {clean(fact.fact)}: {clean(fact.a)} -> {clean(fact.b)}"))
-        print_rest(len(difference.changed) - _MAX_FACTS, console)
+    console.print()
+    changed = [f"{fact.fact}: {fact.a} -> {fact.b}" for fact in difference.changed]
+    _print_lines("Changed facts", changed, console, _MAX_FACTS)
