@@ -39,10 +39,12 @@ _POD_NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
 # Before 1.11 without the namespace, and so only where the line names its pod elsewhere too.
 _ASSIGNED = rf"(?:(?P<namespace>{_POD_NAME})/)?(?P<host>(?P<key>{_POD_NAME})) to (?P<machine>{_POD_NAME})(?![\w.-])"
 _IMAGE = r"(?P<image>[^\"\s\\]{1,512})\\*\""
-_PULLED = (
+_IN_TIME = (
     rf"\\*\"{_IMAGE}(?: in (?P<pull>{DURATION}))?(?:\s*\((?P<took>{DURATION}) including waiting\))?"
     r"(?:\. Image size: (?P<bytes>\d{1,15}) bytes)?"
 )
+_PULLED = Rule(END, _PULL, "Successfully pulled image ", _IN_TIME, says="pulled")
+_PULLED_BY_AGES = Rule(END, _PULL, "", says="pulled, by ages of events: to {precision_s} s")
 # In the order in which they happen within one second, which is as fine as the times of most events are.
 _RULES = (
     Rule(BEGIN, _QUEUE, "Created pod: ", rf"(?P<host>(?P<key>{_POD_NAME}))(?![\w.-])"),
@@ -50,13 +52,12 @@ _RULES = (
     Rule(END, _QUEUE, "Successfully assigned ", _ASSIGNED),
     Rule(BEGIN, _PULL, "Pulling image ", rf"\\*\"{_IMAGE}"),
     Rule(BEGIN, _PULL, "pulling image ", rf"\\*\"(?<!-off pulling image \"){_IMAGE}"),
-    Rule(END, _PULL, "Successfully pulled image ", _PULLED, says="pulled"),
+    _PULLED,
     Rule(
         END, _PULL, "Container image ", rf"\\*\"{_IMAGE} already present on machine", says="was already on the machine"
     ),
     Rule(FAIL, _PULL, "Failed to pull image ", rf"\\*\"{_IMAGE}"),
 )
-_PULLED_BY_AGES = Rule(END, _PULL, "", says="pulled, by ages of events: to {precision_s} s")
 _TABLE_POD = re.compile(rf"\b[Pp]od/({_POD_NAME})\s")
 _KLOG_POD = re.compile(
     rf'\bobject="(?:{_POD_NAME}/)?({_POD_NAME})"'
@@ -135,7 +136,7 @@ class KubernetesParser(TableParser):
                 moment.line = moment.line._replace(wall_ns=wall_ns)
             elif moment.is_of(BEGIN, _PULL):
                 pulling = moment
-            elif moment.is_of(END, _PULL) and pulling is not None:
+            elif moment.found[0][0] is _PULLED and pulling is not None:
                 moment.took_s = max(pulling.age_s - moment.age_s, 0)
 
     def finish(self) -> Findings:
@@ -143,15 +144,15 @@ class KubernetesParser(TableParser):
         found = [(moment, rule, fields) for moment in self._moments for rule, fields in moment.found]
         # `kubectl get events` promises no order.
         for moment, rule, fields in sorted(found, key=lambda one: (one[0].line.wall_ns or 0, _RULES.index(one[1]))):
-            if rule.stage == _PULL:
-                fields["key"] = f"{moment.pod} {fields['image']}"
             known = {"machine": moment.host, "precision_s": str(moment.precision_s or "")}
-            fields |= {name: value for name, value in known.items() if value}
+            groups = {name: value for name, value in known.items() if value} | fields
+            if rule.stage == _PULL:
+                groups["key"] = f"{moment.pod} {fields['image']}"
             by_ages = moment.took_s >= 0 and "took" not in fields and "pull" not in fields
             if by_ages:
-                fields["s"] = str(moment.took_s)
+                groups["s"] = str(moment.took_s)
             line = moment.line._replace(node=moment.pod or moment.line.node)
-            self._record(line, _PULLED_BY_AGES if by_ages else rule, fields)
+            self._record(line, _PULLED_BY_AGES if by_ages else rule, groups)
         return super().finish()
 
 
