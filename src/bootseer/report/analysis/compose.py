@@ -320,8 +320,8 @@ def _overhead(ready: Prepared, nodes: Sequence[model.Node]) -> model.Overhead:
         wait_share=wait / (work + wait) if work + wait > 0 else None,
         gpu_hours=hours,
         wait_gpu_hours=wait_hours,
-        cost=_times(hours, ready.price),
-        wait_cost=_times(wait_hours, ready.price),
+        cost=ready.cost(hours),
+        wait_cost=ready.cost(wait_hours),
         price_per_gpu_hour=ready.price,
         currency=ready.options.currency,
     )
@@ -355,10 +355,6 @@ def _clock(ready: Prepared) -> model.Clock:
 
 def _largest(attrs: Iterable[Mapping[str, Any]], key: str) -> int | None:
     return max((count_of(item.get(key)) for item in attrs), default=0) or None
-
-
-def _times(value: float | None, price: float | None) -> float | None:
-    return None if value is None or price is None else value * price
 
 
 def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ a one-line overview of each, and their share of the job's time.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,10 @@ class Prepared:
         if known is None:
             known = self._pieces[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, self.arrivals)
         return known
+
+    def cost(self, hours: float | None) -> float | None:
+        """The price of GPU-hours; None if unknown."""
+        return None if hours is None or self.price is None else hours * self.price
 
     def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
         """GPU-hours of `length_ns` on all nodes but some; None if a node's GPUs are unknown."""
@@ -182,8 +187,7 @@ def of_one_job(events: Sequence[Event], options: Options) -> tuple[list[Event], 
 
 def printable(name: str) -> str:
     """A job's name in a message: can be pasted into a shell, and has no control characters."""
-    plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
-    return name if plain else repr(name)
+    return shlex.quote(name) if name.isprintable() else repr(name)
 
 
 def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:

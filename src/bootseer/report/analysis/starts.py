@@ -7,8 +7,8 @@ one for each DataNode that served it.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
 from typing import Any
@@ -113,10 +113,7 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
 def warm_lines(startup: StartupSpans) -> list[str]:
     """How many Python programs were forked from a warm parent and what that saved; the reasons for the others."""
     warm = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
-    reasons: dict[str, int] = defaultdict(int)
-    for mark in warm:
-        if mark.attrs.get("why_not"):
-            reasons[str(mark.attrs["why_not"])] += 1
+    reasons = Counter(str(why) for mark in warm if (why := mark.attrs.get("why_not")))
     saved_s = [_number(mark.attrs.get("saved_s")) or 0.0 for mark in warm if not mark.attrs.get("why_not")]
     lines = []
     if saved_s:
@@ -246,9 +243,13 @@ def image_summary(images: Sequence[ImageStart]) -> list[str]:
             line += f"{coverage}, {wasted:.0f} blocks unused, {late:.0f} late"
         lines.append(line)
         if mode == "fallback":
-            reasons = list(dict.fromkeys(image.reason for image in group))
-            lines += [f"fallback because {reason}" for reason in reasons[:_MAX_REASONS]]
+            lines += _reasons("fallback because", (image.reason for image in group))
     return lines
+
+
+def _reasons(words: str, texts: Iterable[str]) -> list[str]:
+    """A line for each of the first different reasons."""
+    return [f"{words} {text}" for text in list(dict.fromkeys(filter(None, texts)))[:_MAX_REASONS]]
 
 
 def _amounts(group: Sequence[Fetched]) -> str:
@@ -305,8 +306,7 @@ def _environment_lines(mode: str, group: Sequence[EnvironmentStart]) -> list[str
         lines = [f"{_nodes(group)} ran the setup{_took(group)}{_size(group)}; {reason}"]
         if kept := [one for one in group if one.published]:
             lines.append(f"{_nodes(kept)} published a snapshot for the next start")
-        whys = dict.fromkeys(one.why_not for one in group if one.published is False)
-        return lines + [f"no snapshot was published: {why}" for why in list(whys)[:_MAX_REASONS]]
+        return lines + _reasons("no snapshot was published:", (o.why_not for o in group if o.published is False))
     if mode == BYPASSED:
         return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots are turned off (--env bypass)"]
     way = "ran the setup without a snapshot" if mode == INSTALLED else mode or "in an unknown way"
@@ -345,8 +345,8 @@ def checkpoint_summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
     lines = [f"{_nodes(plain, ' (median)')} read it directly from its folder: {plain[0].reason}"] if plain else []
     if not mounted:
         return lines
-    reasons = dict.fromkeys(f"mounted because {one.reason}" for one in mounted if one.reason)
-    return [_read(mounted), *_served(mounted), *_trouble(mounted), *list(reasons)[:_MAX_REASONS], *lines]
+    reasons = _reasons("mounted because", (one.reason for one in mounted))
+    return [_read(mounted), *_served(mounted), *_trouble(mounted), *reasons, *lines]
 
 
 def _read(group: Sequence[CheckpointStart]) -> str:
@@ -400,8 +400,7 @@ def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
     worst = sorted((name for name in failing if failing[name]), key=lambda name: -failing[name])[:_MAX_REASONS]
     if worst:
         lines.append("DataNodes with failed reads: " + ", ".join(f"{name} ({failing[name]:,})" for name in worst))
-    reasons = list(dict.fromkeys(one.fallback for one in group if one.fallback))
-    return [*lines, *(f"fallback because {reason}" for reason in reasons[:_MAX_REASONS])]
+    return lines + _reasons("fallback because", (one.fallback for one in group))
 
 
 def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
@@ -430,9 +429,7 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
         ("late", [one.late_peers for one in peers]),
         ("excluded after sending wrong blocks", [one.wrong_peers for one in peers]),
     ):
-        seen: dict[str, int] = defaultdict(int)
-        for word in " ".join(names).split():
-            seen[word] += 1
+        seen = Counter(" ".join(names).split())
         worst = sorted(seen, key=lambda name: (-seen[name], name))
         if worst:
             named = listed([f"{name} (to {plural(seen[name], 'node')})" for name in worst], _MAX_REASONS)

@@ -182,7 +182,7 @@ def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
 def _price(ready: Prepared, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
     """GPU-hours of `length_ns` on all nodes but some, and their price; None if unknown."""
     hours = ready.gpu_hours(length_ns, without)
-    return hours, None if hours is None or ready.price is None else hours * ready.price
+    return hours, ready.cost(hours)
 
 
 def critical_chain(ready: Prepared) -> list[model.Link]:
