@@ -74,7 +74,7 @@ def test_each_example_line_is_an_event(line: bytes, tmp_path: Path) -> None:
 def test_examples_show_each_phase_of_the_version() -> None:
     lines = example_lines()
     assert {tag for line in lines for tag in re.findall(rb"@bootseer(\d)", line)} == {str(VERSION).encode()}
-    plain = [decode(line)[0] for line in lines if not line.startswith(b"{")]
+    plain = [decode(line) for line in lines if not line.startswith(b"{")]
     assert {event.phase for event in plain} == PHASES
 
 
@@ -110,7 +110,7 @@ def test_the_python_example_writes_events() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **IDENTITY}, capture_output=True, check=True
     )
-    events = [decode(line)[0] for line in ran.stderr.splitlines()]
+    events = [decode(line) for line in ran.stderr.splitlines()]
     assert [event.phase for event in events] == ["begin", "end"]
     assert events[0].span == events[1].span
     assert_identity(events)
@@ -119,7 +119,7 @@ def test_the_python_example_writes_events() -> None:
 def test_the_shell_example_writes_an_event() -> None:
     (program,) = fences("formats/event.md", "sh")
     ran = subprocess.run(["sh", "-c", program], env={**os.environ, **IDENTITY}, capture_output=True, check=True)
-    event, _ = decode(ran.stderr)
+    event = decode(ran.stderr)
     assert (event.stage, event.phase, event.wall_ns) == ("training_began", "instant", event.mono_ns)
     assert re.fullmatch("[0-9a-f]{16}", event.span)
     assert_identity([event])

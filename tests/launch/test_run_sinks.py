@@ -19,7 +19,7 @@ def test_stderr_carries_the_events_with_the_jobs_own_log(run, tmp_path):
     done = run("run", "--job", "logged", "--trace-to", "stderr", "--", "sh", "-c", "echo out; echo err >&2")
     assert done.stdout == "out\n"
     lines = [line for line in done.stderr.splitlines() if line.startswith("@bootseer1 ")]
-    assert stages([decode(line.encode())[0] for line in lines]) == ["run", "command"]
+    assert stages([decode(line.encode()) for line in lines]) == ["run", "command"]
     assert "err" in done.stderr.splitlines()
     (tmp_path / "job.log").write_text(done.stderr)
     assert "logged" in run("report", "job.log").stdout

@@ -25,7 +25,7 @@ from startups import began, report, span
 
 
 def of(fleet: Fleet):
-    return report([decode(line)[0] for line in fleet.lines()])
+    return report([decode(line) for line in fleet.lines()])
 
 
 def pair(a, b, limits=None):

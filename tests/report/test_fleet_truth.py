@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def report_of(*fleets: Fleet, **options: object) -> Report:
-    events = [decode(line)[0] for fleet in fleets for line in fleet.lines()]
+    events = [decode(line) for fleet in fleets for line in fleet.lines()]
     return analyse(events, Options(**options))  # type: ignore[arg-type]
 
 
@@ -223,7 +223,7 @@ def test_few_nodes_are_no_crowd():
 
 
 def test_unknown_gpus_are_unobserved_and_not_zero():
-    events = [decode(line)[0] for line in Fleet(4).lines()]
+    events = [decode(line) for line in Fleet(4).lines()]
     events = [event._replace(attrs={}) if event.stage == "run" else event for event in events]
     assert analyse(events, Options()).overhead.gpu_hours is None
     report = analyse(events, Options(gpus_per_node=4, price_per_gpu_hour=3.0))
@@ -232,7 +232,7 @@ def test_unknown_gpus_are_unobserved_and_not_zero():
 
 
 def test_duplicates_are_dropped_and_order_is_free():
-    events = [decode(line)[0] for line in Fleet(6, seed=2).lines()]
+    events = [decode(line) for line in Fleet(6, seed=2).lines()]
     shuffled = events * 2
     random.Random(1).shuffle(shuffled)
     a, b = analyse(events, Options()).to_json(), analyse(shuffled, Options()).to_json()

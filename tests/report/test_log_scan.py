@@ -20,7 +20,7 @@ from bootseer.trace.event import decode, encode
 from fleet import Fleet
 
 LINES = Fleet(2).lines()
-EVENTS = [decode(line)[0] for line in LINES]
+EVENTS = [decode(line) for line in LINES]
 ONE = LINES[3]
 
 
@@ -142,7 +142,7 @@ def test_an_event_of_ten_megabytes_is_counted_and_costs_no_other(found):
 def test_a_pattern_outranks_what_the_hook_concluded(found):
     """The user says by `--began-pattern` what counts; the spool's own mark must not hide it."""
     spool = b"".join(line for line in Fleet(1).lines())
-    own = [event for event in (decode(line)[0] for line in Fleet(1).lines()) if event.stage == "training_began"]
+    own = [event for event in (decode(line) for line in Fleet(1).lines()) if event.stage == "training_began"]
     log = b"2026-09-21T14:30:00Z iteration 1 done\n"
     result = found(spool + log, began_pattern=re.compile(rb"iteration 1\b"))
     marks = [event for event in result.events if event.stage == "training_began"]
@@ -188,8 +188,8 @@ def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch, o
 
 def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, tmp_path):
     """The job has a name of its own, so that a log of one job tells of it, and one of several does not say which."""
-    own = [line for line in Fleet(1).lines() if decode(line)[0].stage != "queue"]  # what was seen itself is better
-    spool, (job, node) = b"".join(own), (decode(own[0])[0].job, decode(own[0])[0].node)
+    own = [line for line in Fleet(1).lines() if decode(line).stage != "queue"]  # what was seen itself is better
+    spool, (job, node) = b"".join(own), (decode(own[0]).job, decode(own[0]).node)
     lines = (
         "[2026-09-21T14:29:0{second}.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=1 usec=3\n"
         "[2026-09-21T14:29:3{second}.000] sched: Allocate JobId={job} NodeList={node}[01-04] #CPUs=8 Partition=gpu\n"

@@ -193,7 +193,7 @@ def test_spans_become_lines_and_unfinished_ones_a_begin(service):
     answer = service.post("/v1/traces", json.dumps({"resourceSpans": spans}).encode(), content_type="application/json")
     assert answer.status_code == 200
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "2"
-    events = [decode(line)[0] for line in service.raw_lines()]
+    events = [decode(line) for line in service.raw_lines()]
     assert sorted((event.stage, event.phase, event.outcome) for event in events) == [
         ("first_step", "begin", ""),
         ("import_torch", "begin", ""),
@@ -214,7 +214,7 @@ def test_lines_of_many_spans_are_divided_into_objects_that_can_be_read(service, 
     sizes = [len(lines) for lines in service.raw().values()]
     assert len(sizes) > 1
     assert max(sizes) <= len(data)
-    assert len({decode(line)[0].span for line in service.raw_lines()}) == 20
+    assert len({decode(line).span for line in service.raw_lines()}) == 20
     assert len(service.batches(len(sizes))) == len(sizes)
     monkeypatch.setattr("bootseer.service.otlp_in._MAX_LINES_BYTES", len(data))
     assert service.post("/v1/traces", data, content_type="application/json").status_code == 413
@@ -229,8 +229,7 @@ def test_our_own_export_comes_back_as_the_lines_it_was_made_of(service, tmp_path
     exporter.feed(events)
     assert exporter.close(10)
     came = {
-        (e.stage, e.phase, e.span, e.node, e.wall_ns, e.mono_ns)
-        for e in (decode(line)[0] for line in service.raw_lines())
+        (e.stage, e.phase, e.span, e.node, e.wall_ns, e.mono_ns) for e in (decode(line) for line in service.raw_lines())
     }
     assert came == {(e.stage, e.phase, e.span, e.node, e.wall_ns, e.mono_ns) for e in events}
 

@@ -102,7 +102,7 @@ def test_only_who_agreed_is_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) 
     def told(sampler: Sampler, pid: int, node: str = "n1", attempt: int = 2) -> list[dict[str, Any]]:
         wanted = StackRequest(job, attempt, 0, node, 3, INSTALL, pid)
         (read,) = read_requests([wanted._asdict(), {"job": "moe"}, 7])
-        return [dict(decode(line)[0].attrs) for line in sampler.lines([read])]
+        return [dict(decode(line).attrs) for line in sampler.lines([read])]
 
     with child(*python, **whose) as silent:
         assert told(Sampler(), silent) == []

@@ -23,7 +23,7 @@ def lines(folder: Path) -> dict[str, list[bytes]]:
 
 
 def numbers(texts: list[bytes]) -> list[int]:
-    return [decode(text)[0].mono_ns for text in texts]
+    return [decode(text).mono_ns for text in texts]
 
 
 def test_no_file_before_the_first_event(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ found = []
 torn = 0
 for text in texts:
     try:
-        found.append(decode(text)[0].mono_ns)
+        found.append(decode(text).mono_ns)
     except ValueError:
         torn += 1
 assert found == [*range(first_lost), *range(after, after + 10)], (found, first_lost, after)

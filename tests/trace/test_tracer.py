@@ -33,7 +33,7 @@ class Spool:
 
     def events(self) -> list[Event]:
         paths = sorted(self.folder.glob("*.events"), key=lambda path: path.name.split(".")[-2])
-        return [decode(line)[0] for path in paths for line in path.read_bytes().splitlines()]
+        return [decode(line) for path in paths for line in path.read_bytes().splitlines()]
 
     def story(self) -> list[str]:
         """`begin a`, `end a ok`, ... in the order written."""

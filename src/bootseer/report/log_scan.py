@@ -333,7 +333,7 @@ class _FileScan:
         places = [0] if alone else [tag.start() for tag in _TAG.finditer(raw)]
         for place, until in pairwise([*places, len(raw)]):
             try:
-                event = decode(raw[place:until])[0]
+                event = decode(raw[place:until])
             except Malformed as error:
                 self.result.skipped[error.reason] += 1
                 continue

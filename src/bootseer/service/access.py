@@ -319,7 +319,7 @@ def of_team(line: bytes, team: str) -> bytes:
     events = []
     for piece in _TAGS.split(line) if TAG_STEM in line else ():
         with contextlib.suppress(Malformed):
-            event = decode(piece)[0]
+            event = decode(piece)
             if "team" in event.attrs or (event.stage, event.phase) == ("run", BEGIN):
                 # First, because `encode` drops attributes after the 24th of a long event.
                 event = event._replace(attrs={"team": team} | dict(event.attrs) | {"team": team})

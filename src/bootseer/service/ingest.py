@@ -137,7 +137,7 @@ def _attempt(line: bytes) -> Attempt | None:
         job, attempt, restart = encodable(head.job[:256]), head.attempt, head.restart
     elif TAG_STEM in line:
         try:
-            event = decode(line)[0]  # also handles wrappers of collectors
+            event = decode(line)  # also handles wrappers of collectors
         except Malformed:
             return None
         job, attempt, restart = event.job, event.attempt, event.restart

@@ -135,7 +135,7 @@ def _batch(raw: RawStore, name: str, now_ns: int) -> dict[str, Any]:
     if name.endswith(EVENTS):
         for line in lines.split(b"\n"):
             try:
-                event = decode(line)[0]
+                event = decode(line)
             except Malformed:
                 continue
             job, attempt = event.job, event.attempt

@@ -182,30 +182,27 @@ def _finite(text: str) -> float | str:
 _decoder = json.JSONDecoder(parse_constant=lambda name: name, parse_float=_finite)
 
 
-def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
-    """The first event whose tag begins at or after `start`, and the offset after it.
+def decode(text: bytes) -> Event:
+    """The first event in a text that may have more around it.
 
     Raises `Malformed`; its reasons are `no_tag`, `version`, `truncated`, `oversized`, `not_json`, `bad_field`.
     """
-    tag = _tag().search(text, start)
+    tag = _tag().search(text)
     if tag is None:
         raise Malformed("no_tag")
     if int(tag[1]) != VERSION:
         raise Malformed("version")
-    chunk = text[tag.end() : tag.end() + MAX_READ_BYTES]
-    line = chunk.partition(b"\n")[0]
-    source = line.decode("utf-8", "surrogateescape")  # reversible: the offset after the event is computed from it
+    line = text[tag.end() : tag.end() + MAX_READ_BYTES].partition(b"\n")[0]
     try:
-        record, length = _decoder.raw_decode(source)
+        record, _ = _decoder.raw_decode(line.decode("utf-8", "surrogateescape"))
     except json.JSONDecodeError:
         if len(line) == MAX_READ_BYTES:
             raise Malformed("oversized") from None
         raise Malformed("not_json" if line.rstrip().endswith(b"}") else "truncated") from None
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
         raise Malformed("not_json") from None
-    end = tag.end() + (length if source.isascii() else len(source[:length].encode("utf-8", "surrogateescape")))
     try:
-        return _event(record), end
+        return _event(record)
     except RecursionError:  # nested deeply enough to be parsed but not to be encoded again
         raise Malformed("not_json") from None
 

@@ -108,7 +108,7 @@ class SpoolTail:
                     self._files[name] = (part.inode, part.end)
                     for line in data.split(b"\n"):
                         with suppress(Malformed):
-                            event = decode(line)[0]
+                            event = decode(line)
                             if self._keeps(event):
                                 events.append(event)
                     if not last:

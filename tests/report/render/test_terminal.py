@@ -24,7 +24,7 @@ def shown(result, width: int = 80, **options: object) -> str:
 
 
 def fleet(**more: object):
-    events = [decode(line)[0] for line in Fleet(**{"num_nodes": 5, **more}).lines()]  # type: ignore[arg-type]
+    events = [decode(line) for line in Fleet(**{"num_nodes": 5, **more}).lines()]  # type: ignore[arg-type]
     return report(events)
 
 
