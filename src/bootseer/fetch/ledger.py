@@ -8,7 +8,7 @@ decides what to start when. Decides and touches nothing.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -206,7 +206,7 @@ class Wanted(Struct):
 
 
 class OriginQueues(Struct, eq=False):
-    """The queues of one origin by purpose, its pace, and its running requests.
+    """The queues of one origin by purpose, its pace, and its running requests. All peers together are one origin.
 
     Prefetch queues are cleaned lazily: an entry that was fetched for another reason is dropped when it reaches the
     head.
@@ -228,8 +228,12 @@ class OriginQueues(Struct, eq=False):
     """Whether its requests wait for the end of pauses after failures (`Pace`)."""
     windows: int = 1
     """How many windows of prefetches may be in flight."""
+    asked: Counter[Hashable] = field(default_factory=Counter)
+    """Running requests per route step."""
+    busy_until: dict[Hashable, float] = field(default_factory=dict)
+    """Route steps of peers that are overloaded until a time (Retry-After)."""
     blocked_until: float = _NEVER
-    """No prefetch can be started before."""
+    """No prefetch can be started before this time, unless a request ends or a block is queued."""
     num_running: int = 0
     num_prefetch: int = 0
     prefetch_bytes: int = 0
@@ -240,7 +244,9 @@ class OriginQueues(Struct, eq=False):
         before."""
         if purpose is Purpose.DEMAND:
             self.demand[key] = None
-        elif purpose is Purpose.HOT:
+            return
+        self.blocked_until = _NEVER
+        if purpose is Purpose.HOT:
             (self.hot.append if is_new else self.hot.appendleft)(key)
         else:
             (self.cold.append if is_new else self.cold.appendleft)((key[0], range(key[1], key[1] + 1)))

@@ -18,13 +18,12 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Final, Protocol, TypeVar
 
-from msgspec import field
-
+from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import HotSetTrust
 from bootseer.fetch.ledger import FileState, Geometry, Key, Ledger, OriginQueues, Pace, Request, Wanted
@@ -73,40 +72,12 @@ class Routes(Protocol):
         """The route of a block at a time of the scheduler's clock."""
 
 
-class PeerQueues(OriginQueues, eq=False):
-    """The queues of the origin that consists of all peers."""
-
-    pauses: bool = False
-    """Each peer has pauses of its own."""
-    windows: int = 2
-    """Half of what is in flight may wait at owners for the store, whereas requests to a store all transfer data."""
-    asked: Counter[Hashable] = field(default_factory=Counter)
-    """Running requests per route step."""
-    busy_until: dict[Hashable, float] = field(default_factory=dict)
-    """Peers that are overloaded until a time (Retry-After)."""
-
-    def enqueue(self, key: Key, purpose: Purpose, *, is_new: bool = False) -> None:
-        OriginQueues.enqueue(self, key, purpose, is_new=is_new)
-        if purpose is not Purpose.DEMAND:
-            self.blocked_until = _NEVER
-
-    def ended(self, step: Hashable, busy_until: float | None) -> None:
-        """A request to the peer of a step, or to the store if that is None, has ended."""
-        self.blocked_until = _NEVER
-        if step is not None:
-            self.asked[step] -= 1
-            if not self.asked[step]:
-                del self.asked[step]
-            if busy_until is not None:
-                self.busy_until[step] = busy_until
-
-
 class Routed(Ledger):
     """Which of the wanted blocks can be requested next, and from where."""
 
     def __init__(self, settings: FetchSettings) -> None:
         super().__init__(settings)
-        self._peers: PeerQueues | None = None
+        self._peers: OriginQueues | None = None
         self._routes: dict[int, Routes] = {}
         self._fetch_all_now = False
         self._last_need: float | None = None
@@ -120,7 +91,9 @@ class Routed(Ledger):
         """
         first_bytes = self._settings.request_bytes // 16
         if routes is not None and self._peers is None:
-            self._peers = PeerQueues(Pace(self._settings), next_bytes=first_bytes)
+            # Each peer has pauses of its own. Half of what is in flight may wait at owners for the store, whereas
+            # requests to a store all transfer data.
+            self._peers = OriginQueues(Pace(self._settings), next_bytes=first_bytes, pauses=False, windows=2)
             # First in the order: blocks that it moves to the store are started in the same `tick`.
             self.origins = {"": self._peers, **self.origins}
         if store not in self.origins:
@@ -150,10 +123,24 @@ class Routed(Ledger):
         if self._last_need is None:  # a file that has not been read yet will be read soon
             self._last_need = now
 
-    def _reset_tried(self, request: Request) -> None:
-        for block in request.left:
-            if wanted := self.wanted.get((request.fetch.file, block)):
-                wanted.tried = ()
+    def _peer_ended(self, request: Request, now: float, error: BootseerError | None) -> None:
+        """A request has ended, with `error` if it failed."""
+        peers, step = self._peers, request.fetch.step
+        if peers is None:
+            return
+        peers.blocked_until = _NEVER  # also after a request to the store: this node's own blocks may be next
+        if step is None:
+            return
+        peers.asked[step] -= 1
+        if not peers.asked[step]:
+            del peers.asked[step]
+        retry_after_s = error.retry_after_s if isinstance(error, TransientError) else None
+        if retry_after_s is not None:
+            peers.busy_until[step] = now + retry_after_s
+        if error is None or retry_after_s is not None:
+            for block in request.left:  # they may be requested again from this peer
+                if wanted := self.wanted.get((request.fetch.file, block)):
+                    wanted.tried = ()
 
     def _try_next(self, key: Key, now: float) -> bool:
         """A request for a block failed: queue it for the next peer of its route, or at the store; False if there is

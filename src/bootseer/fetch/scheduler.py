@@ -24,7 +24,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch, Key, OriginQueues, Request, Wanted
 from bootseer.fetch.routed import RETRY_S, Routed
@@ -145,11 +145,7 @@ class Scheduler(Routed):
     def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         """A request has ended, with `error` if it failed. Its outstanding blocks are retried."""
         request = self._end(number)
-        if self._peers is not None:
-            retry_after_s = error.retry_after_s if isinstance(error, TransientError) else None
-            self._peers.ended(request.fetch.step, None if retry_after_s is None else now + retry_after_s)
-            if error is None or retry_after_s is not None:  # its blocks may be requested again from this peer
-                self._reset_tried(request)
+        self._peer_ended(request, now, error)
         pace = request.origin.pace
         if request.cancelled or (error is None and not request.answered):
             pass  # aborted by us, or other processes fetch all its blocks: the origin was not asked

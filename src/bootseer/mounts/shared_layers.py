@@ -18,14 +18,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from pathlib import Path
 
 from bootseer.cache.cached_file import CachedFile
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import BootseerError
 from bootseer.io import locks
 from bootseer.logs import logger
 from bootseer.mounts import kernel
@@ -40,19 +38,16 @@ PIN = "mounted"
 OWN = "layers"
 """The folder of the layers that are not shared, in the folder of a mount."""
 _LOCK_S = 20.0
-_IDENTITY = re.compile(r"[0-9a-f]{16,128}")
 
 
 def mount_layer(runtime: Runtime, folder: Path, file: CachedFile, *, loop: bool | None = None) -> Path:
     """Mount one layer; returns the mount point. A complete layer is shared, any other one is mounted in `folder`, the
     mount's own, where a daemon serves its file. `loop`: see `mount_erofs`."""
-    identity = file.index.identity
     if file.trusted:
-        pin, unpin = partial(file.pin, PIN), partial(file.unpin, PIN)
-        return mount_shared(runtime, identity, file.path, pin, unpin, loop=loop)
-    point = folder / OWN / identity
+        return mount_shared(runtime, file, loop=loop)
+    point = folder / OWN / file.index.identity
     point.mkdir(parents=True, exist_ok=True)
-    mount_erofs(folder / FILES / identity, point, loop=loop)
+    mount_erofs(folder / FILES / file.index.identity, point, loop=loop)
     return point
 
 
@@ -65,25 +60,18 @@ def unmount_own(folder: Path) -> None:
             _LOG.warning("a layer stays mounted: %s", error)
 
 
-def mount_shared(
-    runtime: Runtime,
-    identity: str,
-    data: Path,
-    pin: Callable[[], bool],
-    unpin: Callable[[], None],
-    *,
-    loop: bool | None = None,
-) -> Path:
-    """Mount the layer with this identity from `data`, unless exactly that is mounted already; returns the mount point.
+def mount_shared(runtime: Runtime, file: CachedFile, *, loop: bool | None = None) -> Path:
+    """Mount a complete and trusted layer, unless exactly that is mounted already; returns the mount point.
 
     A mount of a file that was replaced or modified since is unmounted first: the file, or cached pages of it, may
-    differ from the verified content. `data` must be complete and trusted. `pin` is called before mounting, under the
-    lock, and `unpin` if that fails and the pin was new, as the result of `pin` says: else files would stay in the cache
-    until a reboot on nodes that cannot mount them. `loop`: see `mount_erofs`.
+    differ from the verified content. The layer is pinned before mounting, under the lock. If that fails, a new pin is
+    removed: else files would stay in the cache until a reboot on nodes that cannot mount them. `loop`: see
+    `mount_erofs`.
     """
-    target = _target(runtime, identity)
+    identity = file.index.identity
+    target = runtime.layers / identity
     with _locked(runtime, identity) as lock:
-        status = data.stat()
+        status = file.path.stat()
         shown = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
         mounted = kernel.is_mount(target)
         if mounted and os.pread(lock, 2 * len(shown), 0) != shown:
@@ -91,14 +79,14 @@ def mount_shared(
             mounted = False
         if not mounted:
             target.mkdir(mode=0o755, exist_ok=True)
-            is_new = pin()
+            is_new = file.pin(PIN)
             try:
-                mount_erofs(data, target, loop=loop)
+                mount_erofs(file.path, target, loop=loop)
             except BaseException:
                 if is_new:
-                    unpin()
+                    file.unpin(PIN)
                 raise
-            _LOG.info("layer %s is mounted from %s", identity, data)
+            _LOG.info("layer %s is mounted from %s", identity, file.path)
             os.ftruncate(lock, 0)
             os.pwrite(lock, shown, 0)
     return target
@@ -128,18 +116,12 @@ def unmount_idle(
                 # A process that got the layer before we had the lock may not have recorded its image yet.
                 if runtime.is_mounting():
                     continue
-                kernel.unmount(_target(runtime, identity))
+                kernel.unmount(runtime.layers / identity)
                 unpin(identity)
-                _target(runtime, identity).rmdir()
+                (runtime.layers / identity).rmdir()
             _LOG.info("layer %s was idle and is unmounted", identity)
             unmounted.append(identity)
     return unmounted
-
-
-def _target(runtime: Runtime, identity: str) -> Path:
-    if not _IDENTITY.fullmatch(identity):
-        raise UsageError(f"{identity!r} is not the identity of a block file")
-    return runtime.layers / identity
 
 
 def _lock_path(runtime: Runtime, identity: str) -> Path:
