@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 from bootseer.errors import AccessError, BootseerError
 from bootseer.fetch.pending import Done
@@ -19,7 +20,7 @@ from bootseer.fuse.filesystem import Data
 from bootseer.fuse.session import Session, mount
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec, OnError, Served
-from bootseer.mounts.trees import LazyFile, LazyFiles
+from bootseer.mounts.trees import LazyFiles
 
 HELD_BYTES = 1 << 20
 
@@ -75,7 +76,7 @@ class ServedFile(Served):
         self.source = LocalSource(image, held_bytes)
 
     def mount(self, target: Path, label: str, on_error: OnError, device: int | None) -> Session:
-        tree = LazyFiles(self.source, [LazyFile("image", self.source.size, 0)])
+        tree = LazyFiles(self.source, [SimpleNamespace(identity="image", size_bytes=self.source.size)])
         return mount(tree, target, label, on_error, device)
 
     def status(self) -> dict[str, object]:

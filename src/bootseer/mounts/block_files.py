@@ -26,7 +26,7 @@ from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import Session, mount
 from bootseer.mounts.daemon import open_peers
 from bootseer.mounts.serve import OnError, Served
-from bootseer.mounts.trees import LazyFile, LazyFiles
+from bootseer.mounts.trees import LazyFiles
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -34,7 +34,7 @@ _SYNC_S = 30.0
 """After a machine crash at most the blocks of this many seconds are fetched again."""
 _START_S = 900.0
 """A startup whose end was not reported counts as ended after this time."""
-MakeTree = Callable[[Fetcher, Sequence[LazyFile]], Tree]
+MakeTree = Callable[[Fetcher, Sequence[Index]], Tree]
 
 
 class BlockFileService(Struct, frozen=True):
@@ -89,8 +89,7 @@ class _OpenBlockFiles(Served):
                 if self._peers is not None:
                     peers = self._peers.file(index, spec.store, spec.plain_http, spec.cache_root)
                 self.fetcher.add(index, self._store, self._cached[-1], peers=peers)
-            files = [LazyFile(index.identity, index.size_bytes, number) for number, index in enumerate(spec.files)]
-            self._tree = spec.make_tree(self.fetcher, files)
+            self._tree = spec.make_tree(self.fetcher, spec.files)
         except BaseException:
             self.close()
             raise

@@ -16,7 +16,7 @@ import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bootseer.erofs.format import BLOCK, MODE_OF_TYPE, Superblock
 from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
@@ -26,6 +26,7 @@ from bootseer.fuse.filesystem import Attributes, Cancel, Listed, Reply
 from bootseer.mounts.user_namespace import num_owners
 
 if TYPE_CHECKING:
+    from bootseer.blocks.index import Index
     from bootseer.fetch.fetcher import Fetcher
 
 _FIRST = 2
@@ -34,25 +35,18 @@ _MAX_METADATA = 1 << 30
 _PIECE = 1 << 20
 
 
-class LazyFile(NamedTuple):
-    """A served file; `number` is its number in the fetcher."""
-
-    name: str
-    size_bytes: int
-    number: int
-
-
 class LazyFiles:
     """A tree of one folder. Immutable and thread-safe."""
 
-    def __init__(self, source: Fetcher, files: Sequence[LazyFile]) -> None:
+    def __init__(self, source: Fetcher, files: Sequence[Index]) -> None:
+        """`files`: all files of `source`, in the order of their numbers there."""
         self._source = source
         self._files = tuple(files)
         self._root = Attributes(1, stat.S_IFDIR | 0o555, nlink=2)
         self._attributes = [
             Attributes(_FIRST + place, stat.S_IFREG | 0o444, file.size_bytes) for place, file in enumerate(files)
         ]
-        self._by_name = {file.name.encode(): place for place, file in enumerate(files)}
+        self._by_name = {file.identity.encode(): place for place, file in enumerate(files)}
         self._entries = [Listed(name, _FIRST + place, stat.S_IFREG) for name, place in self._by_name.items()]
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
@@ -77,26 +71,28 @@ class LazyFiles:
         return sum(file.size_bytes for file in self._files), len(self._files)
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
-        file = self._files[inode - _FIRST]
-        pending = self._source.read(file.number, offset, length, reply)
+        pending = self._source.read(inode - _FIRST, offset, length, reply)
         return None if pending is None else pending.cancel
 
 
 class ErofsTree:
     """The tree of one EROFS image. Inode 1 is its root; other inode numbers are the image's nids plus 2."""
 
-    def __init__(self, source: Fetcher, file: LazyFile) -> None:
-        """Read all metadata, blocking. Raises `CorruptError` for an invalid image."""
+    def __init__(self, source: Fetcher, number: int, file: Index) -> None:
+        """Read all metadata of the file with this number in `source`, blocking. Raises `CorruptError` for an invalid
+        image."""
         self._source = source
+        self._number = number
         self._file = file
-        first = bytes(source.read_blocking(file.number, 0, BLOCK))
+        self._name = file.identity[:16]
+        first = bytes(source.read_blocking(number, 0, BLOCK))
         self._meta_at = Superblock.parse(first).meta_block * BLOCK
         if not BLOCK <= self._meta_at < file.size_bytes:
-            raise CorruptError(f"{file.name}: the metadata area lies outside the image")
+            raise CorruptError(f"{self._name}: the metadata area lies outside the image")
         if file.size_bytes - self._meta_at > _MAX_METADATA:
-            raise PermanentError(f"{file.name}: more than {_MAX_METADATA >> 20} MiB of metadata")
+            raise PermanentError(f"{self._name}: more than {_MAX_METADATA >> 20} MiB of metadata")
         self._metadata = b"".join(
-            bytes(source.read_blocking(file.number, at, min(_PIECE, file.size_bytes - at)))
+            bytes(source.read_blocking(number, at, min(_PIECE, file.size_bytes - at)))
             for at in range(self._meta_at, file.size_bytes, _PIECE)
         )
         self._first = first
@@ -151,9 +147,9 @@ class ErofsTree:
         if not stat.S_ISREG(found.mode):
             raise OSError(errno.EINVAL, "not a regular file")
         if found.tail_at is not None:
-            raise CorruptError(f"{self._file.name}: inode {found.number} has inline data, which is not supported")
+            raise CorruptError(f"{self._name}: inode {found.number} has inline data, which is not supported")
         at = found.first_block * BLOCK + offset
-        pending = self._source.read(self._file.number, at, length, reply)
+        pending = self._source.read(self._number, at, length, reply)
         return None if pending is None else pending.cancel
 
     def _load_folders(self) -> None:
@@ -162,13 +158,13 @@ class ErofsTree:
             folder = self.reader.inode(pending.pop())
             blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
             for at in range(folder.first_block * BLOCK, (folder.first_block + blocks) * BLOCK, BLOCK):
-                self._folders[at] = bytes(self._source.read_blocking(self._file.number, at, BLOCK))
+                self._folders[at] = bytes(self._source.read_blocking(self._number, at, BLOCK))
             if len(self._folders) * BLOCK > _MAX_METADATA:
-                raise PermanentError(f"{self._file.name}: more than {_MAX_METADATA >> 20} MiB of folders")
+                raise PermanentError(f"{self._name}: more than {_MAX_METADATA >> 20} MiB of folders")
             for entry in self.reader.entries(folder):
                 if MODE_OF_TYPE.get(entry.kind) == stat.S_IFDIR:
                     if entry.number in seen:
-                        raise CorruptError(f"{self._file.name}: a folder has two names")
+                        raise CorruptError(f"{self._name}: a folder has two names")
                     seen.add(entry.number)
                     pending.append(entry.number)
 
@@ -185,16 +181,16 @@ class ErofsTree:
             # ErofsReader reads folders in whole blocks, except for the end of the last one.
             block = self._folders.get(offset)
             if block is None or length > BLOCK:
-                raise CorruptError(f"{self._file.name}: metadata outside its area")
+                raise CorruptError(f"{self._name}: metadata outside its area")
             return block[:length]
         return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
 
 
-def layer_tree(source: Fetcher, files: Sequence[LazyFile]) -> ErofsTree:
+def layer_tree(source: Fetcher, files: Sequence[Index]) -> ErofsTree:
     """The tree of the only file in `files`, with overlay xattrs in the form that user namespaces use."""
     if len(files) != 1:
         raise UsageError(f"{len(files)} layers instead of one", hint="several are served by MergedTree")
-    return ErofsTree(source, files[0])
+    return ErofsTree(source, 0, files[0])
 
 
 class MergedTree:
@@ -206,11 +202,11 @@ class MergedTree:
     run on the session's one thread.
     """
 
-    def __init__(self, source: Fetcher, files: Sequence[LazyFile]) -> None:
+    def __init__(self, source: Fetcher, files: Sequence[Index]) -> None:
         """Read the metadata of all layers, blocking. Raises `CorruptError` for an invalid layer."""
         if not files:
             raise UsageError("an image without layers", hint="convert it again")
-        self._trees = [ErofsTree(source, file) for file in reversed(files)]
+        self._trees = [ErofsTree(source, number, file) for number, file in enumerate(files)][::-1]
         self._layers = [Layer(tree.reader, str(place)) for place, tree in enumerate(self._trees)]
         self._root = Node(tuple((layer, layer.reader.root()) for layer in self._layers))
         self._merged: dict[int, Node] = {}
