@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import signal
 
@@ -44,6 +45,16 @@ def test_cold_blocks_are_punched_out_and_the_others_stay(cache, index, data):
     cached.sync()
     assert cached.trusted
     cached.close()
+
+
+def test_where_holes_cannot_be_punched_the_whole_entry_goes(cache, index, data, monkeypatch):
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(evict, "punch", refuse)
+    fill(cache, index, data, read=[0, 5], hot=[1, 11])
+    cache.prune(cache.entries()[0].disk_bytes - 3 * BLOCK)
+    assert cache.entries() == []
 
 
 @pytest.mark.parametrize("boot", [BOOT, "another"])

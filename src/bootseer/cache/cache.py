@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries, evict
@@ -29,7 +28,7 @@ from bootseer.cache.eviction_plan import Step, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
-from bootseer.io.files import can_punch, discard
+from bootseer.io.files import discard
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -121,7 +120,7 @@ class Cache:
         steps = [Step(one.identity, True, one.disk_bytes) for one in found if one.damaged and not one.in_use]
         if goal is not None:
             sound = [one for one in found if not one.damaged]
-            steps += plan(self._punchable(sound), used - sum(step.num_bytes for step in steps), goal)
+            steps += plan(sound, used - sum(step.num_bytes for step in steps), goal)
         in_use = tuple(one.identity for one in found if one.in_use)
         if dry_run:
             return Pruned(used, sum(step.num_bytes for step in steps), tuple(steps), in_use)
@@ -249,16 +248,6 @@ class Cache:
             with mapped("examine", self.root):
                 limit = used + shutil.disk_usage(self.root).free
         return goal_bytes(used, limit)
-
-    def _punchable(self, found: list[Entry]) -> list[Entry]:
-        """The same entries; without cold blocks, where the file system cannot evict parts of files."""
-        with mapped("examine", self.root):
-            lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                punches = can_punch(lock)
-            finally:
-                os.close(lock)
-        return found if punches else [replace(one, cold_bytes=0) for one in found]
 
     def _evict(self, step: Step) -> bool:
         entry = self._files / step.identity

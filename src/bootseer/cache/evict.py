@@ -8,6 +8,7 @@ any point leaves no state that claims lost bytes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
@@ -37,7 +38,12 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
         if entries.pins_of(entry, boot):
             return False
         if not step.whole:
-            return _punch_cold(entry, step.num_bytes, boot)
+            try:
+                return _punch_cold(entry, step.num_bytes, boot)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                # This file system has no holes that could be punched: the whole entry goes.
         with locks.flocked(root / disk.ROOT_LOCK, deadline_s=lock_deadline_s):
             if not locks.is_same(folder, entry):
                 return False
