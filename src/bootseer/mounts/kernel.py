@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MNT_DETACH, check, failure, libc, number_of
 from bootseer.io import proc
@@ -32,8 +32,6 @@ _MOUNT_SETATTR = 442
 _OPEN_TREE_CLONE = 1
 _AT_FDCWD = -100
 _AT_RECURSIVE, _AT_NO_AUTOMOUNT = 0x8000, 0x800
-# This one has other numbers on older architectures.
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
 _CLONE_NEWNS, _CLONE_FS = 0x0002_0000, 0x200
 MAX_STRING = 255
@@ -122,12 +120,9 @@ def restrict(target: Path, attributes: int, *, allow: int = 0) -> None:
 
 def change_root(folder: Path) -> None:
     """Make the mount `folder` the root of this mount namespace; the old root is unmounted."""
-    number = _PIVOT_ROOT.get(os.uname().machine)
-    if number is None:
-        raise PermanentError(f"change the root: the system call's number on {os.uname().machine} is not known")
     os.chdir(folder)
     dot = ctypes.c_char_p(b".")
-    _call(f"change the root to {folder}", number, dot, dot)
+    check(libc.pivot_root(dot, dot), f"change the root to {folder}")
     # pivot_root(".", "."): the old root is now stacked on the new one.
     check(libc.umount2(dot, MNT_DETACH), "leave the old root")
     os.chdir("/")
