@@ -7,6 +7,7 @@ Because of the fork, create it while this process has one thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -110,7 +111,9 @@ class Namespace:
         parent-death signal, so call `process.die_with` afterwards. Raises `OSError`.
         """
         uid, gid = os.geteuid(), os.getegid()
-        place = _working_folder()
+        place: str | None = None
+        with contextlib.suppress(FileNotFoundError):  # it is deleted
+            place = os.getcwd()  # noqa: PTH109 - after a fork, before an exec
         here = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
             if "user" in self._held:
@@ -225,14 +228,6 @@ def _open_above_stdio(path: str, flags: int) -> int:
 
 def _fd_path(number: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{number}")
-
-
-def _working_folder() -> str | None:
-    """The path of the working folder; None when it is deleted."""
-    try:
-        return os.getcwd()  # noqa: PTH109 - after a fork, before an exec
-    except FileNotFoundError:
-        return None
 
 
 def _map_own_ids(uid: int, gid: int) -> None:

@@ -144,7 +144,8 @@ def serve(
         os.close(report)
         if not is_connected:
             log("the process that started this one was killed")
-            return daemon.unmount_and_finish()
+            daemon.unmount(force=True)
+            return daemon.finish()
     return daemon.run(wake, lifeline)
 
 
@@ -207,17 +208,13 @@ class _MountDaemon:
                 break
             if wake in ready or (lifeline is not None and lifeline in ready):
                 self._log("stopped by a signal" if wake in ready else "the process that started this one has ended")
-                self._unmount(force=True)
+                self.unmount(force=True)
                 break
             if self._listener in ready:
                 control.serve_one(self._listener, self._handle)
             if self._recording and time.monotonic() - self._started >= self._spec.window_s:
                 self._end_recording()
-        return self._finish()
-
-    def unmount_and_finish(self) -> int:
-        self._unmount(force=True)
-        return self._finish()
+        return self.finish()
 
     def _wait_unmounted(self, notify: socket.socket) -> None:
         self._session.wait()
@@ -243,7 +240,7 @@ class _MountDaemon:
                 self._detach()
                 return {"left": True}
             case "stop" | "end":
-                self._unmount(force=request == "end")
+                self.unmount(force=request == "end")
                 self._stopping = True
                 return {"stopped": True, **self._finish_writes()}
         raise PermanentError(f"unknown request {request[:64]!r}")
@@ -290,7 +287,7 @@ class _MountDaemon:
             self._end_recording()
             self._session.detach()
 
-    def _unmount(self, *, force: bool) -> None:
+    def unmount(self, *, force: bool) -> None:
         """Unmount, with retries while it is busy; after `_BUSY_S` by force, or raise `TransientError`."""
         if self._detached:  # remaining users get errors when this process ends
             return
@@ -319,7 +316,7 @@ class _MountDaemon:
                 self._write_result = {}
         return self._write_result
 
-    def _finish(self) -> int:
+    def finish(self) -> int:
         self._end_recording()
         self._finish_writes()
         if self._handing_over is not None:  # it may use what is served
