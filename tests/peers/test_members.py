@@ -105,12 +105,14 @@ def test_many_dead_nodes_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch)
     members = Membership(Listed(SECRET, lambda: dead), probe)
     rounds = 0
     while len(set(asked)) < len(dead):
-        before = len(asked)
+        before, known = len(asked), set(asked)
         members.refresh()
         rounds += 1
-        assert before < len(asked) < before + len(dead)
+        num_asked = len(asked) - before
+        assert 0 < num_asked < len(dead)
+        num_new = len(set(asked) - known)
+        assert num_new == min(num_asked, len(dead) - len(known)), "one was asked again before all had been asked"
     assert rounds >= 2
-    assert len(asked) < len(dead) + 64, "none was asked again before all had been asked"
 
 
 def probe(address: str, secret: bytes = SECRET) -> str:
