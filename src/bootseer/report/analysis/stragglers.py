@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -66,42 +66,38 @@ def slowest_visits(barrier: Barrier) -> dict[str, Visit]:
 
 
 def delays(barriers: Sequence[Barrier], clocks: Mapping[str, Offset]) -> list[Delay]:
-    """The stragglers of each barrier, worst first, each node once."""
-    found: dict[str, Delay] = {}
-    for barrier in barriers:
-        visits = list(slowest_visits(barrier).values())
-        if len(visits) < MIN_NODES or not barrier.passed:
-            continue
-        first = [visit for visit in visits if visit.previous < 0]
-        begins = median(visit.lane.begin_ns for visit in first) if len(first) >= MIN_NODES else None
-        work = {id(visit): visit.work_ns for visit in visits}
-        for delay in _outliers(visits, work, barrier, late_start=False):
-            _keep_worst(found, delay)
-        if begins is not None:
-            late = {id(visit): max(visit.lane.begin_ns - int(begins), 0) for visit in first}
-            for delay in _outliers(first, late, barrier, late_start=True):
-                error_ns = clocks[delay.visit.lane.node].error_ns
-                if error_ns is not None and delay.delay_ns > error_ns:
-                    _keep_worst(found, delay)
-    return sorted(found.values(), key=lambda delay: -delay.delay_ns)
+    """The stragglers of all barriers, worst first, each node once."""
+    worst: dict[str, Delay] = {}
+    for delay in chain.from_iterable(_delays_at(barrier, clocks) for barrier in barriers):
+        known = worst.get(delay.visit.lane.node)
+        if known is None or delay.delay_ns > known.delay_ns:
+            worst[delay.visit.lane.node] = delay
+    return sorted(worst.values(), key=lambda delay: -delay.delay_ns)
 
 
-def _keep_worst(found: dict[str, Delay], delay: Delay) -> None:
-    known = found.get(delay.visit.lane.node)
-    if known is None or delay.delay_ns > known.delay_ns:
-        found[delay.visit.lane.node] = delay
+def _delays_at(barrier: Barrier, clocks: Mapping[str, Offset]) -> Iterator[Delay]:
+    visits = list(slowest_visits(barrier).values())
+    if len(visits) < MIN_NODES or not barrier.passed:
+        return
+    yield from _outliers(barrier, [(visit, visit.work_ns) for visit in visits], late_start=False)
+    first = [visit for visit in visits if visit.previous < 0]
+    if len(first) >= MIN_NODES:
+        begin_ns = int(median(visit.lane.begin_ns for visit in first))
+        late = [(visit, max(visit.lane.begin_ns - begin_ns, 0)) for visit in first]
+        for delay in _outliers(barrier, late, late_start=True):
+            error_ns = clocks[delay.visit.lane.node].error_ns
+            if error_ns is not None and delay.delay_ns > error_ns:
+                yield delay
 
 
-def _outliers(
-    visits: Sequence[Visit], value_ns: Mapping[int, int], barrier: Barrier, *, late_start: bool
-) -> list[Delay]:
-    middle = median(value_ns[id(visit)] for visit in visits)
-    sigma = _MAD_TO_SIGMA * median(abs(value_ns[id(visit)] - middle) for visit in visits)
+def _outliers(barrier: Barrier, values_ns: Sequence[tuple[Visit, int]], *, late_start: bool) -> list[Delay]:
+    middle = median(value for _, value in values_ns)
+    sigma = _MAD_TO_SIGMA * median(abs(value - middle) for _, value in values_ns)
     limit = max(_NOISE_SIGMAS * sigma, _MIN_SHARE * middle, _MIN_DELAY_NS)
     return [
         Delay(visit, barrier, int(excess), excess / sigma if sigma else None, late_start)
-        for visit in visits
-        if (excess := value_ns[id(visit)] - middle) > limit
+        for visit, value in values_ns
+        if (excess := value - middle) > limit
     ]
 
 
