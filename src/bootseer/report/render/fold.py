@@ -2,29 +2,23 @@
 
 1,440 rows cannot be read, and an average of them would be misleading: nodes wait at the same barriers, but their
 stages differ in length. So nodes are sorted by own time (work and untracked, without waiting, which only mirrors the
-slowest nodes) and divided into four bands of percentiles. A band is drawn as a majority vote: at each moment the stage
-that most of its members were in. That keeps edges sharp where nodes act together, so the bands line up with the
-barriers. The nodes that a reader looks for get their own rows: those on the critical chain, stragglers, nodes that did
-not reach training, and the slowest.
+slowest nodes) and divided into four bands of percentiles. A band is drawn as its median node, whose stages line up with
+the barriers. The nodes that a reader looks for get their own rows: those on the critical chain, stragglers, nodes that
+did not reach training, and the slowest.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from bootseer.report.model import Kind, Link, Node, Report, Segment
+from bootseer.report.model import Link, Node, Report, Segment
 from bootseer.trace.event import encodable
 
 FOLD_ABOVE = 32
 MAX_OUTLIERS = 20
-_CUTS = (0, 50, 90, 99, 100)
-_BINS = 400
+_CUTS = ((0, 50), (50, 90), (90, 99), (99, 100))
 # Control characters are invisible, and direction marks could make a name look like another one.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
@@ -36,7 +30,12 @@ class Band:
     low: int
     high: int
     nodes: list[Node]
-    segments: list[Segment]
+    """Fastest first."""
+
+    @property
+    def middle(self) -> Node:
+        """The median node."""
+        return self.nodes[len(self.nodes) // 2]
 
 
 def top(stage: str) -> str:
@@ -97,54 +96,21 @@ def ended_first(nodes: list[Node]) -> list[Node]:
 def bands(nodes: list[Node]) -> list[Band]:
     """All nodes in four bands by own time, fastest first, without empty bands."""
     ordered = sorted(nodes, key=lambda node: (own_s(node), node.node))
-    span = time_range(nodes)
-    found = []
-    for low, high in pairwise(_CUTS):
-        members = ordered[len(ordered) * low // 100 : len(ordered) * high // 100]
-        if members:
-            found.append(Band(low, high, members, _majority(members, span)))
-    return found
+    cut = [Band(low, high, ordered[len(ordered) * low // 100 : len(ordered) * high // 100]) for low, high in _CUTS]
+    return [band for band in cut if band.nodes]
 
 
-def coalesced(segments: list[Segment], name: Callable[[str], str] = top) -> list[Segment]:
-    """Segments with neighbours of the same stage (by default the top-level one), kind and outcome merged."""
+def coalesced(segments: list[Segment]) -> list[Segment]:
+    """Segments with neighbours of the same top-level stage, kind and outcome merged."""
     runs: list[Segment] = []
     for seg in segments:
         last = runs[-1] if runs else None
-        same = last and (last.stage, last.kind, last.outcome) == (name(seg.stage), seg.kind, seg.outcome)
+        same = last and (last.stage, last.kind, last.outcome) == (top(seg.stage), seg.kind, seg.outcome)
         if last and same and seg.start_s - last.end_s < 1e-6:
             runs[-1] = replace(last, end_s=seg.end_s)
         else:
-            runs.append(replace(seg, stage=name(seg.stage)))
+            runs.append(replace(seg, stage=top(seg.stage)))
     return runs
-
-
-def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
-    low, high = span
-    step = (high - low) / _BINS
-    votes: list[Counter[tuple[str, Kind] | None]] = [Counter() for _ in range(_BINS)]
-    for node in nodes:
-        ends = [seg.end_s for seg in node.segments]
-        for index in range(_BINS):
-            moment = low + (index + 0.5) * step
-            at = bisect_right(ends, moment)
-            if at < len(ends) and node.segments[at].start_s <= moment:
-                seg = node.segments[at]
-                votes[index][seg.stage, seg.kind] += 1
-            else:
-                votes[index][None] += 1
-    drawn = []
-    for index, vote in enumerate(votes):
-        # The most frequent top-level stage, and the most frequent of its sub-stages. Voting for sub-stages directly
-        # could let a stage win that few nodes were in, because the majority's stage has many sub-stages.
-        tops: Counter[tuple[str, Kind] | None] = Counter()
-        for look, count in vote.items():
-            tops[look and (top(look[0]), look[1])] += count
-        winner = max(vote, key=lambda look: (tops[look and (top(look[0]), look[1])], vote[look]))
-        if winner:
-            begin = low + index * step
-            drawn.append(Segment(winner[0], begin, begin + step, winner[1], ""))
-    return coalesced(drawn, str)
 
 
 def clean(text: object) -> str:
