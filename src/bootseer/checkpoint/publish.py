@@ -22,9 +22,10 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
 from bootseer.checkpoint.layout import Policy, encode_policy
+from bootseer.checkpoint.verify import verify
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.spool import FileSource
-from bootseer.checkpoint.writing.writing import Verify, Writing
+from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import (
     AccessError,
     AlreadyExistsError,
@@ -130,6 +131,8 @@ def put_checkpoint(
             with suppress(NotFoundError):  # it was in another one
                 place.delete(rest, recursive=True)
         num_striped = _check_written(inside, attempt.path, found)
+        if settings.read_back and (problems := verify(inside, attempt.path).problems):
+            raise PermanentError(f"{place.uri}/{problems[0].path}: {problems[0].what}; put it again")
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
@@ -305,7 +308,6 @@ def _write_all(
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
     done, kept = Count(source.size_bytes, progress), Count(source.size_bytes, None)
     stopped = threading.Event()
-    verify: Verify = "read" if settings.read_back else "length"
 
     def write(file: _File) -> None:
         before = 0
@@ -322,15 +324,14 @@ def _write_all(
                 raise PermanentError(
                     f"{file.local} is the head of a striped file, not its content; bootseer ckpt get reads that"
                 )
-            # What is to be read back is written anew.
-            if not settings.read_back and any(_reuse(files, rest, root, file, opened) for rest in leftovers):
+            if any(_reuse(files, rest, root, file, opened) for rest in leftovers):
                 on_progress(file.size_bytes, file.size_bytes)
                 attempt.has_whole_files = True
                 kept.add(file.size_bytes)
             else:
                 written = writing.write_file(
                     f"{root}/{file.name}", opened.size_bytes, opened.read,
-                    mode=file.mode, policy=policy, verify=verify, progress=on_progress,
+                    mode=file.mode, policy=policy, progress=on_progress,
                 )  # fmt: skip
                 attempt.has_whole_files |= written.is_striped
         if _file(file.name, file.local) != file:

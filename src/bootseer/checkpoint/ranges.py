@@ -1,13 +1,12 @@
-"""Byte ranges of files: joined into spans over small gaps, split where they overlap, collected in sets. Decides and
-touches nothing."""
+"""Byte ranges of files: joined into spans over small gaps, collected in sets. Decides and touches nothing."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -65,42 +64,6 @@ def spread(spans: Mapping[str, Iterable[Span[T]]]) -> Iterator[tuple[str, Span[T
         group = order[first : first + _STRETCHES_AT_ONCE]
         for row in zip_longest(*(stretches[key] for key in group)):
             yield from ((file, span) for (_, file), span in zip(group, row, strict=True) if span is not None)
-
-
-class Piece(NamedTuple):
-    """Bytes `start` to `end` of the file, to be read into range `number`."""
-
-    start: int
-    end: int
-    number: int
-
-
-class Copy(NamedTuple):
-    """Bytes `start` to `end` of the file, which range `number` shares with range `source`."""
-
-    start: int
-    end: int
-    number: int
-    source: int
-
-
-def split_overlaps(ranges: Sequence[tuple[int, int]]) -> tuple[list[Piece], list[Copy]]:
-    """Split ranges (start, end) into pieces that do not overlap, in the file's order, and the copies between them."""
-    pieces: list[Piece] = []
-    copies: list[Copy] = []
-    for number in sorted(range(len(ranges)), key=lambda number: (ranges[number][0], -ranges[number][1])):
-        start, end = ranges[number]
-        # Ranges are visited in the order of their starts: overlaps are at the end of what was visited so far.
-        for piece in reversed(pieces):
-            if piece.end <= start:
-                break
-            low, high = max(piece.start, start), min(piece.end, end)
-            if low < high:
-                copies.append(Copy(low, high, number, piece.number))
-        read_to = pieces[-1].end if pieces else 0
-        if max(start, read_to) < end:
-            pieces.append(Piece(max(start, read_to), end, number))
-    return pieces, copies
 
 
 class Ranges:

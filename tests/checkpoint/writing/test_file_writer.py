@@ -17,7 +17,7 @@ from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.spool import TooLargeError
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 
-from .conftest import MIB, QUICK, SMALL, Desk
+from .conftest import MIB, SMALL, Desk
 
 PIECE = 128 << 10
 SIZES = st.integers(0, 7 * MIB)
@@ -395,28 +395,6 @@ def test_the_policy_of_the_folder_decides(desk: Desk) -> None:
     assert not writer.commit().is_striped
     assert desk.read("job/file") == b"x" * 20 * MIB
     assert desk.leftovers() == ["job/.stripes/policy.json"]
-
-
-def test_verifying_by_reading_finds_what_the_place_has_lost(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "root", tmp_path / "spool", QUICK)
-
-    def damage(step: str, path: str) -> None:
-        if step == "list":
-            part = next(iter((desk.root / path).iterdir()))
-            with part.open("r+b") as file:
-                file.seek(100)
-                file.write(b"!")
-
-    desk.place.before = damage
-    with contextlib.closing(desk.writing):
-        writer = desk.writing.open("job/file", policy=SMALL, verify="read")
-        writer.write_at(0, bytes(9 * MIB))
-        with pytest.raises(PermanentError, match="does not hold what was written"):
-            writer.commit()
-        desk.place.before = lambda step, path: None
-        with pytest.raises(NotFoundError):
-            desk.files.stat("job/file")
-        assert desk.leftovers() == []
 
 
 def _full_desk(tmp_path: Path, spool_bytes: int) -> Desk:

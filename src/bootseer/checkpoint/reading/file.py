@@ -11,7 +11,6 @@ from itertools import count, pairwise
 
 from msgspec.structs import replace
 
-from bootseer.checkpoint.ranges import split_overlaps
 from bootseer.checkpoint.read_ahead import Advice, ReadAhead
 from bootseer.checkpoint.reading.buffer import BufferedPiece, ChunkBuffer, Key, PieceRequest
 from bootseer.checkpoint.reading.context import Engine
@@ -124,25 +123,14 @@ class SharedFile:
         self._read_ahead(advice)
 
     def read_ranges(self, ranges: Sequence[_Slice], gather: Gather) -> None:
-        """Fill memory with ranges inside the file. `gather` ends when no thread writes into any of it any more.
+        """Fill memory with ranges inside the file, which are in order and do not overlap. `gather` ends when no thread
+        writes into any of it any more.
 
         Blocks for reads from this node's cache.
         """
-        pieces, copies = split_overlaps([(offset, offset + len(into)) for offset, into in ranges])
-
-        def view(number: int, start: int, end: int) -> memoryview:
-            offset, into = ranges[number]
-            return into[start - offset : end - offset]
-
-        def copy_all() -> None:
-            for copy in copies:
-                span = (copy.start, copy.end)
-                view(copy.number, *span)[:] = view(copy.source, *span)
-
-        gather.copy = copy_all
         try:
             local: list[_Slice] = []
-            self._fetch([(piece.start, view(piece.number, piece.start, piece.end)) for piece in pieces], gather, local)
+            self._fetch(ranges, gather, local)
             damaged = [one for one in local if not self._source.read_local(*one)]
             if damaged:
                 self._fetch(damaged, gather, None)
@@ -338,17 +326,20 @@ class CheckpointFile:
         return length
 
     def read_ranges(self, ranges: Sequence[tuple[int, Buffer]]) -> None:
-        """Fill each buffer from its offset on, concurrently and in the best order. All ranges must lie inside the file.
+        """Fill each buffer from its offset on, concurrently and in the best order. The ranges lie inside the file and
+        do not overlap.
 
-        Reads go straight into the buffers; overlaps are read once. The contents are undefined after an error.
+        Reads go straight into the buffers, whose contents are undefined after an error.
         """
         self._check_open()
-        views = [(offset, memoryview(buffer).cast("B")) for offset, buffer in ranges]
+        views = sorted(((offset, memoryview(buffer).cast("B")) for offset, buffer in ranges), key=lambda one: one[0])
+        end = 0
         for offset, view in views:
-            if offset < 0 or offset + len(view) > self.size_bytes:
+            if offset < end or offset + len(view) > self.size_bytes:
                 raise PermanentError(
-                    f"{self.path}: bytes {offset} to {offset + len(view)} of a file of {self.size_bytes}"
+                    f"{self.path}: bytes {offset} to {offset + len(view)} after {end}, of a file of {self.size_bytes}"
                 )
+            end = offset + len(view)
         self._wait_for(lambda gather: self._shared.read_ranges(views, gather))
 
     def read_async(

@@ -296,8 +296,6 @@ class Gather:
         """The count starts at one, for the caller that adds the reads: it cannot end before all were added."""
         self.progress_s = time.monotonic()
         """When a read has last ended."""
-        self.copy: Callable[[], None] = lambda: None
-        """Called before `on_end` if all reads have succeeded."""
         self._on_end = on_end
         self._lock = threading.Lock()
         self._left = 1
@@ -330,8 +328,6 @@ class Gather:
             self._error = self._error or error
             if self._left:
                 return
-        if self._error is None:
-            self.copy()
         self._on_end(self._error)
 
     def cancel(self, error: BootseerError) -> None:

@@ -7,8 +7,9 @@ All headers are read concurrently, then all tensors, straight into the memory th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import math
+import operator
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
@@ -16,9 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from bootseer.checkpoint.locations import Location, is_below, resolve
-from bootseer.checkpoint.ranges import Range, Span, join, spread
+from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.safetensors.box import box_of, is_box, runs_of, strides_of
 from bootseer.checkpoint.safetensors.header import Header, TensorEntry, read_header
 from bootseer.checkpoint.tensors import PAIRS, dtype_of, empty_bytes, memory_of
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
@@ -54,29 +54,59 @@ class TensorSlice:
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        if not is_box(index):
-            return self[...][index]  # lists, masks, None: PyTorch knows what they mean
-        box = box_of(self._shape, index)
         dtype = dtype_of(self._entry.dtype)
-        if 0 in box.counts:
-            return torch.empty(box.counts, dtype=dtype)[box.then].to(self._device)
-        runs = runs_of(self._shape, box, dtype.itemsize)
-        padded = -(-runs.length // 64) * 64
+        whole = torch.empty(self._shape, dtype=torch.uint8, device="meta")
+        try:
+            view = whole[index]
+            is_view = torch._C._is_alias_of(view, whole)
+        except NotImplementedError:  # a mask, for older PyTorch
+            is_view = False
+        if not is_view:
+            return self[...][index]
+        if not view.numel():
+            return torch.empty(view.shape, dtype=dtype, device=self._device)
+        runs = runs_of(view, dtype.itemsize)
+        padded = -(-runs.length // _ALIGNMENT) * _ALIGNMENT
         buffer = empty_bytes(padded * len(runs.starts))
-        view = memory_of(buffer)
+        memory = memory_of(buffer)
         self._file.read_ranges(
             [
-                (self._begin + start, view[number * padded : number * padded + runs.length])
+                (self._begin + start, memory[number * padded : number * padded + runs.length])
                 for number, start in enumerate(runs.starts)
             ]
         )
         # The runs are adjacent in the buffer: outer strides are those of runs, inner ones those of the file.
-        counts, outer = box.counts, runs.num_outer
-        run_strides = tuple(one * (padded // dtype.itemsize) for one in strides_of(counts[:outer]))
-        strides = (*run_strides, *strides_of(self._shape)[outer:])
-        found = buffer.view(dtype).as_strided(counts, strides)[box.then]
-        is_all = math.prod(found.shape) * dtype.itemsize == len(view)
+        outer = torch.empty(view.shape[: runs.num_outer], device="meta").stride()
+        strides = (*(one * (padded // dtype.itemsize) for one in outer), *view.stride()[runs.num_outer :])
+        found = buffer.view(dtype).as_strided(view.shape, strides)
+        is_all = found.numel() * dtype.itemsize == len(memory)
         return (found if is_all else found.clone(memory_format=torch.contiguous_format)).to(self._device)
+
+
+class Runs(NamedTuple):
+    """Byte runs of equal length, one for each index of the outer dimensions of a slice."""
+
+    starts: list[int]
+    """Start of each run, in bytes from the tensor's first element, in the order of the outer indexes."""
+    length: int
+    num_outer: int
+    """The number of outer dimensions."""
+
+
+def runs_of(view: torch.Tensor, itemsize: int, gap_bytes: int = GAP_BYTES) -> Runs:
+    """The runs with the elements of a slice, which is not empty: few requests, without reading much more than is
+    needed. `view`: the slice of a tensor without memory. Gaps that cost less than a request are read too."""
+    sizes, strides = view.shape, [stride * itemsize for stride in view.stride()]
+    length = itemsize
+    outer = len(sizes)
+    while outer and (sizes[outer - 1] == 1 or strides[outer - 1] - length <= gap_bytes):
+        outer -= 1
+        length += (sizes[outer] - 1) * strides[outer]
+    starts = [
+        view.storage_offset() * itemsize + sum(map(operator.mul, numbers, strides))
+        for numbers in itertools.product(*map(range, sizes[:outer]))
+    ]
+    return Runs(starts, length, outer)
 
 
 INDEX = "model.safetensors.index.json"

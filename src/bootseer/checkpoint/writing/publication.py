@@ -8,12 +8,10 @@ without a head and a stale lease: `attempts.collect` removes it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TypeVar
 
 from blake3 import blake3
@@ -21,48 +19,16 @@ from msgspec import Struct
 
 from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes, rename
 from bootseer.checkpoint.files import Files, check_name
-from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
+from bootseer.checkpoint.head import ATTEMPTS, Head, Segment, encode_head, parts_folder
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
 from bootseer.checkpoint.writing.lane import NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.retry import ExcludedNodes
-from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
-from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, Place, read_blocking
+from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, read_blocking
 
 _LOG = logger(__name__)
-
-_READ_BYTES = 4 << 20
-_PARTS_AT_ONCE = 8
-_STUCK_S = 600.0
-"""Longer than reading a part takes."""
-
-
-def verify_parts(place: Place, folder: str, parts: Sequence[Part]) -> None:
-    """Read all parts and compare their SHA-256. Raises `CorruptError`, and errors of the place."""
-    with Tasks("bootseer-verify", _PARTS_AT_ONCE, leave_s=0.0) as threads:
-        left = {threads.submit(_verify, place, f"{folder}/{part.name}", part) for part in parts}
-        while left:
-            done, left = wait(left, _STUCK_S, FIRST_COMPLETED)
-            if not done:
-                raise TransientError(f"{place.uri}/{folder}: no part was read within {_STUCK_S:.0f} s; try again")
-            for one in done:
-                one.result()
-
-
-def _verify(place: Place, path: str, part: Part) -> None:
-    sha256 = hashlib.sha256()
-    with contextlib.closing(place.open(path)) as file:
-        if file.size_bytes != part.size_bytes:
-            raise CorruptError(f"{place.uri}/{path} has {file.size_bytes} bytes after {part.size_bytes} were written")
-        for offset in range(0, part.size_bytes, _READ_BYTES):
-            sha256.update(
-                read_blocking(file, offset, min(_READ_BYTES, part.size_bytes - offset), f"{place.uri}/{path}")
-            )
-    if sha256.hexdigest() != part.sha256:
-        raise CorruptError(f"{place.uri}/{path} does not hold what was written")
-
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -125,11 +91,9 @@ class Publication:
         self.has_folder = True
         return f"{folder}{secrets.token_hex(8)}"
 
-    def publish(self, segments: Sequence[Segment], *, verify: str) -> Written:
-        """Check the parts, publish the file in place of its predecessor, and remove parts that it does not refer to.
-
-        `verify`: "length" compares the lengths that the place reports, "read" reads the parts.
-        """
+    def publish(self, segments: Sequence[Segment]) -> Written:
+        """Check the lengths of the parts, publish the file in place of its predecessor, and remove parts that are not in
+        it."""
         head = Head(self.id, sum(segment.size_bytes for segment in segments), tuple(segments))
         data = encode_head(head)
         lost = self.settings.retry(lambda: self._files.lost_parts(self.path, head), self.path)
@@ -137,8 +101,6 @@ class Publication:
             raise TransientError(
                 f"{self.place.uri}/{self.folder}/{lost[0]} is missing, or not as long as written; write it again"
             )
-        if verify == "read":
-            verify_parts(self.place, self.folder, head.parts)
         names = frozenset(part.name for part in head.parts)
         self.publish_step(lambda: self._show(data, names), keep=self.id)
         self._referenced = names

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from msgspec.structs import replace
 
@@ -51,14 +50,13 @@ def no_check() -> None:
 class FileWriter:
     """A new file. Ends with `commit`, which publishes it, or with `abort`, which keeps the previous version."""
 
-    def __init__(self, writing: Writing, publication: Publication, spool: Spool, verify: Verify) -> None:
+    def __init__(self, writing: Writing, publication: Publication, spool: Spool) -> None:
         self.sending = Sending(publication, spool, writing.budget)
         """For the `Writing`, which balances spool space among its files."""
         self._writing = writing
         self._publication = publication
         self._settings = publication.settings
         self._spool = spool
-        self._verify = verify
         # Held by the thread that changes the file, for the whole change.
         self._turn = threading.RLock()
         self._size_bytes = 0
@@ -197,7 +195,7 @@ class FileWriter:
             segments = self.sending.send_all(size_bytes, separate_tail=self._is_continued, check=check)
             # Parts of recalled segments are removed once no request in flight creates them any more.
             self.sending.wait_idle(self._settings.end_s)
-            written = self._publication.publish(segments, verify=self._verify)
+            written = self._publication.publish(segments)
         else:
             with self.sending.hold_back(0):
                 self.sending.recall(0, size_bytes)
@@ -209,11 +207,6 @@ class FileWriter:
 
 
 _SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
-Verify = Literal["length", "read"]
-"""How parts are checked before publication: by the lengths that the place reports, or by reading them.
-
-Places acknowledge what they have stored; "read" does not rely on it. Ordinary files have no digests: always by length.
-"""
 
 
 class Writing:
@@ -255,7 +248,6 @@ class Writing:
         *,
         mode: int = 0o644,
         policy: Policy | None = None,
-        verify: Verify = "length",
         progress: Progress | None = None,
     ) -> Written:
         """Write a file whose bytes are all available, replacing an existing one. `read` returns them, those of a failed
@@ -268,7 +260,7 @@ class Writing:
         publication = self._begin(path, policy, mode)
         try:
             if publication.policy.is_striped(size_bytes):
-                return self._send_whole(publication, size_bytes, read, verify, progress)
+                return self._send_whole(publication, size_bytes, read, progress)
             return write_ordinary(publication, size_bytes, read, progress)
         finally:
             self.end(publication)
@@ -278,7 +270,6 @@ class Writing:
         publication: Publication,
         size_bytes: int,
         read: Read,
-        verify: Verify,
         progress: Progress | None,
     ) -> Written:
         """Send a striped file without a spool, and publish it. A failure leaves nothing behind."""
@@ -292,7 +283,7 @@ class Writing:
         try:
             segments = sending.send_all(size_bytes, separate_tail=False, check=check)
             check()
-            written = publication.publish(segments, verify=verify)
+            written = publication.publish(segments)
         except BaseException:
             # First, because requests in flight create files in the folder that is about to be removed.
             sending.close(self._settings.end_s)
@@ -306,7 +297,6 @@ class Writing:
         *,
         mode: int = 0o644,
         policy: Policy | None = None,
-        verify: Verify = "length",
         is_checked: bool = False,
     ) -> FileWriter:
         """Begin a file that is written piece by piece; `commit` replaces an existing one. `is_checked`: the caller
@@ -315,7 +305,7 @@ class Writing:
             check_target(self._files, path)
         publication = self._begin(path, policy, mode)
         try:
-            writer = FileWriter(self, publication, Spool(self._spool), verify)
+            writer = FileWriter(self, publication, Spool(self._spool))
         except BaseException:
             self.end(publication)
             raise
