@@ -32,13 +32,12 @@ from bootseer.places.place import OpenFile
 
 _LOG = logger(__name__)
 
-_NO_ROOM_S = 0.05
 _PARITY: Final = -1
 """The number of the parity among the members of a row."""
 
 
 class Row:
-    """The reads of one row in one batch."""
+    """The reads of one row in one batch. At most one chunk at a time is rebuilt, the target: it needs all others."""
 
     def __init__(self, context: ReadContext, chunks: range) -> None:
         """`chunks`: all chunks of the row, requested or not."""
@@ -50,19 +49,17 @@ class Row:
         self._helpers: dict[int, ChunkRead] = {}  # the members that are read for rebuilds alone
         self._data: dict[int, memoryview] = {}  # members that have arrived
         self._unreadable: set[int] = set()  # members whose own parts failed
-        self._to_rebuild: dict[int, ChunkRead] = {}  # waiting for their rebuild
-        self._rebuilt: dict[int, memoryview] = {}  # until their own reads have ended
+        self._target: int | None = None
+        self._rebuilding = False
+        self._rebuilt: memoryview | None = None  # the target's bytes, until its own read has ended
         self._parity_problem = ""
-        self._rebuilding: int | None = None  # the chunk that is being rebuilt
+        self._parity_first: int | None = None
         self._segment: OpenSegment | None = None
         self._begun: set[int] = set()
         self._finished: set[int] = set()
-        self._num_extra = 0  # helpers that have not ended
         self._scratch_bytes = 0
         self._overdrawn = False
-        self._parity_first: int | None = None
         self._watching = False
-        self._waits_for_room = False
 
     def read(self, request: RangeRequest, stripe: int) -> ChunkRead:
         """A read of a chunk of this row, not started yet."""
@@ -76,18 +73,17 @@ class Row:
 
     def begin(self, job: ChunkRead) -> None:
         """Start a chunk, from its own part or by a rebuild."""
-        segment = job.segment
         with self._lock:
-            first = not self._begun
+            if not self._begun:
+                delays = {chunk: self._delay_s(job.segment, chunk) for chunk in self._chunks}
+                parity_s = self._delay_s(job.segment, _PARITY)
+                self._parity_first = chunk_to_skip(delays, frozenset(self._jobs), parity_s)
             self._register(job)
-            if first:
-                self._parity_first = self._choose_parity_first(segment)
-            if self._parity_first == job.chunk:
-                self._to_rebuild[job.chunk] = job
-            watch, self._watching = not self._watching, True
-        if watch:
-            self._check_again_later()
-        if self._parity_first == job.chunk:
+            if self._parity_first == job.chunk and self._target is None:
+                self._target = job.chunk
+            is_target = self._target == job.chunk
+        self._watch()
+        if is_target:
             self._advance()
         else:
             job.read_own()
@@ -100,26 +96,30 @@ class Row:
 
     def own_ended(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
         """The read of a chunk's own part has ended, and no thread writes into its memory any more."""
-        chunk = job.chunk
         with self._lock:
-            data = self._rebuilt.pop(chunk, None)
-            self._to_rebuild.pop(chunk, None)
-            over = error is None or data is not None
-            if error is None:
-                self._data[chunk] = job.into
-            elif data is None:
-                self._unreadable.add(chunk)
-                if chunk not in self._begun:
+            data = None
+            if self._target == job.chunk and not self._rebuilding:
+                data, self._rebuilt = self._rebuilt, None
+            if error is not None and data is None:
+                self._unreadable.add(job.chunk)
+                if job.chunk not in self._begun:
                     # It failed before `begin`. It must count as active: the last active one frees the rebuild's memory.
                     self._register(job)
-                if self._rebuilding != chunk:  # otherwise the rebuilding thread ends it
-                    self._to_rebuild[chunk] = job
-        if error is not None and data is not None:
-            job.into[:] = data
-            error = None
-        if over:
-            self._finish(job, error, keep=keep)
+            else:
+                self._arrived(job)
+        if error is None or data is not None:
+            if error is not None and data is not None:
+                job.into[:] = data
+            job.finish(None, keep=keep)
+        self._watch()
         self._advance()
+
+    def _arrived(self, job: ChunkRead) -> None:
+        """A chunk has its bytes, or is about to."""
+        self._data[job.chunk] = job.into
+        self._finished.add(job.chunk)
+        if self._target == job.chunk:
+            self._target = None
 
     @property
     def _is_active(self) -> bool:
@@ -130,95 +130,76 @@ class Row:
         """A chunk was cancelled: it must not wait for others of the row, which may never be started now."""
         self._advance()
 
-    def _choose_parity_first(self, segment: OpenSegment) -> int | None:
-        """The chunk to replace by parity from the start; None: each chunk is read from its own part."""
-        delays = {chunk: self._delay_s(segment, chunk) for chunk in self._chunks}
-        return chunk_to_skip(delays, frozenset(self._jobs), self._delay_s(segment, _PARITY))
-
     def _delay_s(self, segment: OpenSegment, member: int) -> float:
         """Estimated seconds until a member arrives that is requested now."""
         part, offset = segment.parity_of(self._chunks.start) if member == _PARITY else segment.place_of(member)
         return part.delay_s(offset, CHUNK_BYTES)
 
     def check(self) -> None:
-        """Rebuild chunks that are late, or that a rebuild would deliver sooner by the current estimates."""
-        for job in self._request_late_rebuilds():
-            job.read_own()
+        """Rebuild a chunk that is late, or that a rebuild would deliver sooner by the current estimates."""
+        with self._lock:
+            former = self._choose_target()
+        if former is not None:
+            former.read_own()
         self._advance()
 
-    def _check_regularly(self) -> None:
+    def _watch(self) -> None:
+        """Check regularly, as long as a chunk is active."""
+        with self._lock:
+            if self._watching or not self._is_active:
+                return
+            try:
+                self._context.timer.after(self._context.settings.row_check_s, self._check_and_watch)
+                self._watching = True
+            except TransientError:  # no thread can be started: the next chunk that starts or ends tries again
+                return
+
+    def _check_and_watch(self) -> None:
         try:
             self.check()
         finally:
-            self._check_again_later()
+            self._watching = False
+            self._watch()
 
-    def _check_again_later(self) -> None:
-        with self._lock:
-            self._watching = self._is_active
-            if self._watching:
-                try:
-                    self._context.timer.after(self._context.settings.row_check_s, self._check_regularly)
-                except TransientError:  # no thread can be started: the next chunk that starts tries again
-                    self._watching = False
-
-    def _request_late_rebuilds(self) -> list[ChunkRead]:
-        """Queue rebuilds of late chunks. Returns chunks that must be read from their own parts after all."""
-        settings, now = self._context.settings, self._context.timer.now_s()
-        with self._lock:
-            on_way: dict[int, ChunkRead] = {}
-            for chunk in (
-                self._begun - self._data.keys() - self._unreadable - self._to_rebuild.keys() - self._rebuilt.keys()
-            ):
-                job = self._jobs[chunk]
-                if job.started_s is None:
-                    continue
-                on_way[chunk] = job
-                waited_s = now - job.started_s
-                if is_late(waited_s, job.expected_s, settings) and self._helpers_pay(waited_s):
-                    self._to_rebuild[chunk] = job
-            return self._reconsider_parity(on_way) + self._drop_late_helpers(now)
-
-    def _reconsider_parity(self, on_way: dict[int, ChunkRead]) -> list[ChunkRead]:
-        """Decide anew which chunk, if any, parity should replace, by the current estimates. Returns the chunks that it
-        was to replace before, which must be read from their own parts after all."""
-        segment = self._segment
-        untried = [job for job in self._to_rebuild.values() if job.started_s is None]
-        if segment is None or self._unreadable or len(self._to_rebuild) > len(untried) or self._rebuilding is not None:
-            return []
+    def _choose_target(self) -> ChunkRead | None:
+        """Choose the target anew, unless it has been tried already. Returns the former one if it must be read from its
+        own part after all."""
+        segment, now, settings = self._segment, self._context.timer.now_s(), self._context.settings
+        former = None if self._target is None else self._jobs[self._target]
+        if segment is None or self._unreadable or self._rebuilding or (former and former.started_s is not None):
+            return None
+        waited = {chunk: now - began for chunk in self._begun if (began := self._jobs[chunk].started_s) is not None}
+        on_way = {chunk: self._jobs[chunk] for chunk in waited.keys() - self._data.keys()}
+        for chunk, job in on_way.items():
+            if is_late(waited[chunk], job.expected_s, settings) and self._helpers_pay(segment, waited[chunk]):
+                self._target = chunk
+                return former
+        awaited = [helper for member, helper in self._helpers.items() if member not in self._data]
         left = {chunk: job.remaining_s() for chunk, job in on_way.items()}
-        left |= {job.chunk: self._delay_s(segment, job.chunk) for job in untried}
+        if former is not None:
+            left[former.chunk] = self._delay_s(segment, former.chunk)
         others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._data]
         others_s = max((self._delay_s(segment, chunk) for chunk in others), default=0.0)
-        helpers_s = {one: 0.0 if one in self._data else read.remaining_s() for one, read in self._helpers.items()}
-        parity_s = helpers_s[_PARITY] if _PARITY in helpers_s else self._delay_s(segment, _PARITY)
+        parity_s = self._delay_s(segment, _PARITY)
+        if _PARITY in self._helpers:
+            parity_s = 0.0 if _PARITY in self._data else self._helpers[_PARITY].remaining_s()
         loser = chunk_to_replace(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
-        rebuild_s = max([parity_s, *helpers_s.values()])
+        rebuild_s = max([parity_s, *(helper.remaining_s() for helper in awaited)])
         if loser in on_way:
-            self._to_rebuild = {loser: on_way[loser]}
-        elif loser is None and any(parity_no_longer_pays(left[job.chunk], rebuild_s) for job in untried):
-            self._to_rebuild = {}
-        else:
-            return []
-        return untried
-
-    def _drop_late_helpers(self, now: float) -> list[ChunkRead]:
-        """The chunks to be read from their own parts after all, because a helper is late."""
-        awaited = [helper for member, helper in self._helpers.items() if member not in self._data]
-        settings = self._context.settings
-        if not any(
-            read.started_s is not None and is_late(now - read.started_s, read.expected_s, settings) for read in awaited
+            self._target = loser
+            return former
+        if former is not None and (
+            any(one.started_s is not None and is_late(now - one.started_s, one.expected_s, settings) for one in awaited)
+            or (loser is None and parity_no_longer_pays(left[former.chunk], rebuild_s))
         ):
-            return []
-        untried = [job for job in self._to_rebuild.values() if job.started_s is None]
-        for job in untried:
-            del self._to_rebuild[job.chunk]
-        return untried
+            self._target = None
+            return former
+        return None
 
-    def _helpers_pay(self, waited_s: float) -> bool:
+    def _helpers_pay(self, segment: OpenSegment, waited_s: float) -> bool:
         """Whether reading the helpers would probably take less than has been waited already."""
-        segment = self._segment
         missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._data]
-        return segment is not None and all(self._delay_s(segment, chunk) < waited_s for chunk in missing)
+        return all(self._delay_s(segment, chunk) < waited_s for chunk in missing)
 
     def _advance(self) -> None:
         interrupt: BaseException | None = None
@@ -229,21 +210,16 @@ class Row:
                 if step is None:
                     break
                 step()
-            except BaseException as error:
-                self._give_up_parity(failure(error, f"{self._context.path}: chunks {self._chunks}"))
+            except BaseException as error:  # for lack of memory perhaps: chunks are left to their own parts
+                problem = failure(error, f"{self._context.path}: chunks {self._chunks}")
+                with self._lock:
+                    self._rebuilding = False
+                    self._reject_parity(str(problem))
                 if not isinstance(error, Exception):
                     interrupt = error
         self._release_extra()
         if interrupt is not None:
             raise interrupt
-
-    def _give_up_parity(self, error: BootseerError) -> None:
-        """The rebuild cannot go on, for lack of memory perhaps: chunks are left to their own parts."""
-        with self._lock:
-            self._reject_parity(str(error))
-            chunk, self._rebuilding = self._rebuilding, None
-            if chunk is not None and chunk not in self._data:
-                self._to_rebuild[chunk] = self._jobs[chunk]
 
     def _reject_parity(self, problem: str) -> None:
         self._data.pop(_PARITY, None)
@@ -251,29 +227,17 @@ class Row:
         self._parity_problem = problem
 
     def _next_step(self) -> Callable[[], None] | None:
-        for chunk, job in list(self._to_rebuild.items()):
-            missing = [other for other in self._members if other != chunk and other not in self._data]
-            hopeless = not self._unreadable.isdisjoint(missing)
-            contested = not self._to_rebuild.keys().isdisjoint(missing)
-            untried = job.started_s is None
-            if job.is_cancelled or hopeless or (contested and untried):
-                del self._to_rebuild[chunk]
-                if untried:
-                    return job.read_own
-                if chunk in self._unreadable:
-                    error = self._error(job, missing) if hopeless else job.problem
-                    return partial(self._finish, job, error, keep=False)
-            elif not contested and self._rebuilding is None:
-                step = self._next_read_for(job, missing)
-                if step is not None:
-                    return step
-        return None
-
-    def _next_read_for(self, job: ChunkRead, missing: list[int]) -> Callable[[], None] | None:
-        """The next read for a chunk's rebuild; None: wait."""
+        failed = sorted((self._unreadable & self._jobs.keys()) - self._finished)
+        if self._target is None and failed:
+            self._target = failed[0]
+        if self._target is None or self._rebuilding or self._rebuilt is not None:
+            return None
+        job = self._jobs[self._target]
+        missing = [member for member in self._members if member != job.chunk and member not in self._data]
+        if job.is_cancelled or not self._unreadable.isdisjoint(missing):
+            return self._give_up(job, missing) or (self._next_step() if failed else None)
         if not missing:
-            del self._to_rebuild[job.chunk]
-            self._rebuilding = job.chunk
+            self._rebuilding = True
             del self._helpers[_PARITY]  # its memory will hold the rebuilt chunk
             return partial(self._rebuild, job, self._data.pop(_PARITY))
         wanted = [member for member in missing if member not in self._jobs and member not in self._helpers]
@@ -281,17 +245,21 @@ class Row:
             return None
         # All or nothing: rows that each hold a part of the memory they need could wait for each other forever.
         if not self._reserve(len(wanted) * CHUNK_BYTES, job):
-            if job.started_s is None:
-                del self._to_rebuild[job.chunk]
-                return job.read_own
-            if not self._waits_for_room:
-                self._context.timer.after(_NO_ROOM_S, self._retry_reserve)
-                self._waits_for_room = True
-            return None
+            # One that was tried waits for room: `check` comes here again.
+            is_untried = job.started_s is None and job.chunk not in self._unreadable
+            return self._give_up(job, missing) if is_untried else None
         made = {member: self._helper(job.segment, member) for member in wanted}
-        self._num_extra += len(made)
         self._helpers |= made
         return partial(run_effects, [partial(helper.start, urgent=True) for helper in made.values()])
+
+    def _give_up(self, job: ChunkRead, missing: list[int]) -> Callable[[], None] | None:
+        """The target cannot be rebuilt: its own part remains, if that has not failed."""
+        self._target = None
+        if job.chunk in self._unreadable:
+            self._finished.add(job.chunk)
+            is_hopeless = not self._unreadable.isdisjoint(missing)
+            return partial(job.finish, self._error(job, missing) if is_hopeless else job.problem, keep=False)
+        return job.read_own if job.started_s is None else None
 
     def _reserve(self, num_bytes: int, job: ChunkRead) -> bool:
         buffer = self._context.buffer
@@ -305,17 +273,11 @@ class Row:
         self._scratch_bytes += num_bytes
         return True
 
-    def _retry_reserve(self) -> None:
-        with self._lock:
-            self._waits_for_room = False
-        self._advance()
-
     def _helper(self, segment: OpenSegment, member: int) -> ChunkRead:
         """A read of a member that no reader requested. It has no row: if its part fails, there is no other way."""
 
         def ended(error: BootseerError | None) -> None:
             with self._lock:
-                self._num_extra -= 1
                 if error is None:
                     self._data[member] = helper.into
                 elif helper.is_cancelled:
@@ -341,64 +303,50 @@ class Row:
         data = data[: job.num_bytes]
         right = job.is_right(data)
         with self._lock:
-            self._rebuilding = None
-            running = job.started_s is not None and job.chunk not in self._unreadable
+            self._rebuilding = False
             here = job.chunk in self._data  # its own part arrived meanwhile
-            self._to_rebuild.pop(job.chunk, None)
+            waits = right and not here and job.started_s is not None and job.chunk not in self._unreadable
             if not right:
                 self._reject_parity("the parity part has wrong bytes")
-                if not here:
-                    self._to_rebuild[job.chunk] = job
-            elif running and not here:
-                self._rebuilt[job.chunk] = data
+            elif waits:
+                self._rebuilt = data
+            elif not here:
+                self._arrived(job)
         if not right:
             _LOG.warning("%s: the parity of chunks %s has wrong bytes", self._context.path, self._chunks)
             self._context.facts.add("wrong_chunks")
         elif not here:
             _LOG.debug("%s: chunk %d was rebuilt from parity", self._context.path, job.chunk)
             self._context.facts.add("rebuilt")
-            if running:
+            if waits:
                 job.stop()
             else:
                 job.into[:] = data
-                self._finish(job, None, keep=True)
-
-    def _finish(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
-        with self._lock:
-            if error is None:
-                self._data[job.chunk] = job.into
-        try:
-            job.finish(error, keep=keep)
-        finally:
-            with self._lock:
-                self._finished.add(job.chunk)
+                job.finish(None)
 
     def _release_extra(self) -> None:
         """When no chunk is active, cancel the helpers, and free their memory when they have ended.
         Chunks that start later begin anew."""
         with self._lock:
-            if self._is_active or self._rebuilding is not None or self._segment is None:
+            if self._is_active or self._rebuilding or self._segment is None:
                 return
-            extra = list(self._helpers.values()) if self._num_extra else []
+            arrived = self._data.keys() | self._unreadable
+            extra = [helper for member, helper in self._helpers.items() if member not in arrived]
             if not extra:
                 segment, self._segment = self._segment, None
                 given, self._scratch_bytes = self._scratch_bytes, 0
                 overdrawn, self._overdrawn = self._overdrawn, False
-                self._reset_scratch()
-        if extra:
-            for read in extra:
-                read.cancel()
-        else:
+                self._unreadable -= {_PARITY, *self._helpers}
+                for member in self._helpers:
+                    self._data.pop(member, None)
+                self._helpers = {}
+                if self._finished == self._jobs.keys():
+                    self._data.clear()  # the memory belongs to its readers again
+        for helper in extra:
+            helper.cancel()
+        if not extra:
             self._context.release(segment)
             self._context.buffer.free(given, overdrawn=overdrawn)
-
-    def _reset_scratch(self) -> None:
-        for member in self._helpers:
-            self._data.pop(member, None)
-        self._unreadable -= {_PARITY, *self._helpers}
-        self._helpers = {}
-        if self._finished == self._jobs.keys():
-            self._data.clear()  # the memory belongs to its readers again
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
         gone = [str(chunk) for chunk in missing if chunk in self._unreadable and chunk != _PARITY]
