@@ -89,10 +89,8 @@ class ChunkBuffer:
         self._lock = threading.Lock()
         self._emptied = threading.Condition(self._lock)
         self._pieces: dict[Key, BufferedPiece] = {}
-        self._files: dict[int, set[Key]] = {}
-        # Ready and unused, least recently used first; those that were read to their ends in a list of their own.
+        # Ready and unused, in the order of eviction: those that were read to their ends, then the least recently used.
         self._idle: OrderedDict[Key, BufferedPiece] = OrderedDict()
-        self._consumed: OrderedDict[Key, BufferedPiece] = OrderedDict()
         self._queue: deque[BufferedPiece] = deque()
         self._sweeping = False
         self._overdrawn = False
@@ -124,7 +122,7 @@ class ChunkBuffer:
         run_effects(effects)
 
     def has(self, file: int) -> bool:
-        return file in self._files
+        return any(key.file == file for key in list(self._pieces))
 
     def contains(self, key: Key) -> bool:
         """Whether the piece exists, loading or ready."""
@@ -140,7 +138,6 @@ class ChunkBuffer:
                 if piece.state is _State.READY:
                     piece.consumed = False
                     self._idle.pop(request.key, None)
-                    self._consumed.pop(request.key, None)
                     ready.append(piece)
                     continue
                 if piece.waiters or piece.state is _State.LOADING:
@@ -218,8 +215,7 @@ class ChunkBuffer:
         """The file was closed: cancel its reads in flight, and drop its unused pieces."""
         with self._lock:
             jobs = []
-            for key in list(self._files.get(file, ())):
-                piece = self._pieces[key]
+            for piece in [piece for key, piece in self._pieces.items() if key.file == file]:
                 piece.dropped = True
                 if piece.users == 0 and piece.state is _State.READY:
                     self._remove(piece)
@@ -262,17 +258,11 @@ class ChunkBuffer:
 
     def _add(self, request: PieceRequest, load: Load) -> BufferedPiece:
         piece = self._pieces[request.key] = BufferedPiece(*request, load)
-        self._files.setdefault(request.key.file, set()).add(request.key)
         return piece
 
     def _remove(self, piece: BufferedPiece) -> None:
         del self._pieces[piece.key]
-        keys = self._files[piece.key.file]
-        keys.discard(piece.key)
-        if not keys:
-            del self._files[piece.key.file]
         self._idle.pop(piece.key, None)
-        self._consumed.pop(piece.key, None)
         if piece.state is not _State.QUEUED:
             self._free(piece.length)
         piece.data = bytearray()
@@ -287,7 +277,8 @@ class ChunkBuffer:
             self._remove(piece)
             return
         piece.used_s = time.monotonic()
-        (self._consumed if piece.consumed else self._idle)[piece.key] = piece
+        self._idle[piece.key] = piece
+        self._idle.move_to_end(piece.key, last=not piece.consumed)
         if not self._sweeping:
             self._sweeping = True
             self._sweep_in(self._idle_s)
@@ -296,11 +287,8 @@ class ChunkBuffer:
         limit = self._limit if demand else self._limit - self._limit // _DEMAND_SHARE
         idle_before = time.monotonic() - self._idle_s
         while self.used_bytes + num_bytes > limit:
-            if self._consumed:
-                self._remove(next(iter(self._consumed.values())))
-                continue
             oldest = next(iter(self._idle.values()), None)
-            if oldest is None or (not demand and oldest.used_s > idle_before):
+            if oldest is None or not (demand or oldest.consumed or oldest.used_s <= idle_before):
                 return False
             self._remove(oldest)
         self._add_used(num_bytes)
@@ -322,10 +310,9 @@ class ChunkBuffer:
     def _sweep(self) -> None:
         with self._lock:
             before = time.monotonic() - self._idle_s
-            for pieces in (self._consumed, self._idle):
-                while pieces and (oldest := next(iter(pieces.values()))).used_s <= before:
-                    self._remove(oldest)
-            self._sweeping = bool(self._consumed or self._idle)
+            for piece in [piece for piece in self._idle.values() if piece.used_s <= before]:
+                self._remove(piece)
+            self._sweeping = bool(self._idle)
             if self._sweeping:
                 self._sweep_in(self._idle_s / 2)
             effects = self._start_queued()
