@@ -354,20 +354,12 @@ class FolderPolicies:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._lock = threading.Lock()
-        self._own: dict[str, tuple[float, Policy | None]] = {}
-        """What each folder says itself, and when that was read."""
-        self._above: tuple[float, PolicyAndFolder] | None = None
+        self._found: dict[str, tuple[float, PolicyAndFolder]] = {}
+        """What holds in each folder, and when that was read. Replaced, never changed, by `set`."""
 
     def find(self, folder: str) -> PolicyAndFolder:
         """What holds for new files in a folder. Raises `PermanentError` for a policy that cannot be read."""
-        while True:
-            found = self._own_policy(folder)
-            if found is not None:
-                return found, self._uri_of(folder)
-            if not folder:
-                return self._find_above()
-            folder = folder.rpartition("/")[0]
+        return self._find(folder, time.monotonic())[1]
 
     def set(self, folder: str, policy: Policy | None) -> None:
         """Let a folder say this, or nothing."""
@@ -377,43 +369,40 @@ class FolderPolicies:
         else:
             make_folder_like_parent(self._place, join(folder, STRIPES))
             self._place.write_bytes(_path(folder), encode_policy(policy))
-        with self._lock:
-            self._own.clear()
+        self._found = {}
+
+    def _find(self, folder: str, now_s: float) -> tuple[float, PolicyAndFolder]:
+        cache = self._found
+        found = cache.get(folder)
+        if found is None or now_s - found[0] >= _CACHE_S:
+            own = self._own_policy(folder)
+            if own is not None:
+                found = now_s, (own, self._uri_of(folder))
+            elif folder:
+                found = self._find(folder_of(folder), now_s)
+            else:
+                found = now_s, self._find_above()
+            cache[folder] = found
+        return found
 
     def _own_policy(self, folder: str) -> Policy | None:
-        now_s = time.monotonic()
-        with self._lock:
-            read_s, policy = self._own.get(folder, (-_CACHE_S, None))
-            if now_s - read_s < _CACHE_S:
-                return policy
         try:
-            policy = parse_policy(self._place.read_bytes(_path(folder), MAX_POLICY_BYTES))
+            return parse_policy(self._place.read_bytes(_path(folder), MAX_POLICY_BYTES))
         except (NotFoundError, AccessError):
-            policy = None
+            return None
         except PermanentError as error:
             raise type(error)(
                 f"{self._uri_of(_path(folder))}: {error}; "
                 f"`bootseer ckpt policy {self._uri_of(folder)} --inherit` removes it"
             ) from error
-        with self._lock:
-            self._own[folder] = (now_s, policy)
-        return policy
 
     def _find_above(self) -> PolicyAndFolder:
-        now_s = time.monotonic()
-        with self._lock:
-            above = self._above
-        if above is not None and now_s - above[0] < _CACHE_S:
-            return above[1]
         scheme, _, rest = self._place.uri.partition("://")
         authority, _, root = rest.partition("/")
-        found: PolicyAndFolder = (Policy(), None)
-        if root:
-            with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
-                found = FolderPolicies(top).find(root.rpartition("/")[0])
-        with self._lock:
-            self._above = (now_s, found)
-        return found
+        if not root:
+            return Policy(), None
+        with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
+            return FolderPolicies(top).find(folder_of(root))
 
     def _uri_of(self, path: str) -> str:
         return f"{self._place.uri}/{path}" if path else self._place.uri
