@@ -81,10 +81,11 @@ def test_a_checkpoint_goes_there_and_back(files: Files, source: Path, tmp_path: 
         get_checkpoint(files, reading, "step-1", tmp_path / "out")
     assert (tmp_path / "out/model").read_bytes() == (source / "model").read_bytes()
     found = anatomy(files, "step-1/model")
-    nodes = [part.nodes for part in found.segments[0].parts]
+    parts = found["segments"][0]["parts"]
+    nodes = [part["nodes"] for part in parts]
     assert len({node for lie in nodes for node in lie}) == 3
-    assert [part.part.nodes for part in found.segments[0].parts] == nodes
-    assert found.bytes_by_node == {part.nodes[0]: part.part.size_bytes for part in found.segments[0].parts}
+    assert [part["put_on"] for part in parts] == nodes
+    assert found["bytes_by_node"] == {part["nodes"][0]: part["size_bytes"] for part in parts}
     remove(files, "", "step-2.pt", force=True)
     assert read_latest(files.place, "") == "step-1"
     remove(files, "", "step-1", force=True)
@@ -101,15 +102,16 @@ def _begin_of(path: Path, length: int) -> bytes:
 
 def test_a_flipped_byte_on_a_disk_is_found_with_its_node(cluster: HdfsCluster, files: Files, source: Path) -> None:
     put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
-    part = anatomy(files, "step-1/model").segments[0].parts[0]
-    wanted = files.place.read_first(f"step-1/.stripes/{anatomy(files, 'step-1/model').id}/{part.part.name}", 1 << 16)
+    found = anatomy(files, "step-1/model")
+    part = found["segments"][0]["parts"][0]
+    wanted = files.place.read_first(f"step-1/.stripes/{found['id']}/{part['name']}", 1 << 16)
     (block,) = [path for path in cluster.blocks() if _begin_of(path, 1 << 16) == wanted]
     data = bytearray(block.read_bytes())
     data[_MIB + 3] ^= 1
     block.write_bytes(data)
     (problem,) = verify(files, "step-1").problems
-    assert (problem.path, problem.offset, problem.part) == ("step-1/model", 2 * _MIB, part.part.name)
-    assert problem.node == part.nodes[0]
+    assert (problem.path, problem.offset, problem.part) == ("step-1/model", 2 * _MIB, part["name"])
+    assert problem.node == part["nodes"][0]
     assert problem.repairable
 
 
@@ -130,7 +132,7 @@ def test_a_lost_part_makes_an_older_checkpoint_the_newest_whole_one(files: Files
     for step in (1, 2):
         put_checkpoint(files.place, source, f"step-{step}", settings=_STRIPED)
     found = anatomy(files, "step-2/model")
-    path = f"step-2/.stripes/{found.id}/{found.segments[0].parts[1].part.name}"
+    path = f"step-2/.stripes/{found['id']}/{found['segments'][0]['parts'][1]['name']}"
     files.place.delete(path)
     assert missing_parts(files, "step-2") == [path]
     assert newest_whole(files, "") == "step-1"
@@ -139,7 +141,7 @@ def test_a_lost_part_makes_an_older_checkpoint_the_newest_whole_one(files: Files
 def test_modes_of_parts_follow_the_file(files: Files, source: Path) -> None:
     put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     files.set_mode("step-1/model", 0o600)
-    parts = files.place.list(f"step-1/.stripes/{anatomy(files, 'step-1/model').id}")
+    parts = files.place.list(f"step-1/.stripes/{anatomy(files, 'step-1/model')['id']}")
     assert {entry.mode for entry in parts} == {0o600}
 
 

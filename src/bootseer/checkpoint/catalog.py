@@ -13,12 +13,13 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import FileInfo, Files, check_visible
-from bootseer.checkpoint.head import ATTEMPTS, Part, Segment, part_path
+from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, part_path
 from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
@@ -226,68 +227,60 @@ def _missing_of(files: Files, path: str) -> list[str]:
 _PARTS_AT_ONCE = 16
 
 
-class PartFound(Struct, frozen=True):
-    """One part."""
+def anatomy(files: Files, path: str) -> dict[str, Any]:
+    """The layout of one file, as `bootseer ckpt stat --json` prints it. Raises `NotFoundError`, `IsFolderError`, and
+    `CorruptError` for a damaged head.
 
-    part: Part
-    kind: str
-    """`data` or `parity`."""
-    nodes: tuple[str, ...]
-    """The nodes that store it now; empty if unknown."""
-    problem: str
-    """"" if it is there and of the right length."""
-
-
-class SegmentFound(Struct, frozen=True):
-    """One segment."""
-
-    start: int
-    size_bytes: int
-    parts: Sequence[PartFound]
-
-
-class Anatomy(Struct, frozen=True):
-    """One file."""
-
-    info: FileInfo
-    id: str
-    """Of a striped file; "" for an ordinary one."""
-    segments: Sequence[SegmentFound]
-    """Empty for an ordinary file."""
-    bytes_by_node: Mapping[str, int]
-    """Bytes of the file and its parity on each node, counting each replica."""
-
-
-def anatomy(files: Files, path: str) -> Anatomy:
-    """The layout of one file. Raises `NotFoundError`, `IsFolderError`, and `CorruptError` for a damaged head."""
+    `bytes_by_node` counts each replica, also of the parity. An ordinary file has no `segments`. The `nodes` of a part
+    store it now (none: unknown); it was `put_on` others perhaps.
+    """
     info = files.stat(path)
     if info.is_folder:
         raise IsFolderError(f"{files.place.uri}/{path} is a folder; name one of its files")
     head = files.head(path)
-    if head is None:
-        return Anatomy(info, "", [], _ordinary_nodes(files, path))
-    lost = set(files.lost_parts(path, head))
+    lost = set() if head is None else set(files.lost_parts(path, head))
 
-    def look(segment: Segment, part: Part) -> PartFound:
-        kind = "parity" if part is segment.parity else "data"
-        if part.name in lost:
-            return PartFound(part, kind, (), "missing, or of the wrong length")
-        try:
-            with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
-                return PartFound(part, kind, file.nodes(0), "")
-        except BootseerError as error:
-            return PartFound(part, kind, (), str(error))
+    def look(head: Head, segment: Segment, part: Part) -> dict[str, Any]:
+        nodes: tuple[str, ...] = ()
+        problem = "missing, or of the wrong length" if part.name in lost else ""
+        if not problem:
+            try:
+                with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
+                    nodes = file.nodes(0)
+            except BootseerError as error:
+                problem = str(error)
+        return {
+            "name": part.name,
+            "kind": "parity" if part is segment.parity else "data",
+            "size_bytes": part.size_bytes,
+            "sha256": part.sha256,
+            "nodes": list(nodes),
+            "put_on": list(part.nodes),
+            "problem": problem,
+        }
 
-    with Tasks("bootseer-stat", _PARTS_AT_ONCE) as threads:
-        pending = [(one, [threads.submit(look, one, part) for part in one.all_parts]) for one in head.segments]
-        segments = [
-            SegmentFound(one.start, one.size_bytes, [each.result() for each in parts]) for one, parts in pending
-        ]
-    by_node: Counter[str] = Counter()
-    for found in segments:
-        for part in found.parts:
-            by_node.update(dict.fromkeys(part.nodes, part.part.size_bytes))
-    return Anatomy(info, head.id, segments, by_node)
+    segments: list[dict[str, Any]] = []
+    by_node = Counter(_ordinary_nodes(files, path) if head is None else {})
+    if head is not None:
+        with Tasks("bootseer-stat", _PARTS_AT_ONCE) as threads:
+            pending = [[threads.submit(look, head, one, part) for part in one.all_parts] for one in head.segments]
+            for one, parts in zip(head.segments, pending, strict=True):
+                found = [part.result() for part in parts]
+                segments.append({"start": one.start, "size_bytes": one.size_bytes, "parts": found})
+                for part in found:
+                    by_node.update(dict.fromkeys(part["nodes"], part["size_bytes"]))
+    entry = info.entry
+    return {
+        "size_bytes": info.size_bytes,
+        "striped": info.is_striped,
+        "id": "" if head is None else head.id,
+        "mode": f"{entry.mode:04o}",
+        "owner": entry.owner,
+        "group": entry.group,
+        "changed_at": entry.mtime_ns / 1e9,
+        "bytes_by_node": dict(by_node),
+        "segments": segments,
+    }
 
 
 def _ordinary_nodes(files: Files, path: str) -> Mapping[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,9 +13,6 @@ from bootseer.cli.output import Output, table
 from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
-
-if TYPE_CHECKING:
-    from bootseer.checkpoint.catalog import Anatomy, PartFound
 
 
 @click.command("list")
@@ -144,66 +141,32 @@ def stat_command(file: str, output: Output) -> None:
     with files_at(folder) as files:
         found = anatomy(files, name)
         uri = f"{files.place.uri}/{name}"
-    output({"file": uri, **_as_json(found)}, *_stat_lines(uri, found))
-    if any(part.problem for segment in found.segments for part in segment.parts):
+    output({"file": uri, **found}, *_stat_lines(uri, found))
+    if any(part["problem"] for segment in found["segments"] for part in segment["parts"]):
         raise SystemExit(1)
 
 
-def _as_json(found: Anatomy) -> dict[str, Any]:
-    entry = found.info.entry
-    return {
-        "size_bytes": found.info.size_bytes,
-        "striped": found.info.is_striped,
-        "id": found.id,
-        "mode": f"{entry.mode:04o}",
-        "owner": entry.owner,
-        "group": entry.group,
-        "changed_at": entry.mtime_ns / 1e9,
-        "bytes_by_node": dict(found.bytes_by_node),
-        "segments": [
-            {
-                "start": segment.start,
-                "size_bytes": segment.size_bytes,
-                "parts": [
-                    {
-                        "name": part.part.name,
-                        "kind": part.kind,
-                        "size_bytes": part.part.size_bytes,
-                        "sha256": part.part.sha256,
-                        "nodes": list(part.nodes),
-                        "put_on": list(part.part.nodes),
-                        "problem": part.problem,
-                    }
-                    for part in segment.parts
-                ],
-            }
-            for segment in found.segments
-        ],
-    }
-
-
-def _stat_lines(uri: str, found: Anatomy) -> list[str]:
-    entry = found.info.entry
-    kind = "striped" if found.info.is_striped else "ordinary"
+def _stat_lines(uri: str, found: dict[str, Any]) -> list[str]:
+    kind = "striped" if found["striped"] else "ordinary"
     lines = [
-        f"{uri}: {kind}, {format_bytes(found.info.size_bytes)}, mode {entry.mode:04o}"
-        + (f", {entry.owner}:{entry.group}" if entry.owner else "")
+        f"{uri}: {kind}, {format_bytes(found['size_bytes'])}, mode {found['mode']}"
+        + (f", {found['owner']}:{found['group']}" if found["owner"] else "")
     ]
-    for node, size_bytes in sorted(found.bytes_by_node.items()):
+    for node, size_bytes in sorted(found["bytes_by_node"].items()):
         lines.append(f"  {node}  {format_bytes(size_bytes)}")
-    for number, segment in enumerate(found.segments):
-        lines.append(f"segment {number}: {format_bytes(segment.size_bytes)} from byte {segment.start:,} on")
-        lines += [f"  {_part_words(part)}" for part in segment.parts]
+    for number, segment in enumerate(found["segments"]):
+        lines.append(f"segment {number}: {format_bytes(segment['size_bytes'])} from byte {segment['start']:,} on")
+        lines += [f"  {_part_words(part)}" for part in segment["parts"]]
     return lines
 
 
-def _part_words(part: PartFound) -> str:
-    words = f"{part.part.name}  {part.kind}  {format_bytes(part.part.size_bytes)}"
-    if part.problem:
-        return f"{words}  {part.problem}; it was written to {', '.join(part.part.nodes) or 'a folder'}"
-    was = ", ".join(part.part.nodes)
-    moved = f"; it was written to {was}" if was and set(part.nodes) != set(part.part.nodes) else ""
-    return f"{words}  {', '.join(part.nodes)}{moved}".rstrip()
+def _part_words(part: dict[str, Any]) -> str:
+    words = f"{part['name']}  {part['kind']}  {format_bytes(part['size_bytes'])}"
+    was = ", ".join(part["put_on"])
+    if part["problem"]:
+        return f"{words}  {part['problem']}; it was written to {was or 'a folder'}"
+    moved = f"; it was written to {was}" if was and set(part["nodes"]) != set(part["put_on"]) else ""
+    return f"{words}  {', '.join(part['nodes'])}{moved}".rstrip()
 
 
 @click.command("remove")
