@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ MIB = 1 << 20
 SMALL = Policy(stripes=2, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
 """Segments of 4 MiB: everything happens in files of a few."""
 QUICK = WritingSettings(retry_s=0.01)
+Restarts = Callable[[], int]
+"""The number of parts and steps that were begun again so far."""
+
+
+@pytest.fixture
+def restarts(caplog: pytest.LogCaptureFixture) -> Restarts:
+    caplog.set_level(logging.INFO, "bootseer")
+    again = re.compile("starts over|retry in")
+    return lambda: sum(bool(again.search(record.getMessage())) for record in caplog.records)
 
 
 class Desk:

@@ -41,8 +41,6 @@ class Written(Struct, frozen=True):
     path: str
     size_bytes: int
     is_striped: bool
-    num_retries: int = 0
-    """Parts that were restarted."""
     entry: Entry | None = None
     """Attributes of a small file that is not striped; None otherwise."""
 
@@ -92,8 +90,7 @@ class Publication:
         return f"{folder}{secrets.token_hex(8)}"
 
     def publish(self, segments: Sequence[Segment]) -> Written:
-        """Check the lengths of the parts, publish the file in place of its predecessor, and remove parts that are not in
-        it."""
+        """Check the lengths of the parts, publish the file in place of its predecessor, and remove other parts."""
         head = Head(self.id, sum(segment.size_bytes for segment in segments), tuple(segments))
         data = encode_head(head)
         lost = self.settings.retry(lambda: self._files.lost_parts(self.path, head), self.path)
@@ -268,4 +265,4 @@ def write_ordinary(
         publication.publish_step(step)
     finally:
         publication.remove_unreferenced()
-    return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
+    return Written(path, size_bytes, is_striped=False)

@@ -225,7 +225,6 @@ class SegmentWriter:
         self.error: BootseerError | None = None
         self.result: Segment | None = None
         """Set by `sending` when it is complete, unless it is no longer a part of the file."""
-        self.num_retries = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.size_bytes = 0
@@ -326,8 +325,6 @@ class SegmentWriter:
             return part.queued
 
     def pause(self, seconds: float) -> None:
-        with self._lock:
-            self.num_retries += 1
         self._over.wait(seconds)
 
     def create_part_file(self, part: PartTask) -> PartWriter:

@@ -35,8 +35,6 @@ class Sending:
     """The bytes of one file. Reading and statistics are safe from many threads."""
 
     def __init__(self, publication: Publication, spool: Spool, budget: Budget) -> None:
-        self.num_retries = 0
-        """Parts that were restarted."""
         self.sent_bytes = 0
         """Bytes of the file that were written to the place, whether complete yet or not."""
         self.publication = publication
@@ -345,7 +343,6 @@ class Sending:
         if result is not None:  # otherwise the file has failed, and no further segment is started
             self._make_room(writer)
         with self._state:
-            self.num_retries += writer.num_retries
             if writer in self._sent or writer is self._tail:
                 writer.result = result
                 self._error = self._error or writer.error

@@ -21,8 +21,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import check_size
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
@@ -201,7 +199,7 @@ class FileWriter:
                 self.sending.recall(0, size_bytes)
                 self.sending.wait_idle(self._settings.end_s)
                 written = write_ordinary(self._publication, size_bytes, self._spool.read)
-        self._written = replace(written, num_retries=written.num_retries + self.sending.num_retries)
+        self._written = written
         self._is_dirty = False
         return self._written
 
@@ -283,13 +281,12 @@ class Writing:
         try:
             segments = sending.send_all(size_bytes, separate_tail=False, check=check)
             check()
-            written = publication.publish(segments)
+            return publication.publish(segments)
         except BaseException:
             # First, because requests in flight create files in the folder that is about to be removed.
             sending.close(self._settings.end_s)
             publication.remove_unreferenced()
             raise
-        return replace(written, num_retries=sending.num_retries)
 
     def open(
         self,
