@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+from bootseer.checkpoint.ranges import Ranges
 from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.checkpoint-hot/1"
@@ -102,24 +104,15 @@ def _range(row: Any, checkpoint: str) -> Range:
 
 def common(first: Iterable[Range], second: Iterable[Range]) -> list[Range]:
     """What both lists name, in the order of the first."""
-    starts: dict[str, list[int]] = {}
-    ends: dict[str, list[int]] = {}
+    others: defaultdict[str, Ranges] = defaultdict(Ranges)
     for path, offset, length in sorted(second):
-        if path in ends and offset <= ends[path][-1]:
-            ends[path][-1] = max(ends[path][-1], offset + length)
-        else:
-            starts.setdefault(path, []).append(offset)
-            ends.setdefault(path, []).append(offset + length)
-    found: list[Range] = []
-    for path, offset, length in first:
-        at = bisect_right(ends.get(path, []), offset)  # the first that ends behind `offset`
-        while path in starts and at < len(starts[path]) and starts[path][at] < offset + length:
-            if len(found) == MAX_RANGES:  # forged lists could name each other's ranges again and again
-                return found
-            low, high = max(offset, starts[path][at]), min(offset + length, ends[path][at])
-            found.append(Range(path, low, high - low))
-            at += 1
-    return found
+        others[path].add(offset, offset + length)
+    found = (
+        Range(path, start, end - start)
+        for path, offset, length in first
+        for start, end in others[path].within(offset, offset + length)
+    )
+    return list(islice(found, MAX_RANGES))  # forged lists could name each other's ranges again and again
 
 
 class PrefetchWindow:

@@ -99,18 +99,21 @@ class Ranges:
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
         if first >= last:
             return 0
-        count = sum(min(self._ends[at], end) - max(self._starts[at], start) for at in range(first, last))
+        count = sum(high - low for low, high in self.within(start, end))
         rests = [(self._starts[first], start), (end, self._ends[last - 1])]
         rests = [(begin, stop) for begin, stop in rests if begin < stop]
         self._starts[first:last] = [begin for begin, _ in rests]
         self._ends[first:last] = [stop for _, stop in rests]
         return count
 
+    def within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """What of a range is in the set."""
+        for at in range(bisect_right(self._ends, start), bisect_left(self._starts, end)):
+            yield max(self._starts[at], start), min(self._ends[at], end)
+
     def missing(self, start: int, end: int) -> int:
         """How many integers of a range are not in the set."""
-        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
-        known = sum(min(self._ends[at], end) - max(self._starts[at], start) for at in range(first, last))
-        return max(end - start, 0) - known
+        return max(end - start, 0) - sum(high - low for low, high in self.within(start, end))
 
     def end_from(self, start: int) -> int:
         """The end of the stored range that contains `start`; `start` itself if none does."""

@@ -301,7 +301,7 @@ def test_an_invalid_record_is_logged_and_replaced(job: Job) -> None:
     second, _ = job.start()
     second.begin()
     assert len(job.said) == 1
-    assert "recorded anew" in job.said[0]
+    assert "is not used" in job.said[0]
     second.note("step-1/used", 0, MIB)
     second.end()
     second.close()

@@ -24,6 +24,8 @@ def test_ranges_are_a_set_of_offsets(steps: list[tuple[bool, int, int]], start: 
             model -= offsets
     assert {offset for begin, end in ranges for offset in range(begin, end)} == model
     assert ranges.total() == len(model)
+    within = {offset for begin, end in ranges.within(start, start + 10) for offset in range(begin, end)}
+    assert within == model & set(range(start, start + 10))
     assert ranges.missing(start, start + 10) == len(set(range(start, start + 10)) - model)
     end = at
     while end in model:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from bootseer.checkpoint.hot_list import MAX_BYTES, Range, common, decode, encod
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.io.files import replace_file
 from bootseer.mounts.serve import OnError
-from bootseer.places.place import Place, join, make_folder_like_parent, name_of
+from bootseer.places.place import Entry, Place, join, make_folder_like_parent, name_of
 
 HOT = f"{STRIPES}-hot"
 """A folder of its own: collectors of leftovers remove unknown folders in `.stripes`."""
@@ -82,25 +82,27 @@ class HotLists:
             self._on_error(f"the hot list stays on this node: {error}")
 
     def _on_node(self, checkpoint: str) -> list[Range]:
-        if self._path is None:
+        path = self._path
+        if path is None:
             return []
-        try:
-            with self._path.open("rb") as file:
-                return decode(file.read(MAX_BYTES + 1), checkpoint)
-        except FileNotFoundError:
-            return []
-        except (OSError, BootseerError) as error:
-            self._on_error(f"{self._path}: {error}; the start is recorded anew")
-            return []
+        with self._as_hint(f"{path}"), path.open("rb") as file:
+            return decode(file.read(MAX_BYTES + 1), checkpoint)
+        return []
 
     def _in_place(self, name: str, checkpoint: str) -> list[Range]:
-        try:
+        with self._as_hint(f"{self._place.uri}/{HOT}/{name}"):
             return decode(self._place.read_bytes(join(HOT, name), MAX_BYTES), checkpoint)
-        except NotFoundError:
-            return []
-        except BootseerError as error:
-            self._on_error(f"{self._place.uri}/{HOT}/{name}: {error}; it is not used")
-            return []
+        return []
+
+    @contextlib.contextmanager
+    def _as_hint(self, where: str) -> Iterator[None]:
+        """Only log errors of reading lists."""
+        try:
+            yield
+        except (FileNotFoundError, NotFoundError):
+            return
+        except (OSError, BootseerError) as error:
+            self._on_error(f"{where}: {error}; it is not used")
 
     def _delete_surplus(self) -> None:
         """Delete the oldest lists: where slots are named by pods, each start adds as many as it has nodes."""
@@ -121,13 +123,9 @@ class HotLists:
         """
         if not checkpoint or self._num_nodes == _ONE_NODE:
             return []
-        try:
-            entries = list(islice(self._place.list(HOT), _MAX_LISTED))
-        except NotFoundError:
-            return []
-        except BootseerError as error:
-            self._on_error(f"{self._place.uri}/{HOT}: {error}; it is not used")
-            return []
+        entries: list[Entry] = []
+        with self._as_hint(f"{self._place.uri}/{HOT}"):
+            entries += islice(self._place.list(HOT), _MAX_LISTED)
         newest: dict[str, str] = {}
         for entry in sorted(entries, key=lambda entry: entry.mtime_ns, reverse=True):
             name = name_of(entry.path)
