@@ -255,6 +255,5 @@ def test_one_that_does_not_serve_a_file_yet_is_left_alone_for_this_file_for_two_
 
 def test_a_peer_that_sent_a_wrong_block_is_not_asked_again() -> None:
     health = Health()
-    health.sent_wrong("a", "block 7 of file abc")
+    health.sent_wrong("a")
     assert health.absent(1e9) == {"a"}
-    assert health.wrong_peers == {"a": "block 7 of file abc"}

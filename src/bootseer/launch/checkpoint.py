@@ -162,12 +162,15 @@ def _slot(session: Session) -> str:
 
 
 def _report_figures(status: Mapping[str, Any]) -> dict[str, Any]:
-    place, peers = status["place"], status.get("peers") or {}
+    from bootseer.artifact.materialize import peer_numbers  # not in front of the command
+
+    place = status["place"]
     names = ("read_bytes", "place_bytes", "cache_bytes", "peer_bytes", "same_bytes", "rebuilt", "refused")
     return {
-        "late_requests": sum(peers.get("late", {}).values()),
-        "late_peers": " ".join(sorted(peers.get("late", ()))),
-        "wrong_peers": " ".join(sorted(peers.get("liars", ()))),
+        "late_requests": 0,
+        "late_peers": "",
+        "wrong_peers": "",
+        **peer_numbers(status),
         **{name: status.get(name, 0) for name in names},
         **{name: place.get(name, 0) for name in ("retries", "hedges", "hedges_won")},
         "fallback": place.get("fallback", ""),

@@ -80,7 +80,7 @@ class Watch:
                 case UnreachableError() | AccessError():
                     health.mark_absent(request.peer, now_s)
                 case CorruptError():
-                    health.sent_wrong(request.peer, str(error))
+                    health.sent_wrong(request.peer)
                 case TransientError(retry_after_s=None) if not isinstance(error, FillFailedError):
                     late = True
                     health.gave_up()

@@ -92,7 +92,6 @@ class _Known(Struct):
     """When it sent bytes most recently."""
     refused_s: float | None = None
     """Since when it has too many connections."""
-    sent_wrong: str = ""
 
 
 class Health:
@@ -193,9 +192,8 @@ class Health:
             known.refused_s = None
             self._leave_alone(peer, "", now_s + _REST * STILL_S)
 
-    def sent_wrong(self, peer: str, problem: str) -> None:
+    def sent_wrong(self, peer: str) -> None:
         """The peer sent a block whose digest is wrong: it is excluded for good."""
-        self._known.setdefault(peer, _Known()).sent_wrong = problem
         self._leave_alone(peer, "", float("inf"))
 
     def gave_up(self) -> None:
@@ -217,11 +215,6 @@ class Health:
             for peer, file_name in self._out:
                 self._absent[file_name] = self._absent.get(file_name, out) | {peer}
         return self._absent.get(file, self._absent[""])
-
-    @property
-    def wrong_peers(self) -> dict[str, str]:
-        """Peers that sent wrong blocks, each with the error."""
-        return {name: known.sent_wrong for name, known in self._known.items() if known.sent_wrong}
 
     def _note_active(self, request: PeerRequest, now_s: float) -> None:
         request.active_s = now_s

@@ -18,7 +18,7 @@ from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.logs import logger
-from bootseer.peers.choice import RUN_BYTES, Level, Route, Step
+from bootseer.peers.choice import RUN_BYTES, Level, Peer, Route, Step
 from bootseer.peers.client import Client, Watch
 from bootseer.peers.health import Health
 from bootseer.peers.job import BlockSource, JobPeers
@@ -85,6 +85,30 @@ class PeerGroup:
             return Route(steps or members.holders(file, run, ahead - absent), route.may_ask_origin or not steps)
         return route
 
+    def begin(self, peer: Peer, length: int) -> tuple[Watch, Sent, str]:
+        """A request begins: who watches it, what counts it, and its address. Concurrent requests are spread over the
+        peer's interfaces."""
+        with self.lock:
+            watch = Watch(self.health, self.lock, peer.name, length)
+            sent = self.sent.setdefault(peer.name, Sent())
+            sent.requests += 1
+        return watch, sent, peer.addresses[sent.requests % len(peer.addresses)]
+
+    def ended(self, watch: Watch, sent: Sent, problem: BootseerError | None, file: str) -> None:
+        is_late = watch.ended(problem, file)
+        with self.lock:
+            sent.bytes += watch.num_bytes
+            sent.late += is_late
+            sent.wrong += isinstance(problem, CorruptError)
+            sent.seconds += time.monotonic() - watch.begun_s
+
+    def sent_wrong(self, peer: str, problem: str) -> None:
+        """What a peer has sent does not have its digest."""
+        with self.lock:
+            self.sent.setdefault(peer, Sent()).wrong += 1
+            self.health.sent_wrong(peer)
+        _LOG.warning("%s is no longer used: %s", peer, problem)
+
     def stats(self) -> dict[str, dict[str, float]]:
         with self.lock:
             return {name: asdict(sent) | {"seconds": round(sent.seconds, 3)} for name, sent in self.sent.items()}
@@ -124,10 +148,7 @@ class FilePeers:
         return PeerOrigin(self._group, step, self._group.job.members().own)
 
     def sent_wrong(self, step: Step, error: CorruptError) -> None:
-        with self._group.lock:
-            self._group.sent.setdefault(step.peer.name, Sent()).wrong += 1
-            self._group.health.sent_wrong(step.peer.name, str(error))
-        _LOG.warning("%s is no longer used: %s", step.peer.name, error)
+        self._group.sent_wrong(step.peer.name, str(error))
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self._group.stats()
@@ -165,13 +186,8 @@ class PeerOrigin:
         start = blocks[0] * index.block_size
         length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
         request = Request(index.identity, start, length, self.step.level, self.own)
-        group, peer = self.group, self.step.peer
-        with group.lock:
-            watch = Watch(group.health, group.lock, peer.name, length)
-            sent = group.sent.setdefault(peer.name, Sent())
-            # Concurrent requests are spread over the peer's interfaces.
-            address = peer.addresses[sent.requests % len(peer.addresses)]
-            sent.requests += 1
+        group = self.group
+        watch, sent, address = group.begin(self.step.peer, length)
         parts = (memoryview(bytearray(index.length(block))) for block in blocks)
         numbers = iter(blocks)
         problem: BootseerError | None = None
@@ -185,9 +201,4 @@ class PeerOrigin:
                 raise
             raise TransientError(f"{self.uri}: {error}") from error
         finally:
-            is_late = watch.ended(problem, index.identity)
-            with group.lock:
-                sent.bytes += watch.num_bytes
-                sent.late += is_late
-                sent.wrong += isinstance(problem, CorruptError)
-                sent.seconds += time.monotonic() - watch.begun_s
+            group.ended(watch, sent, problem, index.identity)

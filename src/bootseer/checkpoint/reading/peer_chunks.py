@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -30,9 +30,9 @@ from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.client import Client, UnreachableError, Watch
-from bootseer.peers.health import Health
+from bootseer.peers.client import UnreachableError
 from bootseer.peers.job import JobPeers
+from bootseer.peers.origins import PeerGroup
 from bootseer.peers.protocol import Question, Request
 from bootseer.peers.readers import CHECKPOINT, UNIT_BLOCKS, bits
 
@@ -65,20 +65,15 @@ class PeerChunks:
 
     def __init__(self, job: JobPeers, cache: Path, facts: Counters) -> None:
         """`cache`: root of the node's cache, from which the node's peer service serves what was read here."""
-        self._job = JobPeers(job.folder, job.secret)  # the given one's lock may be held at a fork
+        self._group = PeerGroup(JobPeers(job.folder, job.secret))  # the given one's lock may be held at a fork
+        self._job = self._group.job
         self._cache = cache
         self._facts = facts
-        self._client = Client(job.secret, self._job.pace, tls=job.tls)
         self.asking = Executor("bootseer-ask-peers", _ASKING)
         self._receiving: defaultdict[str, Executor] = defaultdict(partial(Executor, "bootseer-from-peer", _PER_PEER))
         """The threads that receive from each peer."""
         self._slots = threading.Semaphore(_RECEIVING)
-        self._lock = threading.Lock()
-        self._health = Health()
         self._registered: set[str] = set()
-        self._received: Counter[str] = Counter()
-        self._late: Counter[str] = Counter()
-        self._requests: Counter[str] = Counter()
         self._received_s: dict[str, float] = {}
 
     @property
@@ -88,17 +83,16 @@ class PeerChunks:
         members = self._job.members()
         return members.index / len(members.peers) if members.peers else 0.0
 
-    def facts(self) -> dict[str, object]:
-        """Bytes received from each peer, how often each was late, and which peers sent wrong bytes."""
-        with self._lock:
-            return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.wrong_peers}
+    def facts(self) -> dict[str, dict[str, float]]:
+        """What each peer sent, as of `PeerGroup.stats`."""
+        return self._group.stats()
 
     def close(self) -> None:
-        self._client.close()
+        self._group.close()
 
     def ask(self, unit: Unit, blocks: int, *, shareable: bool, without: str = "") -> dict[int, str]:
         """The peers to read chunks from; this node reads all others itself. Blocks for the answers."""
-        members, file = self._job.members(), unit.index.identity
+        group, members, file = self._group, self._job.members(), unit.index.identity
         if self._job.training or all(peer.name == members.own for peer in members.peers):
             return {}
         if shareable and file not in self._registered:
@@ -111,26 +105,26 @@ class PeerChunks:
         question = Question(file, unit.first, blocks, members.own or "-", shareable and bool(members.own), without)
         silent: frozenset[str] = frozenset()
         for _ in range(2):
-            with self._lock:
-                absent = self._health.absent(time.monotonic()) | silent
+            with group.lock:
+                absent = group.health.absent(time.monotonic()) | silent
                 owner = members.owner(file, unit.first // UNIT_BLOCKS, absent)
                 if owner is None:
                     break
-                request = self._health.begin(owner.name, time.monotonic())
+                request = group.health.begin(owner.name, time.monotonic())
             late = False
             try:
-                found = self._client.ask(owner.addresses[0], question, _ANSWER_S)
+                found = group.client.ask(owner.addresses[0], question, _ANSWER_S)
                 return {block: name for name, mask in found.items() for block in bits(mask & blocks)}
             except BootseerError as error:
                 _LOG.debug("%s does not say which nodes have chunks: %s", owner.name, error)
                 silent = frozenset({owner.name})
                 late = not isinstance(error, UnreachableError)
                 if not late:
-                    with self._lock:
-                        self._health.mark_absent(owner.name, time.monotonic())
+                    with group.lock:
+                        group.health.mark_absent(owner.name, time.monotonic())
             finally:
-                with self._lock:
-                    self._health.ended(request, late=late, now_s=time.monotonic())
+                with group.lock:
+                    group.health.ended(request, late=late, now_s=time.monotonic())
         return {}
 
     def not_kept(self, index: Index, block: int) -> None:
@@ -144,14 +138,14 @@ class PeerChunks:
 
         def tell() -> None:
             with contextlib.suppress(BootseerError):
-                self._client.ask(own.addresses[0], question, _ANSWER_S)
+                self._group.client.ask(own.addresses[0], question, _ANSWER_S)
 
         with contextlib.suppress(TransientError):
             self.asking.submit(tell, urgent=False)
 
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
         """Queue the read of a chunk from this peer."""
-        with self._lock:
+        with self._group.lock:
             threads = self._receiving[peer]
         try:
             threads.submit(partial(self._read, peer, unit, read))
@@ -172,14 +166,13 @@ class PeerChunks:
 
     def _receive(self, peer: str, unit: Unit, read: PeerRead) -> bool:
         """Returns whether the chunk was received and is right."""
-        members = self._job.members()
-        addresses = next((one.addresses for one in members.peers if one.name == peer), ())
-        with self._lock:
-            if not addresses or peer in self._health.absent(time.monotonic()) or read.is_stopped():
-                return False
-            watch = Watch(self._health, self._lock, peer, len(read.into))
-            self._requests[peer] += 1  # round-robin over its interfaces
-            address = addresses[self._requests[peer] % len(addresses)]
+        group, members, file = self._group, self._job.members(), unit.index.identity
+        found = next((one for one in members.peers if one.name == peer and one.addresses), None)
+        with group.lock:
+            is_absent = peer in group.health.absent(time.monotonic())
+        if found is None or is_absent or read.is_stopped():
+            return False
+        watch, sent, address = group.begin(found, len(read.into))
 
         def on_progress(num_bytes: int) -> float:
             if read.is_stopped():
@@ -190,26 +183,22 @@ class PeerChunks:
                 raise watch.late(now_s)
             return min(left_s, still_s)
 
-        file = unit.index.identity
         request = Request(file, read.block * unit.index.block_size, len(read.into), Level.GLOBAL)
         problem: BootseerError | None = None
         try:
-            self._client.read(address, request, read.into, on_progress=on_progress)
+            group.client.read(address, request, read.into, on_progress=on_progress)
         except BootseerError as error:
             problem = error
             _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
-        right = problem is None and read.is_right(read.into)
         is_gone = isinstance(problem, NotFoundError)  # evicted there: the file's other chunks may still be there
-        late = watch.ended(None if is_gone else problem, file)
-        with self._lock:
-            self._late.update([peer] if late else [])
-            if right:
-                self._received[peer] += len(read.into)
-                self._received_s[peer] = time.monotonic()
-            elif problem is None:
-                self._facts.add("wrong_chunks")
-                self._health.sent_wrong(peer, f"chunk {read.block} of {file[:12]}: wrong bytes")
-        return right
+        group.ended(watch, sent, None if is_gone else problem, file)
+        if problem is None and not read.is_right(read.into):
+            self._facts.add("wrong_chunks")
+            group.sent_wrong(peer, f"chunk {read.block} of {file[:12]}: wrong bytes")
+            return False
+        if problem is None:
+            self._received_s[peer] = time.monotonic()
+        return problem is None
 
 
 class Unit:
