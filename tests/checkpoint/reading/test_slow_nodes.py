@@ -11,7 +11,7 @@ from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.context import SegmentPool
 from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.transfer import Counters, Transfer
+from bootseer.checkpoint.reading.transfer import Counters, Gather, Transfer
 from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate
@@ -101,14 +101,16 @@ class Reader:
         memory, ends = memoryview(bytearray(end - start)), []
         wants = [(at, memory[at - start : at - start + MIB]) for at in range(start, end, MIB)]
         settings = self._settings
-        Transfer(
+        gather = Gather(ends.append)
+        transfer = Transfer(
             self._source,
             wants,
+            gather,
             max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
-            on_progress=lambda: None,
-            on_end=ends.append,
-        ).start()
+        )
+        gather.begin(transfer)
+        gather.ended()
         on_end()
         seconds = self.links.run(lambda: bool(ends))
         assert ends == [None]

@@ -272,10 +272,9 @@ class SharedFile:
         transfer = Transfer(
             self._source,
             direct,
+            gather,
             max_bytes=settings.direct_bytes if self._source.whole_units else ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
-            on_progress=gather.on_progress,
-            on_end=gather.ended,
             position=self._engine.peers.position if self._engine.peers is not None else 0.0,
         )
         gather.begin(transfer)
@@ -412,13 +411,13 @@ class CheckpointFile:
     def _wait_for(self, begin: Callable[[Gather], None]) -> None:
         waiting = Waiting()
         try:
-            begin(waiting.gather)
+            begin(waiting)
             waiting.wait(self.path, self._shared.stall_s)
         except BaseException:
             if (
                 not waiting.is_over
             ):  # after a signal, or for a read whose end was lost: threads may still write into the buffers
-                waiting.gather.cancel(TransientError(f"{self.path}: the read was interrupted"))
+                waiting.cancel(TransientError(f"{self.path}: the read was interrupted"))
                 waiting.wait_ended()
             raise
 

@@ -173,18 +173,16 @@ class Transfer:
         self,
         source: Source,
         requests: Sequence[tuple[int, memoryview]],
+        gather: Gather,
         *,
         max_bytes: int,
         max_lane_bytes: int,
-        on_progress: Callable[[], None],
-        on_end: Done,
         position: float = 0.0,
     ) -> None:
-        """`on_end` is called once, from any thread, when no thread writes into any of the memory any more;
-        `on_progress` whenever a job has ended. At most `max_bytes` are in flight, and `max_lane_bytes` per lane. Each
-        lane starts at the fraction `position` of its jobs and wraps around."""
-        self._on_progress = on_progress
-        self._on_end = on_end
+        """Ends in `gather` once, in any thread, when no thread writes into any of the memory any more. At most
+        `max_bytes` are in flight, `max_lane_bytes` per lane. Each lane starts at the fraction `position` of its jobs
+        and wraps around."""
+        self._gather = gather
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, _Lane] = {}
         self._running: set[Job] = set()
@@ -209,7 +207,7 @@ class Transfer:
         if self._left:
             self._start_more()
         else:
-            self._on_end(None)
+            self._gather.ended(None)
 
     def cancel(self, error: BootseerError) -> None:
         """Start nothing more, and end with this error when the jobs in flight have ended."""
@@ -221,7 +219,7 @@ class Transfer:
         for job in running:
             job.cancel()
         if ended:
-            self._on_end(error)
+            self._gather.ended(error)
 
     def _start_more(self) -> None:
         with self._lock:
@@ -261,7 +259,7 @@ class Transfer:
 
     def _ended(self, number: int, error: BootseerError | None) -> None:
         job = self._jobs[number]
-        self._on_progress()
+        self._gather.on_progress()
         with self._lock:
             if job not in self._running:
                 return  # KeyboardInterrupt ended it before
@@ -275,7 +273,7 @@ class Transfer:
         for other in running:
             other.cancel()
         if ended:
-            self._on_end(self._error)
+            self._gather.ended(self._error)
         else:
             self._start_more()
 
@@ -312,7 +310,7 @@ class Gather:
             self._left += count
 
     def begin(self, transfer: Transfer) -> None:
-        """Add a transfer, whose `on_end` is `ended`, and start it."""
+        """Add a transfer that ends here, and start it."""
         with self._lock:
             self._left += 1
             self._transfers.append(transfer)
@@ -339,22 +337,16 @@ class Gather:
             transfer.cancel(error)
 
 
-class Waiting:
-    """Lets a thread wait for one read."""
+class Waiting(Gather):
+    """Lets a thread wait for one read, which may consist of several."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self._error: BootseerError | None = None
-        self.gather = Gather(self.ended)
-        """For a read that consists of several."""
+        super().__init__(lambda _: self._over.set())
 
     @property
     def is_over(self) -> bool:
         return self._over.is_set()
-
-    def ended(self, error: BootseerError | None = None) -> None:
-        self._error = error
-        self._over.set()
 
     def wait(self, operation: str, limit_s: float) -> None:
         """Wait for the end, and raise the read's error. `operation` describes it in messages.
@@ -362,8 +354,8 @@ class Waiting:
         Each part of a read has a deadline. If none has ended for `limit_s`, which is longer, a bug has lost an answer:
         all threads are dumped to standard error, and `TransientError` is raised.
         """
-        while not self._over.wait(max(self.gather.progress_s + limit_s - time.monotonic(), 0.0)):
-            if time.monotonic() >= self.gather.progress_s + limit_s:
+        while not self._over.wait(max(self.progress_s + limit_s - time.monotonic(), 0.0)):
+            if time.monotonic() >= self.progress_s + limit_s:
                 show_threads(f"{operation}: no answer within {limit_s:g} s")
                 raise TransientError(
                     f"{operation}: no answer within {limit_s:g} s, although each part has a deadline: this is a bug of "
