@@ -16,11 +16,12 @@ import os
 import platform
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -274,43 +275,52 @@ def _copy_all(
     """Copy all files; returns the bytes that were there already."""
     total = sum(info.size_bytes for info in infos)
     done, kept = Count(total, progress), Count(total, None)
-    stopped = threading.Event()
     own = threading.local()
 
-    def copy(file: CheckpointFile, head: Head | None, descriptor: int, offset: int, length: int) -> None:
-        if stopped.is_set():
-            return
+    def copy_piece(file: CheckpointFile, head: Head | None, local: Path, offset: int) -> None:
         if not hasattr(own, "buffer"):  # reused: freed buffers of this size are not returned to the system
             own.buffer = bytearray(_PIECE_BYTES)
-        view = memoryview(own.buffer)[:length]
-        if head is not None and os.preadv(descriptor, [view], offset) == length and head.matches(offset, view):
-            done.add(length)
-            kept.add(length)
-            return
-        read = file.readinto(offset, view)
-        if read != length:
-            raise PermanentError(f"{file.path}: {read} bytes instead of {length}; it was changed while it was read")
-        write_all(descriptor, view, offset)
-        done.add(length)
+        view = memoryview(own.buffer)[: file.size_bytes - offset]
+        with local.open("r+b", buffering=0) as copy:
+            copy.seek(offset)
+            is_kept = head is not None and copy.readinto(view) == len(view) and head.matches(offset, view)
+            if not is_kept:
+                length = file.readinto(offset, view)
+                if length != len(view):
+                    raise PermanentError(
+                        f"{file.path}: {length} bytes instead of {len(view)}; it was changed while it was read"
+                    )
+                write_all(copy.fileno(), view, offset)
+        done.add(len(view))
+        kept.add(len(view) if is_kept else 0)
 
-    def copy_file(info: FileInfo, threads: Tasks | None) -> None:
-        if stopped.is_set():
-            return
+    def copy_file(info: FileInfo, each: Callable[..., Iterator[None]]) -> None:
         local = temporary / _below(path, info.path)
-        if info.is_striped or not _is_complete(info, local):
-            _copy_file(files, reading, info, local, threads, copy)
-        else:
+        if not info.is_striped and _is_complete(info, local):
             done.add(info.size_bytes)
             kept.add(info.size_bytes)
+            return
+        head = files.head(info.path) if info.is_striped and local.exists() else None
+        if head is None:
+            local.unlink(missing_ok=True)
+            local.touch(mode=0o600)
+        else:
+            local.chmod(0o600)
+        with reading.open(info.path) as file:
+            deque(each(partial(copy_piece, file, head, local), range(0, file.size_bytes, _PIECE_BYTES)), maxlen=0)
+        with local.open("rb") as copy:
+            os.fsync(copy.fileno())
+            os.fchmod(copy.fileno(), info.entry.mode & 0o777)
+            os.utime(copy.fileno(), ns=(info.entry.mtime_ns, info.entry.mtime_ns))
+            os.fsync(copy.fileno())
 
+    # The pieces of a large file side by side, small files side by side.
     with Tasks("bootseer-get", _AT_ONCE) as threads:
-        try:
-            for info in infos:
-                if info.size_bytes > _PIECE_BYTES:
-                    copy_file(info, threads)
-            _wait_for([threads.submit(copy_file, info, None) for info in infos if info.size_bytes <= _PIECE_BYTES])
-        finally:
-            stopped.set()
+        for info in infos:
+            if info.size_bytes > _PIECE_BYTES:
+                copy_file(info, threads.map)
+        small = [info for info in infos if info.size_bytes <= _PIECE_BYTES]
+        deque(threads.map(lambda info: copy_file(info, map), small), maxlen=0)
     return kept.done
 
 
@@ -321,54 +331,6 @@ def _is_complete(info: FileInfo, local: Path) -> bool:
     except FileNotFoundError:
         return False
     return (found.st_size, found.st_mtime_ns) == (info.size_bytes, info.entry.mtime_ns)
-
-
-def _copy_file(
-    files: Files,
-    reading: Reading,
-    info: FileInfo,
-    local: Path,
-    threads: Tasks | None,
-    copy: Callable[[CheckpointFile, Head | None, int, int, int], None],
-) -> None:
-    head = files.head(info.path) if info.is_striped and local.exists() else None
-    if head is None:
-        local.unlink(missing_ok=True)
-    else:
-        local.chmod(0o600)
-    descriptor = os.open(local, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        with reading.open(info.path) as file:
-            pieces = []
-            for offset in range(0, file.size_bytes, _PIECE_BYTES):
-                length = min(_PIECE_BYTES, file.size_bytes - offset)
-                if threads is None:
-                    copy(file, head, descriptor, offset, length)
-                else:
-                    pieces.append(threads.submit(copy, file, head, descriptor, offset, length))
-            _wait_for(pieces)
-        os.fsync(descriptor)
-        os.fchmod(descriptor, info.entry.mode & 0o777)
-        os.utime(descriptor, ns=(info.entry.mtime_ns, info.entry.mtime_ns))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _wait_for(pieces: list[Future[None]]) -> None:
-    """Wait until no thread uses the file any more, and raise the first error.
-
-    Has no deadline of its own: each piece is read with one.
-    """
-    try:
-        wait(pieces, return_when=FIRST_EXCEPTION)
-    finally:
-        for piece in pieces:
-            piece.cancel()
-        wait(pieces)
-    for piece in pieces:
-        if not piece.cancelled():
-            piece.result()
 
 
 def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
