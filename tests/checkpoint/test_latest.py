@@ -16,10 +16,9 @@ from bootseer.checkpoint import latest
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import _is_old, drop_latest, move_latest, read_latest, set_latest, step_of
-from bootseer.errors import AlreadyExistsError, CorruptError, NotFoundError, PermanentError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
-from bootseer.places.place import Place
 from s3_server import S3Server
 
 
@@ -117,40 +116,34 @@ def test_of_many_writers_at_once_the_highest_step_wins(files: Files, job: Path) 
     assert [path.name for path in (job / ".attempts").iterdir()] == []
 
 
-def test_the_lock_of_a_dead_writer_is_taken_away(files: Files, job: Path) -> None:
+def test_the_lock_of_a_dead_writer_does_not_count(files: Files, job: Path) -> None:
     (job / "step-1").mkdir()
     (job / ".attempts").mkdir()
-    lock = job / ".attempts" / "latest.lock"
+    lock = job / ".attempts" / "latest.lock-1"
     lock.write_text("dead")
     os.utime(lock, ns=(1, 1))
-    assert move_latest(files, "", "step-1") == "step-1"
-    assert not lock.exists()
+    for _ in range(2):
+        assert move_latest(files, "", "step-1") == "step-1"
+        assert [path.name for path in (job / ".attempts").iterdir()] == [lock.name]
     collect(files.place, "")
     assert [path.name for path in (job / ".attempts").iterdir()] == []
 
 
-def test_of_two_that_find_a_lock_stale_the_slower_one_leaves_the_new_lock_alone(
-    files: Files, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_find_a_lock_stale_one_gets_the_next(files: Files, job: Path) -> None:
     (job / ".attempts").mkdir()
-    lock = job / ".attempts" / "latest.lock"
+    lock = job / ".attempts" / "latest.lock-9"
     lock.write_text("dead")
     os.utime(lock, ns=(1, 1))
-
-    def looks_while_another_one_is_faster(place: Place, path: str) -> bool:
-        monkeypatch.undo()
-        latest._break_lock(place, path)
-        assert place.create_bytes(path, b"a live holder")
-        return True
-
-    monkeypatch.setattr(latest, "_is_old", looks_while_another_one_is_faster)
-    with pytest.raises(AlreadyExistsError):
-        latest._break_lock(files.place, ".attempts/latest.lock")
-    assert lock.read_text() == "a live holder"
+    free = [latest._free_lock(files.place, ".attempts") for _ in range(2)]
+    assert free == 2 * [".attempts/latest.lock-10"]
+    assert [files.place.create_bytes(path or "", b"") for path in free] == [True, False]
+    assert latest._free_lock(files.place, ".attempts") is None
 
 
 @pytest.mark.slow
-def test_in_a_bucket_too_where_a_renamed_lock_looks_new(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_dead_writer_does_not_count_in_a_bucket_either(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("obstore", reason="extra s3")
     s3_server.make_bucket("locks")
     for name, value in s3_server.environment.items():
@@ -159,14 +152,14 @@ def test_in_a_bucket_too_where_a_renamed_lock_looks_new(s3_server: S3Server, mon
     with closing(open_place("s3://locks/job")) as place:
         place.make_folder("step-1", parents=True)
         place.make_folder(".attempts", parents=True)
-        for _ in ("as the writer died", "as the one that broke its lock died, between copying and removing it"):
-            assert place.create_bytes(".attempts/latest.lock", b"dead")
+        for number in (1, 2):
+            assert place.create_bytes(f".attempts/latest.lock-{number}", b"dead")
             until = time.monotonic() + 60
-            while not _is_old(place, ".attempts/latest.lock"):
+            while not _is_old(place, place.stat(f".attempts/latest.lock-{number}")):
                 assert time.monotonic() < until
                 time.sleep(0.1)
             assert move_latest(Files(place), "", "step-1") == "step-1"
-            assert not any(entry.path == ".attempts/latest.lock" for entry in place.list(".attempts"))
+            assert not any(entry.path == f".attempts/latest.lock-{number + 1}" for entry in place.list(".attempts"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -182,18 +175,19 @@ def test_the_storages_clock_counts_also_where_its_root_is_not_writable(monkeypat
         place = FolderPlace(Path(root))
         os.seteuid(65534)
         try:
-            is_old = _is_old(place, "job/lock")
+            is_old = _is_old(place, place.stat("job/lock"))
         finally:
             os.seteuid(0)
         place.close()
     assert not is_old
 
 
-def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Path) -> None:
+@pytest.mark.parametrize("name", ["latest.lock-1", "latest.lock"], ids=["", "of an earlier version"])
+def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Path, name: str) -> None:
     (job / "step-1").mkdir()
     (job / ".attempts").mkdir()
-    lock = job / ".attempts" / "latest.lock"
-    files.place.write_bytes(".attempts/latest.lock", b"somebody")
+    lock = job / ".attempts" / name
+    files.place.write_bytes(f".attempts/{name}", b"somebody")
     with ThreadPoolExecutor(1) as threads:
         moving = threads.submit(move_latest, files, "", "step-1")
         assert read_latest(files.place, "") is None

@@ -4,13 +4,12 @@ Its format is that of training code that keeps such a file itself. It is moved w
 before, and never backwards: of two writers, the higher step wins. Users may set it to any published checkpoint.
 
 Moving it means reading, comparing and writing, which no place does atomically: a lock file in the folder's `.attempts`
-serializes it. The lock of a dead process is broken after a minute.
+serializes it. The lock of a dead process is stale after a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import secrets
 import time
@@ -20,7 +19,6 @@ from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
 from bootseer.errors import (
-    AlreadyExistsError,
     BootseerError,
     CorruptError,
     IsFolderError,
@@ -29,7 +27,7 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.logs import logger
-from bootseer.places.place import Place, folder_of, join, make_folder_like_parent
+from bootseer.places.place import Entry, Place, folder_of, join, make_folder_like_parent, name_of
 
 _LOG = logger(__name__)
 
@@ -40,6 +38,8 @@ _MAX_BYTES = 4096
 _MAX_NAME_BYTES = 255
 """The limit of file systems."""
 _POLL_S = 0.1
+_LOCK = re.compile(rf"{LATEST}\.lock(?:-([0-9]{{1,9}}))?")
+"""Earlier versions have one lock, without a number."""
 # step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz. Not hf2, v2 or llama3.pt: there the
 # number is a part of the word.
 _STEP_WORDS = "(?:global)?step|iter|iteration|epoch|ckpt|checkpoint|batch"
@@ -139,52 +139,34 @@ def _write(place: Place, folder: str, name: str) -> None:
 @contextlib.contextmanager
 def _locked(place: Place, folder: str) -> Iterator[None]:
     attempts = join(folder, ATTEMPTS)
-    lock = f"{attempts}/{LATEST}.lock"
     mark = lease_bytes(secrets.token_hex(8))
     make_folder_like_parent(place, attempts)
     until = time.monotonic() + 2 * LOCK_S
-    while not place.create_bytes(lock, mark):
-        with contextlib.suppress(NotFoundError, AlreadyExistsError):
-            if _is_old(place, lock):
-                _break_lock(place, lock)
-                continue
+    while (lock := _free_lock(place, attempts)) is None or not place.create_bytes(lock, mark):
         if time.monotonic() > until:
             raise TransientError(f"{place.uri}/{folder}: another process keeps moving `latest`; try again")
         time.sleep(_POLL_S)
     try:
         yield
     finally:
-        # A lock that cannot be removed is broken when it is stale.
+        # A lock that cannot be removed becomes stale.
         with contextlib.suppress(BootseerError):
             if place.read_bytes(lock, _MAX_BYTES) == mark:
                 place.delete(lock)
 
 
-def _is_old(place: Place, lock: str) -> bool:
-    return place.now_s(folder_of(lock)) - place.stat(lock).mtime_ns / 1e9 > LOCK_S
+def _free_lock(place: Place, attempts: str) -> str | None:
+    """The path of the lock to be created; None while another process holds one.
 
-
-def _break_lock(place: Place, lock: str) -> None:
-    """Break a stale lock. If another process was faster and this is its new lock, it is put back.
-
-    The lock that was moved aside is recognised by its content, which differs for each holder, and not by its age: in a
-    bucket a rename is a copy, with a new time, and a stale lock would look new for ever. The content is read before the
-    age is looked at again: afterwards it could already be that of a new lock.
-
-    In a bucket a rename also removes its source in a second step. Of two processes that copy the same stale lock, the
-    slower one would then remove the lock that the faster one has made since. So the name that a lock is moved to
-    follows from its content, and stays taken: a stale lock is moved once. `collect` removes what lies there. If it is
-    older than a lock may be, the process that made the copy has died before it removed the source: the name is freed.
+    Locks are numbered, and the highest counts. A stale one stays until `collect` removes it, and the next number takes
+    its place: if it were removed here, the slower one of two processes could remove the new lock of the faster one.
     """
-    seen = place.read_bytes(lock, _MAX_BYTES)
-    if not _is_old(place, lock):
-        return
-    aside = f"{lock}-{hashlib.sha256(seen).hexdigest()[:32]}"
-    try:
-        place.rename(lock, aside, replace=False)
-    except AlreadyExistsError:
-        if _is_old(place, aside) and place.read_bytes(lock, _MAX_BYTES) == seen:
-            place.delete(aside)
-        raise
-    if place.read_bytes(aside, _MAX_BYTES) != seen:
-        place.rename(aside, lock, replace=False)
+    found = ((_LOCK.fullmatch(name_of(entry.path)), entry) for entry in place.list(attempts))
+    locks = {int(match[1] or 0): entry for match, entry in found if match}
+    last = max(locks, default=0)
+    is_free = last not in locks or _is_old(place, locks[last])
+    return f"{attempts}/{LATEST}.lock-{last + 1}" if is_free else None
+
+
+def _is_old(place: Place, lock: Entry) -> bool:
+    return place.now_s(folder_of(lock.path)) - lock.mtime_ns / 1e9 > LOCK_S
