@@ -58,7 +58,7 @@ class TensorSlice:
         whole = torch.empty(self._shape, dtype=torch.uint8, device="meta")
         try:
             view = whole[index]
-            is_view = torch._C._is_alias_of(view, whole)
+            is_view = torch._C._is_alias_of(view, whole)  # type: ignore[attr-defined]
         except NotImplementedError:  # a mask, for older PyTorch
             is_view = False
         if not is_view:
