@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -42,8 +43,6 @@ OLD = "old"
 people."""
 
 _NEW = ".bootseer-new-"
-_WHAT = "what"
-"""In the staging folder: the key of its download."""
 
 
 @contextlib.contextmanager
@@ -53,8 +52,9 @@ def staging_folder(target: Path, key: str) -> Iterator[Path]:
     Removed at the end, but kept for a retry after an interrupt or a `TransientError`. Raises `OSError`.
     """
     prefix = f"{PREFIX}{platform.node()}-"
-    folder, lock = _find_abandoned(target.parent, prefix, key) or _create(
-        target.with_name(f"{prefix}{secrets.token_hex(8)}"), key
+    own = f"{prefix}{hashlib.sha256(key.encode()).hexdigest()[:16]}-"
+    folder, lock = _find_abandoned(target.parent, prefix, own) or _create(
+        target.with_name(f"{own}{secrets.token_hex(8)}")
     )
     try:
         yield folder
@@ -69,14 +69,13 @@ def staging_folder(target: Path, key: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _create(folder: Path, key: str) -> tuple[Path, int]:
+def _create(folder: Path) -> tuple[Path, int]:
     """Create a staging folder and lock it. It gets its name when it is locked: unlocked ones are removed by others."""
     new = folder.with_name(f"{_NEW}{secrets.token_hex(8)}")
     new.mkdir(mode=0o700)
     lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _try_lock(lock)
-        (new / _WHAT).write_text(key)
         new.rename(folder)
     except BaseException:
         discard(new)
@@ -90,8 +89,9 @@ def _remove_unless_old(folder: Path) -> None:
         discard(folder)
 
 
-def _find_abandoned(parent: Path, prefix: str, key: str) -> tuple[Path, int] | None:
-    """A staging folder of the download `key` that is not in use, and its lock. All other unused ones are removed."""
+def _find_abandoned(parent: Path, prefix: str, own: str) -> tuple[Path, int] | None:
+    """A staging folder whose name begins with `own` and that is not in use, and its lock. All other unused ones, whose
+    names begin with `prefix`, are removed."""
     found = None
     # What cannot be listed or opened belongs to another user.
     with contextlib.suppress(OSError):
@@ -102,19 +102,12 @@ def _find_abandoned(parent: Path, prefix: str, key: str) -> tuple[Path, int] | N
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 if not _try_lock(lock) or os.path.lexists(path / OLD):
                     os.close(lock)
-                elif found is None and _has_key(path, key):
+                elif found is None and path.name.startswith(own) and os.fstat(lock).st_uid == os.geteuid():
                     found = path, lock
                 else:
                     discard(path)
                     os.close(lock)
     return found
-
-
-def _has_key(folder: Path, key: str) -> bool:
-    try:
-        return folder.stat().st_uid == os.geteuid() and (folder / _WHAT).read_text() == key
-    except (OSError, ValueError):
-        return False
 
 
 def _try_lock(lock: int) -> bool:
