@@ -32,7 +32,7 @@ from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.errors import kind_of_error
 from bootseer.io.deadline import within
 from bootseer.io.fork import after_fork
-from bootseer.io.pooled_reads import DEADLINE_S, PooledRead, PooledReads, ReadOptions, ReadOutcome
+from bootseer.io.pooled_reads import DEADLINE_S, FileWithoutNodes, PooledRead, PooledReads, ReadOptions, ReadOutcome
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileReader, FileWriter
@@ -303,7 +303,7 @@ class NativeReads(PooledReads):
                     self.num_retries += 1
 
 
-class NativeFile:
+class NativeFile(FileWithoutNodes):
     """One version of one file: reads return bytes of this version or an error."""
 
     def __init__(self, reads: NativeReads, path: str, reader: FileReader, version: str) -> None:
@@ -315,12 +315,6 @@ class NativeFile:
         # Kept: a new one asks the NameNode for all blocks of the file, and the key server for the key of its zone.
         self._reader: FileReader | None = reader
         after_fork(self._forget_reader)
-
-    def nodes(self, offset: int) -> tuple[str, ...]:
-        return ()
-
-    def delay_s(self, offset: int, length: int) -> float:
-        return 0.0
 
     def read_into(
         self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]

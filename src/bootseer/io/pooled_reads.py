@@ -42,6 +42,16 @@ class ReadOptions(TypedDict, total=False):
     than waking another thread."""
 
 
+class FileWithoutNodes:
+    """Mixin of an `OpenFile` of which is unknown on which nodes it lies, and how long a read takes."""
+
+    def nodes(self, offset: int) -> tuple[str, ...]:
+        return ()
+
+    def delay_s(self, offset: int, length: int) -> float:
+        return 0.0
+
+
 class PooledReads:
     """The threads and statistics of one file system. Safe to use from many threads, and in the child of a fork."""
 

@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,8 +28,7 @@ from bootseer.errors import (
     NotFoundError,
     PermanentError,
 )
-from bootseer.io.fork import in_each_process
-from bootseer.io.pooled_reads import PooledRead, PooledReads, ReadOptions, ReadOutcome
+from bootseer.io.pooled_reads import FileWithoutNodes, PooledRead, PooledReads, ReadOptions, ReadOutcome
 from bootseer.io.trusted_folder import FOLDER, NEW, enter
 from bootseer.places.local_files import (
     drop,
@@ -354,8 +352,18 @@ def _entry(path: str, status: os.stat_result) -> Entry | None:
     )
 
 
-class FolderFile:
-    """An `OpenFile` in a folder. Takes over the descriptor, which is closed when the last read has ended."""
+class _Descriptor:
+    """A file descriptor, closed with its last reference: the open file's, or that of the last read in flight."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class FolderFile(FileWithoutNodes):
+    """An `OpenFile` in a folder. Takes over the descriptor."""
 
     def __init__(self, descriptor: int, uri: str, reads: PooledReads) -> None:
         status = os.fstat(descriptor)
@@ -367,20 +375,8 @@ class FolderFile:
         self.uri = uri
         self.size_bytes = status.st_size
         self.version = version_of(status)
-        self._descriptor = descriptor
+        self._descriptor: _Descriptor | None = _Descriptor(descriptor)
         self._reads = reads
-        self._closed = False
-        in_each_process(self._begin)
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 1  # the opener, and each read of this process in flight
-
-    def nodes(self, offset: int) -> tuple[str, ...]:
-        return ()
-
-    def delay_s(self, offset: int, length: int) -> float:
-        return 0.0
 
     def read_into(
         self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
@@ -388,53 +384,32 @@ class FolderFile:
         """See `OpenFile.read_into`. The file system does its own checks, and there is only one copy."""
         if offset < 0 or offset + len(into) > self.size_bytes:
             raise PermanentError(f"{self.uri}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
-        with self._lock:
-            if self._closed:
-                raise PermanentError(f"{self.uri}: read after it was closed")
-            self._users += 1
-
-        def ended(outcome: ReadOutcome) -> None:
-            self.release()
-            done(outcome)
-
-        try:
-            return self._reads.begin(self.uri, len(into), partial(self.fill, offset, into), ended, options)
-        except BaseException:
-            self.release()
-            raise
+        fill = partial(self._fill, self._opened(), offset, into)
+        return self._reads.begin(self.uri, len(into), fill, done, options)
 
     def read_here(self, offset: int, length: int) -> bytes:
-        """A range inside the file, read by the calling thread, which keeps the file open meanwhile."""
+        """A range inside the file, read by the calling thread."""
         data = bytearray(length)
-        self.fill(offset, memoryview(data))
+        self._fill(self._opened(), offset, memoryview(data))
         return bytes(data)
 
-    def fill(self, offset: int, into: memoryview) -> None:
-        """Read in this thread. Raises `BootseerError`s."""
+    def close(self) -> None:
+        self._descriptor = None
+
+    def _opened(self) -> _Descriptor:
+        if (descriptor := self._descriptor) is None:
+            raise PermanentError(f"{self.uri}: read after it was closed")
+        return descriptor
+
+    def _fill(self, descriptor: _Descriptor, offset: int, into: memoryview) -> None:
         try:
             while into:
-                count = os.preadv(self._descriptor, [into], offset)
+                count = os.preadv(descriptor.number, [into], offset)
                 if count == 0:
                     raise ChangedError(f"{self.uri} became shorter while it was read")
                 offset, into = offset + count, into[count:]
             # Checked after the read: bytes read before a change belong to this version.
-            if version_of(os.fstat(self._descriptor)) != self.version:
+            if version_of(os.fstat(descriptor.number)) != self.version:
                 raise ChangedError(f"{self.uri} was changed while it was read")
         except OSError as error:
             raise mapped(error, self.uri) from error
-
-    def release(self) -> None:
-        """A read has ended, or the opener has closed the file."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self.release()

@@ -24,7 +24,7 @@ from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.executor import Executor, report_exception, run_reported
-from bootseer.io.pooled_reads import DEADLINE_S, ReadOptions, ReadOutcome
+from bootseer.io.pooled_reads import DEADLINE_S, FileWithoutNodes, ReadOptions, ReadOutcome
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
@@ -449,7 +449,7 @@ class ObjectReads:
         self._threads.close()
 
 
-class ObjectFile:
+class ObjectFile(FileWithoutNodes):
     """An `OpenFile`: one version of an object, by its entity tag."""
 
     def __init__(self, reads: ObjectReads, key: str, what: str, meta: Any) -> None:
@@ -460,12 +460,6 @@ class ObjectFile:
         self.size_bytes: int = meta["size"]
         self.version = f"{self.e_tag}-{self.size_bytes:x}"
         self._closed = False
-
-    def nodes(self, offset: int) -> tuple[str, ...]:
-        return ()
-
-    def delay_s(self, offset: int, length: int) -> float:
-        return 0.0
 
     def read_into(
         self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
