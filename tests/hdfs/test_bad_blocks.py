@@ -44,7 +44,6 @@ class Listening:
 
     def close(self) -> None:
         self.may_answer.set()
-        self.reports.close()
         self._namenode.close()
 
 
@@ -72,37 +71,41 @@ def test_corrupt_replicas_are_reported_once_where_another_may_be_right(listening
     for _ in range(3):
         listening.reports.report(block(1), wrong)
     listening.reports.report(block(2), wrong[:1])
-    assert eventually(lambda: len(listening.told) == 2)
     assert listening.told == [(1, ["10.0.0.0", "10.0.0.2"]), (2, ["10.0.0.0"])]
 
 
 def test_who_finds_all_replicas_wrong_damns_none_unless_there_is_only_one(listening: Listening) -> None:
     listening.reports.report(block(1), [node.host_port for node in NODES])
     listening.reports.report(block(2, replicas=1), [node.host_port for node in NODES])
-    assert eventually(lambda: listening.told == [(2, ["10.0.0.0"])])
+    assert listening.told == [(2, ["10.0.0.0"])]
 
 
-def test_reports_do_not_block_and_few_are_queued_for_a_hung_namenode(listening: Listening) -> None:
+def test_while_a_namenode_hangs_one_thread_waits_for_it(listening: Listening) -> None:
     listening.may_answer.clear()
-    listening.reports.report(block(0), [NODES[0].host_port])
+    waiting = threading.Thread(target=listening.reports.report, args=(block(0), [NODES[0].host_port]))
+    waiting.start()
     assert eventually(lambda: len(listening.told) == 1)
-    for number in range(1, 1000):
-        listening.reports.report(block(number), [NODES[0].host_port])
+    listening.reports.report(block(1), [NODES[0].host_port])
     listening.may_answer.set()
-    assert eventually(lambda: len(listening.told) == 65)
-    listening.reports.report(block(2000), [NODES[0].host_port])
-    assert eventually(lambda: len(listening.told) == 66)
+    waiting.join()
+    assert len(listening.told) == 1
+    listening.reports.report(block(1), [NODES[0].host_port])
+    assert len(listening.told) == 2
 
 
 def test_the_child_of_a_fork_reports_for_itself(listening: Listening) -> None:
-    listening.reports.report(block(1), [NODES[0].host_port])
+    listening.may_answer.clear()
+    waiting = threading.Thread(target=listening.reports.report, args=(block(1), [NODES[0].host_port]))
+    waiting.start()
     assert eventually(lambda: len(listening.told) == 1)
     pid = os.fork()
     if pid == 0:
         listening.reports.report(block(2), [NODES[0].host_port])
-        os._exit(0 if listening.reports._thread.close(30) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        os._exit(0)
     assert eventually(lambda: len(listening.told) == 2)
+    listening.may_answer.set()
+    waiting.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class TestOnACluster:

@@ -44,7 +44,7 @@ def test_the_block_of_an_offset_is_found() -> None:
 
 def test_an_empty_file_has_no_blocks() -> None:
     file = parse(0, [])
-    assert (file.size_bytes, file.blocks, file.is_whole) == (0, (), True)
+    assert (file.size_bytes, file.blocks) == (0, ())
 
 
 def test_the_version_tells_blocks_generations_and_lengths_apart_but_not_their_nodes() -> None:
@@ -72,17 +72,9 @@ def test_encrypted_and_erasure_coded_files_are_not_readable(number: int) -> None
     assert not parse(MIB, [block(0, 1, MIB, (1,))], more=field(number, b"")).readable
 
 
-def test_answers_in_parts_are_joined() -> None:
-    parts = [block(start * MIB, start + 1, MIB, (1,)) for start in range(3)]
-    first, rest = parse(3 * MIB, parts[:1]), parse(3 * MIB, parts[1:])
-    assert not first.is_whole
-    whole = first.joined(rest)
-    assert whole.is_whole
-    assert whole.version == parse(3 * MIB, parts).version
+def test_a_file_without_its_last_blocks_is_malformed() -> None:
     with pytest.raises(MalformedError):
-        first.joined(parse(3 * MIB, parts[2:]))
-    with pytest.raises(MalformedError):
-        first.joined(parse(4 * MIB, parts[1:]))
+        parse(3 * MIB, [block(start * MIB, start + 1, MIB, (1,)) for start in range(2)])
 
 
 @pytest.mark.parametrize(

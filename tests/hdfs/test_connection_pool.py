@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,14 +7,17 @@ import pytest
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
 from bootseer.hdfs.block_locations import Node
-from bootseer.hdfs.datanode import ConnectionPool, DataNodeConnection
+from bootseer.hdfs.datanode import DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError
+from bootseer.hdfs.idle import IdleConnections
 from hdfs.peers import FakeDataNode
 from registry import free_port
 
+Pool = IdleConnections[DataNodeConnection]
 
-def connected(connections: ConnectionPool, node: Node) -> DataNodeConnection:
-    connection = connections.new(node)
+
+def connected(node: Node, *, by_hostname: bool = False) -> DataNodeConnection:
+    connection = DataNodeConnection(node.address(by_hostname=by_hostname), silent_s=1.0)
     try:
         connection.connect(1.0)
     except DataNodeError:
@@ -25,8 +27,8 @@ def connected(connections: ConnectionPool, node: Node) -> DataNodeConnection:
 
 
 @pytest.fixture
-def connections() -> Iterator[ConnectionPool]:
-    kept = ConnectionPool(silent_s=1.0, by_hostname=False)
+def connections() -> Iterator[Pool]:
+    kept = Pool(60.0)
     yield kept
     kept.close()
 
@@ -37,56 +39,50 @@ def node() -> Iterator[Node]:
         yield Node(f"127.0.0.1:{peer.port}", "no.such.name", "")
 
 
-def test_a_connection_is_used_again_by_one_at_a_time(connections: ConnectionPool, node: Node) -> None:
-    assert connections.take(node) is None
-    first = connected(connections, node)
-    first.last_used_s = time.monotonic()
-    connections.give(node, first)
-    assert connections.take(Node("127.0.0.1:1", "", "")) is None
-    assert connections.take(node) is first
-    assert connections.take(node) is None
+def test_a_connection_is_used_again_by_one_at_a_time(connections: Pool, node: Node) -> None:
+    assert connections.take(node.host_port) is None
+    first = connected(node)
+    connections.give(node.host_port, first)
+    assert connections.take("127.0.0.1:1") is None
+    assert connections.take(node.host_port) is first
+    assert connections.take(node.host_port) is None
     first.close()
 
 
-def test_what_lies_idle_for_too_long_is_closed(connections: ConnectionPool, node: Node) -> None:
-    old = connected(connections, node)
-    old.last_used_s = -1e9
-    connections.give(node, old)
-    assert connections.take(node) is None
+def test_what_lies_idle_for_too_long_is_closed(node: Node) -> None:
+    connections, old = Pool(-1.0), connected(node)
+    connections.give(node.host_port, old)
+    assert connections.take(node.host_port) is None
     with pytest.raises(DataNodeError):
         old.send(b"x")
 
 
-def test_no_more_than_a_few_lie_idle(connections: ConnectionPool, node: Node) -> None:
-    made = [connected(connections, node) for _ in range(70)]
+def test_no_more_than_a_few_lie_idle(connections: Pool, node: Node) -> None:
+    made = [connected(node) for _ in range(70)]
     for connection in made:
-        connection.last_used_s = time.monotonic()
-        connections.give(node, connection)
+        connections.give(node.host_port, connection)
     taken = []
-    while (connection := connections.take(node)) is not None:  # type: ignore[assignment]
-        taken.append(connection)
-        connection.close()
+    while (found := connections.take(node.host_port)) is not None:
+        taken.append(found)
+        found.close()
     assert len(taken) == 64
     assert made[0] not in taken
 
 
-def test_all_of_one_node_are_dropped(connections: ConnectionPool, node: Node) -> None:
+def test_all_of_one_node_are_dropped(connections: Pool, node: Node) -> None:
     for _ in range(2):
-        connection = connected(connections, node)
-        connection.last_used_s = time.monotonic()
-        connections.give(node, connection)
-    connections.drop(node)
-    assert connections.take(node) is None
+        connections.give(node.host_port, connected(node))
+    connections.drop(node.host_port)
+    assert connections.take(node.host_port) is None
 
 
 def test_datanodes_are_addressed_by_hostname_if_configured(node: Node) -> None:
     port = node.host_port.rpartition(":")[2]
-    named = ConnectionPool(silent_s=1.0, by_hostname=True)
     with pytest.raises(DataNodeError, match="cannot be reached"):
-        connected(named, node)
-    connected(named, Node(f"192.0.2.1:{port}", "localhost", "")).close()
+        connected(node, by_hostname=True)
+    connected(Node(f"192.0.2.1:{port}", "localhost", ""), by_hostname=True).close()
 
 
-def test_an_address_without_a_server_is_an_error(connections: ConnectionPool) -> None:
+def test_an_address_without_a_server_is_an_error() -> None:
     with pytest.raises(DataNodeError, match="cannot be reached"):
-        connected(connections, Node(f"127.0.0.1:{free_port()}", "", ""))
+        connected(Node(f"127.0.0.1:{free_port()}", "", ""))

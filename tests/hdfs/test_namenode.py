@@ -59,17 +59,6 @@ def test_one_connection_serves_many_questions(peer: FakeNameNode) -> None:
     assert peer.num_connections == 1
 
 
-def test_locations_in_several_answers_are_joined(peer: FakeNameNode) -> None:
-    def in_parts(request: Message) -> bytes:
-        number = request.number(2) // MIB
-        return located(3 * MIB, [block(number * MIB, number, MIB, (1,))])
-
-    peer.answers["getBlockLocations"] = in_parts
-    namenode = asked(peer.port)
-    assert [block.id for block in namenode.locate("/f").blocks] == [0, 1, 2]
-    namenode.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

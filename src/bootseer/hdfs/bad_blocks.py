@@ -4,84 +4,61 @@ DataNodes check their blocks every three weeks only, and do not pass on a reader
 Hadoop's own client: report if another replica may be right, or if there is no other. A client that finds all of several
 replicas corrupt more likely has bad memory itself, and reports none.
 
-Reports are sent in the background, and dropped when many are queued. Safe to use from many threads, and in the child of
-a fork.
+Safe to use from many threads, and in the child of a fork.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterable
-from functools import partial
+from contextlib import suppress
 from typing import Final
 
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import BootseerError
 from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.lease import identity
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import field
-from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
 
-_MAX_WAITING: Final = 64
 _MAX_KNOWN: Final = 4096
 _REPORT_S: Final = 10.0
 
 
 class BadBlockReports:
-    """Reports that are queued or were sent."""
+    """Reports that were sent, and how to send others."""
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode
-        self._thread = Executor("bootseer-hdfs-report", 1)
+        self._known: set[tuple[str, int, int, str]] = set()
         in_each_process(self._begin)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._num_waiting = 0
-        self._known: set[tuple[str, int, int, str]] = set()
-        self._is_closed = False
+        self._sending = threading.Lock()
 
     def report(self, block: Block, wrong: Iterable[str]) -> None:
-        """These nodes (`host:port`) returned bytes of the block that do not match HDFS's checksums. Never blocks or
-        raises.
+        """These nodes (`host:port`) returned bytes of the block that do not match HDFS's checksums. Never raises.
 
-        To be called when all nodes that will be tried were tried.
+        To be called when all nodes that will be tried were tried. One thread at a time waits for the NameNode; what
+        others have to report meanwhile is dropped, and left to the next reader.
         """
         named = frozenset(wrong)
-        bad = tuple(node for node in block.nodes if node.host_port in named)
-        if len(bad) == len(block.nodes) > 1:
+        bad = [node for node in block.nodes if node.host_port in named]
+        keys = {(block.pool, block.id, block.generation, node.host_port) for node in bad}
+        if len(bad) == len(block.nodes) > 1 or keys <= self._known or not self._sending.acquire(blocking=False):
             return
-        with self._lock:
-            keys = {node.host_port: (block.pool, block.id, block.generation, node.host_port) for node in bad}
-            fresh = tuple(node for node in bad if keys[node.host_port] not in self._known)
-            if not fresh or self._is_closed or self._num_waiting >= _MAX_WAITING:
-                return
+        try:
+            _LOG.info("%s is corrupt on %s: reported to the NameNode", block, ", ".join(node.host_port for node in bad))
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
-            self._known.update(keys[node.host_port] for node in fresh)
-            with contextlib.suppress(TransientError):  # no thread can be started: another reader will report it
-                self._thread.submit(partial(self._send, block, fresh))
-                self._num_waiting += 1
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-        self._thread.close()
-
-    def _send(self, block: Block, nodes: tuple[Node, ...]) -> None:
-        with self._lock:
-            self._num_waiting -= 1
-            if self._is_closed:
-                return
-        _LOG.info("%s is corrupt on %s: reported to the NameNode", block, ", ".join(node.host_port for node in nodes))
-        # If this report is lost, another reader will send one.
-        with contextlib.suppress(BootseerError):
-            self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)
+            self._known |= keys
+            with suppress(BootseerError):  # another reader will report it
+                self._namenode.ask("reportBadBlocks", field(1, _located(block, bad)), "/", _REPORT_S)
+        finally:
+            self._sending.release()
 
 
 def _located(block: Block, nodes: Iterable[Node]) -> bytes:

@@ -36,6 +36,11 @@ class Node(Struct, frozen=True):
     ipc_port: int = 0
     """Its RPC port."""
 
+    def address(self, *, by_hostname: bool) -> tuple[str, int]:
+        """Host and port to connect to."""
+        host, _, port = self.host_port.rpartition(":")
+        return self.hostname if by_hostname else host.strip("[]"), int(port)
+
 
 class Block(Struct, frozen=True):
     """A block of a file, and the DataNodes that store it."""
@@ -70,22 +75,6 @@ class LocatedFile(Struct, frozen=True):
     readable: bool
     """False if the bytes need a decoding that is not supported here: erasure coding, encryption."""
 
-    @property
-    def end(self) -> int:
-        """The end of the last known block."""
-        return self.blocks[-1].end if self.blocks else 0
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.readable or self.end >= self.size_bytes
-
-    def joined(self, more: LocatedFile) -> LocatedFile:
-        """Append blocks from another answer. Raises `MalformedError` if they do not follow the known ones."""
-        behind = tuple(block for block in more.blocks if block.start >= self.end)
-        if not behind or behind[0].start != self.end or more.size_bytes != self.size_bytes:
-            raise MalformedError("blocks do not follow each other")
-        return _file(self.path, (*self.blocks, *behind), readable=True, size_bytes=self.size_bytes)
-
     def block_at(self, offset: int) -> Block:
         """The block with the byte at `offset`, inside the file."""
         return self.blocks[bisect_right(self.blocks, offset, key=lambda block: block.start) - 1]
@@ -113,18 +102,15 @@ def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> L
     blocks.sort(key=lambda block: block.start)
     if len(blocks) > MAX_BLOCKS or not 0 <= size_bytes <= 1 << 62:
         raise MalformedError(f"a file of {size_bytes} bytes in {len(blocks)} blocks")
+    end = blocks[-1].end if blocks else 0
     # A block of an erasure-coded file is a group: its locations hold other bytes than the file, in another order.
-    if readable and any(before.end != after.start for before, after in pairwise(blocks)):
-        raise MalformedError("blocks do not follow each other")
-    return _file(path, tuple(blocks), readable=readable, size_bytes=size_bytes)
-
-
-def _file(path: str, blocks: tuple[Block, ...], *, readable: bool, size_bytes: int) -> LocatedFile:
-    size_bytes = max(size_bytes, blocks[-1].end if blocks else 0)
+    if readable and (end < size_bytes or any(before.end != after.start for before, after in pairwise(blocks))):
+        raise MalformedError("blocks do not follow each other up to the end of the file")
+    size_bytes = max(size_bytes, end)
     digest = hashlib.sha256(
         repr([(block.pool, block.id, block.generation, block.length) for block in blocks]).encode()
     ).hexdigest()
-    return LocatedFile(path, size_bytes, blocks, f"{size_bytes}-{digest[:32]}", readable)
+    return LocatedFile(path, size_bytes, tuple(blocks), f"{size_bytes}-{digest[:32]}", readable)
 
 
 def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:

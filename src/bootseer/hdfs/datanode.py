@@ -15,14 +15,12 @@ import functools
 import select
 import socket
 import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from bootseer.hdfs import checksums
-from bootseer.hdfs.block_locations import Block, Node
+from bootseer.hdfs.block_locations import Block
 from bootseer.hdfs.errors import (
     DataNodeError,
     LostConnectionError,
@@ -68,7 +66,6 @@ class DataNodeConnection:
             raise DataNodeError(f"cannot be reached: {error}") from error
         self._stopped = False
         self.silent_s = silent_s
-        self.last_used_s = 0.0
         self.sums = bytearray()
         """A buffer for checksums, reused by the next read."""
         self.row = bytearray()
@@ -200,7 +197,6 @@ class DataNodeConnection:
     def finish(self, status: int) -> None:
         """Report the end of a read, so that the connection can serve another one."""
         self.send(delimited(field(1, status)))
-        self.last_used_s = time.monotonic()
 
 
 class BlockRead:
@@ -421,69 +417,3 @@ def _split_views(views: Sequence[memoryview], lengths: Sequence[int]) -> list[li
             view = view[len(piece) :]
         cut.append(pieces)
     return cut
-
-
-_KEEP_IDLE_S: Final = 3.0
-"""DataNodes close idle connections after 4 s, `dfs.datanode.socket.reuse.keepalive`."""
-_MAX_IDLE: Final = 64
-
-
-class ConnectionPool:
-    """A pool of idle connections. `by_hostname`: connect to hostnames instead of IP addresses."""
-
-    def __init__(self, *, silent_s: float, by_hostname: bool, protection: Protection | None = None) -> None:
-        self._silent_s = silent_s
-        self._protection = protection
-        self._by_hostname = by_hostname
-        self._lock = threading.Lock()
-        self._idle: deque[tuple[str, DataNodeConnection]] = deque()
-
-    def take(self, node: Node) -> DataNodeConnection | None:
-        """Take a recently used connection, if there is one."""
-        self.expire()
-        with self._lock:
-            for entry in reversed(self._idle):
-                if entry[0] == node.host_port:
-                    self._idle.remove(entry)
-                    return entry[1]
-        return None
-
-    def new(self, node: Node) -> DataNodeConnection:
-        """A new connection, not connected yet. Raises `DataNodeError` if the name does not resolve."""
-        host, _, port = node.host_port.rpartition(":")
-        address = (node.hostname if self._by_hostname else host.strip("[]"), int(port))
-        return DataNodeConnection(address, silent_s=self._silent_s, protection=self._protection)
-
-    def give(self, node: Node, connection: DataNodeConnection) -> None:
-        """Return a connection whose read has ended."""
-        with self._lock:
-            self._idle.append((node.host_port, connection))
-            extra = self._idle.popleft()[1] if len(self._idle) > _MAX_IDLE else None
-        if extra is not None:
-            extra.close()
-
-    def drop(self, node: Node) -> None:
-        """Close the idle connections to one DataNode."""
-        self._close([entry for entry in list(self._idle) if entry[0] == node.host_port])
-
-    def expire(self) -> None:
-        """Close connections that DataNodes are about to close."""
-        oldest_s = time.monotonic() - _KEEP_IDLE_S
-        if self._idle:
-            self._close([entry for entry in list(self._idle) if entry[1].last_used_s < oldest_s])
-
-    def close(self) -> None:
-        self._close(list(self._idle))
-
-    def forget(self) -> None:
-        """In the child of a fork: the connections belong to the parent."""
-        self._lock = threading.Lock()
-        self.close()
-
-    def _close(self, entries: list[tuple[str, DataNodeConnection]]) -> None:
-        for entry in entries:
-            with self._lock:
-                if entry not in self._idle:
-                    continue  # taken by another thread
-                self._idle.remove(entry)
-            entry[1].close()

@@ -33,11 +33,12 @@ from bootseer.errors import (
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.block_locations import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
 from bootseer.hdfs.errors import kind_of_error
+from bootseer.hdfs.idle import IdleConnections
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError
 from bootseer.hdfs.sasl import ciphers_missing, delegation_token, has_ciphers
-from bootseer.io.fork import after_fork
+from bootseer.io.fork import in_each_process
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -83,37 +84,22 @@ class NameNode:
         self._has_answered = False
         """Whether a NameNode has ever answered: then it is waited for when it restarts."""
         self._made_s = time.monotonic()
-        self._reset()
-        after_fork(self.forget)
+        self._idle = IdleConnections[RpcConnection](_IDLE_S)
+        in_each_process(self._reset)
 
     def _reset(self) -> None:
         # Client and call ids let NameNodes recognise a repeated request, and not execute it twice.
         self._client_id = os.urandom(16)
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._active = 0
         self._knows_encryption = False
-        if "protection" in self.__dict__:
-            self.protection.forget()
         self._known_nodes: dict[bytes, Node] = {}
-        self._idle: list[tuple[float, int, RpcConnection]] = []
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
         """The blocks of a file and their locations; of a file that is being written, the complete ones. Raises
         `NotFoundError`, `AccessError`, `TransientError`."""
-        located = self._locate(path, 0, timeout_s)
-        while not located.is_whole:
-            # Servers may return a part of the blocks at a time.
-            more = self._locate(path, located.end, timeout_s)
-            try:
-                located = located.joined(more)
-            except MalformedError as error:
-                raise TransientError(f"{self._uri_of(path)} was changed while it was located") from error
-        return located
-
-    def _locate(self, path: str, start: int, timeout_s: float | None) -> LocatedFile:
-        request = field(1, path) + field(2, start) + field(3, _EVERYTHING - start)
+        request = field(1, path) + field(2, 0) + field(3, _EVERYTHING)
         answer = self.ask("getBlockLocations", request, path, timeout_s)
         with self.parsing(path):
             message = Message(answer)
@@ -148,18 +134,8 @@ class NameNode:
 
     def close(self) -> None:
         """Close idle connections; those in use are closed after their request."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for _, _, connection in idle:
-            connection.close()
-
-    def forget(self) -> None:
-        """In the child of a fork: the connections belong to the parent, and locks may be held forever."""
-        idle = self._idle
-        self._reset()
-        for _, _, connection in idle:
-            connection.close()
+        self._is_closed = True
+        self._idle.close()
 
     def _uri_of(self, path: str) -> str:
         return f"hdfs://{self.cluster.authority}{path}"
@@ -232,7 +208,7 @@ class NameNode:
             raise TransientError("too many concurrent RPCs")
         free = self._free
         try:
-            idle = self._take(number)
+            idle = self._idle.take(number)
             if idle is not None:
                 # A restarted server has closed its idle connections: try a new one. But a server that does not answer
                 # is not asked again: fenced off by the journal, it may confirm what its successor does not know.
@@ -322,24 +298,11 @@ class NameNode:
         # With several NameNodes, a hung one must leave time for the others.
         return min(max(until - time.monotonic(), 0.001), self._call_timeout_s)
 
-    def _take(self, number: int) -> RpcConnection | None:
-        fresh_s = time.monotonic() - _IDLE_S
-        with self._lock:
-            old = [entry for entry in self._idle if entry[0] < fresh_s]
-            self._idle = [entry for entry in self._idle if entry[0] >= fresh_s]
-            found = next((entry for entry in reversed(self._idle) if entry[1] == number), None)
-            if found is not None:
-                self._idle.remove(found)
-        for _, _, connection in old:
-            connection.close()
-        return found[2] if found else None
-
     def _give(self, number: int, connection: RpcConnection) -> None:
-        with self._lock:
-            if len(self._idle) < _MAX_CONNECTIONS and not self._is_closed:
-                self._idle.append((time.monotonic(), number, connection))
-                return
-        connection.close()
+        if self._is_closed:
+            connection.close()
+        else:
+            self._idle.give(number, connection)
 
     def _mapped(self, error: RemoteError, path: str) -> BootseerError:
         message = f"{self._uri_of(path)}: {error}"

@@ -27,6 +27,7 @@ from bootseer.hdfs.sasl import (
     Token,
     wanted_protections,
 )
+from bootseer.io.fork import in_each_process
 
 _MAGIC = struct.pack(">I", 0xDEADBEEF)
 _URI: Final = "hdfs/0"
@@ -106,10 +107,9 @@ class Protection:
         self._ask_key = ask_key
         self.encrypts = False
         """Whether the cluster encrypts all its data, according to the NameNode."""
-        self.forget()
+        in_each_process(self._begin)
 
-    def forget(self) -> None:
-        """In the child of a fork: renew the lock. The key is requested again."""
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._key: tuple[float, Message] | None = None
 

@@ -21,8 +21,9 @@ from typing import Final
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.bad_blocks import BadBlockReports
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
-from bootseer.hdfs.datanode import BlockRead, ConnectionPool, DataNodeConnection
+from bootseer.hdfs.datanode import BlockRead, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.idle import IdleConnections
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
@@ -37,6 +38,8 @@ _LOG = logger(__name__)
 _IDLE_S: Final = 10.0
 _TICK_S: Final = 0.1
 _CLOSE_S: Final = 3.0
+_KEEP_IDLE_S: Final = 3.0
+"""DataNodes close idle connections after 4 s, `dfs.datanode.socket.reuse.keepalive`."""
 Job = Callable[[], None]
 
 
@@ -47,9 +50,7 @@ class ReadThreads:
     def __init__(self, namenode: NameNode, settings: ReadSettings) -> None:
         self.namenode = namenode
         self.settings = settings
-        self._connections = ConnectionPool(
-            silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname, protection=namenode.protection
-        )
+        self._connections = IdleConnections[DataNodeConnection](_KEEP_IDLE_S)
         self._threads = Executor(
             "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
         )
@@ -70,7 +71,6 @@ class ReadThreads:
         """Threads that were requested and have not looked for work yet."""
         self._ticking = False
         self._ticks_until_s = 0.0
-        self._connections.forget()
         for run in parents:
             if run.connection is not None:
                 run.connection.close()
@@ -127,7 +127,7 @@ class ReadThreads:
             self._read_unscheduled(ticket, block, connection, late_s)
             is_whole = True
         except SilentError:
-            self._connections.drop(node)
+            self._connections.drop(node.host_port)
         except DataNodeError:
             pass
         finally:
@@ -152,7 +152,7 @@ class ReadThreads:
             choice = self._schedule.choice
             nodes = {node.host_port: node for node in block.nodes if not choice.is_open(node.host_port)}
             for name in choice.order(nodes, length, self._schedule.queues.backlog_bytes, now_s):
-                connection = self._connections.take(nodes[name])
+                connection = self._connections.take(name)
                 if connection is not None:
                     self._unscheduled.add(connection)
                     return nodes[name], connection, choice.late_s()
@@ -170,10 +170,14 @@ class ReadThreads:
             done += part
         read.finish()
 
+    def _new_connection(self, node: Node) -> DataNodeConnection:
+        address = node.address(by_hostname=self.namenode.cluster.by_hostname)
+        return DataNodeConnection(address, silent_s=self.settings.silent_s, protection=self.namenode.protection)
+
     def _give_back(self, node: Node, connection: DataNodeConnection, is_whole: bool) -> None:
         """`is_whole`: the latest read was received completely, so that the connection can be reused."""
         if is_whole and not self._closed:
-            self._connections.give(node, connection)
+            self._connections.give(node.host_port, connection)
         else:
             connection.close()
 
@@ -181,6 +185,7 @@ class ReadThreads:
         """End all reads, threads and connections. Must not be called from a `done`."""
         with self._lock:
             self._closed = True
+            self._schedule.corrupt.clear()
             for ticket in self._schedule.tickets():
                 error = PermanentError(f"{ticket.source.uri}: its reader was closed")
                 self._schedule.fail(ticket, error, at_once=True)
@@ -193,7 +198,6 @@ class ReadThreads:
         self._timer.close(_CLOSE_S, drop=True)
         self._threads.close(_CLOSE_S)
         self._connections.close()
-        self._reports.close()
 
     # Threads
 
@@ -273,9 +277,9 @@ class ReadThreads:
     def _carry_out(self, run: Run) -> None:
         error: DataNodeError | None = None
         try:
-            if not self._read(run, self._connections.take(run.queue.node)):
+            if not self._read(run, self._connections.take(run.queue.name)):
                 # DataNodes close idle connections: not a failure.
-                self._connections.drop(run.queue.node)
+                self._connections.drop(run.queue.name)
                 self._read(run, None)
         except DataNodeError as caught:
             error = caught
@@ -295,7 +299,7 @@ class ReadThreads:
         """Read a run over this connection, or a new one. Returns False if an idle connection proves to be closed."""
         is_new = connection is None
         if connection is None:
-            connection = self._connections.new(run.queue.node)
+            connection = self._new_connection(run.queue.node)
         is_whole = False
         try:
             with self._lock:
@@ -373,7 +377,7 @@ class ReadThreads:
 
     def _probe(self, block: Block, node: Node) -> None:
         try:
-            connection = self._connections.new(node)
+            connection = self._new_connection(node)
             with self._lock:
                 self._unscheduled.add(connection)
             try:
