@@ -10,7 +10,6 @@ A node that neither accepts nor acknowledges anything for `stall_s` has failed. 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import time
@@ -22,9 +21,10 @@ import google_crc32c
 
 from bootseer.hdfs.block_locations import Node
 from bootseer.hdfs.checksums import CRC32
-from bootseer.hdfs.errors import DataNodeError, SilentError
+from bootseer.hdfs.datanode import DataNodeConnection, raise_silent
+from bootseer.hdfs.errors import DataNodeError, LostConnectionError, SilentError
 from bootseer.hdfs.lease import NewBlock, WriteDefaults, identity
-from bootseer.hdfs.protection import Channel, Protection
+from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
 from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
@@ -77,85 +77,65 @@ class BlockWriter:
         self._holder = holder
         self._by_hostname = by_hostname
         self._defaults = defaults
-        self._stall_s = setup_s
         self._sequence = 0
         self._confirmed = 0
         self._answers = bytearray()
-        first = self.nodes[0]
-        self._first = first.host_port
-        try:
-            self._socket = socket.create_connection(self._address(first), timeout=setup_s)
-        except OSError as error:
-            raise PipelineError(f"{self._first} cannot be reached: {error}", self._first) from error
-        self._channel: Channel | None = None
-        try:
-            if protection is not None:
-                self._channel = self._log_in(protection, first)
-            self._socket.setblocking(False)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._send([memoryview(_WRITE_BLOCK + delimited(_request(new, defaults, holder)))])
-            self._await_setup()
-        except BaseException:
-            self.close()
-            raise
-        self._stall_s = stall_s
+        self._first = self.nodes[0].host_port
+        address = self.nodes[0].address(by_hostname=by_hostname)
+        with self._naming():
+            self._connection = DataNodeConnection(address, silent_s=setup_s, protection=protection)
+            try:
+                self._connection.connect(setup_s)
+                self._connection.log_in(new.block.token, raise_silent)
+                self._connection.send(_WRITE_BLOCK + delimited(_request(new, defaults, holder)))
+                self._await_setup()
+                self._connection.set_timeout(stall_s)
+            except BaseException:
+                self.close()
+                raise
 
     def write(self, data: memoryview) -> None:
         """Append bytes. Blocks while the nodes are slower."""
-        if self._pending:
-            missing = PACKET_BYTES - len(self._pending)
-            self._pending += data[:missing]
-            data = data[missing:]
-            if len(self._pending) == PACKET_BYTES:
-                full, self._pending = self._pending, bytearray()
-                self._send_packet(memoryview(full))
-        whole = len(data) - len(data) % PACKET_BYTES
-        for start in range(0, whole, PACKET_BYTES):
-            self._send_packet(data[start : start + PACKET_BYTES])
-        self._pending += data[whole:]
-        self._take_acks()
+        with self._naming():
+            if self._pending:
+                missing = PACKET_BYTES - len(self._pending)
+                self._pending += data[:missing]
+                data = data[missing:]
+                if len(self._pending) == PACKET_BYTES:
+                    full, self._pending = self._pending, bytearray()
+                    self._send_packet(memoryview(full))
+            whole = len(data) - len(data) % PACKET_BYTES
+            for start in range(0, whole, PACKET_BYTES):
+                self._send_packet(data[start : start + PACKET_BYTES])
+            self._pending += data[whole:]
+            self._take_acks()
 
     def finish(self) -> None:
         """Wait until all nodes have acknowledged all bytes and the end of the block."""
-        if self._pending:
-            self._send_packet(memoryview(self._pending))
-        self._send(self._packet_header(0, b"", last=True))
-        acked_s = time.monotonic()
-        while (confirmed := self._confirmed) < self._sequence:
-            self._take_acks(acked_s)
-            if self._confirmed > confirmed:
-                acked_s = time.monotonic()
+        with self._naming():
+            if self._pending:
+                self._send_packet(memoryview(self._pending))
+            self._send(self._packet_header(0, b"", last=True))
+            acked_s = time.monotonic()
+            while (confirmed := self._confirmed) < self._sequence:
+                self._take_acks(acked_s)
+                if self._confirmed > confirmed:
+                    acked_s = time.monotonic()
 
     def close(self) -> None:
         """Close the connection. Before `finish`, the nodes discard the block."""
-        self._socket.close()
-
-    def _log_in(self, protection: Protection, first: Node) -> Channel | None:
-        def receive(length: int) -> bytes:
-            data = b""
-            while len(data) < length:
-                piece = self._socket.recv(length - len(data))
-                if not piece:
-                    raise ConnectionResetError("it closed the connection")
-                data += piece
-            return data
-
-        try:
-            return protection.log_in(self._address(first)[1], self._new.block.token, self._socket.sendall, receive)
-        except (OSError, DataNodeError) as error:
-            raise PipelineError(f"{self._first}: {error}", self._first) from error
+        self._connection.close()
 
     def _send_packet(self, packet: memoryview) -> None:
-        self._send([*self._packet_header(len(packet), self._sums(packet)), packet])
+        self._send(self._packet_header(len(packet), self._sums(packet)), packet)
         self.size_bytes += len(packet)
 
     def _await_setup(self) -> None:
         """Receive the first node's answer, which it gives when the whole pipeline is connected."""
         asked_s = time.monotonic()
-        with self._parsing():
-            while (answer := self._next_answer()) is None:
-                self._receive(asked_s)
-            status, bad, message = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
+        while (answer := self._next_answer()) is None:
+            self._receive(asked_s)
+        status, bad, message = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
         if status != _SUCCESS or bad:
             raise PipelineError(message or f"{bad or self._first}: status {status}", self._failed_node(bad))
 
@@ -164,10 +144,10 @@ class BlockWriter:
         known = {name: node.host_port for node in self.nodes for name in _names(node)}
         return known.get(bad, self._first if not bad else "")
 
-    def _packet_header(self, length: int, sums: bytes, *, last: bool = False) -> list[memoryview]:
+    def _packet_header(self, length: int, sums: bytes, *, last: bool = False) -> bytes:
         fields = _FIELDS.pack(0x09, self.size_bytes, 0x11, self._sequence, 0x18, last, 0x25, length)
         self._sequence += 1
-        return [memoryview(_HEADER.pack(4 + len(sums) + length, len(fields)) + fields + sums)]
+        return _HEADER.pack(4 + len(sums) + length, len(fields)) + fields + sums
 
     def _sums(self, packet: memoryview) -> bytes:
         crc = zlib.crc32 if self._defaults.checksum_kind == CRC32 else google_crc32c.value
@@ -175,37 +155,12 @@ class BlockWriter:
         sums = [crc(data[at : at + chunk]) for at in range(0, len(data), chunk)]
         return struct.pack(f">{len(sums)}I", *sums)
 
-    def _send(self, views: list[memoryview]) -> None:
-        if self._channel is not None:
-            views = [memoryview(piece) for piece in self._channel.seal(views)]
-        left = [view for view in views if len(view)]
-        stalled_since = time.monotonic()
-        while left:
-            try:
-                sent = self._socket.sendmsg(left)
-            except BlockingIOError:
-                if self._wait(select.POLLOUT | select.POLLIN, stalled_since) & select.POLLIN:
-                    self._take_acks()
-                continue
-            except OSError as error:
-                raise self._broken(error) from error
-            stalled_since = time.monotonic()
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if sent:
-                left[0] = left[0][sent:]
-
-    def _wait(self, events: int, since_s: float) -> int:
-        left_s = since_s + self._stall_s - time.monotonic()
-        poll = select.poll()
-        poll.register(self._socket, events)
-        ready = poll.poll(max(left_s, 0) * 1000)
-        if not ready:
-            names = ", ".join(node.host_port for node in self.nodes)
-            raise SilentPipelineError(
-                f"{names}: nothing was received for {self._stall_s:.0f} s", self._find_silent_node()
-            )
-        return ready[0][1]
+    def _send(self, *data: bytes | memoryview) -> None:
+        try:
+            self._connection.send(*data)
+        except LostConnectionError:
+            self._take_acks()  # which may name the failed node
+            raise
 
     def _find_silent_node(self) -> str:
         """Find the node that answers no request; "" if all answer, and the first one does not forward."""
@@ -214,8 +169,9 @@ class BlockWriter:
         base = field(1, identity(self._new.block)) + field(2, self._new.block.token)
         question = field(1, field(1, base) + field(2, self._holder)) + field(2, 0) + field(3, 1)
         for node in self.nodes:
+            address = node.address(by_hostname=self._by_hostname)
             try:
-                with socket.create_connection(self._address(node), timeout=_PROBE_S) as probe:
+                with socket.create_connection(address, timeout=_PROBE_S) as probe:
                     probe.sendall(_READ_BLOCK + delimited(question))
                     # Any answer will do: the block is being written.
                     probe.recv(1)
@@ -223,16 +179,11 @@ class BlockWriter:
                 return node.host_port
         return ""
 
-    def _address(self, node: Node) -> tuple[str, int]:
-        host, _, port = node.host_port.rpartition(":")
-        return node.hostname if self._by_hostname else host.strip("[]"), int(port)
-
     def _take_acks(self, since_s: float | None = None) -> None:
         """Receive acknowledgements; waits only with `since_s`."""
         self._receive(since_s)
-        with self._parsing():
-            while (answer := self._next_answer()) is not None:
-                self._confirm(answer)
+        while (answer := self._next_answer()) is not None:
+            self._confirm(answer)
 
     def _next_answer(self) -> Message | None:
         """The next answer of the first node; None if its rest has not arrived yet."""
@@ -246,10 +197,16 @@ class BlockWriter:
         return Message(reply)
 
     @contextlib.contextmanager
-    def _parsing(self) -> Iterator[None]:
+    def _naming(self) -> Iterator[None]:
+        """Errors raised inside become `PipelineError`s."""
         try:
             yield
-        except MalformedError as error:
+        except PipelineError:
+            raise
+        except SilentError as error:
+            names = ", ".join(node.host_port for node in self.nodes)
+            raise PipelineError(f"{names}: {error}", self._find_silent_node()) from error
+        except (DataNodeError, MalformedError) as error:
             raise PipelineError(f"{self._first}: {error}", self._first) from error
 
     def _confirm(self, answer: Message) -> None:
@@ -270,31 +227,10 @@ class BlockWriter:
         self._confirmed += 1
 
     def _receive(self, since_s: float | None) -> None:
-        """Receive available bytes; with `since_s`, wait for some until `stall_s` after it."""
-        while True:
-            try:
-                data = self._socket.recv(64 * 1024)
-            except BlockingIOError:
-                if since_s is None:
-                    return
-                self._wait(select.POLLIN, since_s)
-                continue
-            except OSError as error:
-                raise self._broken(error) from error
-            if not data:
-                raise self._broken("it closed the connection")
-            try:
-                self._answers += data if self._channel is None else self._channel.open(data)
-            except DataNodeError as error:
-                raise self._broken(error) from error
-            return
-
-    def _broken(self, error: object) -> PipelineError:
-        return PipelineError(f"{self._first}: the connection broke: {error}", self._first)
-
-
-class SilentPipelineError(PipelineError, SilentError):
-    """The pipeline has been silent for too long."""
+        """Receive available bytes; with `since_s`, wait for some, at most until `stall_s` after it."""
+        if since_s is not None and time.monotonic() - since_s >= self._connection.silent_s:
+            raise SilentError(f"nothing was received for {self._connection.silent_s:.0f} s")
+        self._answers += self._connection.receive_available(wait=since_s is not None)
 
 
 def _names(node: Node) -> tuple[str, str]:

@@ -88,15 +88,20 @@ class DataNodeConnection:
                 self._socket.connect(address)
                 self._socket.settimeout(None)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                wait = struct.pack("@ll", int(self.silent_s), round(self.silent_s % 1 * 1e6))
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+                self.set_timeout(self.silent_s)
             except OSError as error:
                 problem = error
             else:
                 return
         error_kind = SilentError if isinstance(problem, TimeoutError) else LostConnectionError
         raise error_kind(f"cannot be reached: {problem}") from problem
+
+    def set_timeout(self, silent_s: float) -> None:
+        """Change the time that a wait for a byte takes at most."""
+        self.silent_s = silent_s
+        wait = struct.pack("@ll", int(silent_s), round(silent_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
 
     def stop(self) -> None:
         """From any thread: fail the current wait and all later ones."""
@@ -109,16 +114,19 @@ class DataNodeConnection:
         self._socket.close()
 
     def log_in(self, token: bytes, on_silence: Callable[[float], None]) -> None:
-        """Log in before the first read, with the token of its block. Raises `DataNodeError`."""
+        """Log in before the first request, with the token of its block. Raises `DataNodeError`."""
         protection, self._protection = self._protection, None
         if protection is None:
             return
         receive = functools.partial(self.receive_bytes, on_silence=on_silence)
         self._channel = protection.log_in(int(self._found[0][4][1]), token, self.send, receive)
 
-    def send(self, data: bytes) -> None:
+    def send(self, *data: bytes | memoryview) -> None:
         try:
-            self._socket.sendall(data if self._channel is None else b"".join(self._channel.seal([data])))
+            for part in data if self._channel is None else self._channel.seal(data):
+                self._socket.sendall(part)
+        except BlockingIOError as error:
+            raise SilentError(f"nothing was accepted for {self.silent_s:.0f} s") from error
         except OSError as error:
             raise LostConnectionError(f"the connection broke: {error}") from error
 
@@ -140,6 +148,20 @@ class DataNodeConnection:
         room = bytearray(length)
         self.receive([memoryview(room)], on_silence)
         return bytes(room)
+
+    def receive_available(self, *, wait: bool) -> bytes:
+        """Receive what has arrived, with `wait` after a wait for the first byte."""
+        try:
+            data = self._socket.recv(_PACKET_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError as error:
+            if not wait:
+                return b""
+            raise SilentError(f"nothing was received for {self.silent_s:.0f} s") from error
+        except OSError as error:
+            raise LostConnectionError(f"the connection broke: {error}") from error
+        if not data:
+            raise LostConnectionError("it closed the connection")
+        return data if self._channel is None else self._channel.open(data)
 
     def receive_early(self, on_silence: Callable[[float], None]) -> None:
         """Wait for the next bytes and receive what is available, up to a few KiB, for later calls of `receive`.
@@ -390,6 +412,11 @@ def _parse_answer(data: bytes) -> tuple[int, int, int]:
     if kind not in checksums.KINDS or not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
         raise MalformedError(f"checksums of kind {kind} for {chunk_bytes} bytes")
     return kind, chunk_bytes, info.number(2)
+
+
+def raise_silent(silent_s: float) -> None:
+    """An `on_silence` that waits no longer."""
+    raise SilentError(f"it sent nothing for {silent_s:.1f} s")
 
 
 def _skip_bytes(views: list[memoryview], length: int) -> list[memoryview]:

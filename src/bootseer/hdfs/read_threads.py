@@ -21,7 +21,7 @@ from typing import Final
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.bad_blocks import BadBlockReports
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
-from bootseer.hdfs.datanode import BlockRead, DataNodeConnection
+from bootseer.hdfs.datanode import BlockRead, DataNodeConnection, raise_silent
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.idle import IdleConnections
 from bootseer.hdfs.namenode import NameNode
@@ -162,7 +162,7 @@ class ReadThreads:
         strict = ticket.check and block.id not in ticket.source.unchecked
         read = BlockRead(
             connection, block, ticket.offset - block.start, len(ticket.into),
-            check=ticket.check, strict=strict, on_silence=_raise_silent, patience_s=late_s,
+            check=ticket.check, strict=strict, on_silence=raise_silent, patience_s=late_s,
         )  # fmt: skip
         done = 0
         while part := read.next_bytes():
@@ -354,7 +354,7 @@ class ReadThreads:
         """Raise if a silent connection is to be given up."""
         with self._lock:
             if self._schedule.should_give_up(run, silent_s):
-                raise SilentError(f"it sent nothing for {silent_s:.1f} s")
+                raise_silent(silent_s)
 
     def _connect_s(self, run: Run) -> float:
         with self._lock:
@@ -383,7 +383,7 @@ class ReadThreads:
             try:
                 connection.connect(self.settings.silent_s)
                 # A request of its own, so that no reader waits for it.
-                BlockRead(connection, block, 0, 1, check=False, on_silence=_raise_silent)
+                BlockRead(connection, block, 0, 1, check=False, on_silence=raise_silent)
             finally:
                 with self._lock:
                     self._unscheduled.discard(connection)
@@ -394,10 +394,6 @@ class ReadThreads:
             return
         with self.schedule() as schedule:
             schedule.choice.probe_succeeded(node.host_port)
-
-
-def _raise_silent(silent_s: float) -> None:
-    raise SilentError(f"it sent nothing for {silent_s:.1f} s")
 
 
 def _call_back(ticket: Ticket) -> None:
