@@ -174,7 +174,7 @@ class TestWithFaults:
         hung = cluster.nodes.index(part.nodes[0])
         cluster.hang(hung)
         try:
-            with pytest.raises(TransientError, match="nothing was (accepted|received)"):
+            with pytest.raises(TransientError, match=r"nothing was (accepted|received)"):
                 for _ in range(100):
                     part.write(DATA)
                 part.close()

@@ -11,12 +11,9 @@ threads, and after `fork`.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from bootseer.errors import AlreadyExistsError, PermanentError, TransientError, UsageError
+from bootseer.errors import UsageError
 from bootseer.hdfs.addresses import ClientSettings, Cluster
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.block_writer import ExcludedDataNodes
@@ -29,14 +26,10 @@ from bootseer.hdfs.reads import HdfsReads
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
-T = TypeVar("T")
 
 _MIB = 1024 * 1024
-_LEAST_BLOCK = re.compile(r"minimum value.*: \d+ < (\d{1,15})\b")
-"""A NameNode's message about too small blocks, `dfs.namenode.fs-limits.min-block-size`."""
 _MAX_BLOCK_BYTES = 1 << 30
 """DataNodes copy and check whole blocks: larger files have several."""
-_MAX_TRIES = 3
 _NATIVE_BLOCK_BYTES = 1 << 30
 """hdfs-native fails a file when a DataNode reports the last block but one late; blocks that take seconds to write are
 reported in time."""
@@ -53,8 +46,6 @@ class HdfsClient(Names):
         self.cluster = Cluster.of(authority, self.settings.conf_dir)
         super().__init__(NameNode(self.cluster, ask_s=self.settings.call_s))
         self._defaults: WriteDefaults | None = None
-        self._least_block = 0
-        """The minimum block size, once the NameNode has refused a smaller one."""
         self._native = Native(self.uri, self.settings, server=_server(self.cluster))
         self._reads = HdfsReads(self._namenode, fallback=NativeReads(self._native))
         self._excluded = ExcludedDataNodes()
@@ -73,40 +64,16 @@ class HdfsClient(Names):
     ) -> FileStatus:
         """Write a small file durably. It is visible while it grows: rename it where that matters.
 
-        With `parents`, creates a missing folder. Raises `AlreadyExistsError`.
+        With `parents`, creates a missing folder. Raises `AlreadyExistsError`. Removes what an error has left.
         """
-
-        def begin(size: int | None) -> PlacedWriter | MultiBlockWriter | NativeWriter:
-            # hdfs-native waits half a second at the end of most files, and longer for dead DataNodes.
-            with contextlib.suppress(UnsupportedError):
-                settings = self._file_settings(size, replication, mode, parents=parents)
-                if len(data) <= settings.block_size:
-                    return PlacementGroup(self._namenode, [path], settings).writers[0]
-            return self.create(path, mode=mode, block_size=size, replication=replication, parents=parents)
-
-        problem: TransientError | None = None
-        for number in itertools.count(1):
-            try:
-                writer = self._sized(block_size, begin)
-            except AlreadyExistsError:
-                # Left by the previous attempt, which could not be removed.
-                if problem is None:
-                    raise
-                raise problem from None
-            try:
-                if data:
-                    writer.write(data)
-                writer.close()
-            except TransientError as error:
-                problem = error
-                if number == _MAX_TRIES:
-                    raise
-                _LOG.info("writing %s failed, attempt %d of %d follows: %s", path, number + 1, _MAX_TRIES, error)
-            else:
-                return writer.status or self.stat(path)
-            finally:
-                writer.abort()
-        raise AssertionError  # the last attempt returns or raises
+        writer = self.create(path, mode=mode, block_size=block_size, replication=replication, parents=parents)
+        try:
+            if data:
+                writer.write(data)
+            writer.close()
+        finally:
+            writer.abort()
+        return writer.status or self.stat(path)
 
     def create(
         self,
@@ -121,21 +88,17 @@ class HdfsClient(Names):
 
         `block_size` in bytes and `replication` default to the cluster's.
         """
-
-        def begin(size: int | None) -> MultiBlockWriter | NativeWriter:
-            try:
-                settings = self._file_settings(size, replication, mode, parents=parents)
-                return MultiBlockWriter(self._namenode, path, settings)
-            except UnsupportedError as error:
-                if str(error) != self.fallback:
-                    _LOG.info("%s%s is written through hdfs-native: %s", self.uri, path, error)
-                self.fallback = str(error)
-                return NativeWriter(
-                    self._native, path, mode=mode, block_size=size or _NATIVE_BLOCK_BYTES,
-                    replication=replication, parents=parents,
-                )  # fmt: skip
-
-        return self._sized(block_size, begin)
+        try:
+            settings = self._file_settings(block_size, replication, mode, parents=parents)
+            return MultiBlockWriter(self._namenode, path, settings)
+        except UnsupportedError as error:
+            if str(error) != self.fallback:
+                _LOG.info("%s%s is written through hdfs-native: %s", self.uri, path, error)
+            self.fallback = str(error)
+            block_bytes = max(block_size or _NATIVE_BLOCK_BYTES, self._namenode.least_block_bytes)
+            return NativeWriter(
+                self._native, path, mode=mode, block_size=block_bytes, replication=replication, parents=parents
+            )
 
     def create_placed(
         self,
@@ -154,24 +117,17 @@ class HdfsClient(Names):
         use only before two files would share one, in this order.
         """
 
-        if block_size > _MAX_BLOCK_BYTES:
-            return self._create_all(paths, mode, None, replication)
-
-        def begin(size: int | None) -> Sequence[PlacedWriter | MultiBlockWriter | NativeWriter]:
+        if block_size <= _MAX_BLOCK_BYTES:
+            size = -(-block_size // _MIB) * _MIB
             with contextlib.suppress(UnsupportedError):
                 settings = self._file_settings(size, replication, mode, parents=True)
                 return PlacementGroup(self._namenode, paths, settings, avoid=avoid, last_resort=last_resort).writers
-            return self._create_all(paths, mode, size, replication)
-
-        return self._sized(-(-block_size // _MIB) * _MIB, begin)
-
-    def _create_all(
-        self, paths: Sequence[str], mode: int, block_size: int | None, replication: int | None
-    ) -> Sequence[MultiBlockWriter | NativeWriter]:
+        else:
+            size = None
         with contextlib.ExitStack() as begun:
             writers = []
             for path in paths:
-                writer = self.create(path, mode=mode, block_size=block_size, replication=replication)
+                writer = self.create(path, mode=mode, block_size=size, replication=replication)
                 begun.callback(writer.abort)
                 writers.append(writer)
             begun.pop_all()
@@ -196,19 +152,6 @@ class HdfsClient(Names):
         self._reads.close()
         self._namenode.close()
         self._native.close()
-
-    def _sized(self, block_size: int | None, begin: Callable[[int | None], T]) -> T:
-        """Call `begin` with this block size, or with the NameNode's minimum; None: the default."""
-        if block_size is None:
-            return begin(None)
-        try:
-            return begin(max(block_size, self._least_block))
-        except PermanentError as error:
-            least = _LEAST_BLOCK.search(str(error))
-            if least is None or int(least[1]) <= max(block_size, self._least_block):
-                raise
-            self._least_block = int(least[1])
-        return begin(self._least_block)
 
     def _file_settings(
         self, block_size: int | None, replication: int | None, mode: int, *, parents: bool

@@ -22,6 +22,7 @@ from bootseer.errors import (
     BootseerError,
     NoSpaceError,
     NoSpaceNowError,
+    PermanentError,
     TransientError,
 )
 from bootseer.hdfs.block_locations import Block, FileStatus, parse_block, parse_status
@@ -46,6 +47,8 @@ _MANY_BLOCKS: Final = 20
 """The NameNode subtracts the space of blocks in flight, and of failed ones for 20 minutes."""
 _MAX_SHOWN: Final = 4
 _RUNNING = re.compile(r"There are (\d{1,9}) datanode\(s\) running")
+_LEAST_BLOCK = re.compile(r"minimum value.*: \d+ < (\d{1,15})\b")
+"""A NameNode's message about too small blocks, `dfs.namenode.fs-limits.min-block-size`."""
 _OWN_ALREADY = ("is already the current lease holder", "current leaseholder is trying to recreate")
 
 
@@ -121,7 +124,8 @@ class Lease:
         `UnsupportedError` for an erasure-coded or encrypted file, after removing it."""
         self.path = path
         self.holder = f"bootseer-{secrets.token_hex(12)}"
-        self._block_size = block_size
+        self.block_size = max(block_size, namenode.least_block_bytes)
+        """`block_size`, or the least that the NameNode accepts."""
         self._namenode = namenode
         self._file_id = 0
         self._renewed_s = time.monotonic()
@@ -132,7 +136,6 @@ class Lease:
             + field(4, _CREATE)
             + field(5, parents)
             + field(6, replication)
-            + field(7, block_size)
         )
         with namenode.parsing(path):
             status = self._create(request).message(1)
@@ -195,13 +198,13 @@ class Lease:
             rooms, most = {}, self._namenode.space()[1] // max(error.num_running, 1)
         except BootseerError:
             return error
-        if not error.num_running or most >= _MANY_BLOCKS * self._block_size:
+        if not error.num_running or most >= _MANY_BLOCKS * self.block_size:
             return error
         shown = [f"{node} {format_bytes(rooms[node])}" for node in sorted(rooms, key=rooms.__getitem__, reverse=True)]
         more = [f"{len(shown) - _MAX_SHOWN} others less"] if len(shown) > _MAX_SHOWN else []
         where = ", ".join(shown[:_MAX_SHOWN] + more) if rooms else f"{format_bytes(most)} on each DataNode"
-        full = f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
-        if most < self._block_size:
+        full = f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self.block_size)}"
+        if most < self.block_size:
             return NoSpaceError(f"{full}; free: {where}")
         return NoSpaceNowError(f"{full} beside those that are being written; free: {where}")
 
@@ -246,12 +249,18 @@ class Lease:
 
     def _create(self, request: bytes) -> Message:
         try:
-            return self._ask("create", request)
+            return self._ask("create", request + field(7, self.block_size))
         except AlreadyExistsError as error:
             if not any(text in str(error) for text in _OWN_ALREADY):
                 raise
             # No other writer has this holder's name: the answer was lost, and the request repeated.
             return self._ask("getFileInfo", field(1, self.path))
+        except PermanentError as error:
+            least = _LEAST_BLOCK.search(str(error))
+            if least is None or int(least[1]) <= self.block_size:
+                raise
+            self._namenode.least_block_bytes = self.block_size = int(least[1])
+            return self._create(request)
 
     def _ask(self, method: str, request: bytes, timeout_s: float | None = None) -> Message:
         try:

@@ -83,6 +83,8 @@ class NameNode:
         self._is_closed = False
         self._has_answered = False
         """Whether a NameNode has ever answered: then it is waited for when it restarts."""
+        self.least_block_bytes = 0
+        """The minimum block size, once the NameNode has refused a smaller one."""
         self._made_s = time.monotonic()
         self._idle = IdleConnections[RpcConnection](_IDLE_S)
         in_each_process(self._reset)

@@ -110,7 +110,7 @@ class BlockFileWriter:
         view = memoryview(data).cast("B")
         try:
             while view:
-                piece = view[: self._settings.block_size - self._at]
+                piece = view[: self._lease.block_size - self._at]
                 self._append(piece)
                 view = view[len(piece) :]
         except BaseException:
@@ -314,7 +314,7 @@ class PlacedWriter(BlockFileWriter):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """As `BlockFileWriter.write`; the first call allocates the block."""
         self._check_usable()
-        if self.size_bytes + len(data) > self._settings.block_size:
+        if self.size_bytes + len(data) > self._lease.block_size:
             raise UsageError(f"{self._uri}: more than one block", hint="begin it with a larger block size")
         super().write(data)
 
@@ -367,7 +367,7 @@ class MultiBlockWriter(BlockFileWriter):
     def _append(self, piece: memoryview) -> None:
         self._spool.write(self._at, piece)
         super()._append(piece)
-        if self._at == self._settings.block_size:  # not with the next write: DataNodes close idle connections
+        if self._at == self._lease.block_size:  # not with the next write: DataNodes close idle connections
             self._end_block()
 
     def _end_block(self) -> None:
@@ -389,7 +389,7 @@ class MultiBlockWriter(BlockFileWriter):
             if time.monotonic() - self._used_s < _IDLE_S:
                 self._excluded.exclude([error.node])
                 self._failures += 1
-            _LOG.info("%s: block %d starts over: %s", self._uri, self.size_bytes // self._settings.block_size, error)
+            _LOG.info("%s: block %d starts over: %s", self._uri, self.size_bytes // self._lease.block_size, error)
             if self._block is not None:
                 self._block.close()
             if self._failures == MAX_FAILURES or not self._spool.is_whole:
