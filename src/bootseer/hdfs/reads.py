@@ -126,20 +126,13 @@ class HdfsFile:
         if into.readonly:
             raise ValueError("a read needs memory that can be written to")
         into = into.cast("B")
+        if not 0 <= offset <= offset + len(into) <= self.size_bytes:
+            raise PermanentError(f"{self._source.uri} has {self.size_bytes} bytes, not {len(into)} from {offset} on")
         ticket = Ticket(
             self._source, offset, into, done, options.get("check", True), options.get("urgent", True),
             options.get("avoid", frozenset()), options.get("deadline_s", DEADLINE_S),
         )  # fmt: skip
-        if not 0 <= offset <= offset + len(into) <= self.size_bytes:
-            ticket.error = PermanentError(
-                f"{self._source.uri} has {self.size_bytes} bytes, not {len(into)} from {offset} on"
-            )
-        if (
-            not options.get("inline")
-            or ticket.error is not None
-            or not len(into)
-            or not self._threads.read_inline(ticket)
-        ):
+        if not options.get("inline") or not len(into) or not self._threads.read_inline(ticket):
             self._threads.submit(ticket)
         return ReadTicket(self._threads, ticket)
 

@@ -144,7 +144,6 @@ class RpcConnection:
         self._peer = f"{host}:{port}"
         self._protocol = protocol
         self._client = field(4, client_id or os.urandom(16))
-        self._num_calls = 0
         self._has_answered = False
         self._until = time.monotonic() + timeout_s
         self._socket = connect(host, port, timeout_s)
@@ -163,15 +162,13 @@ class RpcConnection:
             hello = _framed(self._call_header(_CONTEXT_CALL, retry=-1) + context)
             self._send(hello if login is not None else _HEADER + hello)
 
-    def call(self, method: str, request: bytes, timeout_s: float, *, number: int | None = None) -> bytes:
+    def call(self, method: str, request: bytes, timeout_s: float, *, number: int = 1) -> bytes:
         """Call a method; returns the answer. Raises `RemoteError`, `AccessError`, `TransientError` for lost
         connections.
 
         `number`: the call id, by which the server recognises a repeated call and does not execute it twice.
         """
         self._until = time.monotonic() + timeout_s
-        self._num_calls += 1
-        number = self._num_calls if number is None else number
         with self:
             header = self._call_header(number, retry=0) + _request_header(method, self._protocol)
             self._send(_framed(header + delimited(request)))

@@ -78,8 +78,7 @@ class Schedule:
     # Called for readers
 
     def submit(self, ticket: Ticket, now_s: float) -> None:
-        if ticket.error is None:
-            ticket.cut(self._settings.piece_bytes)
+        ticket.cut(self._settings.piece_bytes)
         if self.num_pieces + ticket.num_left > self._settings.max_pieces:
             ticket.error = TransientError(f"{ticket.source.uri}: more than {self._settings.max_pieces} reads wait")
             ticket.num_left = 0

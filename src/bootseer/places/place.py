@@ -291,15 +291,20 @@ class SmallReads:
         return clock[0] + time.monotonic() - clock[1]
 
 
-def read_blocking(file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0) -> bytearray:
-    """Read a range inside the file and wait for it. `uri` names the file in errors."""
+def read_blocking(
+    file: OpenFile, offset: int, length: int, uri: str, deadline_s: float = 60.0, *, wait_s: float | None = None
+) -> bytearray:
+    """Read a range inside the file and wait for it, for `wait_s` at most, or else twice `deadline_s`, since a place may
+    extend that while bytes arrive. `uri` names the file in errors."""
+    wait_s = 2 * deadline_s if wait_s is None else wait_s
     data, ended = bytearray(length), Future[ReadOutcome]()
     ticket = file.read_into(offset, memoryview(data), ended.set_result, deadline_s=deadline_s)
     try:
-        error = ended.result(2 * deadline_s).error
+        error = ended.result(wait_s).error
     except TimeoutError:
-        ticket.cancel()
-        raise TransientError(f"{uri}: not read within {2 * deadline_s:.0f} s") from None
+        raise TransientError(f"{uri}: not read within {wait_s:.0f} s") from None
+    finally:
+        ticket.cancel()  # has no effect after its end
     if error is not None:
         raise error
     return data

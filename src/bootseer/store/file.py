@@ -15,7 +15,6 @@ The only shared state is the file system: any number of threads, processes and n
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import grp
 import hashlib
@@ -24,8 +23,6 @@ import secrets
 import stat
 import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 
 from bootseer.errors import (
@@ -41,10 +38,9 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.io.deadline import within
-from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.logs import logger
 from bootseer.places.folder import FolderFile, FolderPlace
-from bootseer.places.place import Entry, OpenFile, Place, Ticket, folder_of, name_of
+from bootseer.places.place import Entry, Place, folder_of, name_of, read_blocking
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -64,9 +60,8 @@ _UPLOADS = ".uploads"
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
 # A killed writer leaves its file; after a day it is taken for abandoned.
 _ABANDONED_S = 24 * 3600
-_WINDOW_BYTES = 1024 * 1024
-_WINDOWS = 4
-"""Read-ahead: enough that a DataNode need not wait for requests."""
+_READ_BYTES = 4 * 1024 * 1024
+"""Requested at once from HDFS: enough that several DataNodes send."""
 _BUFFER_BYTES = 4 * 1024 * 1024
 _ANY_LENGTH = 1 << 62
 _IN_THE_WAY = (AlreadyExistsError, IsFolderError, NotFolderError, NotEmptyError)
@@ -87,17 +82,19 @@ class PlaceStore:
         check_range(start, length)
         path = content_path(check_name(name))
         what = f"{self.uri}: {name}"
-        late = TransientError(f"{what}: reading it took longer than {timeout_s:g} s")
         until = time.monotonic() + timeout_s
         with self._naming(name), contextlib.closing(self.place.open(path, deadline_s=max(timeout_s, 0.0))) as file:
             end = range_end(what, file.size_bytes, start, length)
-            if not isinstance(file, FolderFile):
-                yield from _pieces_ahead(file, start, end, until, late)
-                return
-            for at in range(start, end, PIECE_BYTES):
-                if time.monotonic() > until:
-                    raise late
-                yield file.read_here(at, min(PIECE_BYTES, end - at))
+            step = PIECE_BYTES if isinstance(file, FolderFile) else _READ_BYTES
+            for at in range(start, end, step):
+                left_s, size_bytes = until - time.monotonic(), min(step, end - at)
+                if left_s <= 0:
+                    raise TransientError(f"{what}: reading it took longer than {timeout_s:g} s")
+                if isinstance(file, FolderFile):
+                    yield file.read_here(at, size_bytes)
+                else:
+                    data = memoryview(read_blocking(file, at, size_bytes, what, left_s, wait_s=left_s))
+                    yield from (bytes(data[first : first + PIECE_BYTES]) for first in range(0, len(data), PIECE_BYTES))
 
     def upload(self) -> PlaceUpload:
         return PlaceUpload(self)
@@ -331,34 +328,6 @@ class PlaceUpload:
         except BaseException:
             self.abort()
             raise
-
-
-def _pieces_ahead(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:
-    """The bytes from `start` to `end`, with a few windows in flight."""
-    waiting: collections.deque[tuple[bytearray, Future[ReadOutcome], Ticket]] = collections.deque()
-    try:
-        asked = start
-        while waiting or asked < end:
-            while asked < end and len(waiting) < _WINDOWS:
-                buffer = bytearray(min(_WINDOW_BYTES, end - asked))
-                future: Future[ReadOutcome] = Future()
-                left_s = max(until - time.monotonic(), 0.0)
-                ticket = file.read_into(asked, memoryview(buffer), future.set_result, deadline_s=left_s)
-                waiting.append((buffer, future, ticket))
-                asked += len(buffer)
-            buffer, future, _ = waiting[0]
-            try:
-                outcome = future.result(max(until - time.monotonic(), 0))
-            except LateError:
-                raise late from None
-            if outcome.error is not None:
-                raise outcome.error
-            waiting.popleft()
-            for at in range(0, len(buffer), PIECE_BYTES):
-                yield bytes(memoryview(buffer)[at : at + PIECE_BYTES])
-    finally:
-        for *_, ticket in waiting:
-            ticket.cancel()
 
 
 def _checked_group(group: str) -> str:
