@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -113,7 +112,7 @@ def test_a_file_that_is_written_slowly_may_lose_its_connection_any_number_of_tim
     for start in range(0, 7 * MIB // 8, MIB // 8):
         writer.write(DATA[start : start + MIB // 8])
         assert writer._block is not None
-        writer._block._socket.shutdown(socket.SHUT_RDWR)
+        writer._block._connection.stop()
     writer.write(DATA[7 * MIB // 8 : MIB])
     assert writer._block is None, "a full block is ended at once: a pause after it costs nothing"
     writer.close()
