@@ -173,10 +173,6 @@ class NodeChoice:
         self._open.discard(node)
 
 
-_MAX_REPLICAS: Final = 4
-"""A piece is queued at so many DataNodes at most."""
-
-
 class NodeQueues:
     """The queues of all DataNodes. `connections_per_node` and `max_run_bytes`: see `ReadSettings`."""
 
@@ -194,12 +190,8 @@ class NodeQueues:
         """How many threads could take something. A piece that is taken from one queue leaves all others."""
         return sum(queue in self._waiting for queue in self._ready)
 
-    def add(self, piece: Piece, nodes: Sequence[Node], now_s: float, *, first: bool = False) -> None:
+    def add(self, piece: Piece, nodes: Sequence[Node], *, first: bool = False) -> None:
         """Queue a piece at these DataNodes; `first`: before all others."""
-        if len(nodes) > _MAX_REPLICAS:
-            names = [node.host_port for node in nodes]
-            best = self._choice.order(names, piece.length, self.backlog_bytes, now_s)[:_MAX_REPLICAS]
-            nodes = [node for node in nodes if node.host_port in best]
         piece.state = State.QUEUED
         for node in nodes:
             queue = self.queue(node)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import select
 import socket
 import struct
 import time
@@ -174,13 +173,6 @@ class DataNodeConnection:
         else:
             self._early = room[: self._some([room], 0, on_silence)]
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the next byte. Raises `SilentError`."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if not poll.poll(timeout_s * 1000):
-            raise SilentError(f"it sent nothing for {timeout_s:.2f} s")
-
     def _from_early(self, views: list[memoryview]) -> int:
         got = 0
         for view in views:
@@ -235,12 +227,10 @@ class BlockRead:
         strict: bool = False,
         max_packets: int = MAX_PACKETS,
         on_silence: Callable[[float], None],
-        patience_s: float | None = None,
     ) -> None:
         """Request `length` bytes from `offset` of the block on. Raises `DataNodeError`s.
 
-        `check`: verify HDFS's checksums if the DataNode has them; `strict`: it must have them. `patience_s`: timeout of
-        the answer's first byte, if less than the connection's.
+        `check`: verify HDFS's checksums if the DataNode has them; `strict`: it must have them.
         """
         self._connection = connection
         self._on_silence = on_silence
@@ -252,8 +242,6 @@ class BlockRead:
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
         connection.log_in(block.token, on_silence)
         connection.send(_READ_BLOCK + delimited(request))
-        if patience_s is not None and patience_s < connection.silent_s:
-            connection.wait(patience_s)
         try:
             connection.receive_early(on_silence)
             receive = functools.partial(connection.receive_bytes, on_silence=on_silence)

@@ -37,7 +37,7 @@ from bootseer.hdfs.idle import IdleConnections
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError
-from bootseer.hdfs.sasl import ciphers_missing, delegation_token, has_ciphers
+from bootseer.hdfs.sasl import check_ciphers, delegation_token
 from bootseer.io.fork import in_each_process
 from bootseer.logs import logger
 
@@ -292,8 +292,8 @@ class NameNode:
         )
         with self.parsing("/"):
             self.protection.encrypts = bool(Message(answer).message(1).number(6, 0))
-        if self.protection.needs_ciphers and not has_ciphers():
-            raise ciphers_missing(f"{self.cluster.authority} encrypts data transfer")
+        if self.protection.needs_ciphers:
+            check_ciphers(f"{self.cluster.authority} encrypts data transfer")
         self._knows_encryption = True
 
     def _left_s(self, until: float) -> float:

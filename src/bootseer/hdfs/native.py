@@ -134,24 +134,19 @@ def mapped(error: BaseException, subject: str) -> BootseerError:
     return (kind_of_error(text) or TransientError)(message)
 
 
-class _NativeConnections:
-    """The library's connections to DataNodes in this process."""
+class _Library:
+    """The library's connections to DataNodes are the process's."""
 
     last_read_s = -math.inf
     foreign_until_s = -math.inf
     """Until then, some may be the parent's."""
 
-
-_native_connections = _NativeConnections()
-
-
-def _after_fork() -> None:
-    _native_connections.foreign_until_s = max(
-        _native_connections.foreign_until_s, _native_connections.last_read_s + _LIBRARY_IDLE_S
-    )
+    @classmethod
+    def forget(cls) -> None:
+        cls.foreign_until_s = max(cls.foreign_until_s, cls.last_read_s + _LIBRARY_IDLE_S)
 
 
-after_fork(_after_fork)
+after_fork(_Library.forget)
 
 
 _NOT_YET = "Failed to complete file in time"
@@ -279,13 +274,13 @@ class NativeReads(PooledReads):
 
         def receive(client: Client) -> list[bytes]:
             # In the child of a fork, until the library does not reuse connections of the parent any more.
-            time.sleep(max(0.0, _native_connections.foreign_until_s - time.monotonic()))
+            time.sleep(max(0.0, _Library.foreign_until_s - time.monotonic()))
             reader = file.reader(client, again=tries > 0)
             try:
                 # Not read_range, which copies answers of several MiB three times.
                 return list(reader.read_range_stream(start, length))
             finally:
-                _native_connections.last_read_s = time.monotonic()  # it keeps the connection
+                _Library.last_read_s = time.monotonic()  # it keeps the connection
 
         tries = 0
         while True:

@@ -160,15 +160,17 @@ class ReadThreads:
 
     def _read_unscheduled(self, ticket: Ticket, block: Block, connection: DataNodeConnection, late_s: float) -> None:
         strict = ticket.check and block.id not in ticket.source.unchecked
+        connection.set_timeout(late_s)
         read = BlockRead(
             connection, block, ticket.offset - block.start, len(ticket.into),
-            check=ticket.check, strict=strict, on_silence=raise_silent, patience_s=late_s,
+            check=ticket.check, strict=strict, on_silence=raise_silent,
         )  # fmt: skip
         done = 0
         while part := read.next_bytes():
             read.receive([ticket.into[done : done + part]])
             done += part
         read.finish()
+        connection.set_timeout(self.settings.silent_s)
 
     def _new_connection(self, node: Node) -> DataNodeConnection:
         address = node.address(by_hostname=self.namenode.cluster.by_hostname)

@@ -26,8 +26,7 @@ from bootseer.hdfs.sasl import (
     LoginError,
     Mechanism,
     Token,
-    ciphers_missing,
-    has_ciphers,
+    check_ciphers,
     wanted_protections,
 )
 from bootseer.io.deadline import within
@@ -101,8 +100,8 @@ class Login:
             mechanism = offer.text(1), offer.text(2)
             service, host = offer.text(3, ""), offer.text(4, "")
             if mechanism == ("TOKEN", "DIGEST-MD5") and self._token is not None:
-                if PRIVACY in self._protections and not has_ciphers():
-                    raise ciphers_missing(f"{peer} may encrypt")
+                if PRIVACY in self._protections:
+                    check_ciphers(f"{peer} may encrypt")
                 return offer, self._token.login(f"{service}/{host}", self._protections)
             if mechanism == ("KERBEROS", "GSSAPI"):
                 return offer, Kerberos(peer, self._target(peer, service, host), self._protections)

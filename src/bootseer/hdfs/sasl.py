@@ -188,12 +188,10 @@ class _Layer:
         return number
 
 
-def has_ciphers() -> bool:
-    return importlib.util.find_spec("cryptography") is not None
-
-
-def ciphers_missing(subject: str) -> UsageError:
-    return UsageError(f"{subject}, which needs the Python package cryptography", hint="pip install 'bootseer[hdfs]'")
+def check_ciphers(subject: str) -> None:
+    """Raise `UsageError` without the package that encryption needs."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise UsageError(f"{subject}, which needs the Python package cryptography", hint="pip install 'bootseer[hdfs]'")
 
 
 def _md5(data: bytes) -> bytes:

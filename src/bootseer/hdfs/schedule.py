@@ -322,7 +322,7 @@ class Schedule:
         elif not healthy and piece.unchecked and piece.strict:
             self._do_without_checksums(piece, now_s)
         else:
-            self.queues.add(piece, healthy or trusted, now_s, first=first)
+            self.queues.add(piece, healthy or trusted, first=first)
 
     def _alternatives(self, piece: Piece, queue: NodeQueue) -> list[Node]:
         """Other DataNodes for a late piece. Never the DataNode of a hedge's original: the hedge would wait behind the
@@ -459,9 +459,9 @@ class Schedule:
             run.is_late = run.is_late or (is_silent and bool(others))
             if others and piece.state is State.TAKEN:
                 piece.state, piece.run = State.PARKED, None
-                self.queues.add(piece, others, now_s)
+                self.queues.add(piece, others)
             elif others and piece.hedge is None and piece.original is None:
-                self._hedge(piece, others, now_s)
+                self._hedge(piece, others)
 
     def _faster_alternatives(self, piece: Piece, run: Run, now_s: float) -> list[Node]:
         """DataNodes that would probably deliver a piece before its run does."""
@@ -480,7 +480,7 @@ class Schedule:
                 sooner.append(node)
         return sooner
 
-    def _hedge(self, piece: Piece, others: list[Node], now_s: float) -> None:
+    def _hedge(self, piece: Piece, others: list[Node]) -> None:
         if self._num_hedges >= self._settings.max_hedges:
             return
         self._num_hedges += 1
@@ -490,7 +490,7 @@ class Schedule:
             piece.ticket, piece.block, piece.offset, piece.length, memory, piece.strict, piece.location_version
         )
         hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
-        self.queues.add(hedge, others, now_s, first=True)
+        self.queues.add(hedge, others, first=True)
 
     def _drop_hedge(self, piece: Piece) -> None:
         hedge, piece.hedge = piece.hedge, None

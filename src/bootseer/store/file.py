@@ -62,7 +62,6 @@ _UPLOAD = re.compile(r"[0-9a-f]{32}")
 _ABANDONED_S = 24 * 3600
 _READ_BYTES = 4 * 1024 * 1024
 """Requested at once from HDFS: enough that several DataNodes send."""
-_BUFFER_BYTES = 4 * 1024 * 1024
 _ANY_LENGTH = 1 << 62
 _IN_THE_WAY = (AlreadyExistsError, IsFolderError, NotFolderError, NotEmptyError)
 _FILE_MODE, _FOLDER_MODE = 0o640, 0o2750
@@ -242,7 +241,6 @@ class PlaceUpload:
         self._store = store
         self._place = store.place
         self._hash = hashlib.sha256()
-        self._buffer = bytearray()
         self._size_bytes = 0
         self._is_open = True
         self._path = store.new_path()
@@ -260,12 +258,7 @@ class PlaceUpload:
         self._hash.update(data)
         self._size_bytes += memoryview(data).nbytes
         with self._aborting():
-            if self._place.is_local:
-                self._writer.write(data)
-                return
-            self._buffer += data
-            if len(self._buffer) >= _BUFFER_BYTES:
-                self._flush()
+            self._writer.write(data)
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         if not self._is_open:
@@ -292,7 +285,6 @@ class PlaceUpload:
     def _publish(self, name: str, *, replace: bool) -> None:
         path = content_path(name)
         with self._aborting():
-            self._flush()
             self._writer.close()
             try:
                 self._show(name, path, replace=replace)
@@ -315,11 +307,6 @@ class PlaceUpload:
             if isinstance(error, AlreadyExistsError) and not replace:
                 raise
             raise self._store.in_the_way(name) from error
-
-    def _flush(self) -> None:
-        data, self._buffer = self._buffer, bytearray()
-        if data:
-            self._writer.write(data)
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:

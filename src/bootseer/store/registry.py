@@ -89,8 +89,7 @@ class BlobUpload:
             self._send_chunk()
         location = f"{self._location}{'&' if urlsplit(self._location).query else '?'}digest={self.digest}"
         answer = self._request("PUT", location, bytes(self._buffer))
-        self._registry.expect(answer, f"storing blob {self.digest}", 201, 204)
-        answer.finish()
+        self._registry.expect_done(answer, f"storing blob {self.digest}", 201, 204)
         self._ended = True
         return self.digest
 
@@ -107,8 +106,7 @@ class BlobUpload:
         if self._location:
             return
         answer = self._request("POST", "blobs/uploads/", b"")
-        self._registry.expect(answer, "beginning an upload", 202)
-        answer.finish()
+        self._registry.expect_done(answer, "beginning an upload", 202)
         self._take_location(answer)
         wanted = answer.headers.get("OCI-Chunk-Min-Length", "")
         if wanted.isdecimal() and len(wanted) < 10:
@@ -123,8 +121,7 @@ class BlobUpload:
             return  # the registry requires larger chunks
         headers = {"Content-Range": f"{self._sent}-{self._sent + size - 1}"}
         answer = self._request("PATCH", self._location, bytes(self._buffer), headers)
-        self._registry.expect(answer, f"sending bytes from {self._sent} on", 202, 204)
-        answer.finish()
+        self._registry.expect_done(answer, f"sending bytes from {self._sent} on", 202, 204)
         self._take_location(answer)
         self._sent += size
         self._buffer.clear()
@@ -209,8 +206,7 @@ class Registry:
         path = f"manifests/{_checked_reference(reference)}"
         until = time.monotonic() + timeout_s
         answer = self.request("pull", "HEAD", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
-        self.expect(answer, f"manifest {reference}", 200, 405, 501)  # some proxies know GET only
-        answer.finish()
+        self.expect_done(answer, f"manifest {reference}", 200, 405, 501)  # some proxies know GET only
         digest = answer.headers.get("Docker-Content-Digest", "")
         return digest if is_content_name(digest) else self.manifest(reference, timeout_s=timeout_s).digest
 
@@ -221,8 +217,7 @@ class Registry:
         path = f"manifests/{_checked_reference(reference)}"
         until = time.monotonic() + timeout_s
         answer = self.request("push", "PUT", path, until=until, headers={"Content-Type": media_type}, body=data)
-        self.expect(answer, f"storing manifest {reference}", 201, 202)
-        answer.finish()
+        self.expect_done(answer, f"storing manifest {reference}", 201, 202)
         return answer
 
     def delete_manifest(self, digest: str, *, timeout_s: float = 60.0) -> None:
@@ -238,8 +233,7 @@ class Registry:
     def blob_size(self, digest: str, *, timeout_s: float = 60.0) -> int:
         until = time.monotonic() + timeout_s
         answer = self.request("pull", "HEAD", f"blobs/{_checked_digest(digest)}", until=until)
-        self.expect(answer, f"blob {digest}", 200)
-        answer.finish()
+        self.expect_done(answer, f"blob {digest}", 200)
         if answer.length is None:
             raise TransientError(f"{self}: the registry does not report the size of blob {digest}")
         return answer.length
@@ -331,6 +325,11 @@ class Registry:
         if answer.status not in statuses:
             raise self._refusal(answer, operation)
 
+    def expect_done(self, answer: Answer, operation: str, *statuses: int) -> None:
+        """As `expect`, for a response whose body does not matter."""
+        self.expect(answer, operation, *statuses)
+        answer.finish()
+
     def close(self) -> None:
         self._transport.close()
 
@@ -339,8 +338,7 @@ class Registry:
         if answer.status == 405:
             answer.finish()
             raise PermanentError(f"{self}: {operation}: this registry does not allow deletion")
-        self.expect(answer, operation, 200, 202, 204, 404)
-        answer.finish()
+        self.expect_done(answer, operation, 200, 202, 204, 404)
 
     def _blob_answer(self, digest: str, headers: dict[str, str], until: float) -> Answer:
         with self._lock:
