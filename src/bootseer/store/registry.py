@@ -38,7 +38,7 @@ from bootseer.errors import (
 from bootseer.store.addresses import HOST, REPOSITORY, TAG
 from bootseer.store.store import check_range, is_content_name, upload_ended
 from bootseer.store.tokens import Authorizer, find_credentials
-from bootseer.store.transport import Answer, Origin, Transport, join
+from bootseer.store.transport import Answer, Origin, Transport, join, tls_hint
 
 CHUNK_BYTES = 8 * 1024 * 1024
 _MAX_CHUNK_BYTES = 64 * 1024 * 1024
@@ -398,6 +398,8 @@ class Registry:
             return NotFoundError(digest)
         if answer.status == 400 and "DIGEST_INVALID" in words:
             return TransientError(f"{digest}; the bytes were damaged in transit, send them again")
+        if answer.status == 400 and not words:  # as most servers of TLS answer plain HTTP
+            return PermanentError(f"{digest}{tls_hint(answer.origin)}")
         if answer.status in (401, 403):
             return self._authorizer.denied(digest)
         if answer.status in (408, 425, 429) or answer.status >= 500:

@@ -36,7 +36,6 @@ from urllib3.exceptions import (
     LocationParseError,
     NameResolutionError,
     NewConnectionError,
-    ProtocolError,
     ProxyError,
     ReadTimeoutError,
     SSLError,
@@ -114,7 +113,6 @@ MAX_RETRY_AFTER_S = 300.0
 """Upper limit of a Retry-After: no start of a job waits for hours."""
 _MAX_CONNECTIONS = 64
 """Idle connections per host; twice the maximum of the fetcher."""
-_PROBE_S = 2.0
 _CONNECT_S = 10.0
 """A host that accepts no connection within this time is down or unreachable, whatever the caller's timeout."""
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -287,30 +285,19 @@ class Transport:
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise TransientError(f"{origin}: no time is left for a request")
-        try:
-            with _mapped(origin, left_s):
-                response = self._pool(origin).request(
-                    method,
-                    url,
-                    headers=headers,
-                    body=body,
-                    timeout=urllib3.Timeout(total=left_s),
-                    retries=False,
-                    redirect=False,
-                    preload_content=False,
-                    decode_content=False,
-                )
-        except TransientError as error:
-            if not isinstance(error.__cause__, ProtocolError) or not _wants_tls(origin):
-                raise
-        else:
-            if response.status != 400 or not _wants_tls(origin):  # most TLS servers answer plain HTTP with 400
-                return Answer(response, url, left_s)
-            response.close()
-        raise PermanentError(
-            f"{origin} requires TLS: leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an"
-            f" address of this machine put the authority's file into {CERTIFICATES}/{origin}/ca.crt"
-        )
+        with _mapped(origin, left_s):
+            response = self._pool(origin).request(
+                method,
+                url,
+                headers=headers,
+                body=body,
+                timeout=urllib3.Timeout(total=left_s),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+        return Answer(response, url, left_s)
 
     def _pool(self, origin: Origin) -> urllib3.PoolManager:
         """The connection pool with the TLS settings of this origin."""
@@ -382,20 +369,14 @@ def _load(context: ssl.SSLContext, folder: Path) -> None:
         raise PermanentError(f"{path} cannot be used: {error.strerror or error}") from error
 
 
-def _wants_tls(origin: Origin) -> bool:
-    """Whether an origin that rejected plain HTTP speaks TLS."""
+def tls_hint(origin: Origin) -> str:
+    """What to do if a server that refuses plain HTTP speaks TLS; "" where it is used already."""
     if origin.scheme != "http":
-        return False
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent over it
-    try:
-        with (
-            socket.create_connection((origin.host.strip("[]"), origin.port), _PROBE_S) as connection,
-            context.wrap_socket(connection),
-        ):
-            return True
-    except OSError:
-        return False
+        return ""
+    return (
+        f"; if it requires TLS, leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an address of this machine put the "
+        f"authority's file into {CERTIFICATES}/{origin}/ca.crt"
+    )
 
 
 def join(base: str, location: str) -> str:
@@ -465,7 +446,7 @@ def _broken(origin: Origin, error: Exception) -> BootseerError:
         return PermanentError(f"{origin} does not use TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
     if isinstance(error, SSLError):
         return TransientError(f"{origin}: TLS failed: {error}")
-    return TransientError(f"{origin}: the connection broke: {_short(error)}")
+    return TransientError(f"{origin}: the connection broke: {_short(error)}{tls_hint(origin)}")
 
 
 def _short(error: BaseException) -> str:
