@@ -167,9 +167,10 @@ def test_an_upload_that_this_user_may_not_remove_is_stored(store: Store, proxy: 
 
 
 def test_an_object_that_could_not_be_copied_is_refused_while_it_is_written(
-    store: Store, server: S3Server, bucket: str
+    store: Store, server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = object_store.ObjectUpload(store, store._bucket, 10_000_000)
+    monkeypatch.setitem(object_store.MAX_COPY_BYTES, "s3", 10_000_000)
+    upload = store.upload()
     upload.write(bytes(9_000_000))
     with pytest.raises(PermanentError, match="at most 10000000 bytes here; spread it over more stripes"):
         upload.write(bytes(9_000_000))

@@ -42,10 +42,11 @@ class ObjectPart:
         # An upload has at most MAX_PARTS parts. Of unknown length: parts of the usual size.
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
         self._bucket = bucket
-        self._key = key
+        self.key = key
         self._buffer = bytearray()
         self._pieces: queue.Queue[bytes | None] = queue.Queue(_MAX_AHEAD)
-        self._is_sending = False
+        self.is_sending = False
+        """Whether it is large: then it is being sent under `key`, which can be changed until then."""
         self._sent: Future[None] = Future()
         """Ends with the thread that sends."""
         self._is_dropped = False
@@ -54,9 +55,9 @@ class ObjectPart:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._buffer += data
         while len(self._buffer) > self._part_bytes:
-            if not self._is_sending:
+            if not self.is_sending:
                 _uploads.submit(self._send)
-                self._is_sending = True
+                self.is_sending = True
             self._give(bytes(memoryview(self._buffer)[: self._part_bytes]))
             del self._buffer[: self._part_bytes]
 
@@ -82,7 +83,7 @@ class ObjectPart:
         try:
             with self._bucket.mapping(self.path):
                 obstore.put(
-                    self._bucket.writer, self._key, pieces(), use_multipart=True, chunk_size=self._part_bytes,
+                    self._bucket.writer, self.key, pieces(), use_multipart=True, chunk_size=self._part_bytes,
                     max_concurrency=PARTS_AT_ONCE,
                 )  # fmt: skip
             self._sent.set_result(None)
@@ -90,9 +91,9 @@ class ObjectPart:
             self._sent.set_exception(error if isinstance(error, BootseerError) else TransientError(str(error)))
 
     def close(self) -> tuple[str, ...]:
-        if not self._is_sending:
+        if not self.is_sending:
             data = bytes(self._buffer)
-            put = partial(obstore.put, self._bucket.writer, self._key, data, use_multipart=False)
+            put = partial(obstore.put, self._bucket.writer, self.key, data, use_multipart=False)
             self._bucket.call(self.path, put, WRITE_S)
             self._ended = True
             return ()
@@ -112,7 +113,7 @@ class ObjectPart:
         if self._ended:
             return
         self._ended = self._is_dropped = True
-        if self._is_sending:
+        if self.is_sending:
             wait([self._sent], CALL_S)
 
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import stream_within
-from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, PART_BYTES, WRITE_S, Bucket, status_of
+from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, WRITE_S, Bucket, status_of
 from bootseer.places.uploads import ObjectPart
 from bootseer.store.store import (
     PIECE_BYTES,
@@ -34,8 +34,6 @@ from bootseer.store.store import (
     range_end,
     upload_ended,
 )
-
-T = TypeVar("T")
 
 
 class ObjectStore:
@@ -83,7 +81,7 @@ class ObjectStore:
             yield from pieces
 
     def upload(self) -> ObjectUpload:
-        return ObjectUpload(self, self._bucket, MAX_COPY_BYTES.get(self._bucket.scheme))
+        return ObjectUpload(self._bucket)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
         check_new(name, data)
@@ -106,11 +104,11 @@ class ObjectStore:
                 return bytes(obstore.get(self._reader, path).bytes()) == data
             return False
 
-        return self.call(name, make, timeout_s)
+        return self._bucket.call(name, make, timeout_s)
 
     def stat(self, name: str) -> Stored:
         path = content_path(check_name(name))
-        return Stored(name, self.call(name, lambda: obstore.head(self._reader, path)["size"]))
+        return Stored(name, self._bucket.call(name, lambda: obstore.head(self._reader, path)["size"]))
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         folder = prefix.rpartition("/")[0]
@@ -120,7 +118,7 @@ class ObjectStore:
             except UsageError:
                 return  # no object can lie there
         else:
-            top = self.call(prefix, lambda: obstore.list_with_delimiter(self._reader))
+            top = self._bucket.call(prefix, lambda: obstore.list_with_delimiter(self._reader))
             for entry in top["objects"]:
                 if entry["path"].startswith(prefix):
                     yield Stored(entry["path"], entry["size"])
@@ -136,13 +134,10 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         path = content_path(check_name(name))
         with contextlib.suppress(NotFoundError):
-            self.call(name, lambda: obstore.delete(self._reader, path))
+            self._bucket.call(name, lambda: obstore.delete(self._reader, path))
 
     def close(self) -> None:
         """Nothing to give back: obstore closes idle connections itself."""
-
-    def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        return self._bucket.call(name, call, timeout_s)
 
     def _pages(self, folder: str) -> Iterator[Sequence[Any]]:
         with self._bucket.mapping(folder):
@@ -154,67 +149,56 @@ class ObjectStore:
 class ObjectUpload:
     """An `Upload` into a bucket. Belongs to one thread at a time."""
 
-    def __init__(self, store: ObjectStore, bucket: Bucket, max_copy_bytes: int | None) -> None:
-        self._store = store
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._max_copy_bytes = max_copy_bytes
+        self._max_copy_bytes = MAX_COPY_BYTES.get(bucket.scheme)
         self._hash = hashlib.sha256()
         self._size = 0
-        self._buffer = bytearray()
-        self._part: ObjectPart | None = None
-        """Where a large object goes until its name is known."""
+        path = f".uploads/{secrets.token_hex(16)}"
+        self._part = ObjectPart(bucket, path, path)
+        """Where a large object goes until its name is known; a small one is not sent before."""
         self._ended = False
 
     def write(self, data: bytes | memoryview) -> None:
         if self._ended:
-            raise upload_ended(self._store.uri)
+            raise upload_ended(self._bucket.uri)
         self._hash.update(data)
         self._size += memoryview(data).nbytes
         if self._max_copy_bytes is not None and self._size > self._max_copy_bytes:
             self.abort()
             limit = f"an object may have at most {self._max_copy_bytes} bytes"
-            raise PermanentError(f"{self._store.uri}: {limit} here; spread it over more stripes")
-        self._buffer += data
-        if self._part is None:
-            if len(self._buffer) <= PART_BYTES:
-                return
-            path = f".uploads/{secrets.token_hex(16)}"
-            self._part = ObjectPart(self._bucket, path, path)
+            raise PermanentError(f"{self._bucket.uri}: {limit} here; spread it over more stripes")
         try:
-            self._part.write(self._buffer)
+            self._part.write(data)
         except BaseException:
             self.abort()
             raise
-        self._buffer.clear()
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         if self._ended:
-            raise upload_ended(self._store.uri)
-        name = name_of_upload(self._store.uri, name, self._hash.hexdigest())
-        client, part, target = self._bucket.writer, self._part, content_path(name)
-
-        def finish() -> None:
-            if part is None:
-                obstore.put(client, target, bytes(self._buffer), use_multipart=False)
-            else:
-                obstore.copy(client, part.path, target)
-
+            raise upload_ended(self._bucket.uri)
+        name = name_of_upload(self._bucket.uri, name, self._hash.hexdigest())
+        part, target = self._part, content_path(name)
         try:
-            if part is not None:
-                part.close()
-            self._store.call(name, finish, WRITE_S)
+            if not part.is_sending:
+                part.path, part.key = name, target
+            part.close()
+            if part.is_sending:
+                self._bucket.call(name, lambda: obstore.copy(self._bucket.writer, part.key, target), WRITE_S)
         finally:
             self.abort()
         return Stored(name, self._size)
 
     def abort(self) -> None:
-        part, had_ended, self._ended = self._part, self._ended, True
-        if had_ended or part is None:
+        had_ended, self._ended = self._ended, True
+        if had_ended:
             return
+        part = self._part
         part.abort()
-        # It is there, where its end was reached. What this user may not remove is left to the bucket's rule.
-        with contextlib.suppress(BootseerError):
-            self._store.call("an upload", lambda: obstore.delete(self._bucket.writer, part.path), WRITE_S)
+        if part.is_sending:
+            # It is there, where its end was reached. What this user may not remove is left to the bucket's rule.
+            with contextlib.suppress(BootseerError):
+                self._bucket.call("an upload", lambda: obstore.delete(self._bucket.writer, part.key), WRITE_S)
 
 
 def _cut(piece: bytes) -> Iterator[bytes]:
