@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bootseer.hdfs.block_locations import Node
-from bootseer.hdfs.requests import NodeQueue, Piece, Run, State
+from bootseer.hdfs.requests import NodeQueue, Piece, ReadSettings, Run, State
 
 _MIN_SAMPLE_BYTES: Final = 256 << 10
 """Smaller requests measure latency rather than the rate."""
@@ -174,14 +174,13 @@ class NodeChoice:
 
 
 class NodeQueues:
-    """The queues of all DataNodes. `connections_per_node` and `max_run_bytes`: see `ReadSettings`."""
+    """The queues of all DataNodes."""
 
-    def __init__(self, choice: NodeChoice, *, connections_per_node: int, max_run_bytes: int) -> None:
+    def __init__(self, choice: NodeChoice, settings: ReadSettings) -> None:
         self.by_node: dict[str, NodeQueue] = {}
         self._choice = choice
         choice.rate_limit = self._rate_limit
-        self._connections_per_node = connections_per_node
-        self._max_run_bytes = max_run_bytes
+        self._settings = settings
         self._waiting: dict[NodeQueue, None] = {}
         self._ready: deque[NodeQueue] = deque()
 
@@ -220,7 +219,7 @@ class NodeQueues:
             if not self._has_room(queue):
                 continue
             # Near the end of a queue, a long request would leave other connections and nodes idle.
-            most = min(self._max_run_bytes, queue.queued_bytes // 3)
+            most = min(self._settings.max_run_bytes, queue.queued_bytes // 3)
             pieces = queue.next_pieces(
                 self._choice.run_bytes(queue.name, most, now_s),
                 lambda piece, queue=queue: self._waits_s(piece, queue, now_s),  # type: ignore[misc]
@@ -244,7 +243,7 @@ class NodeQueues:
 
     def is_full(self, queue: NodeQueue) -> bool:
         """Whether the DataNode has its maximum of threads: one if excluded, so that hung nodes cannot block all."""
-        return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._connections_per_node)
+        return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._settings.connections_per_node)
 
     def should_yield(self, run: Run) -> bool:
         """Whether a run without urgent pieces should end early, to make room for an urgent piece."""

@@ -47,8 +47,6 @@ class ReadSettings(Struct, frozen=True):
     retry_s: tuple[float, ...] = (1.0, 3.0, 6.0, 10.0)
     """Pauses before a piece is requested again that no DataNode has, or whose DataNodes have all failed, if any may
     recover."""
-    max_pieces: int = 1 << 17
-    """Queued and in flight; more are refused."""
 
 
 NOTHING: Final = memoryview(b"")

@@ -62,8 +62,7 @@ class Schedule:
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
         self.choice = NodeChoice(min_late_s=settings.min_late_s, max_late_s=settings.silent_s)
-        per_node, max_run_bytes = settings.connections_per_node, settings.max_run_bytes
-        self.queues = NodeQueues(self.choice, connections_per_node=per_node, max_run_bytes=max_run_bytes)
+        self.queues = NodeQueues(self.choice, settings)
         self.ended: deque[Ticket] = deque()
         self.to_locate: deque[HdfsSource] = deque()
         self.corrupt: list[tuple[Block, frozenset[str]]] = []
@@ -79,9 +78,6 @@ class Schedule:
 
     def submit(self, ticket: Ticket, now_s: float) -> None:
         ticket.cut(self._settings.piece_bytes)
-        if self.num_pieces + ticket.num_left > self._settings.max_pieces:
-            ticket.error = TransientError(f"{ticket.source.uri}: more than {self._settings.max_pieces} reads wait")
-            ticket.num_left = 0
         self.num_pieces += ticket.num_left
         if not ticket.num_left:
             self.ended.append(ticket)
