@@ -208,10 +208,6 @@ class DataNodeConnection:
             if opened := channel.open(bytes(room[:got])):
                 return memoryview(opened)
 
-    def finish(self, status: int) -> None:
-        """Report the end of a read, so that the connection can serve another one."""
-        self.send(delimited(field(1, status)))
-
 
 class BlockRead:
     """The read of one range of one block: `next_bytes` and `receive` in turn, then `finish`."""
@@ -345,7 +341,7 @@ class BlockRead:
 
     def finish(self) -> None:
         """End the read after its last byte: the connection can serve another one."""
-        self._connection.finish(_CHECKSUM_OK if self._has_sums else _SUCCESS)
+        self._connection.send(delimited(field(1, _CHECKSUM_OK if self._has_sums else _SUCCESS)))
 
     def _num_more(self, first: int) -> int:
         """How many packets after the next one are predictable: of its size, and wanted as a whole."""

@@ -64,7 +64,6 @@ class ReadThreads:
         parents = list(self._schedule.runs)
         self._lock = threading.Lock()
         self._schedule = Schedule(self.settings)
-        self._probes: list[tuple[Block, Node]] = []
         self._unscheduled: set[DataNodeConnection] = set()
         """Connections outside of runs: of probes, and of inline reads."""
         self._num_starting = 0
@@ -217,7 +216,7 @@ class ReadThreads:
             with suppress(TransientError):
                 self._timer.after(_TICK_S, self._tick)
                 self._ticking = True
-        wanted = min(self._schedule.num_ready + len(self._probes), self.settings.max_threads)
+        wanted = min(self._schedule.num_ready, self.settings.max_threads)
         while self._num_starting < wanted:
             self._threads.submit(self._serve)
             self._num_starting += 1
@@ -255,9 +254,7 @@ class ReadThreads:
             if schedule.to_locate:
                 return partial(self._locate, schedule.to_locate.popleft())
             run = schedule.take(time.monotonic())
-            if run is not None:
-                return partial(self._carry_out, run)
-            return partial(self._probe, *self._probes.pop()) if self._probes else None
+            return partial(self._carry_out, run) if run is not None else None
 
     def _tick(self) -> None:
         with self.schedule() as schedule:
@@ -269,7 +266,8 @@ class ReadThreads:
             for node in schedule.choice.due_probes(now_s):
                 queue = schedule.queues.by_node[node]
                 if queue.sample is not None:
-                    self._probes.append((queue.sample, queue.node))
+                    with suppress(TransientError):  # it is tried again after the next pause
+                        self._threads.submit(partial(self._probe, queue.sample, queue.node))
         if num_hedges:
             _LOG.debug("%d late pieces are requested from other DataNodes too (hedged)", num_hedges)
         self._connections.expire()

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -129,16 +129,6 @@ class Bucket:
         of the time, each later one twice as much. For requests that may be made twice."""
         return self._retry(partial(self.call, name, call), timeout_s)
 
-    def _items(self, name: str, produce: Callable[[], Iterable[Sequence[T]]], timeout_s: float = CALL_S) -> list[T]:
-        """As `retry`, for a list of unknown length: the time of each attempt is for each page."""
-
-        def ask(page_s: float) -> list[T]:
-            with self.mapping(name):
-                pages = stream_within(page_s, f"{self.uri}: {name}", produce, each=True)
-                return [one for page in pages for one in page]
-
-        return self._retry(ask, timeout_s)
-
     def _retry(self, ask: Callable[[float], T], timeout_s: float) -> T:
         tries = itertools.count()
         self._probe()
@@ -218,11 +208,17 @@ class Bucket:
         except InvalidKeyError:
             return True
 
-    def keys(self, prefix: str) -> list[str]:
-        """All keys that begin so, up to a slash at the end of `prefix`."""
-        return [
-            one["path"] for one in self._items(prefix, lambda: obstore.list(self.reader, prefix, chunk_size=_AT_ONCE))
-        ]
+    def objects(self, prefix: str) -> list[Any]:
+        """All objects whose keys begin so, up to a slash at the end of `prefix`. The time of an attempt is for each
+        page, since the length is unknown."""
+
+        def ask(page_s: float) -> list[Any]:
+            produce = partial(obstore.list, self.reader, prefix, chunk_size=_AT_ONCE)
+            with self.mapping(prefix):
+                pages = stream_within(page_s, f"{self.uri}: {prefix}", produce, each=True)
+                return [one for page in pages for one in page]
+
+        return self._retry(ask, CALL_S)
 
     def listed(self, prefix: str) -> Any:
         """What lies right under a prefix: objects, and what the keys of more begin with."""

@@ -398,7 +398,7 @@ class ObjectPlace(SmallReads):
     def _erase(self, prefix: str, *, whole: bool = True) -> None:
         """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link.
         Without `whole`, raises `NotEmptyError` if anything has come into it since it was seen to be empty."""
-        found, claim = self._bucket.keys(prefix), f"{prefix}{_OWNER}"
+        found, claim = [one["path"] for one in self._bucket.objects(prefix)], f"{prefix}{_OWNER}"
 
         def owner(key: str) -> tuple[str, str]:
             link = self._read_owner(here := key.removesuffix(_OWNER))[0]
@@ -422,7 +422,8 @@ class ObjectPlace(SmallReads):
         self._bucket.remove(sorted(keys, key=lambda key: key == claim))
         plain = _plain_link(prefix)
         # The name may be that of another folder by now, and what another process has written meanwhile stays visible.
-        if self._bucket.read_small(plain)[0] in ("", prefix) and {*found}.issuperset(self._bucket.keys(prefix)):
+        is_own = self._bucket.read_small(plain)[0] in ("", prefix)
+        if is_own and {*found}.issuperset(one["path"] for one in self._bucket.objects(prefix)):
             self._take_away(plain)
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:

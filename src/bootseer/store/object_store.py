@@ -21,7 +21,7 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import stream_within
-from bootseer.places.bucket import CALL_S, MAX_COPY_BYTES, WRITE_S, Bucket, status_of
+from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of
 from bootseer.places.uploads import ObjectPart
 from bootseer.store.store import (
     PIECE_BYTES,
@@ -126,10 +126,9 @@ class ObjectStore:
         for found in folders:
             if found.startswith(".") or found.partition("/")[0] == "sha256":
                 continue
-            for entries in self._pages(found):
-                for entry in entries:
-                    if entry["path"].startswith(prefix):
-                        yield Stored(entry["path"], entry["size"])
+            for entry in self._bucket.objects(found):
+                if entry["path"].startswith(prefix):
+                    yield Stored(entry["path"], entry["size"])
 
     def delete(self, name: str) -> None:
         path = content_path(check_name(name))
@@ -138,12 +137,6 @@ class ObjectStore:
 
     def close(self) -> None:
         """Nothing to give back: obstore closes idle connections itself."""
-
-    def _pages(self, folder: str) -> Iterator[Sequence[Any]]:
-        with self._bucket.mapping(folder):
-            # No deadline for the whole of a list of unknown length; each of its pages comes quickly or never.
-            produce = lambda: obstore.list(self._reader, folder)  # noqa: E731
-            yield from stream_within(CALL_S, f"{self.uri}: {folder}", produce, each=True)
 
 
 class ObjectUpload:
