@@ -16,6 +16,7 @@ from bootseer.errors import (
     NoSpaceError,
     NotEmptyError,
     NotFolderError,
+    NotFoundError,
     PermanentError,
 )
 
@@ -61,6 +62,7 @@ class UnsupportedError(PermanentError):
 
 
 _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
+    AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
     NotEmptyError: ("PathIsNotEmptyDirectoryException", "is not empty"),
     NotFolderError: ("ParentNotDirectoryException", "Current inode is not a directory"),  # the second one: Hadoop 2
     IsFolderError: ("Path is not a file", "already exists as a directory", "must both be directories"),
@@ -70,10 +72,11 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
         "already exists",
         "Path is not a directory",
     ),
-    AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
     NoSpaceError: ("QuotaExceededException", "QuotaByStorageTypeExceededException"),
     PermanentError: (
         "InvalidPathException",
+        "UnresolvedPathException",
+        "RpcNoSuchMethodException",
         "PathComponentTooLongException",
         "MaxDirectoryItemsExceededException",
         "SnapshotException",
@@ -90,6 +93,10 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
 
 def kind_of_error(text: str) -> type[BootseerError] | None:
     """The error class for a NameNode's answer, whose `text` includes the Java class; None if no rule matches."""
+    # For a path below a file HDFS reports missing access rights.
+    is_below_file = "(is not a directory)" in text and "AccessControlException" in text
+    if is_below_file or ("FileNotFoundException" in text and "not a file" not in text):
+        return NotFoundError
     for kind, parts in _KINDS.items():
         if any(part in text for part in parts):
             return kind

@@ -307,20 +307,10 @@ class NameNode:
             self._idle.give(number, connection)
 
     def _mapped(self, error: RemoteError, path: str) -> BootseerError:
-        message = f"{self._uri_of(path)}: {error}"
-        if error.kind == "FileNotFoundException" and "not a file" not in str(error):
-            return NotFoundError(f"{self._uri_of(path)} does not exist")
-        if "(is not a directory)" in str(error) and error.kind == "AccessControlException":
-            # A path below a file: HDFS reports it as missing access rights.
-            return NotFoundError(f"{self._uri_of(path)} does not exist")
-        if error.kind in ("AccessControlException", "AuthorizationException"):
-            return AccessError(message)
-        if error.kind in ("UnresolvedPathException", "RpcNoSuchMethodException"):
-            return PermanentError(message)
         # The Java class is a part of the message: callers show it.
-        whole = f"{error.kind}: {error}"
-        kind = kind_of_error(whole)
-        return TransientError(message) if kind is None else kind(f"{self._uri_of(path)}: {whole}")
+        text = f"{error.kind}: {error}"
+        kind = kind_of_error(text) or TransientError
+        return kind(f"{self._uri_of(path)}{' does not exist' if kind is NotFoundError else f': {text}'}")
 
 
 _UNCHANGED: Final = -1

@@ -128,10 +128,9 @@ def mapped(error: BaseException, subject: str) -> BootseerError:
     first = first[:300]
     message = f"{subject}: {first}"
     is_missing = isinstance(error, FileNotFoundError) and "Path is not a file" not in text
-    if is_missing or ("(is not a directory)" in text and "AccessControlException" in text):
-        # Some messages are the bare path. For a path below a file HDFS reports missing access rights.
-        return NotFoundError(message if " " in first else f"{subject} does not exist")
-    return (kind_of_error(text) or TransientError)(message)
+    kind = NotFoundError if is_missing else kind_of_error(text) or TransientError
+    # Some messages are the bare path.
+    return kind(message if " " in first or kind is not NotFoundError else f"{subject} does not exist")
 
 
 class _Library:
