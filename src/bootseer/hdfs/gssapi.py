@@ -58,7 +58,8 @@ class _Oid(ctypes.Structure):
 
 @functools.cache
 def _library() -> Any:
-    """Load the library. Raises `PermanentError` if it is not installed."""
+    """Load the library. Raises `PermanentError` if it is not installed. By the types of its arguments ctypes passes
+    structures and numbers by reference."""
     try:
         found = ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -99,17 +100,13 @@ class KerberosContext:
         self._mechanism = _oid(_KERBEROS)
         kind = _oid(_PRINCIPAL if "/" in target else _HOST_SERVICE)
         name, _alive = _as_buffer(target.encode())
-        self._check(
-            self._lib.gss_import_name(
-                ctypes.byref(self._minor), ctypes.byref(name), ctypes.byref(kind), ctypes.byref(self._name)
-            )
-        )
+        self._check(self._lib.gss_import_name(self._minor, name, kind, self._name))
 
     def __del__(self) -> None:
-        minor = ctypes.byref(ctypes.c_uint32())
+        minor = ctypes.c_uint32()
         if "_name" in self.__dict__:
-            self._lib.gss_release_name(minor, ctypes.byref(self._name))
-            self._lib.gss_delete_sec_context(minor, ctypes.byref(self._context), None)
+            self._lib.gss_release_name(minor, self._name)
+            self._lib.gss_delete_sec_context(minor, self._context, None)
 
     def step(self, challenge: bytes) -> bytes:
         """The answer to a challenge, which is empty in the first step."""
@@ -117,8 +114,8 @@ class KerberosContext:
         answer, flags = _Buffer(), ctypes.c_uint32()
         wanted = _MUTUAL | _REPLAY | _SEQUENCE | _CONFIDENTIAL | _INTEGRITY
         status = self._lib.gss_init_sec_context(
-            ctypes.byref(self._minor), None, ctypes.byref(self._context), self._name, ctypes.byref(self._mechanism),
-            wanted, 0, None, ctypes.byref(asked), None, ctypes.byref(answer), ctypes.byref(flags), None,
+            self._minor, None, self._context, self._name, self._mechanism,
+            wanted, 0, None, asked, None, answer, flags, None,
         )  # fmt: skip
         token = self._taken(answer)
         self._check(status)
@@ -131,9 +128,7 @@ class KerberosContext:
         """Data with a checksum; encrypted with `seal`."""
         given, _alive = _as_buffer(data)
         out = _Buffer()
-        status = self._lib.gss_wrap(
-            ctypes.byref(self._minor), self._context, seal, 0, ctypes.byref(given), None, ctypes.byref(out)
-        )
+        status = self._lib.gss_wrap(self._minor, self._context, seal, 0, given, None, out)
         wrapped = self._taken(out)
         self._check(status)
         return wrapped
@@ -141,16 +136,14 @@ class KerberosContext:
     def unwrap(self, data: bytes) -> bytes:
         given, _alive = _as_buffer(data)
         out = _Buffer()
-        status = self._lib.gss_unwrap(
-            ctypes.byref(self._minor), self._context, ctypes.byref(given), ctypes.byref(out), None, None
-        )
+        status = self._lib.gss_unwrap(self._minor, self._context, given, out, None, None)
         unwrapped = self._taken(out)
         self._check(status)
         return unwrapped
 
     def _taken(self, buffer: _Buffer) -> bytes:
         data = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
-        self._lib.gss_release_buffer(ctypes.byref(ctypes.c_uint32()), ctypes.byref(buffer))
+        self._lib.gss_release_buffer(ctypes.c_uint32(), buffer)
         return data
 
     def _check(self, status: int) -> None:
@@ -162,9 +155,7 @@ class KerberosContext:
     def _texts(self, status: int, kind: int) -> list[str]:
         more, out, texts = ctypes.c_uint32(), _Buffer(), list[str]()
         while status and len(texts) < _MAX_TEXTS:
-            minor = ctypes.byref(ctypes.c_uint32())
-            oid = ctypes.byref(self._mechanism)
-            if self._lib.gss_display_status(minor, status, kind, oid, ctypes.byref(more), ctypes.byref(out)) & _ERRORS:
+            if self._lib.gss_display_status(ctypes.c_uint32(), status, kind, self._mechanism, more, out) & _ERRORS:
                 break
             texts.append(self._taken(out).decode(errors="replace"))
             if not more.value:
