@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -132,13 +133,13 @@ def test_what_comes_into_a_folder_while_it_is_removed_is_not_lost(
     place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.make_folder("d")
-    keys = place._bucket.keys
+    listed = place._bucket.objects
 
-    def comes_first(prefix: str) -> list[str]:
+    def comes_first(prefix: str) -> list[Any]:
         place.write_bytes("d/file", b"x")
-        return keys(prefix)
+        return listed(prefix)
 
-    monkeypatch.setattr(place._bucket, "keys", comes_first)
+    monkeypatch.setattr(place._bucket, "objects", comes_first)
     with pytest.raises(NotEmptyError):
         place.delete("d")
     assert content(place) == {"d": None, "d/file": b"x"}

@@ -338,7 +338,9 @@ def test_a_list_that_takes_longer_than_other_requests_comes_to_its_end(
                 time.sleep(0.5)
                 yield [number]
 
-        assert place._bucket._items("a", pages, timeout_s=4.0) == [0, 1, 2, 3, 4]  # type: ignore[attr-defined]
+        monkeypatch.setattr(bucket, "CALL_S", 4.0)
+        monkeypatch.setattr(obstore, "list", lambda *_, **__: pages())
+        assert place._bucket.objects("a") == [0, 1, 2, 3, 4]  # type: ignore[attr-defined]
 
 
 def test_a_name_that_is_asked_for_in_vain_is_asked_for_again_soon(
