@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from bootseer.artifact.document import OtherVersionError, decode, encode, parse_object, printable
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.index import Stripe
 from bootseer.errors import CorruptError, PermanentError
+from bootseer.store.store import Stored
 
 SCHEMA = "bootseer.test/1"
 CONTENT = "sha256:" + "ab" * 32
@@ -48,7 +48,7 @@ def read(value: object, limit: int = 10_000) -> Document:
 
 
 def test_a_document_reads_back_with_what_a_later_version_added() -> None:
-    file = BlockFile(CONTENT, 1, "ab" * 32, 10, 5, (Stripe(CONTENT, 5),))
+    file = BlockFile(CONTENT, 1, "ab" * 32, 10, 5, (Stored(CONTENT, 5),))
     written = Document("ab", 1, (Part("\udcff"),), 5.0, file, {"later": {"x": [1]}, "more": 3})
     assert read(json.loads(encode(written, SCHEMA))) == written
     assert json.loads(encode(written, SCHEMA))["later"] == {"x": [1]}

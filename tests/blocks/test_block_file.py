@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from bootseer.artifact.objects import read_index
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.index import Stripe
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import CorruptError, PermanentError
+from bootseer.store.store import Stored
 
 NAME = "sha256:" + "a" * 64
 
@@ -120,5 +120,5 @@ def test_any_json_is_refused(value):
 
 
 def test_a_description_without_stripe_bytes_has_one_object():
-    block_file = BlockFile(NAME, 100, "0" * 64, 0, 0, (Stripe(NAME, 0),))
+    block_file = BlockFile(NAME, 100, "0" * 64, 0, 0, (Stored(NAME, 0),))
     assert [stored.name for stored in block_file.objects] == [NAME]

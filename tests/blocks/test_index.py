@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.blocks.codec import RAW, ZERO, ZSTD
-from bootseer.blocks.index import MAX_INDEX_BYTES, Index, Place, Stripe, encode_index
+from bootseer.blocks.index import MAX_INDEX_BYTES, Index, Place, encode_index
 from bootseer.errors import CorruptError, PermanentError
+from bootseer.store.store import Stored
 
 NAMES = ["sha256:" + digit * 64 for digit in "abcdef"]
 
@@ -19,7 +20,7 @@ def build(**changes) -> bytes:
     fields = {
         "block_size": 4096,
         "size_bytes": 2 * 4096 + 100,
-        "stripes": [Stripe(NAMES[0], 4196), Stripe(NAMES[1], 50)],
+        "stripes": [Stored(NAMES[0], 4196), Stored(NAMES[1], 50)],
         "offsets": [100, 20, 0],
         "lengths": [4096, 30, 100],
         "codecs": bytes([RAW, ZSTD, RAW]),
@@ -71,7 +72,7 @@ def test_a_range_of_the_file_lies_in_these_blocks(offset, length, blocks):
 
 def test_an_empty_file_has_no_blocks():
     index = Index.parse(
-        build(size_bytes=0, stripes=[Stripe(NAMES[0], 0)], offsets=[], lengths=[], codecs=b"", digests=b"")
+        build(size_bytes=0, stripes=[Stored(NAMES[0], 0)], offsets=[], lengths=[], codecs=b"", digests=b"")
     )
     assert index.num_blocks == 0
     assert list(index.blocks_of(0, 10)) == []
@@ -108,7 +109,7 @@ def test_a_later_stripe_is_checked_in_every_piece():
     fields = {
         "block_size": 4096,
         "size_bytes": num_blocks * 4096,
-        "stripes": [Stripe(name, 1000 + number) for number, name in enumerate(NAMES[:5])],
+        "stripes": [Stored(name, 1000 + number) for number, name in enumerate(NAMES[:5])],
         "codecs": bytes([ZSTD]) * num_blocks,
         "digests": bytes(32) * num_blocks,
     }

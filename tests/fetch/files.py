@@ -13,12 +13,12 @@ import msgspec
 
 from bootseer.artifact.objects import read_index
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.index import Index, Stripe, encode_index
+from bootseer.blocks.index import Index, encode_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.store.open import open_store
-from bootseer.store.store import Store
+from bootseer.store.store import Store, Stored
 from store_doubles import Fault, FaultyStore
 
 BLOCK = 4096
@@ -49,7 +49,7 @@ def _in_stripes(store: Store, block_file: BlockFile, num_stripes: int) -> BlockF
         stripe = block % num_stripes
         offsets.append(len(contents[stripe]))
         contents[stripe] += stored[place.offset : place.offset + place.length]
-    stripes = tuple(Stripe(_put(store, one), len(one)) for one in contents)
+    stripes = tuple(Stored(_put(store, one), len(one)) for one in contents)
     data = encode_index(
         block_size=BLOCK,
         size_bytes=index.size_bytes,

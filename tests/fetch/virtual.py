@@ -14,13 +14,14 @@ from itertools import accumulate, pairwise
 from random import Random
 
 from bootseer.blocks.codec import Buffer
-from bootseer.blocks.index import Place, Stripe
+from bootseer.blocks.index import Place
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.routed import Routes
 from bootseer.fetch.scheduler import Scheduler
+from bootseer.store.store import Stored
 
 BLOCK = 128 << 10
 _EPSILON = 1e-9
@@ -36,7 +37,7 @@ class Layout:
         for stripe in range(num_stripes):
             mine = sizes[stripe::num_stripes]
             self._offsets[stripe::num_stripes] = [end - size for end, size in zip(accumulate(mine), mine, strict=True)]
-        self.stripes = [Stripe(f"stripe-{number}", sum(sizes[number::num_stripes])) for number in range(num_stripes)]
+        self.stripes = [Stored(f"stripe-{number}", sum(sizes[number::num_stripes])) for number in range(num_stripes)]
 
     def place(self, block: int) -> Place:
         return Place(block % len(self.stripes), self._offsets[block], self.sizes[block], 1)

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.index import Stripe
 from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.image.conversion import layer_document
 from bootseer.image.conversion.layer_document import ConvertedLayer, layer_name
 from bootseer.image.document import ImageDocument, LayerFile, document_name
+from bootseer.store.store import Stored
 
 NAME = "sha256:" + "ab" * 32
-FILE = BlockFile(NAME, 149, "cd" * 32, 8192, 100, (Stripe(NAME, 100),))
+FILE = BlockFile(NAME, 149, "cd" * 32, 8192, 100, (Stored(NAME, 100),))
 FILE_JSON = msgspec.json.decode(msgspec.json.encode(FILE))
 CONFIG = b'{"os": "linux", "rootfs": {"diff_ids": ["%s"]}, "\xff": 1}' % NAME.encode()
 DOCUMENT = ImageDocument(NAME, b'{"a": "\xc3\xa4"}\n', CONFIG, (LayerFile(NAME, NAME, FILE), LayerFile("", "", FILE)))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index, Stripe
+from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index
 from bootseer.errors import CorruptError
 from bootseer.store.store import Stored, is_content_name
 
@@ -30,7 +30,7 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
     """Size of the file itself."""
     stored_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
     """Compressed size: the total of the stripes."""
-    stripes: Annotated[tuple[Stripe, ...], Meta(min_length=1, max_length=MAX_STRIPES)]
+    stripes: Annotated[tuple[Stored, ...], Meta(min_length=1, max_length=MAX_STRIPES)]
 
     def __post_init__(self) -> None:
         if not all(is_content_name(stripe.name) and stripe.size_bytes >= 0 for stripe in self.stripes):
@@ -41,10 +41,7 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
     @property
     def objects(self) -> tuple[Stored, ...]:
         """All objects of the store that this file needs. Empty stripes are not stored."""
-        return (
-            Stored(self.index_name, self.index_bytes),
-            *(Stored(stripe.name, stripe.size_bytes) for stripe in self.stripes if stripe.size_bytes),
-        )
+        return Stored(self.index_name, self.index_bytes), *(stripe for stripe in self.stripes if stripe.size_bytes)
 
 
 def parse_index(data: bytes, block_file: BlockFile, where: str) -> Index:

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from bootseer.blocks.codec import DIGEST_BYTES, NUM_CODECS, RAW, ZERO, ZSTD
 from bootseer.errors import CorruptError, PermanentError
+from bootseer.store.store import Stored
 
 MAGIC = b"BSBLKIDX"
 VERSION = 1
@@ -33,13 +34,6 @@ _BYTES_PER_BLOCK = _OFFSET.size + _LENGTH.size + 1 + DIGEST_BYTES
 MAX_INDEX_BYTES = _HEADER.size + MAX_STRIPES * _STRIPE.size + MAX_BLOCKS * _BYTES_PER_BLOCK + DIGEST_BYTES
 # Columns are checked in pieces, so that checking needs little memory beside the index itself.
 _PIECE = 1 << 16
-
-
-class Stripe(NamedTuple):
-    """One object that holds every S-th block, of S stripes. An empty stripe is not stored: no block points into it."""
-
-    name: str
-    size_bytes: int
 
 
 class Place(NamedTuple):
@@ -59,7 +53,8 @@ class Index:
     """BLAKE3 over the encoded index without its trailer, in hexadecimal digits."""
     block_size: int
     size_bytes: int
-    stripes: tuple[Stripe, ...]
+    stripes: tuple[Stored, ...]
+    """Objects that hold every S-th block each, of S stripes. An empty one is not stored: no block points into it."""
     num_blocks: int
     _encoded: bytes = field(repr=False, compare=False)
     _offsets: int = field(repr=False, compare=False)
@@ -92,7 +87,7 @@ class Index:
         if identity.digest() != data[end:]:
             raise CorruptError("block file index does not have its own digest")
         stripes = tuple(
-            Stripe("sha256:" + sha256.hex(), size)
+            Stored("sha256:" + sha256.hex(), size)
             for sha256, size in _STRIPE.iter_unpack(memoryview(data)[_HEADER.size : columns])
         )
         index = cls(
@@ -178,7 +173,7 @@ def encode_index(
     *,
     block_size: int,
     size_bytes: int,
-    stripes: Sequence[Stripe],
+    stripes: Sequence[Stored],
     offsets: Sequence[int],
     lengths: Sequence[int],
     codecs: bytes | bytearray,

@@ -18,13 +18,13 @@ from typing import Self
 
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, Encoded, compressor_of, encode
-from bootseer.blocks.index import MAX_BLOCKS, Index, Stripe, encode_index, is_block_size
+from bootseer.blocks.index import MAX_BLOCKS, Index, encode_index, is_block_size
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
-from bootseer.store.store import Store, Upload, is_content_name
+from bootseer.store.store import Store, Stored, Upload, is_content_name
 
 DEFAULT_BLOCK_SIZE = 256 * 1024
-_EMPTY = Stripe("sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0)
+_EMPTY = Stored("sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0)
 _BATCH_BYTES = 1 << 20
 """Given to a thread at once. Each hand-over wakes a thread that wants the interpreter's lock, and the one that wakes it
 often loses its processor with that lock held: block by block, conversions took a twentieth more processor time."""
@@ -217,10 +217,10 @@ class BlockWriter:
             upload.abort()
         return BlockFile(stored.name, len(data), index.identity, index.size_bytes, self._stored_bytes, stripes)
 
-    def _commit(self, upload: Upload, size_bytes: int) -> Stripe:
+    def _commit(self, upload: Upload, size_bytes: int) -> Stored:
         stored = upload.commit()
         if not is_content_name(stored.name) or stored.size_bytes != size_bytes:
             raise PermanentError(
                 f"{self._store.uri}: {stored.size_bytes} bytes stored as {stored.name!r}, {size_bytes} written"
             )
-        return Stripe(stored.name, stored.size_bytes)
+        return stored

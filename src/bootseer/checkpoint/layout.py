@@ -19,8 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.blocks.codec import DIGEST_BYTES, RAW
-from bootseer.blocks.index import Index, Stripe, encode_index
+from bootseer.blocks.index import Index, encode_index
 from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.store.store import Stored
 
 CHUNK_BYTES = 1 << 20
 
@@ -65,7 +66,7 @@ def index_of(segment_bytes: int, sha256_of_parts: tuple[str, ...], digests: byte
             block_size=CHUNK_BYTES,
             size_bytes=segment_bytes,
             stripes=[
-                Stripe(f"sha256:{sha256}", part_size(segment_bytes, stripes, part))
+                Stored(f"sha256:{sha256}", part_size(segment_bytes, stripes, part))
                 for part, sha256 in enumerate(sha256_of_parts)
             ],
             offsets=offsets,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import stat
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -91,6 +91,15 @@ class ErofsWriter:
             piece = min(count, _PIECE)
             self._sink.write(memoryview(_ZEROS)[:piece])
             count -= piece
+
+    def write_file(self, pieces: Iterable[bytes | memoryview | int]) -> Extent:
+        """Write a whole file: pieces of data, and the length of each hole as a number."""
+        for piece in pieces:
+            if isinstance(piece, int):
+                self.write_zeros(piece)
+            else:
+                self.write(piece)
+        return self.end_file()
 
     def end_file(self) -> Extent:
         """End the current file's data and return its extent. The next write starts another file."""

@@ -19,7 +19,8 @@ from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.stats import FetchStats
 
 if TYPE_CHECKING:
-    from bootseer.blocks.index import Place, Stripe
+    from bootseer.blocks.index import Place
+    from bootseer.store.store import Stored
 
 Key = tuple[int, int]
 """File number and block."""
@@ -40,7 +41,7 @@ class Geometry(Protocol):
         """Number of blocks."""
 
     @property
-    def stripes(self) -> Sequence[Stripe]:
+    def stripes(self) -> Sequence[Stored]:
         """Block i is in stripe i modulo their number."""
 
     def place(self, block: int, /) -> Place:

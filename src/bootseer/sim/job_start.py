@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from bootseer.artifact.loading import PULL, predict
 from bootseer.blocks import block_file
-from bootseer.blocks.index import Stripe
 from bootseer.checkpoint.layout import Policy
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
@@ -481,7 +480,7 @@ def environment_document(
     digest = sha256(name.encode()).hexdigest()
     stored = Stored(f"sha256:{digest}", 1)
     size = int(scenario.environment.gb * 1e9)
-    file = block_file.BlockFile(f"sha256:{digest}", 1, digest, size, size, (Stripe(f"sha256:{digest}", size),))
+    file = block_file.BlockFile(f"sha256:{digest}", 1, digest, size, size, (Stored(f"sha256:{digest}", size),))
     return EnvironmentDocument(
         digest, {}, file, stored, f"sha256:{digest}", ("/opt/venv",), 0, 1, size, (), (), {}, "observed", (),
         "simulated", "1.0", built_s, scenario.environment.install_s, max_age_s,

@@ -13,7 +13,7 @@ from random import Random
 from typing import Final
 
 from bootseer.blocks.codec import ZSTD, Buffer
-from bootseer.blocks.index import Place, Stripe
+from bootseer.blocks.index import Place
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch, Key
@@ -23,6 +23,7 @@ from bootseer.peers.choice import Level, Members, Peer, Route, Step
 from bootseer.peers.health import Health, PeerRequest
 from bootseer.peers.origins import run_bytes
 from bootseer.sim.engine import Engine, Flow, Link
+from bootseer.store.store import Stored
 
 STORE: Final = "store"
 _FILLS_EVERY_S: Final = 0.1
@@ -40,7 +41,7 @@ class BlockFile:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.stored_block_bytes = size = max(int(block_bytes * ratio), 1)
-        self.stripes = (Stripe("stripe", num_blocks * size),)
+        self.stripes = (Stored("stripe", num_blocks * size),)
         self._places = [Place(0, block * size, size, ZSTD) for block in range(num_blocks)]
         self.place = self._places.__getitem__
 

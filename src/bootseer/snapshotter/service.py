@@ -13,7 +13,6 @@ import socket as network
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +170,10 @@ def _handlers(grpc: Any, snapshots: Snapshots) -> Any:
         code = next((found for kind, found in codes.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
         context.abort(code, str(error)[:4000] or type(error).__name__)
 
-    def unary(answer: Callable[[Message], bytes]) -> Any:
+    def unary(answer: Callable[[Message], bytes | None]) -> Any:
         def call(data: bytes, context: Any) -> bytes:
             try:
-                return answer(Message(data))
+                return answer(Message(data)) or b""
             except Exception as error:
                 abort(context, error)
                 raise  # not reached: `abort` raises
@@ -187,7 +186,7 @@ def _handlers(grpc: Any, snapshots: Snapshots) -> Any:
         except (BootseerError, MalformedError) as error:
             abort(context, error)
 
-    calls: dict[str, Callable[[Message], bytes]] = {
+    calls: dict[str, Callable[[Message], bytes | None]] = {
         "Prepare": lambda request: _mounts(_prepare(snapshots, request, ACTIVE)),
         "View": lambda request: _mounts(_prepare(snapshots, request, VIEW)),
         "Mounts": lambda request: _mounts(snapshots.mounts(request.text(2))),
@@ -196,14 +195,11 @@ def _handlers(grpc: Any, snapshots: Snapshots) -> Any:
         "Usage": lambda request: b"".join(
             field(number, value) for number, value in enumerate(snapshots.usage(request.text(2, "")), 1)
         ),
-    }
-    changes: dict[str, Callable[[Message], None]] = {
         "Commit": lambda request: snapshots.commit(request.text(3, ""), request.text(2, ""), _labels(request, 4)),
         "Remove": lambda request: snapshots.remove(request.text(2, "")),
         "Cleanup": lambda _: snapshots.cleanup(),
     }
     methods = {name: unary(answer) for name, answer in calls.items()}
-    methods |= {name: unary(partial(_changed, change)) for name, change in changes.items()}
     methods["List"] = grpc.unary_stream_rpc_method_handler(listed)
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -260,8 +256,3 @@ def _entries(labels: Mapping[str, str]) -> Iterator[bytes]:
 
 def _time(seconds: float) -> bytes:
     return field(1, int(seconds)) + field(2, int(seconds % 1 * 1e9))
-
-
-def _changed(change: Callable[[Message], None], request: Message) -> bytes:
-    change(request)
-    return b""

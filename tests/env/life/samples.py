@@ -8,7 +8,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.index import Stripe
 from bootseer.env.document import EnvironmentDocument, Export
 from bootseer.store.store import Store, Stored
 
@@ -32,7 +31,7 @@ def document(key: str = KEY, content: str = "content", **changes: Any) -> Enviro
             identity=digest_of(content).removeprefix("sha256:"),
             size_bytes=1 << 20,
             stored_bytes=len(stripe),
-            stripes=(Stripe(digest_of(stripe), len(stripe)),),
+            stripes=(Stored(digest_of(stripe), len(stripe)),),
         ),
         manifest=Stored(digest_of(manifest), len(manifest)),
         digest=digest_of(f"digest of {content}"),

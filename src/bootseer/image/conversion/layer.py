@@ -32,9 +32,9 @@ from bootseer.image.conversion.layer_document import (
     parse,
 )
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
-from bootseer.image.conversion.tar import Stream, TarReader, shown
+from bootseer.image.conversion.tar import TarReader, shown
 from bootseer.image.conversion.tar_header import Member
-from bootseer.image.sources.decompress import decompressed
+from bootseer.image.sources.decompress import Stream, decompressed
 from bootseer.image.sources.source import SourceLayer, read_resumed
 from bootseer.io.retry import retrying
 from bootseer.logs import logger
@@ -174,7 +174,11 @@ class _Conversion:
             if number >= self._limits.members:
                 raise self._too_many()
             self._count_text(member)
-            extent = self._store_content(reader, member) if self._tree.keeps_content(member) else Extent(0, 0)
+            extent = Extent(0, 0)
+            if self._tree.keeps_content(member):
+                if self._writer.position + member.size > self._unpacked_limit:
+                    raise self._too_large()
+                extent = self._writer.write_file(reader.content())
             if self._queued:
                 self._queued.append((member, extent))
                 continue
@@ -207,17 +211,6 @@ class _Conversion:
                 f"names, links and attributes exceed {limit};"
                 f" to allow more: --layer-limit text_bytes={2 * self._limits.text_bytes}"
             )
-
-    def _store_content(self, reader: TarReader, member: Member) -> Extent:
-        writer = self._writer
-        if writer.position + member.size > self._unpacked_limit:
-            raise self._too_large()
-        for piece in reader.content():
-            if isinstance(piece, int):
-                writer.write_zeros(piece)
-            else:
-                writer.write(piece)
-        return writer.end_file()
 
     def _checked(self, pieces: Iterator[bytes], diff_id: str) -> Iterator[bytes]:
         """Pass the tar stream on, with its headers and the bytes after the archive's end: limit it, and raise

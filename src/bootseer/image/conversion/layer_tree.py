@@ -151,9 +151,7 @@ class LayerTree:
         attributes = below.attributes()
         extent, target = _EMPTY, b""
         if stat.S_ISREG(attributes.mode):
-            for piece in below.content():
-                self._writer.write(piece)
-            extent = self._writer.end_file()
+            extent = self._writer.write_file(below.content())
         elif stat.S_ISLNK(attributes.mode):
             target = below.target()
         return self._tree.add(attributes, size=extent.size, first_block=extent.block, target=target)

@@ -27,6 +27,7 @@ from bootseer.image.conversion.tar_header import (
     parse_records,
     parse_sparse_map,
 )
+from bootseer.image.sources.decompress import Stream
 
 MAX_RECORDS_BYTES = 1 << 20
 """Limit of a pax header or a long name, as in other readers."""
@@ -43,40 +44,6 @@ _KINDS = {
     b"6": stat.S_IFIFO,
 }
 _IGNORED = (b"g", b"V")  # global headers and volume labels
-
-
-class Stream:
-    """Reads pieces of any size from an iterator of pieces of other sizes."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._current = memoryview(b"")
-
-    def some(self, limit: int) -> memoryview:
-        """Between 1 and `limit` bytes, without a copy; empty at the end."""
-        while not self._current:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return self._current
-            self._current = memoryview(piece)
-        taken, self._current = self._current[:limit], self._current[limit:]
-        return taken
-
-    def exactly(self, count: int) -> bytes:
-        """`count` bytes, fewer at the end."""
-        taken = self.some(count)
-        if len(taken) == count:
-            return bytes(taken)
-        data = bytearray(taken)
-        while len(data) < count and (taken := self.some(count - len(data))):
-            data += taken
-        return bytes(data)
-
-    def skip(self, count: int) -> int:
-        """Skip `count` bytes; returns how many of them were missing at the end."""
-        while count and (taken := self.some(count)):
-            count -= len(taken)
-        return count
 
 
 class TarReader:

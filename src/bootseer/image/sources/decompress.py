@@ -65,7 +65,7 @@ def _gunzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
     library = gzip_module()
     library_error = zlib.error if library is gzip else library.isal_zlib.error
     try:
-        with library.open(_Readable(pieces)) as reader:
+        with library.open(Stream(pieces)) as reader:
             while data := reader.read(_GZIP_PIECE):
                 yield data
     except EOFError as error:
@@ -75,7 +75,7 @@ def _gunzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    source = cast("IO[bytes]", _Readable(pieces))
+    source = cast("IO[bytes]", Stream(pieces))
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
     try:
         with decompressor.stream_reader(source, read_size=1 << 16, read_across_frames=True) as reader:
@@ -119,22 +119,43 @@ def _streams(pieces: Iterator[bytes], name: str, new: Callable[[], Any], damaged
         raise CorruptError(f"the {name} data ends too early")
 
 
-class _Readable(io.RawIOBase):
-    """Adapts an iterator of bytes to a readable file."""
+class Stream(io.RawIOBase):
+    """Reads pieces of any size from an iterator of pieces of other sizes."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
-        self._rest = memoryview(b"")
+        self._current = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._rest = memoryview(piece)
-        taken, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        taken = self.some(len(buffer))
         buffer[: len(taken)] = taken
         return len(taken)
+
+    def some(self, limit: int) -> memoryview:
+        """Between 1 and `limit` bytes, without a copy; empty at the end."""
+        while not self._current:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return self._current
+            self._current = memoryview(piece)
+        taken, self._current = self._current[:limit], self._current[limit:]
+        return taken
+
+    def exactly(self, count: int) -> bytes:
+        """`count` bytes, fewer at the end."""
+        taken = self.some(count)
+        if len(taken) == count:
+            return bytes(taken)
+        data = bytearray(taken)
+        while len(data) < count and (taken := self.some(count - len(data))):
+            data += taken
+        return bytes(data)
+
+    def skip(self, count: int) -> int:
+        """Skip `count` bytes; returns how many of them were missing at the end."""
+        while count and (taken := self.some(count)):
+            count -= len(taken)
+        return count

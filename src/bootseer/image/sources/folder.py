@@ -108,11 +108,6 @@ def _store(writer: ErofsWriter, full: bytes) -> Extent:
     """Write a file's data. Holes are not read. A file that shrinks meanwhile is stored with its new size."""
     descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        for piece in read_sparse(descriptor, os.fstat(descriptor).st_size):
-            if isinstance(piece, int):
-                writer.write_zeros(piece)
-            else:
-                writer.write(piece)
+        return writer.write_file(read_sparse(descriptor, os.fstat(descriptor).st_size))
     finally:
         os.close(descriptor)
-    return writer.end_file()
