@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from functools import cache
 from typing import Any, TypeVar
 
@@ -19,10 +18,8 @@ import msgspec
 
 from bootseer.errors import CorruptError, PermanentError
 
-_MISSING = re.compile(r"required field `(\w+)`")
-_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-_EXPECTED = re.compile(r"Expected|Invalid|Object missing|Array")
 _MORE = "more"
+_MAX_PROBLEM = 300
 _T = TypeVar("_T")
 
 
@@ -84,7 +81,7 @@ def convert(value: object, kind: type[_T], label: str) -> _T:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-        raise CorruptError(f"{label}: {_plain(str(error))}") from error
+        raise CorruptError(f"{label}: {printable(str(error)[:_MAX_PROBLEM])}") from error
 
 
 def encode(document: object, schema: str, **fields: Any) -> bytes:
@@ -107,17 +104,6 @@ def _names(kind: type) -> frozenset[str]:
     # `msgspec.inspect` would do, but takes longer than all other work on a document.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return frozenset(getattr(kind, "__struct_encode_fields__", [field.name for field in fields]))
-
-
-def _plain(problem: str) -> str:
-    """The problem without the offending value, which could be anything."""
-    found = _WHERE.search(problem)
-    where, reason = (found[1], problem[: found.start()]) if found else ("", problem)
-    missing = _MISSING.search(reason)
-    name = ".".join(part for part in (where, missing[1] if missing else "") if part)
-    if _EXPECTED.match(reason):
-        return f"{name or 'it'} is missing or impossible"
-    return f"{name}: {reason}" if name else reason
 
 
 def _refuse_constant(word: str) -> None:
