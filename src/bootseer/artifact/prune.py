@@ -38,7 +38,7 @@ class Pruned(Struct):
     """Names of the deleted objects."""
     freed_bytes: int = 0
     num_waiting: int = 0
-    """Removed artifacts within the grace period, or kept by `hold`."""
+    """Removed artifacts within the grace period."""
     num_in_use: int = 0
     """Removed artifacts with objects that are mounted here or used by others."""
     problems: list[str] = field(default_factory=list)
@@ -60,14 +60,11 @@ def prune(
     in_use: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
     expired: Callable[[D], bool] = lambda document: False,
-    hold: Callable[[], bool] = lambda: False,
-    leftovers: Callable[[Listing[D], Pruned], None] = lambda listing, done: None,
-) -> Pruned:
-    """Delete what is no longer needed.
+) -> tuple[Pruned, Listing[D]]:
+    """Delete what is no longer needed; returns what was done, and the artifacts that were there.
 
     `in_use`: digests or identities mounted here. `also_used` yields names of objects that artifacts of other kinds
-    need, `hold` tells that nothing may be deleted now, `leftovers` deletes other data that belongs to no artifact.
-    Raises the store's errors when listing fails.
+    need. Raises the store's errors when listing fails.
     """
     done = Pruned()
     pruning = _Pruning(catalog, now_s, done)
@@ -81,8 +78,6 @@ def prune(
     tombstones = pruning.tombstones()
     mounted = [tombstone for tombstone in tombstones if tombstone.identity in in_use or tombstone.digest in in_use]
     due = [tombstone for tombstone in tombstones if tombstone not in mounted and now_s - tombstone.removed_s > grace_s]
-    if due and hold():
-        due = []
     done.num_in_use = len(mounted)
     done.num_waiting = len(tombstones) - len(due) - len(mounted)
     if due and listing.unread:
@@ -99,9 +94,8 @@ def prune(
             used = {stored.name for document in listing.documents for stored in document.objects}
             used |= {stored.name for tombstone in waiting for stored in tombstone.objects}
             pruning.delete_tombstones(pruning.delete_objects(due, used, others))
-    leftovers(listing, done)
     _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
-    return done
+    return done, listing
 
 
 @dataclass(frozen=True)

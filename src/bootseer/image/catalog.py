@@ -12,12 +12,13 @@ checks that they still exist before it publishes.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
-from bootseer.artifact.catalog import Catalog, Listing
+from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.kind import Kind
 from bootseer.artifact.lease import announced, look
 from bootseer.artifact.objects import read_all
@@ -94,9 +95,12 @@ def conversions(store: Store, now_s: float) -> dict[str, str]:
     for stored in store.list(_LEASES):
         record = look(store, stored.name).record
         if record is not None and not record.released and now_s - record.last_beat_s < _SILENT_S:
-            digest = stored.name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1)
-            found[digest] = f"{record.node} (process {record.pid}) is converting it"
+            found[_digest_of_lease(stored.name)] = f"{record.node} (process {record.pid}) is converting it"
     return found
+
+
+def _digest_of_lease(name: str) -> str:
+    return name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1)
 
 
 def remove(
@@ -131,26 +135,22 @@ def prune(
 
     store = catalog.store
     is_gone = store.has_lost_subject if isinstance(store, OciStore) else lambda name: False
-
-    def delete_leftovers(_: Listing[ImageDocument], done: Pruned) -> None:
-        alive = conversions(store, now_s)
-        for stored in list(store.list(_LEASES)):
-            if stored.name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1) not in alive:
-                done.try_step(stored.name, partial(store.delete, stored.name))
-        for stored in list(store.list(_LAYERS)) if done.deleted else ():
-            if _is_gone(store, stored.name, done.deleted):
-                done.try_step(stored.name, partial(store.delete, stored.name))
-
-    return prune_artifacts(
+    done, _ = prune_artifacts(
         catalog,
         now_s,
-        grace_s=grace_s,
+        grace_s=math.inf if conversions(store, now_s) else grace_s,
         in_use=mounted,
         also_used=also_used,
         expired=lambda document: is_gone(document.name),
-        hold=lambda: bool(conversions(store, now_s)),
-        leftovers=delete_leftovers,
     )
+    alive = conversions(store, now_s)
+    for stored in list(store.list(_LEASES)):
+        if _digest_of_lease(stored.name) not in alive:
+            done.try_step(stored.name, partial(store.delete, stored.name))
+    for stored in list(store.list(_LAYERS)) if done.deleted else ():
+        if _is_gone(store, stored.name, done.deleted):
+            done.try_step(stored.name, partial(store.delete, stored.name))
+    return done
 
 
 def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:

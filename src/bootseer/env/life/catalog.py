@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 from bootseer.artifact import catalog as artifacts
-from bootseer.artifact.catalog import Listing
 from bootseer.artifact.kind import Kind
 from bootseer.artifact.objects import LocalObjects
 from bootseer.artifact.places import environments_folder, own_folder
@@ -93,21 +92,14 @@ def prune(
         # A document from the future is not expired: this node's clock may be wrong.
         return document.max_age_s is not None and now_s - document.built_s > document.max_age_s
 
-    def delete_leftovers(listing: Listing[EnvironmentDocument], done: Pruned) -> None:
-        if not listing.unread:
-            used = {document.key for document in listing.documents} | catalog.keys_with("lease")
-            for key in catalog.keys_with("quarantine") - used:
-                done.try_step(key, partial(catalog.store.delete, f"{FOLDER}{key}/quarantine"))
-
-    return prune_artifacts(
-        catalog,
-        now_s,
-        grace_s=grace_s,
-        in_use=in_use,
-        also_used=also_used,
-        expired=is_expired,
-        leftovers=delete_leftovers,
+    done, listing = prune_artifacts(
+        catalog, now_s, grace_s=grace_s, in_use=in_use, also_used=also_used, expired=is_expired
     )
+    if not listing.unread:
+        used = {document.key for document in listing.documents} | catalog.keys_with("lease")
+        for key in catalog.keys_with("quarantine") - used:
+            done.try_step(key, partial(catalog.store.delete, f"{FOLDER}{key}/quarantine"))
+    return done
 
 
 MAX_UNUSED_S = 30 * 24 * 3600.0
