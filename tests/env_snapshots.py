@@ -21,7 +21,7 @@ from bootseer.env.snapshot.manifest import Manifest
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.erofs.reader import ErofsReader
-from bootseer.image.block_reader import BlockReader, open_layer
+from bootseer.image.block_reader import block_reader, open_layer
 from bootseer.store.store import Store, Stored
 from erofs_images import mounted
 from once import compiled_secret_rules
@@ -80,10 +80,10 @@ def reader_of(store: Store, written_snapshot: Written) -> ErofsReader:
 
 def save_image(store: Store, file: BlockFile, path: Path) -> Path:
     """The image as a file."""
-    reader = BlockReader(store, read_index(store, file))
+    read = block_reader(store, read_index(store, file))
     with path.open("wb") as image:
         for at in range(0, file.size_bytes, 1 << 20):
-            image.write(reader.read(at, min(1 << 20, file.size_bytes - at)))
+            image.write(read(at, min(1 << 20, file.size_bytes - at)))
     return path
 
 

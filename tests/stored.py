@@ -9,7 +9,7 @@ import zstandard
 from bootseer.artifact.objects import read_all, read_index
 from bootseer.env.document import EnvironmentDocument
 from bootseer.erofs.merged import Layer, MergedLayers
-from bootseer.image.block_reader import BlockReader, open_layer
+from bootseer.image.block_reader import block_reader, open_layer
 from bootseer.image.document import ImageDocument
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
@@ -21,8 +21,8 @@ def stored(folder: Path) -> bytes:
     store = FileStore(folder)
     for path in folder.glob("environments/*/document"):
         document = EnvironmentDocument.parse(path.read_bytes())
-        blocks = BlockReader(store, read_index(store, document.file))
-        found.append(blocks.read(0, document.file.size_bytes))
+        read = block_reader(store, read_index(store, document.file))
+        found.append(read(0, document.file.size_bytes))
         for manifest in filter(None, (document.manifest, document.loose)):
             packed = read_all(store, manifest.name, manifest.size_bytes)
             found.append(zstandard.ZstdDecompressor().decompressobj().decompress(packed))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from bootseer.artifact.objects import read_index
 from bootseer.errors import BootseerError
-from bootseer.image.block_reader import BlockReader
+from bootseer.image.block_reader import block_reader
 from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
@@ -69,9 +69,9 @@ def _mounted(folder: Path, layers: Sequence[bytes]) -> dict[bytes, Facts]:
     with contextlib.ExitStack() as stack:
         folders = []
         for number, part in enumerate(document.layers):
-            reader = BlockReader(store, read_index(store, part.file))
+            read = block_reader(store, read_index(store, part.file))
             image = folder / f"{number}.erofs"
-            image.write_bytes(reader.read(0, part.file.size_bytes))
+            image.write_bytes(read(0, part.file.size_bytes))
             fsck(image)
             folders.append(stack.enter_context(mounted(image, folder / str(number))))
         return facts_of_folder(stack.enter_context(overlaid(folders, folder / "merged")))

@@ -24,12 +24,12 @@ from msgspec.structs import replace
 from bootseer.artifact.lease_state import MAX_BYTES, TTL_S, LeaseObservation, LeaseRecord
 from bootseer.artifact.objects import put, read_all
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.io.retry import retrying
 from bootseer.logs import logger
 from bootseer.store.store import Store
 
 _log = logger(__name__)
 _LOOK_S = 5.0
-_ATTEMPTS = 2
 _SETTLE_S = (0.2, 0.5)
 """Delay between writing a taken lease and reading it back: longer than a competitor takes from reading to writing."""
 
@@ -120,25 +120,20 @@ def acquire(
 ) -> Lease | Held | NoLease:
     """Take the lease if it is free."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), clock(), ttl_s)
-    reason = ""
-    for _ in range(_ATTEMPTS):
-        created, reason = False, ""
-        try:
-            created = store.create(name, record.encode(), timeout_s=2 * _LOOK_S)
-        except TransientError as error:
-            reason = str(error)
-        except BootseerError as error:
-            return NoLease(str(error))
-        seen = LeaseObservation("free") if created else look(store, name)
-        # It may have been created although the response was lost.
-        if created or (seen.record is not None and seen.record.nonce == record.nonce):
-            return Lease(store, name, record)
-        if seen.kind != "free":
-            return _as_held(seen, clock())
-        if not reason:
-            # Released by a node that cannot delete, or just now: overwrite it, and check which node got it.
-            return _taken(store, name, record, seen, random.Random(), time.sleep)  # noqa: S311 - no secret
-    return NoLease(reason)
+    try:
+        created = retrying(
+            lambda left_s: store.create(name, record.encode(), timeout_s=left_s), attempts=2, deadline_s=4 * _LOOK_S
+        )
+    except BootseerError as error:
+        return NoLease(str(error))
+    seen = LeaseObservation("free") if created else look(store, name)
+    # It may have been created although the response was lost.
+    if created or (seen.record is not None and seen.record.nonce == record.nonce):
+        return Lease(store, name, record)
+    if seen.kind != "free":
+        return _as_held(seen, clock())
+    # Released by a node that cannot delete, or just now: overwrite it, and check which node got it.
+    return _taken(store, name, record, seen, random.Random(), time.sleep)  # noqa: S311 - no secret
 
 
 def take_over(

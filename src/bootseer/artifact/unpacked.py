@@ -135,33 +135,23 @@ def read_sparse(descriptor: int, size: int) -> Iterator[bytes | int]:
     """The content of a file of `size` bytes in pieces: its data, and the length of each hole, which is not read. Ends
     early if the file has shrunk."""
     at = 0
-    for begin, end in _data_extents(descriptor, size):
+    while at < size:
+        try:
+            begin = min(os.lseek(descriptor, at, os.SEEK_DATA), size)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            begin = size  # a hole up to the end of the file
         if begin > at:
             yield begin - at
         at = begin
+        end = min(os.lseek(descriptor, at, os.SEEK_HOLE), size) if at < size else at
         while at < end:
             piece = os.pread(descriptor, min(_PIECE, end - at), at)
             if not piece:
                 return
             yield piece
             at += len(piece)
-    if size > at:
-        yield size - at
-
-
-def _data_extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """The data ranges of a sparse file."""
-    at = 0
-    while at < size:
-        try:
-            begin = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            return  # a hole up to the end of the file
-        at = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
-        if begin < at:
-            yield begin, at
 
 
 TreeFile = tuple[bytes, ErofsReader, Inode]

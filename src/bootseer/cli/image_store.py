@@ -45,7 +45,6 @@ def remove_command(
     """
     from rich.text import Text
 
-    from bootseer.artifact.places import metadata_folder
     from bootseer.image import catalog as images
     from bootseer.image.mounting.metadata import Metadata
     from bootseer.image.mounting.resolve import converted_digest
@@ -66,7 +65,7 @@ def remove_command(
             continue
         removed.append(digest)
         if not dry_run:
-            Metadata(metadata_folder(asked.cache), say).forget(digest)
+            Metadata(asked.cache, say).forget(digest)
     output(
         {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": text} for key, text in kept.items()]},
         *removed,

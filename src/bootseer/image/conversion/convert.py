@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import CancelledError as FutureCancelledError
+from functools import lru_cache, partial
 from pathlib import Path
 
 from bootseer.artifact.progress import ProgressCallback
@@ -20,7 +21,6 @@ from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.merged import Layer, MergedLayers
-from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.image.block_reader import open_layer
@@ -90,8 +90,7 @@ class _Conversion:
         self._working = threading.Semaphore(jobs)
         """Held by the threads that do not wait for lower layers."""
         self._stop = threading.Event()
-        self._readers: dict[str, ErofsReader] = {}
-        self._readers_lock = threading.Lock()
+        self._open = lru_cache(maxsize=None)(partial(open_layer, store))
 
     def run(self) -> list[ConvertedLayer]:
         # Layers start bottom first. A thread that waits for lower layers therefore waits for running threads only;
@@ -143,14 +142,7 @@ class _Conversion:
         finally:
             self._working.acquire()
         first = max((place for place, layer in enumerate(converted) if layer.opaque), default=0)
-        return MergedLayers([self._layer(layer) for layer in converted[first:]])
-
-    def _layer(self, layer: ConvertedLayer) -> Layer:
-        file = layer.file
-        with self._readers_lock:
-            if file.identity not in self._readers:
-                self._readers[file.identity] = open_layer(self._store, file)
-            return Layer(self._readers[file.identity], file.identity)
+        return MergedLayers([Layer(self._open(layer.file), layer.file.identity) for layer in converted[first:]])
 
 
 def _assemble(

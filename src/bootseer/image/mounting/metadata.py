@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.artifact.objects import LocalObjects, missing, read_all
+from bootseer.artifact.places import metadata_folder, own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
@@ -36,11 +37,11 @@ _FRESH_S = 60.0
 
 
 class Metadata:
-    """The node's cache of image metadata. `folder` is created on first write; on a full disk nothing is cached."""
+    """The metadata in a node's cache. The folder is created on first write; on a full disk nothing is cached."""
 
-    def __init__(self, folder: Path, say: Say) -> None:
-        self._folder = folder
-        self._objects = LocalObjects(folder, say)
+    def __init__(self, cache: Path, say: Say) -> None:
+        self._folder = own_folder(metadata_folder(cache), make=False)
+        self._objects = LocalObjects(self._folder, say)
         self._say = say
         self.is_cached = False
         """Whether the last `document` was read from the store long ago."""

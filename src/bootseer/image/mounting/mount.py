@@ -20,7 +20,6 @@ from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
 from bootseer.artifact.mounting import LazyMount
-from bootseer.artifact.places import metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.artifact.unpacked import UNPACKED, unpack_once
 from bootseer.blocks.index import Index
@@ -118,9 +117,8 @@ class _ImageMount(LazyMount):
 
     def is_outdated(self) -> bool:
         request, image = self.options, self._image
-        metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), self.say)
         with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http)) as store:
-            return metadata.is_outdated(image.document, store, request.signatures)
+            return Metadata(request.cache, self.say).is_outdated(image.document, store, request.signatures)
 
     def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:
         """The caller's handle of the finished mount."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.materialize import Subject
-from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
+from bootseer.artifact.places import converted_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
@@ -56,7 +56,7 @@ def resolve_image(
     """Find the converted image, or convert it on this node. Raises `UsageError` if it is missing or `fallback` forbids
     a conversion, `SignatureError` if a required signature is missing, and the errors of the source and the store.
     `missing`, `in_child`: see `LazyMount`."""
-    metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), say)
+    metadata = Metadata(request.cache, say)
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
     reason = missing
     with stage("resolve"):
@@ -113,7 +113,7 @@ def converted_digest(catalog: Catalog[ImageDocument], request: Request, say: Say
     digest = request.reference.digest
     if digest and catalog.look(digest).kind != "none":
         return digest
-    metadata = Metadata(own_folder(metadata_folder(request.cache), make=False), say)
+    metadata = Metadata(request.cache, say)
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
     document, _ = _document(request, metadata, local_uri, catalog.store)
     if document is None:
