@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
-from bootseer.artifact.document import OtherVersionError
+from bootseer.artifact.document import OtherVersionError, decode, encode
 from bootseer.artifact.kind import D, Kind, Lookup, Tombstone
 from bootseer.artifact.objects import WRITE_S, missing, put, read_all
 from bootseer.artifact.progress import Say
@@ -188,14 +188,17 @@ class Catalog(Generic[D]):
     def read_tombstone(self, name: str) -> Tombstone:
         """The tombstone of this name. Raises the errors of `read_all`, and `CorruptError`."""
         kind = self.kind
-        found = Tombstone.parse(read_all(self.store, name, kind.max_bytes), kind.tombstone_schema, kind.max_bytes)
+        data = read_all(self.store, name, kind.max_bytes)
+        found = decode(
+            data, Tombstone, "tombstone", limit=kind.max_bytes, schema=kind.tombstone_schema, other_version=CorruptError
+        )
         if kind.trash + found.name != name:
             raise CorruptError(f"{name} is the tombstone of another {kind.noun}")
         kind.check_key(found.key)
         return found
 
     def write_tombstone(self, tombstone: Tombstone) -> None:
-        put(self.store, self.kind.trash + tombstone.name, tombstone.encode(self.kind.tombstone_schema))
+        put(self.store, self.kind.trash + tombstone.name, encode(tombstone, self.kind.tombstone_schema))
 
     def _present(self, key: str) -> tuple[bool, D | None]:
         """Whether there is a document, and the document if it can be read."""

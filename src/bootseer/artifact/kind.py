@@ -13,8 +13,7 @@ from typing import Annotated, Generic, Literal, Protocol, TypeVar
 
 from msgspec import Meta
 
-from bootseer.artifact.document import decode, encode, readable
-from bootseer.errors import CorruptError
+from bootseer.artifact.document import readable
 from bootseer.store.store import Stored, is_content_name
 
 MAX_OBJECTS = 100_000
@@ -43,14 +42,6 @@ class Tombstone:
     def name(self) -> str:
         """Its name in the trash, derived from the content: removing twice leaves one."""
         return f"{self.key.replace(':', '-')}-{self.identity[:16]}"
-
-    def encode(self, schema: str) -> bytes:
-        return encode(self, schema)
-
-    @classmethod
-    def parse(cls, data: bytes, schema: str, limit: int) -> Tombstone:
-        """Parse strictly, because the named objects will be deleted. Raises `CorruptError`."""
-        return decode(data, cls, "tombstone", limit=limit, schema=schema, other_version=CorruptError)
 
 
 class Document(Protocol):

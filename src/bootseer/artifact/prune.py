@@ -26,7 +26,6 @@ from bootseer.logs import logger
 
 _log = logger(__name__)
 GRACE_S = 24 * 3600.0
-_MAX_TOMBSTONES = 10_000
 
 
 class Pruned(Struct):
@@ -93,7 +92,7 @@ def prune(
             waiting = [tombstone for tombstone in tombstones if tombstone not in due]
             used = {stored.name for document in listing.documents for stored in document.objects}
             used |= {stored.name for tombstone in waiting for stored in tombstone.objects}
-            pruning.delete_tombstones(pruning.delete_objects(due, used, others))
+            pruning.delete(due, used, others)
     _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
     return done, listing
 
@@ -109,8 +108,8 @@ class _Pruning(Generic[D]):
         if document is not None and expired(document) and self.catalog.remove(key, self.now_s) is not None:
             self.done.expired.append(key)
 
-    def delete_objects(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
-        """Delete unused objects of due tombstones. Returns the tombstones that are not needed any more."""
+    def delete(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> None:
+        """Delete unused objects of due tombstones, new documents that need them, and tombstones without objects."""
         catalog, done = self.catalog, self.done
         deleted = done.deleted
         unneeded = []
@@ -132,14 +131,10 @@ class _Pruning(Generic[D]):
             done.num_in_use += 1
             if len(theirs) < len(tombstone.objects):
                 done.try_step(tombstone.key, partial(catalog.write_tombstone, replace(tombstone, objects=theirs)))
-        for document in catalog.all().documents if deleted else ():
+        listing = catalog.all()
+        for document in listing.documents:
             if not deleted.isdisjoint(stored.name for stored in document.objects):
                 done.try_step(catalog.kind.key(document), partial(catalog.store.delete, document.name))
-        return unneeded
-
-    def delete_tombstones(self, unneeded: Iterable[Tombstone]) -> None:
-        catalog, done = self.catalog, self.done
-        listing = catalog.all()
         alive = {document.digest for document in listing.documents}
         for tombstone in unneeded:
             if tombstone.digest not in alive and not listing.unread:
@@ -153,24 +148,12 @@ class _Pruning(Generic[D]):
             self.catalog.store.delete(stored.name)
 
     def tombstones(self) -> list[Tombstone]:
-        catalog, done, now_s = self.catalog, self.done, self.now_s
-        tombstones = []
-        for number, stored in enumerate(catalog.store.list(catalog.kind.trash)):
-            if number >= _MAX_TOMBSTONES:
-                done.problems.append(
-                    f"more than {_MAX_TOMBSTONES} removed {catalog.kind.noun}s: the rest is left for the next run"
-                )
-                break
+        found = []
+        for stored in self.catalog.store.list(self.catalog.kind.trash):
             try:
-                tombstone = catalog.read_tombstone(stored.name)
-                if tombstone.removed_s > now_s + GRACE_S:
-                    # Written with a wrong clock: restart the grace period, or it would stay for years.
-                    tombstone = replace(tombstone, removed_s=now_s)
-                    catalog.write_tombstone(tombstone)
+                found.append(self.catalog.read_tombstone(stored.name))
             except NotFoundError:
                 continue  # another node prunes too
             except BootseerError as error:
-                done.problems.append(f"{stored.name}: {error}")
-            else:
-                tombstones.append(tombstone)
-        return tombstones
+                self.done.problems.append(f"{stored.name}: {error}")
+        return found

@@ -14,7 +14,7 @@ from bootseer.artifact.kind import Tombstone
 from bootseer.artifact.objects import missing, put, read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, document_name
-from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog, NodeCatalog
+from bootseer.env.life.catalog import ENVIRONMENTS, TRASH, Catalog, NodeCatalog
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
@@ -38,10 +38,7 @@ def published(catalog: Catalog, key: str = KEY, content: str = "content") -> Non
 
 
 def tombstones(store: Store) -> list[Tombstone]:
-    return [
-        Tombstone.parse(read_all(store, stored.name, MAX_BYTES), TOMBSTONE_SCHEMA, MAX_BYTES)
-        for stored in store.list(TRASH)
-    ]
+    return [Catalog(store).read_tombstone(stored.name) for stored in store.list(TRASH)]
 
 
 def test_what_was_published_is_found_by_its_key(catalog: Catalog) -> None:
