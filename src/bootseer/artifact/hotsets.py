@@ -58,26 +58,23 @@ class HotSets:
         """`store` is the image's; None: only this node is used. `say` gets a line for each problem."""
         self._local = LocalObjects(own_folder(cache_root / "hotsets", make=False), say)
         self._store = store
+        self._stores = [self._local.store, *([store] if store is not None else [])]
         self._signatures = signatures
         self._signed: set[str] = set()  # workloads whose sets in the store are signed
         self._digest = digest
         self._say = say
 
-    def load(self, workload: str) -> HotSet | None:
-        """The runs that this node and the store know, as one set; None without any."""
-        return self._load(workload, self._say)
-
-    def _load(self, workload: str, say: Say) -> HotSet | None:
+    def load(self, workload: str, *, quiet: bool = False) -> HotSet | None:
+        """The runs that this node and the store know, as one set; None without any. `quiet`: says no problems."""
         sets: list[HotSet] = []
-        for store in (self._local.store, self._store):
-            if store is None:
-                continue
+        for store in self._stores:
             try:
                 sets.append(self._read(store, workload))
             except NotFoundError:
                 continue
             except BootseerError as error:
-                say(f"no hot set: {error}")
+                if not quiet:
+                    self._say(f"no hot set: {error}")
         return functools.reduce(HotSet.union, sets) if sets else None
 
     def copy_to_node(self, workload: str) -> None:
@@ -89,7 +86,7 @@ class HotSets:
     def add_record(self, workload: str, record: Record, *, publish: bool, imports: str = "") -> None:
         """Merge a start's record and imports into the node's set and, with `publish`, the store's."""
         # The start has loaded the set before and reported the problems.
-        known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
+        known = self.load(workload, quiet=True) or HotSet(self._digest, workload)
         merged = known.merge(record)
         merged = replace(merged, imports=imports or merged.imports)
         self._keep(merged)
@@ -106,9 +103,7 @@ class HotSets:
     def workloads(self) -> list[str]:
         prefix = hotset_name(self._digest, "")
         found: set[str] = set()
-        for store in (self._local.store, self._store):
-            if store is None:
-                continue
+        for store in self._stores:
             try:
                 found |= {stored.name.removeprefix(prefix) for stored in store.list(prefix)}
             except BootseerError as error:

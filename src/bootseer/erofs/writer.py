@@ -24,7 +24,6 @@ from msgspec.structs import replace
 
 from bootseer.erofs.format import (
     BLOCK,
-    DIRENT,
     EXTENDED,
     FLAT_INLINE,
     FLAT_PLAIN,
@@ -202,9 +201,6 @@ class Layout:
 
     def _directory_size(self, directory: int) -> int:
         names = sorted([*self._tree.names(directory), b".", b".."])
-        total = sum(map(len, names)) + DIRENT.size * len(names)
-        if total <= BLOCK:
-            return total
         *full, last = split_directory(names)
         return len(full) * BLOCK + last[2]
 
