@@ -221,11 +221,11 @@ def _convert_new(watched: Watch, reference: Reference, settings: _Settings, outp
             f"{name}: {error}; retrying in {format_seconds(again_s)}",
         )
 
-    new, unsaved = watched.find_new(), None
-    for tag, error in watched.unresolved.items():
-        failed(tag, "", error)
-    for tag, digest in new:
-        name = f"{reference.host}/{reference.repository}:{tag}"
+    unsaved = None
+    for tag, digest in watched.find_new():
+        if isinstance(digest, BootseerError):
+            failed(tag, "", digest)
+            continue
         try:
             # By digest: the tag may move meanwhile.
             document, line = _convert(replace(reference, tag=tag, digest=digest), settings)
@@ -233,6 +233,7 @@ def _convert_new(watched: Watch, reference: Reference, settings: _Settings, outp
             failed(tag, digest, error)
             continue
         numbers[0] += 1
+        name = f"{reference.host}/{reference.repository}:{tag}"
         output({"image": name, "tagged": digest, **document}, f"{name}: {line}")
         try:
             watched.record_converted(digest)

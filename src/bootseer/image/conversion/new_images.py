@@ -43,13 +43,10 @@ class Watch:
         self._converted = _read(state)
         self._failed: dict[str, tuple[int, float]] = {}
         """Number of failures and monotonic time of the next try, by digest, or by tag if its digest is unknown."""
-        self.unresolved: dict[str, BootseerError] = {}
-        """Tags that could not be resolved in the last poll, with the errors."""
 
-    def find_new(self) -> list[tuple[str, str]]:
-        """Poll once. Returns tag and digest of each image to convert now, each digest once.
-
-        Raises the registry's error if no tag can be resolved; if only some fail, they are in `unresolved`.
+    def find_new(self) -> list[tuple[str, str | BootseerError]]:
+        """Poll once. Returns the tags that cannot be resolved with their errors, and tag and digest of each image to
+        convert now, each digest once. Raises the registry's error if no tag can be resolved.
         """
         tags = sorted(
             tag
@@ -60,21 +57,22 @@ class Watch:
         asked = [tag for tag in tags if self._failed.get(tag, (0, now_s))[1] <= now_s]
         with Tasks("bootseer-watch", min(_THREADS, len(asked) or 1)) as pool:
             answers = dict(zip(asked, pool.map(self._digest, asked), strict=True))
-        self.unresolved = {tag: answer for tag, answer in answers.items() if isinstance(answer, BootseerError)}
-        if self.unresolved and len(self.unresolved) == len(tags):
-            raise self.unresolved[tags[0]]
+        unresolved = {tag: answer for tag, answer in answers.items() if isinstance(answer, BootseerError)}
+        if unresolved and len(unresolved) == len(tags):
+            raise unresolved[tags[0]]
         found = {answer: tag for tag, answer in reversed(answers.items()) if isinstance(answer, str) and answer}
         self._failed = {name: tried for name, tried in self._failed.items() if name in found or name in tags}
         # Forget digests without a tag, but only after every tag was resolved.
         gone = self._converted - found.keys()
-        if gone and len(asked) == len(tags) and not self.unresolved:
+        if gone and len(asked) == len(tags) and not unresolved:
             self._converted -= gone
             self._write()
-        return [
+        new = [
             (tag, digest)
             for digest, tag in reversed(found.items())
             if digest not in self._converted and self._failed.get(digest, (0, now_s))[1] <= now_s
         ]
+        return [*unresolved.items(), *new]
 
     def record_converted(self, digest: str) -> None:
         """Record the image as converted. Raises `PermanentError` when the state file cannot be written."""
@@ -83,7 +81,7 @@ class Watch:
         self._write()
 
     def record_failed(self, name: str) -> float:
-        """Record a failure of this digest, or `unresolved` tag; returns the seconds until it is tried again."""
+        """Record a failure of this digest, or unresolved tag; returns the seconds until it is tried again."""
         tries = self._failed.get(name, (0, 0.0))[0] + 1
         pause_s = min(_PAUSE_S * 2.0 ** min(tries - 1, 10), _MAX_PAUSE_S)
         self._failed[name] = (tries, time.monotonic() + pause_s)
