@@ -178,7 +178,5 @@ class Snapshots:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, with a second try: a shim may be unmounting right now."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        shutil.rmtree(folder, onerror=lambda _, path, error: _LOG.warning("%s cannot be deleted: %s", path, error[1]))
+    """Delete a folder. What cannot be deleted, because a shim is unmounting it right now, is left to `cleanup`."""
+    shutil.rmtree(folder, onerror=lambda _, path, error: _LOG.warning("%s cannot be deleted: %s", path, error[1]))

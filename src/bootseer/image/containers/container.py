@@ -102,8 +102,6 @@ class Container:
         self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)
         _LOG.info("container %s: %s starts %s", folder.name, self.runtime, self.process.args[0])
         self._own_pids = options.own_pids
-        targets = [str(mount.get("containerPath")) for mount in edits.mounts]
-        _check_program(self.process, root, [*(bind.target for bind in options.binds), *targets])
         _check_places(root)
         python = _python(self.process, root) if options.parent else ""
         self.has_parent = bool(python)
@@ -218,26 +216,6 @@ class Container:
             path.chmod(0o644)
             binds.append(Bind(str(path), f"/etc/{name}"))
         return binds
-
-
-def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None:
-    """Raise `UsageError` with a shell's exit code if the program is missing, because runc's error is less clear.
-
-    A program below one of `mounted` is not in the image, and only the runtime can check it.
-    """
-    program = process.args[0]
-    folders = process.env.get("PATH", "").split(":") if "/" not in program else [""]
-    seen = []
-    for folder in folders:
-        path = posixpath.normpath(posixpath.join(process.cwd, folder, program))
-        if any(path == target or path.startswith(target.rstrip("/") + "/") for target in mounted):
-            return
-        seen.append(is_executable(root, path))
-        if seen[-1]:
-            return
-    if any(answer is False for answer in seen):
-        raise UsageError(f"{program}: may not be executed in the image", exit_code=126)
-    raise UsageError(f"{program}: command not found in the image", exit_code=127)
 
 
 def _python(process: Process, root: Path) -> str:
