@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder, metadata_folder, unpacked_folder
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.cache.cache import Cache
@@ -32,6 +31,7 @@ from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.method import Facts, MountMethod
+from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.store.open import open_store
 from oci_images import (
     device,

@@ -19,7 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.artifact import materialize, mounting
-from bootseer.artifact.cache_space import CacheSpace, unmount_idle
+from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.hotsets import HotSets
 from bootseer.artifact.loading import LAZY, Prediction
 from bootseer.artifact.places import blocks_folder, metadata_folder
@@ -34,6 +34,7 @@ from bootseer.mounts import kernel, shared_layers
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.method import Facts
+from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from image_node import LARGE_BYTES, Node, convert_box, have_converted

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -152,19 +153,25 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
+def cache_at(root: Path, unpinned: list[str] | None = None) -> Any:
+    """Stands for the cache that a layer's file is in."""
+    found = [] if unpinned is None else unpinned
+    return SimpleNamespace(root=root, unpin=lambda identity, name: found.append(identity))
+
+
 def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "image", {b"a": b"alpha"})
     layer = mount_shared(runtime, Layer(image))
     folder = runtime.new_folder()  # the image is to be put on the layer, and stands in no record yet
-    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
+    assert unmount_idle(runtime, cache_at(place), idle_s=0) == []
     assert (layer / "a").read_bytes() == b"alpha"
     os.utime(folder, (0, 0))
     runtime.remove_stale()
     assert runtime.is_mounting(), "a large image may take longer"
     (folder / "maker").write_text("1 0")  # a process that has ended
     assert not runtime.is_mounting()
-    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
 
 
 def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
@@ -239,8 +246,8 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     assert pins == ["mounted"]
     assert (layer / "a").read_bytes() == b"alpha"
     assert [point for point in kernel.mount_points() if point == str(layer)] == [str(layer)]
-    assert unmount_idle(runtime, idle_s=3600, unpin=pins.remove) == []
-    assert unmount_idle(runtime, idle_s=0, unpin=pins.append) == [IDENTITY]
+    assert unmount_idle(runtime, cache_at(place), idle_s=3600) == []
+    assert unmount_idle(runtime, cache_at(place, pins), idle_s=0) == [IDENTITY]
     assert pins == ["mounted", IDENTITY]
     assert mounted_layers(runtime) == []
 
@@ -276,9 +283,9 @@ def test_a_layer_of_a_mounted_image_is_not_released(place: Path) -> None:
     runtime = Runtime(place / "run")
     state = mounted_state(runtime, place)
     mount_shared(runtime, Layer(place / "image"))
-    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == []
+    assert unmount_idle(runtime, cache_at(place), idle_s=0) == []
     kernel.unmount(Path(state.target))
-    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
 
 
 KEEPER = """
@@ -316,7 +323,7 @@ def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
     (place / "empty").mkdir()
     (place / "at").mkdir()
     mount_overlay([place / "empty", layer], place / "at")
-    assert unmount_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
     assert (place / "at" / "a").read_bytes() == b"alpha" * 1000
 
 

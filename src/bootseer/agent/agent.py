@@ -24,7 +24,6 @@ from typing import Any, Final
 
 from bootseer import __version__
 from bootseer.agent.ended_jobs import EndedJobs
-from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
@@ -32,6 +31,7 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError, Transi
 from bootseer.io.locks import claim
 from bootseer.logs import logger
 from bootseer.mounts.control import send_request, socket_path
+from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.trace.ship import Link, Spools, pause_s, target
 from bootseer.units import PROMETHEUS, Figures

@@ -7,7 +7,6 @@ processes are released when no start uses them any more.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError
-from bootseer.mounts import kernel, shared_layers
+from bootseer.mounts import shared_layers
 from bootseer.mounts.state import Runtime
 
 _FREE_SHARE = 0.1
@@ -84,31 +83,5 @@ def release_unused(runtime: Runtime, space: CacheSpace, cache_root: Path, needed
     """
     with contextlib.suppress(BootseerError, OSError):
         idle_s = 0.0 if space.is_short() else _IDLE_S
-        unmount_idle(runtime, space.cache, idle_s=idle_s, needed=needed)
+        shared_layers.unmount_idle(runtime, space.cache, idle_s=idle_s, needed=needed)
         delete_idle_trees(cache_root, runtime, idle_s=idle_s, needed=tree_name(needed))
-
-
-def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Sequence[str] = ()) -> list[str]:
-    """Unmount shared layers idle for `idle_s`, and remove records of dead mounts; returns the unmounted layers.
-
-    Layers from files of another cache that uses the same runtime folder stay: their files would stay pinned there.
-    """
-    root = f"{os.path.realpath(cache.root)}/"
-    foreign = [
-        os.path.basename(mount.path)  # noqa: PTH119 - of many mounts
-        for mount in kernel.mount_table()
-        if os.path.dirname(mount.path) == str(runtime.layers) and not _file_of(mount).startswith(root)  # noqa: PTH120
-    ]
-    return shared_layers.unmount_idle(
-        runtime,
-        idle_s=idle_s,
-        unpin=lambda identity: cache.unpin(identity, shared_layers.PIN),
-        needed=[*needed, *foreign],
-    )
-
-
-def _file_of(layer: kernel.Mount) -> str:
-    """The file that a layer is mounted from, directly or through a loop device."""
-    with contextlib.suppress(OSError):
-        return Path("/sys/block", Path(layer.source).name, "loop/backing_file").read_text()
-    return os.path.realpath(layer.source)

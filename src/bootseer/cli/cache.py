@@ -116,9 +116,9 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be freed.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
     """Free disk space. Files in use are kept; blocks that no start has ever read are evicted first."""
-    from bootseer.artifact.cache_space import unmount_idle
     from bootseer.artifact.places import runtime_root
     from bootseer.artifact.unpacked import delete_idle_trees
+    from bootseer.mounts.shared_layers import unmount_idle
     from bootseer.mounts.state import Runtime
 
     cache = _cache(folder)

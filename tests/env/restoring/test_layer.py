@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.artifact.cache_space import unmount_idle
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
@@ -21,6 +20,7 @@ from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
+from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.store.file import FileStore
 from restoring import Setup
