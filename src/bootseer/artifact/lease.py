@@ -76,21 +76,17 @@ class Lease:
                 pass  # the next beat is soon, and waiters do not count time in which they could not read either
             return not self.lost
 
-    def release(self) -> bool:
-        """Give the lease back if it is still ours; whether others can see that. Otherwise it will look dead to them."""
-        with self._lock:
+    def release(self) -> None:
+        """Give the lease back if it is still ours. If the store does not respond, it will look dead to others."""
+        with self._lock, contextlib.suppress(BootseerError):
+            if self.lost or not self._is_ours():
+                self.lost = True
+                return
             try:
-                if self.lost or not self._is_ours():
-                    self.lost = True
-                    return True
-                try:
-                    self._store.delete(self._name)
-                except BootseerError:
-                    # Many registries do not support deletion.
-                    put(self._store, self._name, replace(self._record.next(), released=True).encode())
+                self._store.delete(self._name)
             except BootseerError:
-                return False
-            return True
+                # Many registries do not support deletion.
+                put(self._store, self._name, replace(self._record.next(), released=True).encode())
 
     def _is_ours(self) -> bool:
         """Whether the store still shows this process as the holder. Raises when the store does not respond."""

@@ -30,7 +30,8 @@ def main(uri: str, key: str, node: str, ttl_s: float, what: str) -> None:
     while not select.select([sys.stdin], [], [], found.interval_s)[0] and found.beat():
         pass
     sys.stdin.readline()
-    print(found.release() and not found.lost, flush=True)
+    found.release()
+    print(not found.lost, flush=True)
 
 
 main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), sys.argv[5])
