@@ -53,9 +53,8 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         raise from_message(said)
     if status is None:
         end_child(pid)
-        raise TransientError(f"the child process that accessed the store did not exit within {_END_S:g} s")
-    if status:
-        raise TransientError(f"the child process that accessed the store ended with status {status}")
+    if status != 0:
+        raise TransientError(f"the child process that accessed the store did not exit properly (status {status})")
     return said.get("found")
 
 
