@@ -173,10 +173,10 @@ def test_a_cancelled_read_is_not_answered(fetching):
     gate = threading.Event()
     fetcher, _, _ = fetching(lambda request: Fault(gate=gate))
     answers, others = [], []
-    ticket = fetcher.read(0, 0, 10, answers.append)
+    cancel = fetcher.read(0, 0, 10, answers.append)
     fetcher.read(0, 0, 10, others.append)
-    ticket.cancel()
-    ticket.cancel()
+    cancel()
+    cancel()
     gate.set()
     until(lambda: others)
     assert not answers

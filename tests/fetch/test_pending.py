@@ -7,7 +7,7 @@ from bootseer.fetch.pending import PendingRead, PendingReads
 
 
 def ticket(deadline=10.0, file=0):
-    return PendingRead(file, 0, 0, 0.0, deadline, lambda answer: None, lambda ticket: None)
+    return PendingRead(file, 0, 0, 0.0, deadline, lambda answer: None)
 
 
 def test_a_read_is_complete_when_its_last_block_is_here_and_holds_what_came():

@@ -114,7 +114,7 @@ def test_the_last_reader_that_leaves_turns_a_block_back_into_a_prefetch() -> Non
     w = world(latency_s=1.0)
     w.prefetch((0, block) for block in range(0, 400, 2))
     w.tick()
-    w.read(0, [398], Answers()).cancel()
+    w.leave(w.read(0, [398], Answers()))
     w.tick()
     assert not fetched(w, Purpose.DEMAND)
     w.run()
@@ -123,7 +123,7 @@ def test_the_last_reader_that_leaves_turns_a_block_back_into_a_prefetch() -> Non
 
 def test_a_block_that_only_a_reader_wanted_is_not_fetched_when_the_reader_leaves() -> None:
     w = world()
-    w.read(0, [3], Answers()).cancel()
+    w.leave(w.read(0, [3], Answers()))
     w.run()
     assert not w.launched
     assert w.scheduler.idle

@@ -79,7 +79,7 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
             def cancel() -> None:
                 if not answered[number]:
                     cancelled.add(number)
-                ticket.cancel()
+                world.leave(ticket)
 
             world.at(world.now + cancel_s, cancel)
 

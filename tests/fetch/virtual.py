@@ -143,7 +143,7 @@ class World:
                 self.seen.add((file, block))
                 self.scheduler.note_need(file, block, self.now)
         missing = [block for block in blocks if (file, block) not in self.here]
-        ticket = PendingRead(file, 0, 0, self.now, self.now + deadline_s, done, self._leave)
+        ticket = PendingRead(file, 0, 0, self.now, self.now + deadline_s, done)
         if missing:
             self.scheduler.want(file, missing, Purpose.DEMAND, self.now)
             self.tickets.wait(ticket, missing)
@@ -165,7 +165,7 @@ class World:
 
         step()
 
-    def _leave(self, ticket: PendingRead) -> None:
+    def leave(self, ticket: PendingRead) -> None:
         self.scheduler.reader_cancelled(ticket.file, self.tickets.close(ticket))
 
     def _bring(self, file: int, block: int) -> None:

@@ -16,20 +16,13 @@ from types import SimpleNamespace
 
 from bootseer.errors import AccessError, BootseerError
 from bootseer.fetch.pending import Done
-from bootseer.fuse.filesystem import Data
+from bootseer.fuse.filesystem import Cancel, Data
 from bootseer.fuse.session import Session, mount
 from bootseer.mounts.daemon import start_daemon
 from bootseer.mounts.serve import DaemonSpec, OnError, Served
 from bootseer.mounts.trees import LazyFiles
 
 HELD_BYTES = 1 << 20
-
-
-class Held:
-    """A read that will never be answered."""
-
-    def cancel(self) -> None:
-        """Nothing waits for it."""
 
 
 class LocalSource:
@@ -41,9 +34,9 @@ class LocalSource:
         self.size = os.fstat(self.file).st_size
         self.closed = False
 
-    def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Held | None:
+    def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Cancel | None:
         if offset + length > self.size - self.held_bytes:
-            return Held()
+            return lambda: None  # it will never be answered
         data = os.pread(self.file, length, offset)
         threading.Thread(target=done, args=(data,)).start()
         return None

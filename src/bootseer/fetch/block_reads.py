@@ -117,12 +117,12 @@ class Reads:
 
     def read(
         self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None
-    ) -> PendingRead | None:
+    ) -> Callable[[], None] | None:
         """Read a range, cut at the end of the file. `done` gets the bytes or an error.
 
         If everything is cached, `done` is called before this returns None. Otherwise it is called once, on another
-        thread, which it must not block, within `deadline_s`, unless `PendingRead.cancel` is called before. After a
-        `TransientError` a new read starts over.
+        thread, which it must not block, within `deadline_s`, unless the read is cancelled before by calling what this
+        returns. After a `TransientError` a new read starts over.
         """
         here = self._files[file]
         missing: list[int] = []
@@ -142,11 +142,11 @@ class Reads:
             return None
         now = time.monotonic()
         until = now + (self._settings.deadline_s if deadline_s is None else deadline_s)
-        read = PendingRead(file, offset, length, now, until, done, self._cancel)
+        read = PendingRead(file, offset, length, now, until, done)
         with self._lock:
             actions = self._wait(read, missing)
         self._run_actions(actions)
-        return read
+        return partial(self._cancel, read)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End all threads within `timeout_s`; waiting readers get an error. Safe to call twice.

@@ -29,15 +29,10 @@ class PendingRead:
     since: float
     deadline: float
     done: Done = field(repr=False)
-    on_cancel: Callable[[PendingRead], None] = field(repr=False)
     missing: set[int] = field(default_factory=set)
     """Blocks that it waits for."""
     held: dict[int, Buffer] = field(default_factory=dict, repr=False)
     """Blocks that arrived while it waited."""
-
-    def cancel(self) -> None:
-        """Cancel the read: `done` is not called, unless that is in progress."""
-        self.on_cancel(self)
 
 
 class PendingReads:

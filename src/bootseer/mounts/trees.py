@@ -71,8 +71,7 @@ class LazyFiles:
         return sum(file.size_bytes for file in self._files), len(self._files)
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
-        pending = self._source.read(inode - _FIRST, offset, length, reply)
-        return None if pending is None else pending.cancel
+        return self._source.read(inode - _FIRST, offset, length, reply)
 
 
 class ErofsTree:
@@ -148,9 +147,7 @@ class ErofsTree:
             raise OSError(errno.EINVAL, "not a regular file")
         if found.tail_at is not None:
             raise CorruptError(f"{self._name}: inode {found.number} has inline data, which is not supported")
-        at = found.first_block * BLOCK + offset
-        pending = self._source.read(self._number, at, length, reply)
-        return None if pending is None else pending.cancel
+        return self._source.read(self._number, found.first_block * BLOCK + offset, length, reply)
 
     def _load_folders(self) -> None:
         pending, seen = [self._root], {self._root}

@@ -255,7 +255,7 @@ class Loader:
             done(b"")
             return
         self.scheduler.want(file, missing, Purpose.DEMAND, now)
-        read = PendingRead(file, 0, 0, now, float("inf"), done, lambda read: None)
+        read = PendingRead(file, 0, 0, now, float("inf"), done)
         self._pending.wait(read, missing)
         self._engine.soon(self._tick)
 
