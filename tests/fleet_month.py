@@ -158,10 +158,9 @@ class Month:
                 "id": identity, "job": job, "attempt": identity, "restart": 0, "kind": kind, "team": team,
                 "queue": f"q{number % 3}", "user": f"user{number % 97}", "cluster": "c1",
                 "state": schema.OPEN if is_open else schema.CLOSED, "outcome": outcome,
-                "submitted_ns": began_ns, "began_ns": began_ns, "ended_ns": began_ns + round(took_s * NS_PER_S),
+                "began_ns": began_ns, "ended_ns": began_ns + round(took_s * NS_PER_S),
                 "day": day, "bucket": bucket, "nodes_expected": num, "nodes_heard": heard, "ranks": gpus,
                 "gpus": gpus, "cache_state": "miss" if missed else "hit", "image": f"train:{number % 50}",
-                "image_digest": f"sha256:{number % 50}", "env_key": f"e{number % 200}", "checkpoint": "",
                 "fingerprint": f'{{"nodes": {num}}}', "overhead_s": took_s, "queue_s": queue_s,
                 "work_s": work_s * num * 0.7, "wait_s": work_s * num * 0.3, "gpu_s": gpu_s, "wait_gpu_s": gpu_s * 0.3,
                 "straggler_s": delay_s, "run_s": run_s,
@@ -175,9 +174,9 @@ class Month:
             worst_s = median_s + (delay_s if stage == INSTALL else 0)
             tables["stage_start"].append(
                 {
-                    "start_id": identity, "stage_id": stage + 1, **same, "num_nodes": num, "num_failed": 0,
-                    "num_truncated": 0, "median_s": median_s, "p90_s": median_s * 1.05, "p99_s": median_s * 1.1,
-                    "max_s": worst_s, "max_node_id": last, "work_s": median_s * num, "wait_s": 0.0,
+                    "start_id": identity, "stage_id": stage + 1, **same, "num_nodes": num,
+                    "median_s": median_s, "p99_s": median_s * 1.1, "max_s": worst_s,
+                    "max_node_id": last, "work_s": median_s * num, "wait_s": 0.0,
                     "gpu_s": median_s * gpus,
                 }
             )  # fmt: skip

@@ -21,7 +21,7 @@ from bootseer.errors import TransientError, UsageError
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import scan
 from bootseer.service import schema
-from bootseer.service.access import COOKIE, READ, Gate, Rules, Tokens, needed, networks
+from bootseer.service.access import COOKIE, READ, Gate, Tokens, needed, networks
 from bootseer.service.app import Settings, _bound, _check_access
 from bootseer.service.database import Database
 from conftest_launch import BOOTSEER
@@ -172,7 +172,8 @@ def test_a_proxy_vouches_for_users_from_its_own_address_alone(tmp_path, address,
 
 def test_a_proxy_over_ipv4_is_known_on_a_socket_for_both_protocols(tmp_path):
     with running_service(tmp_path / "data", proxies=networks(["10.0.0.7"])) as running:
-        gate = Gate(running.service.app(), running.service.tokens, Rules(False, running.settings.proxies))
+        gate = Gate(running.service.app(), running.service.tokens, loopback_only=False,
+                    proxies=running.settings.proxies, proxy_header="x-forwarded-user")  # fmt: skip
         for address, known in (("::ffff:10.0.0.7", True), ("::ffff:10.0.0.8", False), ("10.0.0.7", True)):
             scope = {"type": "http", "client": (address, 1), "headers": []}
             assert gate._from_proxy(HTTPConnection(scope)) == known

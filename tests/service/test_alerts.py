@@ -362,9 +362,9 @@ def test_the_thread_of_alerts_goes_on_after_any_error(tmp_path: Path, monkeypatc
         again.set()
 
     alerts = Alerts(database, OverTime(database), [], Limits(), seen)
-    alerts.start()
+    alerts.thread.start()
     went_on = again.wait(60)
-    alerts.close()
+    alerts.thread.close()
     database.close()
     assert went_on
 
@@ -375,7 +375,7 @@ def test_a_service_serves_its_figures(tmp_path: Path) -> None:
         data = b"".join(Fleet(2, job="moe").lines())
         service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence="0")
         service.rows(start, 1)
-        with service.service.database.read() as connection:  # not the answer to a request, which may be a minute old
+        with service.service.database.read() as connection:  # not a reused answer to a request
             text = text_of(connection, service.service.over_time, time.time_ns())
         assert "moe" not in text
         assert 0 <= samples(text)["bootseer_silent_seconds"] < 60

@@ -15,7 +15,7 @@ def day(*seconds: float, bucket: int = 2, kind: str = "full", cache: str = "hit"
     hist = [0] * CLASSES
     for value in seconds:
         hist[class_of(value)] += 1
-    return Day(bucket, kind, cache, stage, tuple(hist))
+    return bucket, kind, cache, stage, hist
 
 
 def moment(**of_nodes: float) -> dict[str, object]:

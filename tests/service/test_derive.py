@@ -54,7 +54,7 @@ class Place:
         data, received_ns = b"".join(lines), time.time_ns()
         kept = self.raw.put(data, day=DAY, job=job, attempt=attempt, sender=sender, sequence=len(self.batches))
         self.batches.append((kept.name, received_ns))
-        row = {"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt, "received_ns": received_ns}
+        row = {"raw_key": kept.name, "day": DAY, "job": job, "attempt": attempt, "received_ns": received_ns}
         with self.database.write() as connection:
             connection.execute(insert(schema.batch).values(**row, done=False))
 

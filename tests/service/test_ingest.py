@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from sqlalchemy import select
 
 from bootseer.service import ingest, schema
 from bootseer.service.database import Database
@@ -145,16 +146,25 @@ def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch):
     monkeypatch.setattr(ingest, "_MAX_ROWS", 1)
     database = Database(f"postgresql://bootseer@127.0.0.1:{free_port()}/none")
     registrar = ingest._Registrar(database, lambda: None)
-    registrar.start()
+    registrar.thread.start()
     until = time.monotonic() + 3 * ingest._GATHER_S
     while time.monotonic() < until:
         registrar.add([{"raw_key": "x"}])
     assert len(registrar._rows) == 1
-    closing = threading.Thread(target=registrar.close, daemon=True)
-    closing.start()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert not registrar._thread.is_alive()
+    registrar.thread.close(60)
+    assert not registrar.thread.thread.is_alive()
+    database.close()
+
+
+def test_rows_that_wait_when_the_service_ends_are_written(tmp_path):
+    database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
+    registrar = ingest._Registrar(database, lambda: None)
+    registrar.thread.start()
+    row = {"raw_key": "x", "day": 1, "job": "moe", "attempt": 0, "received_ns": 1, "done": False}
+    registrar.add([row])
+    registrar.thread.close(60)
+    with database.read() as connection:
+        assert [found._asdict() for found in connection.execute(select(schema.batch))] == [row]
     database.close()
 
 

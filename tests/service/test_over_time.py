@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import warm
 from bootseer.errors import UsageError
-from bootseer.service.deadlines import Day, Deadlines
+from bootseer.service.deadlines import Deadlines
 from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.over_time import band, exported, now, since_day
 from bootseer.service.rows import DAY_NS
@@ -120,7 +120,7 @@ def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:
         with service.service.database.write() as connection:
             connection.execute(start.update().values(state=OPEN))
             connection.execute(live.update().values(moment=json.dumps(moment)))
-        known = Deadlines([Day(row.bucket, row.kind, row.cache_state, INSTALL, tuple(hist))])  # type: ignore[attr-defined]
+        known = Deadlines([(row.bucket, row.kind, row.cache_state, INSTALL, hist)])  # type: ignore[attr-defined]
         with service.service.database.read() as connection:
             (open_start,) = now(connection, known, "moe")
             assert now(connection, known, "other") == []

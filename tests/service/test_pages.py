@@ -163,46 +163,6 @@ def test_readers_that_ask_for_the_same_share_an_answer_that_was_begun_after_they
     assert len(begun) == 3 + 100, "one for the first, one for the 49 that came meanwhile, one for b; then each of c"
 
 
-def test_a_slow_answer_about_weeks_is_shown_again_while_the_next_one_is_made(monkeypatch: Any) -> None:
-    for name, value in (("_LASTS", 0.0), ("_SLOW_S", -1.0)):
-        monkeypatch.setattr(f"bootseer.service.shared_answers.{name}", value)
-    made: list[int] = []
-
-    def make(request: Request) -> Response:
-        made.append(len(made))
-        return Response(str(made[-1]))
-
-    async def ask(answers: Answers) -> bytes:
-        return bytes((await answers.of(asking(), make, of_weeks=True)).body)
-
-    async def asked() -> list[bytes]:
-        answers = Answers()
-        shown = []
-        for _ in range(3):
-            shown.append(await ask(answers))
-            await asyncio.gather(*answers._renewals)
-        return shown
-
-    assert asyncio.run(asked()) == [b"0", b"0", b"1"]
-
-
-def test_a_stale_answer_outlives_a_renewal_that_fails(monkeypatch: Any) -> None:
-    for name, value in (("_LASTS", 0.0), ("_SLOW_S", -1.0)):
-        monkeypatch.setattr(f"bootseer.service.shared_answers.{name}", value)
-    statuses = iter([200, 503, 503, 200])
-
-    async def asked() -> list[int]:
-        answers, seen = Answers(), []
-        for _ in range(4):
-            answer = await answers.of(asking(), lambda _: Response(status_code=next(statuses)), of_weeks=True)
-            seen.append(answer.status_code)
-            await asyncio.gather(*answers._renewals)
-        return seen
-
-    assert asyncio.run(asked()) == [200] * 4
-    assert next(statuses, None) is None, "each reader began a renewal"
-
-
 def test_an_error_is_not_shown_again(monkeypatch: Any) -> None:
     monkeypatch.setattr("bootseer.service.shared_answers._LASTS", 1e9)
     statuses = iter([503, 200])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from bootseer.launch.doctor import check_stacks
-from bootseer.service.deadlines import Day, Deadlines
+from bootseer.service.deadlines import Deadlines
 from bootseer.service.histogram import CLASSES
 from bootseer.trace import stacks
 from bootseer.trace.event import decode
@@ -62,7 +62,7 @@ def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_
     (tmp_path / "stuck.py").write_text(STUCK)
     with running_service(tmp_path / "data") as running:
         service = running.service
-        days = [Day(bucket, "full", "off", INSTALL, (20, *[0] * (CLASSES - 1))) for bucket in range(-1, 7)]
+        days = [(bucket, "full", "off", INSTALL, (20, *[0] * (CLASSES - 1))) for bucket in range(-1, 7)]
         service.over_time._learned = time.monotonic(), Deadlines(days)
         words = ["run", "--job", "moe", "--trace-to", f"service={running.url}", "--", sys.executable, "stuck.py"]
         job = subprocess.Popen([*BOOTSEER, *words], cwd=tmp_path, env={**env, stacks.SWITCH: "1"})

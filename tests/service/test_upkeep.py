@@ -32,6 +32,7 @@ from bootseer.service.rows import DAY_NS
 from bootseer.service.upkeep import Upkeep, forget, reconcile, reindex, roll_up
 from fleet import EPOCH_NS, INSTALL, Fleet
 from service.test_derive import Place, contents
+from waiting import until
 
 DAY = EPOCH_NS // DAY_NS
 
@@ -102,25 +103,26 @@ def test_a_day_whose_sums_fail_is_tried_again_after_a_pause(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On PostgreSQL a missing table is an error that nothing foresees."""
-    monkeypatch.setattr("bootseer.service.upkeep._RETRY_S", 1e6)
+    monkeypatch.setattr("bootseer.service.upkeep._SUM_EVERY_S", 0.01)
+    monkeypatch.setattr("bootseer.service.upkeep._RETRY_S", 0.01)
     place.put(Fleet(2).lines())
     derive_all(place)
     upkeep = Upkeep(place.database, place.raw, 14, lambda: None)
-    upkeep.changed([DAY])
-    for names in (("stage_day", "away"), ("away", "stage_day")):
+    with place.database.write() as connection:
+        connection.execute(text("ALTER TABLE stage_day RENAME TO away"))
+    upkeep.start()
+    try:
+        until(lambda: caplog.records, "the error was not told")
+        time.sleep(0.2)
+        assert len(caplog.records) == 1
         with place.database.write() as connection:
-            connection.execute(text("ALTER TABLE {} RENAME TO {}".format(*names)))
-        for _ in range(3):
-            upkeep._sum()
-    assert (len(caplog.records), place.rows(schema.stage_day)) == (1, [])
-    upkeep._retries[DAY] = 0.0
-    upkeep._sum()
-    assert place.rows(schema.stage_day)
-    assert (upkeep._days, upkeep._retries) == (set(), {})
+            connection.execute(text("ALTER TABLE away RENAME TO stage_day"))
+        until(lambda: place.rows(schema.stage_day), "the day was not tried again")
+    finally:
+        upkeep.close()
 
 
 def test_the_end_does_not_wait_for_a_bucket(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.service.upkeep._EVERY_S", {"sum": 0.01, "reconcile": 0.01, "forget": 1e6})
     monkeypatch.setattr("bootseer.service.upkeep._END_S", 0.1)
     listing, answered = threading.Event(), threading.Event()
 
@@ -134,9 +136,10 @@ def test_the_end_does_not_wait_for_a_bucket(place: Place, monkeypatch: pytest.Mo
     upkeep.start()
     assert listing.wait(60)
     upkeep.close()
-    assert upkeep._thread.is_alive()
+    listed = upkeep._threads[1].thread
+    assert listed.is_alive()
     answered.set()
-    upkeep._thread.join()
+    listed.join()
 
 
 def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None:

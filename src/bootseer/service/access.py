@@ -187,17 +187,6 @@ def networks(words: Sequence[str]) -> tuple[Network, ...]:
         raise UsageError(f"--proxy-from: {error}", hint="for example 10.0.0.7 or 10.0.0.0/24") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How requests are authenticated."""
-
-    loopback_only: bool
-    """The service listens only on loopback."""
-    proxies: tuple[Network, ...] = ()
-    """Addresses of proxies that are trusted to name the user."""
-    proxy_header: str = "x-forwarded-user"
-
-
 def needed(method: str, path: str) -> str:
     """The scope that a request needs; "" if none. Unknown methods need the highest scope."""
     if path in ("/healthz", LOGIN) or path.startswith("/static/"):
@@ -210,10 +199,15 @@ def needed(method: str, path: str) -> str:
 class Gate:
     """ASGI middleware for all routes: rejects requests without permission, and stores the `Grant` of the others."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, rules: Rules) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: Tokens, *, loopback_only: bool, proxies: Sequence[Network], proxy_header: str
+    ) -> None:
+        """loopback_only: the service listens only on loopback.
+        proxies: addresses of proxies that are trusted to name the user in `proxy_header`.
+        """
         self._app = app
         self._tokens = tokens
-        self._rules = rules
+        self._loopback_only, self._proxies, self._proxy_header = loopback_only, proxies, proxy_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -254,18 +248,17 @@ class Gate:
 
         Raises `PermissionError` if it may do nothing at all.
         """
-        headers, rules = connection.headers, self._rules
-        name = headers.get(rules.proxy_header, "").strip() if rules.proxies else ""
-        if name:
+        headers = connection.headers
+        if self._proxies and headers.get(self._proxy_header, "").strip():
             if not self._from_proxy(connection):
-                raise PermissionError(f"{rules.proxy_header} from an address that is not a trusted proxy")
+                raise PermissionError(f"{self._proxy_header} from an address that is not a trusted proxy")
             return Grant(READ), False
         word, _, secret = headers.get("authorization", "").partition(" ")
         if word.lower() == "bearer":
             return self._tokens.grant(secret.strip()), True
         if secret := connection.cookies.get(COOKIE, ""):
             return self._tokens.grant(secret), False
-        if not rules.loopback_only or rules.proxies or self._tokens.any():
+        if not self._loopback_only or self._proxies or self._tokens.any():
             return None, False
         # DNS rebinding: a foreign name that resolves to 127.0.0.1 reaches us through the user's browser; and a proxy on
         # this machine forwards requests from anywhere.
@@ -280,7 +273,7 @@ class Gate:
             return False
         # A socket for both protocols shows an IPv4 address as ::ffff:10.0.0.7.
         address = getattr(address, "ipv4_mapped", None) or address
-        return any(address in network for network in self._rules.proxies)
+        return any(address in network for network in self._proxies)
 
 
 def _ask_for_token(connection: HTTPConnection) -> Response:

@@ -8,7 +8,6 @@ repeatedly. If a webhook cannot be reached, it alone is tried again at the next 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import Connection, func, insert, select, text, update
 
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import UsageError
 from bootseer.logs import logger
 from bootseer.report.render.fold import clean
 from bootseer.service import over_time, questions
 from bootseer.service.database import Database
 from bootseer.service.questions import Filter
+from bootseer.service.repeated import Repeated
 from bootseer.service.rows import BEGAN, DAY_NS, day_of
 from bootseer.service.schema import OPEN, alert, start
 from bootseer.units import NS_PER_S, format_seconds
@@ -213,7 +213,7 @@ def send(to: Webhook, data: bytes) -> None:
 
 
 class Alerts:
-    """The thread that evaluates the rules and sends changes. Of several services on one database, only one does."""
+    """Evaluates the rules, in `thread`, and sends changes. Of several services on one database, only one does."""
 
     def __init__(
         self,
@@ -232,27 +232,9 @@ class Alerts:
         self._weeks_s = float("-inf")
         self._delivered: dict[Webhook, set[tuple[int, int | None]]] = {}
         """Changes that a webhook has received, while another one has not: number and end of the alert."""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bootseer-alerts", daemon=True)
         self.problem = ""
         """Why the last message to a webhook was not delivered."""
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread, after a request in progress."""
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            try:
-                self.evaluate(time.time_ns())
-            except BootseerError as error:
-                _LOG.warning("alerts: %s", error)
-            except Exception:  # must not end the thread
-                _LOG.exception("alerts")
+        self.thread = Repeated("alerts", lambda: self.evaluate(time.time_ns()), _EVERY_S, first_s=_EVERY_S)
 
     def evaluate(self, now_ns: int) -> None:
         """Evaluate the rules once, and send changes."""

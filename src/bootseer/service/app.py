@@ -28,7 +28,7 @@ from starlette.routing import Route
 from bootseer.errors import UsageError, os_errors_as
 from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import state_folder, trusted_folder
-from bootseer.service.access import LOGIN, READ, Gate, Network, Rules, Tokens, login
+from bootseer.service.access import LOGIN, READ, Gate, Network, Tokens, login
 from bootseer.service.alerts import Alerts, Limits, Webhook
 from bootseer.service.database import Database, default_url
 from bootseer.service.derive import Derived, Patterns
@@ -101,31 +101,26 @@ class Service:
         """Raises `BootseerError` if the database or the store cannot be opened."""
         self.settings = settings
         self.began = time.monotonic()
+        self.raw = RawStore(open_store(settings.raw_uri))
         self.database = Database.open(settings.database_url)
-        try:
-            self.raw = RawStore(open_store(settings.raw_uri))
-            self.deriver = Deriver(
-                self.database,
-                settings.database_url,
-                settings.raw_uri,
-                workers=settings.workers,
-                name=str(settings.data),
-                patterns=settings.patterns,
-                on_derived=self._derived,
-            )
-            self.upkeep = Upkeep(self.database, self.raw, settings.raw_days, self.deriver.wake)
-            self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
-            self.tokens = Tokens(self.database)
-            self.tokens.any()  # known from now on, also while the database is away
-            self.answers = Answers()
-            self.over_time = OverTime(self.database)
-            self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits(), self.ingest.ask_stacks)
-            self.pages = Pages(self)
-            self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts)
-            self._started = 0
-        except BaseException:
-            self.database.close()
-            raise
+        self.deriver = Deriver(
+            self.database,
+            settings.database_url,
+            settings.raw_uri,
+            workers=settings.workers,
+            name=str(settings.data),
+            patterns=settings.patterns,
+            on_derived=self._derived,
+        )
+        self.upkeep = Upkeep(self.database, self.raw, settings.raw_days, self.deriver.wake)
+        self.ingest = Ingest(self.raw, self.database, self.deriver.wake)
+        self.tokens = Tokens(self.database)
+        self.tokens.any()  # known from now on, also while the database is away
+        self.answers = Answers()
+        self.over_time = OverTime(self.database)
+        self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits(), self.ingest.ask_stacks)
+        self.pages = Pages(self)
+        self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts.thread)
 
     def _derived(self, derived: Derived) -> None:
         self.upkeep.changed(derived.days)
@@ -134,11 +129,10 @@ class Service:
     def start(self) -> None:
         for part in self._parts:
             part.start()
-            self._started += 1
 
     def close(self) -> None:
         """Stop the background threads and close the database and the store."""
-        for part in self._parts[: self._started]:
+        for part in self._parts:
             part.close()
         self.raw.store.close()
         self.database.close()
@@ -163,11 +157,17 @@ class Service:
             yield
 
         host = self.settings.listen[0]
-        rules = Rules(is_loopback(_bracketed(host)), self.settings.proxies, self.settings.proxy_header.lower())
+        gate = Middleware(
+            Gate,
+            tokens=self.tokens,
+            loopback_only=is_loopback(_bracketed(host)),
+            proxies=self.settings.proxies,
+            proxy_header=self.settings.proxy_header.lower(),
+        )
         app = Starlette(
             routes=self.routes(),
             lifespan=lifespan,
-            middleware=[Middleware(Gate, tokens=self.tokens, rules=rules)],
+            middleware=[gate],
             exception_handlers={404: self.pages.not_found},
         )
         app.state.service = self

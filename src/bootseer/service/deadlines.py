@@ -7,7 +7,7 @@ kind and cache state; if there are too few of these, of all starts with the same
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any, Final
@@ -41,15 +41,8 @@ class Late:
         return f"{self.node} ({self.stage}, {format_seconds(self.seconds - self.limit_s)} over p99{where})"
 
 
-@dataclass(frozen=True, slots=True)
-class Day:
-    """Histogram of the starts' 99th percentiles over nodes, for one day, scale, kind, cache state and stage."""
-
-    bucket: int
-    kind: str
-    cache_state: str
-    stage: str
-    hist: tuple[int, ...]
+Day = tuple[int, str, str, str, Sequence[int]]
+"""Scale, kind, cache state and stage, and the histogram of the starts' 99th percentiles over nodes on one day."""
 
 
 class Deadlines:
@@ -57,9 +50,9 @@ class Deadlines:
 
     def __init__(self, days: Iterable[Day]) -> None:
         self._hists: dict[tuple[int | str, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
-        for day in days:
-            for key in ((day.bucket, day.kind, day.cache_state, day.stage), (day.bucket, day.stage)):
-                self._hists[key] = list(map(add, self._hists[key], day.hist))
+        for bucket, kind, cache_state, stage, hist in days:
+            for key in ((bucket, kind, cache_state, stage), (bucket, stage)):
+                self._hists[key] = list(map(add, self._hists[key], hist))
 
     def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
         """Seconds that the stage may take; None if unknown."""

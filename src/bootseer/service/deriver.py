@@ -1,4 +1,4 @@
-"""The service's thread that has attempts analysed while their lines arrive.
+"""Has attempts analysed while their lines arrive, from a thread of the service.
 
 It polls for new batches and starts a worker process for each analysis (`derive`), which reads all lines of the attempt
 again. With a fixed interval, a start of 1,440 nodes, whose analysis takes seconds, would keep a core busy. So an
@@ -17,7 +17,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import socket
-import threading
 import time
 import traceback
 from collections import defaultdict
@@ -27,12 +26,13 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, delete, func, select, update
 
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import TransientError
 from bootseer.logs import logger
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, Derived, Patterns, close_starts, derive_attempt, skip_alive
 from bootseer.service.raw import RawStore
+from bootseer.service.repeated import Repeated
 from bootseer.store.open import open_store
 from bootseer.units import NS_PER_S
 
@@ -157,48 +157,25 @@ class Deriver:
         self._on_derived = on_derived
         self._name = f"{socket.gethostname()}:{name or os.getpid()}"
         self._states: defaultdict[Attempt, _State] = defaultdict(_State)
-        self._woken = threading.Event()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bootseer-derive", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread; starts that were open when the last service ended are continued."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        self._woken.set()
+        self._has_reopened = False
+        self._thread = Repeated("derive", self._look, _LOOK_EVERY_S)
+        self.start, self.wake = self._thread.start, self._thread.wake
 
     def close(self) -> None:
         """Stop the thread. The next service derives the rest."""
-        self._ended.set()
-        self._woken.set()
-        self._thread.join()
+        self._thread.close()
         for state in self._states.values():
             if state.running is not None:
                 state.running.kill()
 
-    def _run(self) -> None:
-        reopened, problem = False, ""
-        while not self._ended.is_set():
-            try:
-                if not reopened:
-                    self._reopen()
-                    reopened = True
-                self._collect()
-                self._take()
-                self._submit()
-                self._close_starts()
-                problem = ""
-            except BootseerError as error:
-                if problem != str(error):
-                    _LOG.warning("nothing is derived: %s", error)
-                problem = str(error)
-                self._ended.wait(_LEAST_S)
-            except Exception:  # such as a killed forkserver: the next round may succeed
-                _LOG.exception("nothing is derived")
-                self._ended.wait(_LEAST_S)
-            self._woken.wait(_LOOK_EVERY_S)
-            self._woken.clear()
+    def _look(self) -> None:
+        if not self._has_reopened:
+            self._reopen()
+            self._has_reopened = True
+        self._collect()
+        self._take()
+        self._submit()
+        self._close_starts()
 
     def _reopen(self) -> None:
         """Continue the attempts with open starts, so that they are closed eventually."""

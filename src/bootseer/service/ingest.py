@@ -37,6 +37,7 @@ from bootseer.service.access import Grant, of_team, refusal
 from bootseer.service.database import Database
 from bootseer.service.raw import EVENTS, LOG, RawStore
 from bootseer.service.raw import MAX_PLAIN_BYTES as MAX_OBJECT_BYTES
+from bootseer.service.repeated import Repeated
 from bootseer.service.rows import day_of
 from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable
 from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
@@ -61,6 +62,8 @@ _THREADS = 4
 _BODY_S = 30.0
 """Maximum time to receive a body."""
 _GATHER_S = 0.2
+_RETRY_S = 1.0
+_END_S = 10.0
 _MAX_ROWS = 50_000
 _SENDERS = 50_000
 _TAG = b"@bootseer1 {"
@@ -182,11 +185,11 @@ class Ingest:
         return found[:MAX_REQUESTS]
 
     def start(self) -> None:
-        self._registrar.start()
+        self._registrar.thread.start()
 
     def close(self) -> None:
         """Write the pending rows and stop."""
-        self._registrar.close()
+        self._registrar.thread.close(_END_S)
 
     @property
     def lag_s(self) -> float:
@@ -298,7 +301,7 @@ class Ingest:
                     why = "the lines cannot be stored now"
                     raise Refused(503, why, random.uniform(5.0, 15.0)) from error  # noqa: S311
                 is_new |= kept.is_new
-                rows.append({"raw_key": kept.name, "day": kept.day, "job": job, "attempt": attempt,
+                rows.append({"raw_key": kept.name, "day": day, "job": job, "attempt": attempt,
                              "received_ns": now_ns, "done": False})  # fmt: skip
         self.problem = ""
         self._registrar.add(rows)
@@ -364,51 +367,34 @@ class _Registrar:
         self._rows: list[dict[str, Any]] = []
         self._oldest_s: float | None = None
         """Since when rows wait."""
-        self._woken, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bootseer-rows", daemon=True)
+        self.thread = Repeated("rows", self._write, _RETRY_S, once_more=True)
 
     @property
     def lag_s(self) -> float:
         oldest_s = self._oldest_s
         return 0.0 if oldest_s is None else time.monotonic() - oldest_s
 
-    def start(self) -> None:
-        self._thread.start()
-
     def add(self, rows: list[dict[str, Any]]) -> None:
         with self._lock:
             if len(self._rows) < _MAX_ROWS:  # otherwise `upkeep.reconcile` finds the objects without rows later
                 self._rows += rows
             self._oldest_s = self._oldest_s or time.monotonic()
-        self._woken.set()
+        self.thread.wake()
 
-    def close(self) -> None:
-        self._closing.set()
-        self._woken.set()
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        while self._rows or not self._closing.is_set():
-            self._woken.wait()
-            self._closing.wait(_GATHER_S)  # one transaction for all that come meanwhile
-            with self._lock:
-                self._woken.clear()
-                rows, self._rows = self._rows, []
-            while rows and not self._written(rows):
-                if self._closing.wait(1):  # `upkeep.reconcile` of the next service creates the rows
-                    return
-            with self._lock:
-                self._oldest_s = time.monotonic() if self._rows else None
-
-    def _written(self, rows: list[dict[str, Any]]) -> bool:
+    def _write(self) -> None:
+        self.thread.ended.wait(_GATHER_S)  # one transaction for all that come meanwhile
+        with self._lock:
+            rows = list(self._rows)
+        if not rows:
+            return
         try:
             with self._database.write() as connection:
                 connection.execute(self._database.insert(schema.batch).on_conflict_do_nothing(), rows)
-        except TransientError as error:
-            _LOG.warning("rows of %d batches wait for the database: %s", len(rows), error)
-            return False
-        except Exception:  # must not end the thread; `upkeep.reconcile` creates the rows later
+        except TransientError:  # tried again
+            raise
+        except Exception:  # `upkeep.reconcile` creates the rows later
             _LOG.exception("rows of %d batches cannot be written", len(rows))
-            return True
+        with self._lock:
+            del self._rows[: len(rows)]
+            self._oldest_s = time.monotonic() if self._rows else None
         self._arrived()
-        return True

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Double, Integer, cast, func, select
 from bootseer.errors import UsageError
 from bootseer.service import questions
 from bootseer.service.database import Database
-from bootseer.service.deadlines import LEARNED_DAYS, Day, Deadlines, words
+from bootseer.service.deadlines import LEARNED_DAYS, Deadlines, words
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.schema import CLOSED, node_start, stage, stage_day, start
@@ -226,15 +226,9 @@ def learned(connection: Connection, today: int) -> Deadlines:
     columns = (table.bucket, table.kind, table.cache_state, table.stage_id, table.hist99)
     rows = connection.execute(select(*columns).where(table.day >= today - LEARNED_DAYS))
     return Deadlines(
-        Day(
-            row.bucket,
-            row.kind,
-            row.cache_state,
-            names[row.stage_id],
-            msgspec.json.decode(row.hist99, type=tuple[int, ...]),
-        )
-        for row in rows
-        if row.hist99
+        (bucket, kind, cache_state, names[stage_id], msgspec.json.decode(hist, type=list[int]))
+        for bucket, kind, cache_state, stage_id, hist in rows
+        if hist
     )
 
 

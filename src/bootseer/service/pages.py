@@ -20,7 +20,6 @@ import zstandard
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from sqlalchemy import Connection, select
-from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -64,21 +63,6 @@ _Find = Callable[[Connection, Request], Answer]
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class _Job(Convertor[str]):
-    """A job's name in a URL: any characters, unlike Starlette's `path`, which excludes line breaks."""
-
-    regex = r"[\s\S]+"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
-
-
-register_url_convertor("job", _Job())
-
-
 class Pages:
     """All pages of a service, and their JSON."""
 
@@ -115,7 +99,7 @@ class Pages:
             "fleet": ("/", self._fleet),
             "now": ("/now", self._now),
             "jobs": ("/jobs", self._jobs),
-            "job": ("/job/{job:job}", self._job),
+            "job": ("/job/{job:path}", self._job),
             "nodes": ("/nodes", self._nodes),
             "caches": ("/caches", self._caches),
             "compare": ("/compare", self._compare),
@@ -132,7 +116,7 @@ class Pages:
             json_path = f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}"
             found.append(Route(path, self._shown(name, answer), methods=["GET"]))
             found.append(Route(json_path, self._json_of(answer, of_weeks=name != "now"), methods=["GET"]))
-        one = "{attempt:int}/{restart:int}/{job:job}"
+        one = "{attempt:int}/{restart:int}/{job:path}"
         return [
             *found,
             Route(f"/start/{one}", self._guarded(self._start)),
@@ -156,12 +140,8 @@ class Pages:
     def _fleet(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
         days = questions.by_day(connection, where)
-        more = (
-            {"by_kind": questions.cost(connection, where, "kind")} if request.url.path != "/" else {}
-        )  # only in the JSON
         return {
             **chosen,
-            **more,
             "teams": [team] if (team := _grant(request).team) else questions.teams(connection),
             "by_team": questions.cost(connection, where, "team"),
             "buckets": questions.buckets(connection, where),
@@ -189,8 +169,6 @@ class Pages:
             "job": job,
             "summary": questions.jobs(connection, where)[0],
             "starts": starts,
-            "caches": questions.caches(connection, where),
-            "failures": questions.failures(connection, where),
         }
 
     def _jobs(self, connection: Connection, request: Request) -> Answer:
@@ -376,15 +354,10 @@ def filter_of(
 ) -> tuple[Filter, Answer]:
     """The filter of a request, and the values of the page's form. Raises `UsageError`."""
     asked = request.query_params
-    since = asked.get("since", default)
-    if since not in _SINCE:
-        raise UsageError(f"since={since}: choose from {', '.join(_SINCE)}")
-    kind = asked.get("kind") or None
-    if kind is not None and kind not in _KINDS:
-        raise UsageError(f"kind={kind}: choose from {', '.join(_KINDS)}")
-    bucket = asked.get("bucket") or None
-    if bucket is not None and bucket not in _SCALES:
-        raise UsageError(f"bucket={bucket}: choose from {', '.join(_SCALES)}")
+    since, kind, bucket = asked.get("since", default), asked.get("kind") or None, asked.get("bucket") or None
+    for name, value, known in (("since", since, _SINCE), ("kind", kind, _KINDS), ("bucket", bucket, _SCALES)):
+        if value is not None and value not in known:
+            raise UsageError(f"{name}={value}: choose from {', '.join(known)}")
     today = day_of(time.time_ns())
     team = _grant(request).team or asked.get("team") or None
     scale = _SCALES.index(bucket) if bucket is not None else None
@@ -452,7 +425,7 @@ def openapi() -> Answer:
     ]
     pattern = "^[0-9]{1,9}/[0-9]{1,9}/[^\\s]+$"
     sides = [_parameter(name, pattern=pattern, description="ATTEMPT/RESTART/JOB") for name in ("a", "b")]
-    job, named = _parameter("job", place="path", minLength=1), _parameter("job", minLength=1)
+    job, named = _parameter("job", place="path", pattern="^[^\\n]+$"), _parameter("job", minLength=1)
     numbers = [
         _parameter(name, "integer", place="path", minimum=0, maximum=2**31 - 1) for name in ("attempt", "restart")
     ]

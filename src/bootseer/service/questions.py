@@ -99,9 +99,7 @@ def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
         _grouped(
             where,
             start.c[by],
-            gpu_s=func.sum(start.c.gpu_s),
-            wait_gpu_s=func.sum(start.c.wait_gpu_s),
-            overhead_s=func.sum(start.c.overhead_s),
+            *("gpu_s", "wait_gpu_s", "overhead_s"),
             ended_gpu_s=func.sum(case((ran, start.c.gpu_s), else_=0.0)),
             run_gpu_s=func.sum(case((ran, start.c.run_s * func.coalesce(start.c.gpus, 0)), else_=0.0)),
         )
@@ -359,12 +357,8 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
         _grouped(
             where,
             start.c.job,
-            overhead_s=func.sum(start.c.overhead_s),
+            *("overhead_s", "run_s", "work_s", "wait_s", "gpu_s"),
             ended_s=func.sum(case((ran, own_s), else_=0.0)),
-            run_s=func.sum(start.c.run_s),
-            work_s=func.sum(start.c.work_s),
-            wait_s=func.sum(start.c.wait_s),
-            gpu_s=func.sum(start.c.gpu_s),
             failed=func.sum(cast(_FAILED, Integer)),
             restarts=func.sum(cast(start.c.kind != "full", Integer)),
             latest_ns=func.max(start.c.began_ns),
@@ -384,8 +378,7 @@ def straggling(connection: Connection, where: Filter) -> Rows:
     query = _grouped(
         where,
         start.c.bucket,
-        overhead_s=func.sum(start.c.overhead_s),
-        straggler_s=func.sum(start.c.straggler_s),
+        *("overhead_s", "straggler_s"),
         straggler_gpu_s=func.sum(start.c.straggler_s * func.coalesce(start.c.gpus, 0)),
     ).where(start.c.outcome == BEGAN)
     found = [dict(row) for row in connection.execute(query.order_by(start.c.bucket)).mappings()]
@@ -472,12 +465,13 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
         "batches_waiting": waiting[0],
         "lag_s": (now_ns - waiting[1]) / NS_PER_S if waiting[1] is not None else 0.0,
         "silent_s": (now_ns - latest_ns) / NS_PER_S if latest_ns else None,
-        "gaps": [],  # a sender's number rises only with a batch that was stored, so that none is missing
     }
 
 
-def _grouped(where: Filter, by: ColumnElement[Any], **sums: ColumnElement[Any]) -> Select[Any]:
-    columns = [value.label(name) for name, value in sums.items()]
+def _grouped(where: Filter, by: ColumnElement[Any], *summed: str, **sums: ColumnElement[Any]) -> Select[Any]:
+    """The number of starts by a column, the sums of their columns `summed`, and other `sums`."""
+    columns = [func.sum(start.c[name]).label(name) for name in summed]
+    columns += [value.label(name) for name, value in sums.items()]
     return select(by, func.count().label("starts"), *columns).where(*where.of(start)).group_by(by)
 
 

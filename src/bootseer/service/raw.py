@@ -17,7 +17,6 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -58,12 +57,10 @@ class Key(NamedTuple):
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """A durable batch."""
 
     name: str
-    day: int
     is_new: bool
     """False: the same batch had been stored before."""
 
@@ -93,14 +90,14 @@ class RawStore:
             packed += _SKIPPABLE.pack(_MAGIC, len(named)) + named
         if len(packed) <= MAX_CREATE_BYTES:
             made = self._create_here(name, packed) if self._folder else self.store.create(name, packed)
-            return Kept(name, day, made)
+            return Kept(name, made)
         upload = self.store.upload()
         try:
             upload.write(packed)
             upload.commit(name)  # may replace an object with the same content
         finally:
             upload.abort()
-        return Kept(name, day, True)
+        return Kept(name, True)
 
     def _create_here(self, name: str, packed: bytes) -> bool:
         """`Store.create` in a local folder that only services write to. It needs two syncs, of file and folder, instead
@@ -125,7 +122,7 @@ class RawStore:
         return lines
 
     def job_of_log(self, name: str, folder: str) -> str:
-        """The job of a log in this folder. Objects of earlier versions have only the folder's name."""
+        """The job of a log in this folder: the folder's name, or that after the lines."""
         unpacker = zstandard.ZstdDecompressor().decompressobj()
         unpacker.decompress(b"".join(self.store.read(name)))
         job = unpacker.unused_data[_SKIPPABLE.size :].decode(errors="replace")

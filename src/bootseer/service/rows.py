@@ -63,10 +63,7 @@ def rows_of(report: Report, startup: StartupSpans, *, is_closed: bool) -> Rows:
             "stage": row.stage,
             **same,
             "num_nodes": row.num_nodes,
-            "num_failed": row.num_failed,
-            "num_truncated": row.num_truncated,
             "median_s": row.median_s,
-            "p90_s": row.p90_s,
             "p99_s": next((seconds_ for seconds_, part in row.cdf if part >= 0.99), row.max_s),
             "max_s": row.max_s,
             "max_node": names.get(row.max_node),
@@ -118,7 +115,6 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
     environment = report.environments[0] if report.environments else None
     checkpoint = report.checkpoints[0] if report.checkpoints else None
     queue = [segment for segment in report.scheduler if segment.stage == "queue"]
-    job_level_s = overhead.job_level_s
     fingerprint = {
         "image": image.digest if image else "",
         "environment": environment.key if environment else "",
@@ -134,7 +130,6 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "kind": start.kind,
         **{name: str(run.get(name, "")) for name in ("team", "queue", "user", "cluster")},
         "outcome": start.outcome,
-        "submitted_ns": _stored(start.zero_ns) if queue and queue[0].start_s == 0 else None,
         "began_ns": _stored(start.zero_ns),
         "ended_ns": _stored(start.zero_ns + round(took_s * NS_PER_S)),
         "day": day_of(start.zero_ns),
@@ -145,12 +140,8 @@ def _start(report: Report, startup: StartupSpans, techniques: Sequence[dict[str,
         "gpus": start.num_gpus,
         "cache_state": _cache_state(techniques),
         "image": image.image if image else "",
-        "image_digest": image.digest if image else "",
-        "env_key": environment.key if environment else "",
-        "checkpoint": checkpoint.uri if checkpoint else "",
         "fingerprint": json.dumps(fingerprint, sort_keys=True),
         "overhead_s": took_s,
-        "job_level_s": job_level_s,
         "queue_s": sum(segment.end_s - segment.start_s for segment in queue) if queue else None,
         "work_s": sum(node.work_s + node.untracked_s for node in report.nodes),
         "wait_s": sum(node.wait_s for node in report.nodes),
@@ -198,9 +189,8 @@ def move_to_arrival(rows: Sequence[Rows], first_ns: int) -> None:
     if ahead_ns <= DAY_NS:
         return
     for one in rows:
-        for name in ("submitted_ns", "began_ns", "ended_ns"):
-            if one.start[name] is not None:
-                one.start[name] -= ahead_ns
+        for name in ("began_ns", "ended_ns"):
+            one.start[name] -= ahead_ns
         day = day_of(one.start["began_ns"])
         for row in (one.start, *one.stages, *one.nodes, *one.techniques):
             row["day"] = day

@@ -15,9 +15,6 @@ from starlette.responses import Response
 
 _LASTS: Final = 5.0
 """An answer about weeks is reused for this multiple of the time that it took to compute."""
-_SLOW_S: Final = 0.3
-"""If an answer takes longer to compute, the old one is shown meanwhile, for up to `_STALE_S`."""
-_STALE_S: Final = 60.0
 _KEPT: Final = 32
 _THREADS: Final = 4
 """More threads would only compete for the interpreter lock, and delay batches."""
@@ -31,8 +28,6 @@ class _Asked:
     users: int = 0
     began_s: float = float("-inf")
     until_s: float = float("-inf")
-    stale_s: float = float("-inf")
-    """Until when it may be returned while the next one is computed."""
     answer: Response | None = None
 
 
@@ -41,14 +36,12 @@ class Answers:
 
     A computation that began after a request arrived is as fresh as one of its own, so it serves all equal requests that
     were waiting. Answers about weeks of data are also reused for some time, in proportion to the time they took, which
-    bounds the cost of 200 readers on any machine. A slow answer is returned stale while the next one is computed, and
-    for the rest of its time if that fails.
+    bounds the cost of 200 readers on any machine.
     """
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, str, str], _Asked] = {}
         self._threads: anyio.CapacityLimiter | None = None
-        self._renewals: set[asyncio.Task[Response]] = set()
 
     async def of(self, request: Request, make: Callable[[Request], Response], *, of_weeks: bool = False) -> Response:
         """The result of `make` for the request, or a shared result of an equal request."""
@@ -56,33 +49,17 @@ class Answers:
         self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
         key = (request.url.path, request.url.query, request.state.grant.team)
         asked = self._asked.setdefault(key, _Asked(asyncio.Lock()))
-        if asked.answer is not None and asked.until_s < arrived_s < asked.stale_s:
-            if not asked.lock.locked():
-                renewal = asyncio.create_task(self._made(asked, arrived_s, request, make, of_weeks))
-                self._renewals.add(renewal)
-                renewal.add_done_callback(self._renewals.discard)
-            return asked.answer
-        return await self._made(asked, arrived_s, request, make, of_weeks)
-
-    async def _made(
-        self, asked: _Asked, arrived_s: float, request: Request, make: Callable[[Request], Response], of_weeks: bool
-    ) -> Response:
         asked.users += 1
         try:
             async with asked.lock:
                 # While this request waited for the lock, another one may have computed an answer that is new enough.
                 if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
                     asked.began_s = time.monotonic()
-                    answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
+                    asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
                     now_s = time.monotonic()
-                    is_error = answer.status_code >= 500
-                    if asked.answer is not None and is_error and now_s < asked.stale_s:
-                        return asked.answer
-                    asked.answer = answer
-                    took_s = now_s - asked.began_s
-                    lasts = of_weeks and not is_error  # the database may be back at once
-                    asked.until_s = now_s + _LASTS * took_s if lasts else now_s
-                    asked.stale_s = asked.until_s + (_STALE_S if lasts and took_s > _SLOW_S else 0.0)
+                    # After an error the database may be back at once.
+                    lasts = of_weeks and asked.answer.status_code < 500
+                    asked.until_s = now_s + _LASTS * (now_s - asked.began_s) if lasts else now_s
                 return asked.answer
         finally:
             asked.users -= 1
@@ -90,7 +67,7 @@ class Answers:
 
     def _forget(self) -> None:
         now_s = time.monotonic()
-        over = [key for key, asked in self._asked.items() if not asked.users and asked.stale_s <= now_s]
-        free = [key for key, asked in self._asked.items() if not asked.users and asked.stale_s > now_s]
+        over = [key for key, asked in self._asked.items() if not asked.users and asked.until_s <= now_s]
+        free = [key for key, asked in self._asked.items() if not asked.users and asked.until_s > now_s]
         for key in (*over, *free[:-_KEPT]):
             del self._asked[key]

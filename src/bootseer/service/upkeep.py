@@ -5,12 +5,11 @@ The sums of a day are recomputed from the day's starts when one of them has chan
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from sqlalchemy import Connection, Integer, Table, bindparam, cast, delete, func, select, text
@@ -24,11 +23,14 @@ from bootseer.service.derive import Attempt, Patterns, derive_attempt
 from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.questions import Filter, technique_days
 from bootseer.service.raw import EVENTS, RawStore, parse_name
+from bootseer.service.repeated import Repeated
 from bootseer.service.rows import DAY_NS, day_of
 from bootseer.trace.event import Malformed, decode
 
 _LOG = logger(__name__)
-_EVERY_S: Final = {"sum": 2.0, "reconcile": 60.0, "forget": 3600.0}
+_SUM_EVERY_S: Final = 2.0
+_RECONCILE_EVERY_S: Final = 60.0
+_FORGET_EVERY_S: Final = 3600.0
 _END_S: Final = 10.0
 _PACE: Final = 10
 """Multiple of a task's duration after which it begins again: listing a large bucket takes minutes, and is billed."""
@@ -204,19 +206,8 @@ def forget(database: Database, raw: RawStore, raw_days: int, now_ns: int) -> int
     return len(names)
 
 
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    """Log errors: one task's must neither end the thread nor keep the others from running."""
-    try:
-        yield
-    except BootseerError as error:
-        _LOG.warning("upkeep: %s", error)
-    except Exception:
-        _LOG.exception("upkeep")
-
-
 class Upkeep:
-    """The thread that does this while a service runs."""
+    """Does this while a service runs, each task in a thread."""
 
     def __init__(self, database: Database, raw: RawStore, raw_days: int, found: Callable[[], None]) -> None:
         """`found` is called after rows for raw objects were created."""
@@ -225,16 +216,22 @@ class Upkeep:
         self._raw_days = raw_days
         self._found = found
         self._days: set[int] = set()
-        self._retries: dict[int, float] = {}
-        """When the sums of a day that failed are tried again."""
+        """Days whose sums are to be computed."""
+        self._knows_days = False
+        """Whether `_days` has those that an earlier service left."""
         self._since: int | None = None
         """The first day that may have objects without rows; None before the first look."""
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bootseer-upkeep", daemon=True)
+        self._sums = Repeated("sums", self._sum, _SUM_EVERY_S, retry_s=_RETRY_S)
+        self._threads = (
+            self._sums,
+            Repeated("reconcile", self._reconcile, _RECONCILE_EVERY_S, pace=_PACE),
+            Repeated("forget", self._forget, _FORGET_EVERY_S, first_s=_FORGET_EVERY_S / 10, pace=_PACE),
+        )
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def changed(self, days: Iterable[int]) -> None:
         """Starts of these days were derived: recompute their sums within seconds."""
@@ -242,28 +239,14 @@ class Upkeep:
             self._days.update(days)
 
     def close(self) -> None:
-        """Stop the thread. The next service computes the pending sums.
+        """Stop the threads. The next service computes the pending sums.
 
         A bucket may take minutes to be listed, and hours to be emptied of what is old: that is left to the next
         service, too, as after a crash.
         """
-        self._ended.set()
-        self._thread.join(_END_S)
-
-    def _run(self) -> None:
-        with _logged():
-            self._find_days()
-        due_s = dict.fromkeys(_EVERY_S, 0.0) | {"forget": time.monotonic() + _EVERY_S["forget"] / 10}
-        tasks = {"sum": self._sum, "reconcile": self._reconcile, "forget": self._forget}
-        while not self._ended.wait(_EVERY_S["sum"]):
-            for name, task in tasks.items():
-                began_s = time.monotonic()
-                if began_s >= due_s[name] and not self._ended.is_set():
-                    with _logged():
-                        task()
-                    now_s = time.monotonic()
-                    pace_s = 0.0 if name == "sum" else _PACE * (now_s - began_s)
-                    due_s[name] = now_s + max(_EVERY_S[name], pace_s)
+        until = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.close(until - time.monotonic())
 
     def _find_days(self) -> None:
         """A killed service may have left sums that were not recomputed."""
@@ -273,19 +256,22 @@ class Upkeep:
             self.changed(connection.execute(select(start.c.day).distinct().where(lately)).scalars())
 
     def _sum(self) -> None:
-        now_s = time.monotonic()
+        if not self._knows_days:
+            self._find_days()
+            self._knows_days = True
         with self._lock:
-            days = {day for day in self._days if self._retries.get(day, now_s) <= now_s}
-            self._days -= days
-        for day in sorted(days):
-            if self._ended.is_set():  # each may wait for a database that hangs
+            days, self._days = sorted(self._days), set()
+        failed: Exception | None = None
+        for day in days:
+            if self._sums.ended.is_set():  # each may wait for a database that hangs
                 return
-            self._retries.pop(day, None)
-            with _logged():
+            try:
                 roll_up(self._database, day)
-                continue
-            self._retries[day] = time.monotonic() + _RETRY_S
-            self.changed([day])
+            except Exception as error:  # the other days do not wait for it
+                failed = error
+                self.changed([day])
+        if failed is not None:
+            raise failed
 
     def _reconcile(self) -> None:
         today = day_of(time.time_ns())
