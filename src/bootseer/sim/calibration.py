@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median, pstdev
+from statistics import linear_regression, median, pstdev
 from typing import Any, Final
 
 import msgspec
@@ -153,13 +153,11 @@ def _starts(values: Sequence[object]) -> str:
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Base and slope of a least-squares line; flat through the median if all x are equal."""
-    middle = sum(x for x, _ in points) / len(points)
-    spread = sum((x - middle) ** 2 for x, _ in points)
-    if not spread:
-        return median(y for _, y in points), 0.0
-    mean = sum(y for _, y in points) / len(points)
-    slope = sum((x - middle) * (y - mean) for x, y in points) / spread
-    return mean - slope * middle, slope
+    xs, ys = zip(*points, strict=True)
+    if len(set(xs)) == 1:
+        return median(ys), 0.0
+    slope, base = linear_regression(xs, ys)
+    return base, slope
 
 
 def toml(scenario: Scenario, comments: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ states that it is simulated, with seeds, parameters and their digest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
@@ -142,7 +142,7 @@ def lines(series: Series, *, y: str, x: str = "nodes", log: bool | None = None, 
     values = [value for points in series.values() for _, several in points for value in several]
     top, low = max(values, default=1.0) or 1.0, min((value for value in values if value > 0), default=1.0)
     log = top / low > 30 if log is None else log
-    scale = _Log(low, top) if log else _Linear(top)
+    ticks, share = _logarithmic(low, top) if log else _linear(top)
     right, bottom = _WIDTH - _RIGHT, _TOP + _HEIGHT
     step = (right - _LEFT) / max(len(places) - 1, 1)
 
@@ -150,10 +150,10 @@ def lines(series: Series, *, y: str, x: str = "nodes", log: bool | None = None, 
         return (_LEFT + right) / 2 if len(places) == 1 else _LEFT + places.index(place) * step
 
     def at_y(value: float) -> float:
-        return bottom - _HEIGHT * scale.share(value)
+        return bottom - _HEIGHT * share(value)
 
     parts = [f'<text x="{_LEFT}" y="16">{escape(y)}{" (logarithmic)" if log else ""}</text>']
-    for tick in scale.ticks():
+    for tick in ticks:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at_y(tick):.1f}" y2="{at_y(tick):.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{at_y(tick) + 4:.1f}" text-anchor="end">{number(tick)}</text>')
     every = -(-len(places) // 16)
@@ -219,34 +219,23 @@ def number(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-class _Linear:
-    def __init__(self, top: float) -> None:
-        power = 10.0 ** math.floor(math.log10(top / 4))
-        self._step = next(power * one for one in (1, 2, 2.5, 5, 10) if top / (power * one) <= 6)
-        self._top = self._step * math.ceil(top / self._step * (1 - 1e-9))
-
-    def share(self, value: float) -> float:
-        return value / self._top
-
-    def ticks(self) -> list[float]:
-        return [self._step * at for at in range(round(self._top / self._step) + 1)]
+def _linear(top: float) -> tuple[list[float], Callable[[float], float]]:
+    """The ticks of a scale from 0, and the function that returns the share of it at which a value is."""
+    power = 10.0 ** math.floor(math.log10(top / 4))
+    step = next(power * one for one in (1, 2, 2.5, 5, 10) if top / (power * one) <= 6)
+    num = math.ceil(top / step * (1 - 1e-9))
+    return [step * at for at in range(num + 1)], lambda value: value / (step * num)
 
 
-class _Log:
-    def __init__(self, low: float, top: float) -> None:
-        marks = [power * one for exponent in range(-9, 13) for power in [10.0**exponent] for one in (1, 2, 5)]
-        self._low = max(mark for mark in marks if mark <= low * (1 + 1e-9))
-        self._top = min(mark for mark in marks if mark >= top * (1 - 1e-9) and mark > self._low)
-        decades = math.log10(self._top / self._low) > 3
-        self._marks = [mark for mark in marks if self._low <= mark <= self._top]
-        if decades:
-            self._marks = [mark for mark in self._marks if f"{mark:e}".startswith("1.0")]
-
-    def share(self, value: float) -> float:
-        return math.log(max(value, self._low) / self._low) / math.log(self._top / self._low)
-
-    def ticks(self) -> list[float]:
-        return self._marks
+def _logarithmic(low: float, top: float) -> tuple[list[float], Callable[[float], float]]:
+    """The same for a logarithmic scale."""
+    marks = [power * one for exponent in range(-9, 13) for power in [10.0**exponent] for one in (1, 2, 5)]
+    first = max(mark for mark in marks if mark <= low * (1 + 1e-9))
+    last = min(mark for mark in marks if mark >= top * (1 - 1e-9) and mark > first)
+    ticks = [mark for mark in marks if first <= mark <= last]
+    if math.log10(last / first) > 3:  # only decades
+        ticks = [mark for mark in ticks if f"{mark:e}".startswith("1.0")]
+    return ticks, lambda value: math.log(max(value, first) / first) / math.log(last / first)
 
 
 def _names(ends: Iterable[tuple[float, int, str, float]], right: float) -> list[str]:
