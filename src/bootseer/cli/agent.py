@@ -8,9 +8,12 @@ from typing import Any
 
 import click
 
+from bootseer.agent.agent import AgentSettings, request_status, run_agent
+from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
 from bootseer.cli.verb_parts import Group, json_option, listen_address, stop_event
+from bootseer.trace.spools import default_root
 from bootseer.units import format_bytes, format_seconds, plural
 
 _VERBS = {
@@ -52,27 +55,19 @@ def agent_command() -> None:
 def run_command(
     cache: Path | None,
     cache_limit: str | None,
-    every_s: float,
-    idle_s: float,
-    peers_s: float,
     listen: str | None,
     ship_to: str,
     spool_roots: tuple[str, ...],
+    **times_s: float,
 ) -> None:
     """Run the agent until a signal ends it. systemd units are in contrib/systemd."""
-    from bootseer.agent.agent import AgentSettings, run_agent
-    from bootseer.artifact.places import cache_root, runtime_root
-    from bootseer.trace.spools import default_root
-
     settings = AgentSettings(
         cache=(cache or cache_root(os.environ, os.getuid())).absolute(),
         runtime=runtime_root(os.environ, os.getuid()),
         max_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit is not None else None,
-        every_s=every_s,
-        idle_s=idle_s,
-        peers_s=peers_s,
         service=ship_to,
         spools=spool_roots or ((default_root(os.environ),) if ship_to else ()),
+        **times_s,
     )
     run_agent(settings, stop_event(), listen=listen_address(listen, 9464) if listen else None)
 
@@ -81,9 +76,6 @@ def run_command(
 @json_option("bootseer.agent/1")
 def status_command(output: Output) -> None:
     """Show the state of this node's agent. The exit code is 1 if the agent reports a problem."""
-    from bootseer.agent.agent import request_status
-    from bootseer.artifact.places import runtime_root
-
     status = request_status(runtime_root(os.environ, os.getuid()))
     cache = status["cache"]
     rows = table(

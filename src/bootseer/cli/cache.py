@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from bootseer.artifact.places import blocks_folder, cache_root, runtime_root
+from bootseer.artifact.unpacked import delete_idle_trees
+from bootseer.cache.cache import Cache
 from bootseer.cli.options import parse_size
-from bootseer.cli.output import Output, Progress, table
+from bootseer.cli.output import Output, Progress, styled, table
 from bootseer.cli.verb_parts import Group, json_option
 from bootseer.errors import UsageError
+from bootseer.mounts.shared_layers import unmount_idle
+from bootseer.mounts.state import Runtime
 from bootseer.units import format_bytes, format_seconds, plural
-
-if TYPE_CHECKING:
-    from bootseer.cache.cache import Cache
-
 
 _VERBS = {
     "show": ("cache", "List cached files, most recently used first."),
@@ -51,8 +51,6 @@ def cache_command() -> None:
 @_JSON
 def show_command(folder: Path | None, output: Output) -> None:
     """List the files of the cache."""
-    from rich.text import Text
-
     cache = _cache(folder)
     entries = cache.entries()
     total = sum(entry.disk_bytes for entry in entries)
@@ -64,7 +62,7 @@ def show_command(folder: Path | None, output: Output) -> None:
             f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-",
             format_bytes(entry.hot_bytes),
             _ago(entry.last_use_ns / 1e9),
-            Text(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
+            styled(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
         )
     names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "hot_bytes", "cold_bytes", "in_use", "damaged",
              "trusted")  # fmt: skip
@@ -116,11 +114,6 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be freed.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
     """Free disk space. Files in use are kept; blocks that no start has ever read are evicted first."""
-    from bootseer.artifact.places import runtime_root
-    from bootseer.artifact.unpacked import delete_idle_trees
-    from bootseer.mounts.shared_layers import unmount_idle
-    from bootseer.mounts.state import Runtime
-
     cache = _cache(folder)
     if not dry_run:
         # Layers that are kept mounted for the next start would keep their files in use.
@@ -145,17 +138,12 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
 
 
 def _cache(folder: Path | None) -> Cache:
-    from bootseer.artifact.places import blocks_folder
-    from bootseer.cache.cache import Cache
-
     if folder is not None and not folder.is_dir():
         raise UsageError(f"{folder}: no such folder", hint="name the folder of a cache")
     return Cache(blocks_folder(_root(folder)))
 
 
 def _root(folder: Path | None) -> Path:
-    from bootseer.artifact.places import cache_root
-
     return folder or cache_root(os.environ, os.getuid())
 
 

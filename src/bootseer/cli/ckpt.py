@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from bootseer.checkpoint.download import get_checkpoint
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.verify import Problem, verify
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback
 from bootseer.cli.output import Output, Progress, print_bytes
 from bootseer.cli.verb_parts import Group, json_option, with_options
-from bootseer.errors import UsageError
+from bootseer.errors import AlreadyExistsError, UsageError
+from bootseer.launch.interrupt import interruptible
 from bootseer.units import format_bytes, format_seconds, plural
-
-if TYPE_CHECKING:
-    from bootseer.checkpoint.files import Files
-    from bootseer.checkpoint.layout import Policy
-    from bootseer.checkpoint.verify import Problem
-
 
 _VERBS = {
     "mount": ("ckpt_mount", "Mount a folder of checkpoints."),
@@ -100,10 +100,6 @@ def put_command(
     bootseer ckpt put model.pt hdfs://namenode/jobs/moe --name step-1000.pt --stripes 8 --parity
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe --keep-last 3 --dry-run
     """
-    from bootseer.checkpoint.publish import PutSettings, put_checkpoint
-    from bootseer.errors import AlreadyExistsError
-    from bootseer.launch.interrupt import interruptible
-
     local = Path(source).absolute()
     began_s = time.monotonic()
     with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress("writing") as progress:
@@ -178,10 +174,6 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
     bootseer ckpt get hdfs://namenode/jobs/moe/step-1000/.metadata
     bootseer ckpt get hdfs://namenode/jobs/moe/step-1000/config.json - | jq .
     """
-    from bootseer.checkpoint.download import get_checkpoint
-    from bootseer.checkpoint.reading.reading import Reading
-    from bootseer.launch.interrupt import interruptible
-
     folder, name = split(checkpoint)
     began_s = time.monotonic()
     with interruptible(_PATIENCE_S, _GET_RESTS), files_at(folder) as files, Progress("reading") as progress:
@@ -219,8 +211,6 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
 
 def _print_file(files: Files, name: str) -> None:
     """Write a file to standard output. Reads are large, so that each one uses all nodes that store parts of it."""
-    from bootseer.checkpoint.reading.reading import Reading
-
     if files.stat(name).is_folder:
         raise UsageError(f"{files.place.uri}/{name} is a folder", hint="only a file can be written to standard output")
     with closing(Reading(files.place)) as reading, reading.open(name) as file:
@@ -243,9 +233,6 @@ def verify_command(checkpoint: str, output: Output) -> None:
     \b
     bootseer ckpt verify hdfs://namenode/jobs/moe/latest
     """
-    from bootseer.checkpoint.verify import verify
-    from bootseer.launch.interrupt import interruptible
-
     folder, name = split(checkpoint)
     with (
         interruptible(_PATIENCE_S, "nothing was changed"),

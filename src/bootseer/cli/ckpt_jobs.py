@@ -8,8 +8,11 @@ from typing import Any
 
 import click
 
+from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.catalog import anatomy, checkpoints, flaw, newest_whole, remove
+from bootseer.checkpoint.latest import LATEST, read_latest, set_latest
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, split
-from bootseer.cli.output import Output, table
+from bootseer.cli.output import Output, styled, table
 from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
@@ -24,12 +27,6 @@ def list_command(job: str, output: Output) -> None:
     \b
     bootseer ckpt list hdfs://namenode/jobs/moe
     """
-    from rich.text import Text
-
-    from bootseer.checkpoint.catalog import checkpoints
-    from bootseer.checkpoint.latest import read_latest
-    from bootseer.report.render.fold import clean
-
     with files_at(job) as files:
         refused: list[str] = []
         found = checkpoints(files, "", refused.append)
@@ -45,13 +42,13 @@ def list_command(job: str, output: Output) -> None:
     rows = table("name", "step", "size", "files", "kind", "age", "", right=("step", "size", "files", "age"))
     for one in found:
         rows.add_row(
-            Text(clean(one.name)),
+            one.name,
             "-" if one.step is None else str(one.step),
             format_bytes(one.size_bytes),
             f"{one.num_files:,}",
             _kind(one.num_striped, one.num_files),
             format_seconds(max(now_s - one.mtime_ns / 1e9, 0)),
-            Text("latest", "bold") if one.is_latest else "",
+            styled("latest", "bold") if one.is_latest else "",
         )
     output(
         {
@@ -74,8 +71,8 @@ def list_command(job: str, output: Output) -> None:
             "refused": refused,
         },
         rows,
-        *([Text(f"no permission to read {clean(', '.join(refused))}", "yellow")] if refused else []),
-        *([Text(problem, "red")] if problem else []),
+        *([styled(f"no permission to read {', '.join(refused)}", "yellow")] if refused else []),
+        *([styled(problem, "red")] if problem else []),
         f"{plural(len(found), 'checkpoint')} in {uri}",
     )
 
@@ -101,9 +98,6 @@ def latest_command(job: str, name: str | None, output: Output) -> None:
     bootseer ckpt latest hdfs://namenode/jobs/moe
     bootseer ckpt latest hdfs://namenode/jobs/moe step-900
     """
-    from bootseer.checkpoint.catalog import flaw, newest_whole
-    from bootseer.checkpoint.latest import read_latest, set_latest
-
     with files_at(job) as files:
         uri = files.place.uri
         if name is not None:
@@ -135,8 +129,6 @@ def stat_command(file: str, output: Output) -> None:
     \b
     bootseer ckpt stat hdfs://namenode/jobs/moe/step-1000/model.safetensors
     """
-    from bootseer.checkpoint.catalog import anatomy
-
     folder, name = split(file)
     with files_at(folder) as files:
         found = anatomy(files, name)
@@ -183,9 +175,6 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
     \b
     bootseer ckpt remove hdfs://namenode/jobs/moe/step-900 hdfs://namenode/jobs/moe/step-800
     """
-    from bootseer.checkpoint.catalog import remove
-    from bootseer.checkpoint.latest import LATEST
-
     removed: list[dict[str, object]] = []
     for uri in names:
         folder, name = split(uri)
@@ -214,13 +203,11 @@ def clean_command(job: str, older_than: float, output: Output) -> None:
     \b
     bootseer ckpt clean s3://checkpoints/moe --older-than 24
     """
-    from bootseer.checkpoint.attempts import collect
-
     ended: list[str] = []
     with files_at(job) as files:
         leftovers = collect(files.place, "", below=True)
     if job.startswith("s3://"):
-        from bootseer.places.uploads import Uploads
+        from bootseer.places.uploads import Uploads  # needs the extra s3
 
         uploads = Uploads(job)
         for upload in uploads.left(older_than * 3600):

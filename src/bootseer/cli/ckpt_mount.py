@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from bootseer.checkpoint.layout import MAX_STRIPES
-from bootseer.cli.ckpt_place import tell_fallback
+from bootseer.artifact.places import cache_root, runtime_root
+from bootseer.checkpoint.mount.mounted import (
+    PLAIN,
+    MountedCheckpoint,
+    all_mounted,
+    find_checkpoint,
+    mount_checkpoint,
+    runtime_of,
+)
+from bootseer.checkpoint.mount.serving import MEMORY_BYTES, MountRequest
+from bootseer.cli.ckpt_place import STRIPES, tell_fallback
 from bootseer.cli.options import parse_size
-from bootseer.cli.output import Output, Progress
-from bootseer.cli.verb_parts import json_option
+from bootseer.cli.output import Output, Progress, styled
+from bootseer.cli.verb_parts import json_option, with_options
+from bootseer.launch.interrupt import interruptible
+from bootseer.launch.supervise import say
+from bootseer.mounts.state import Runtime
 from bootseer.units import format_bytes
-
-if TYPE_CHECKING:
-    from bootseer.checkpoint.mount.mounted import MountedCheckpoint
-    from bootseer.mounts.state import Runtime
-
 
 _PATH = click.Path(path_type=Path)
 
@@ -30,10 +37,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--only-me", is_flag=True, help="As root, deny other users of this machine access to the mount.")
 @click.option("--cache/--no-cache", default=True, help="Cache blocks of striped files on this node's disk.")
 @click.option("--memory", metavar="SIZE", help="Memory for read buffers, such as 512m (default: 256m).")
-@click.option(
-    "--stripes", metavar="N", type=click.IntRange(1, MAX_STRIPES), help="Parts of new files; overrides the policy."
-)
-@click.option("--parity/--no-parity", default=None, help="Parity for new files; overrides the policy.")
+@with_options(STRIPES[:2])
 @click.option("--spool", metavar="DIR", type=_PATH, help="Local folder for data that is written but not yet uploaded.")
 @json_option("bootseer.checkpoint-mount/1")
 def mount_command(
@@ -41,18 +45,13 @@ def mount_command(
 ) -> None:
     """Mount the folder of checkpoints URI (hdfs://…, s3://…, file:///… or a path) on the folder DIR.
 
-    Striped files appear as ordinary files, and new files become striped when they are closed.
+    Striped files appear as ordinary files. New files become striped when they are closed, by the folder's policy unless
+    options override it.
 
     \b
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
     bootseer ckpt umount /mnt/ckpt
     """
-    from bootseer.artifact.places import cache_root, runtime_root
-    from bootseer.checkpoint.mount.mounted import mount_checkpoint
-    from bootseer.checkpoint.mount.serving import MEMORY_BYTES, MountRequest
-    from bootseer.launch.interrupt import interruptible
-    from bootseer.launch.supervise import say
-
     with interruptible(), Progress(f"waiting for {uri}", line=not output.as_json) as progress:
         request = MountRequest(
             uri,
@@ -83,9 +82,6 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
 
     Also cleans up after a daemon that died. The exit code is 1 if files could not be published.
     """
-    from bootseer.checkpoint.mount.mounted import find_checkpoint
-    from bootseer.launch.interrupt import interruptible
-
     found = find_checkpoint(_runtime(), folder.absolute())
     with interruptible(), Progress(found.ending(), line=not output.as_json) as progress:
         answer = found.unmount(force=force, waiting=progress.wait)
@@ -103,23 +99,17 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
 @json_option("bootseer.checkpoint-mounts/1")
 def mounted_command(output: Output) -> None:
     """List mounted folders of checkpoints. The exit code is 1 if a daemon is dead."""
-    from rich.text import Text
-
-    from bootseer.checkpoint.mount.mounted import all_mounted
-
     rows = [_row(one) for one in all_mounted(_runtime())]
-    lines: list[object] = [
-        Text.assemble(f"{row['target']}: {row['uri']}, ", (_words(row), "red" if row["state"] != "mounted" else ""))
+    lines = [
+        styled(f"{row['target']}: {row['uri']}, ", "").append(_words(row), "red" if row["state"] != "mounted" else "")
         for row in rows
     ]
-    output({"mounts": rows}, *(lines or ["nothing is mounted"]))
+    output({"mounts": rows}, *(lines if rows else ["nothing is mounted"]))
     if any(row["state"] != "mounted" for row in rows):
         raise SystemExit(1)
 
 
 def _words(row: dict[str, Any]) -> str:
-    from bootseer.checkpoint.mount.mounted import PLAIN
-
     state = row["state"]
     if state != "mounted":
         return f"{state}; clean up with bootseer ckpt umount {row['target']}"
@@ -149,7 +139,4 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.artifact.places import runtime_root
-    from bootseer.checkpoint.mount.mounted import runtime_of
-
     return runtime_of(runtime_root(os.environ, os.getuid()))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import LATEST, read_latest
+from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES, Policy
 from bootseer.cli.options import COUNT, FLAG, Option, parse_size
-from bootseer.cli.output import Progress
-from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from bootseer.checkpoint.files import Files
-    from bootseer.checkpoint.layout import Policy
-
+from bootseer.errors import AccessError, CorruptError, NotFolderError, NotFoundError, UsageError
+from bootseer.launch.supervise import say
+from bootseer.places import check_slashes, open_place
 
 STRIPES = (
     Option("--stripes", "Number of nodes to stripe a file over.", COUNT, "N", least=1, most=MAX_STRIPES),
@@ -23,18 +22,15 @@ STRIPES = (
     Option("--part-size", "Maximum size of a part, such as 64m.", metavar="SIZE", dest="part_bytes"),
     Option("--replication", "Copies of each part.", COUNT, "N", least=1, most=MAX_REPLICATION),
 )
-_TICK_S = 0.5
+_LONG_S = 2.5
+"""A wait for the storage is told after this time."""
 
 
 def split(uri: str) -> tuple[str, str]:
     """The address of the folder that contains a file or checkpoint, and its name there. Raises `UsageError`."""
-    from bootseer.places import check_slashes
-
     check_slashes(uri)
     scheme, separator, rest = uri.partition("://")
     if not separator and uri:
-        from pathlib import Path
-
         scheme, rest = "file", str(Path(uri).absolute())
     folder, slash, name = rest.rstrip("/").rpartition("/")
     if not name or not slash or (scheme not in ("file", "hdfs", "viewfs") and not folder) or name in (".", ".."):
@@ -47,18 +43,18 @@ def split(uri: str) -> tuple[str, str]:
 @contextmanager
 def files_at(uri: str) -> Iterator[Files]:
     """The files of a place, which is a folder or does not exist yet. A long wait for the storage is shown."""
-    from bootseer.checkpoint.files import Files
-    from bootseer.errors import NotFolderError
-    from bootseer.places import open_place
-
     with closing(open_place(uri)) as place:
-        with _showing_wait(f"waiting for {place.uri}"):
-            try:
-                is_folder = place.stat("").is_folder
-            except NotFolderError:
-                is_folder = False
-            except (AccessError, NotFoundError):  # each verb reports that in its own way
-                is_folder = True
+        notice = threading.Timer(_LONG_S, say, (f"still waiting for {place.uri}",))
+        notice.daemon = True
+        notice.start()
+        try:
+            is_folder = place.stat("").is_folder
+        except NotFolderError:
+            is_folder = False
+        except (AccessError, NotFoundError):  # each verb reports that in its own way
+            is_folder = True
+        finally:
+            notice.cancel()
         if not is_folder:
             is_latest = place.uri.endswith("/latest")
             hint = "`bootseer ckpt latest` prints the checkpoint that it names" if is_latest else "name its folder"
@@ -66,32 +62,9 @@ def files_at(uri: str) -> Iterator[Files]:
         yield Files(place)
 
 
-@contextmanager
-def _showing_wait(label: str) -> Iterator[None]:
-    """Show progress with this label if the block takes long."""
-    import threading
-
-    ended = threading.Event()
-    with Progress(label, line=True) as progress:
-
-        def watch() -> None:
-            while not ended.wait(_TICK_S):
-                progress.wait()
-
-        watching = threading.Thread(target=watch, name="progress", daemon=True)
-        watching.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watching.join(_TICK_S)  # bounded: a terminal may have stopped accepting output
-
-
 def tell_fallback(place: Mapping[str, object]) -> str:
     """Report a fallback to hdfs-native, and reads without checksums, from a place's statistics. Returns the reason of
     the fallback; "" if there was none."""
-    from bootseer.launch.supervise import say
-
     reason = str(place.get("fallback", ""))
     if reason:
         say(f"reads use hdfs-native and are slower: {reason}")
@@ -105,8 +78,6 @@ def tell_fallback(place: Mapping[str, object]) -> str:
 
 def resolved(files: Files, name: str) -> str:
     """The name, with `latest` replaced by the checkpoint that it points at."""
-    from bootseer.checkpoint.latest import LATEST, read_latest
-
     if name != LATEST or files.stat(name).is_folder:
         return name
     try:

@@ -8,6 +8,8 @@ import click
 
 from bootseer.cli.output import Progress, print_json, terminal
 from bootseer.cli.verb_parts import Amount
+from bootseer.report.analysis.diff import Limits, compare
+from bootseer.report.read_logs import read_runs
 
 
 @click.command("diff")
@@ -46,9 +48,6 @@ def diff_command(
     bootseer diff --baseline moe@0..9 moe@10
     bootseer diff --baseline last-week/*.log.gz today.log.gz --min-seconds 5
     """
-    from bootseer.report.analysis.diff import Limits, compare
-    from bootseer.report.read_logs import read_runs
-
     places = [*baseline, *sides]
     if len(places) < 2 or (len(places) > 2 and not baseline):
         raise click.UsageError("give two startups, or a baseline and one startup: --baseline moe@0..9 moe@10")

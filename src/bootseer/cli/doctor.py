@@ -15,6 +15,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.cli.output import Output
 from bootseer.cli.verb_parts import json_option
 from bootseer.machine.check import Check, usable
@@ -45,7 +46,6 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
     bootseer doctor
     bootseer doctor --bundle bug.tar.gz     # without secrets; check it before you send it
     """
-    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.hdfs.addresses import configuration
     from bootseer.image.mounting import methods
     from bootseer.launch import doctor

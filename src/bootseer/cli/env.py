@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,15 +18,19 @@ import click
 from bootseer.cli.env_options import CAPTURE, KEY, SETUP, wanted
 from bootseer.cli.env_store import STORE, cache, catalog_of, document_of
 from bootseer.cli.image_options import TRUST, request_of_verb
-from bootseer.cli.output import Output, Progress
+from bootseer.cli.output import Output, Progress, styled
 from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
+from bootseer.env.keys.key import Difference, RequestKey, difference, shortened
+from bootseer.env.keys.lock import resolve
+from bootseer.env.keys.request_key import request_key
 from bootseer.errors import UsageError
+from bootseer.launch.environment.lookup_process import image_digest, key_request
+from bootseer.launch.environment.plain import check_files
+from bootseer.launch.environment.snapshot import SavedSnapshot, make_snapshot
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-    from bootseer.env.keys.key import Difference, RequestKey
 
 
 _VERBS = {
@@ -71,10 +77,6 @@ def capture_command(
     \b
     bootseer env capture --requirements requirements.txt --env-import torch --store /shared/bootseer
     """
-    from dataclasses import asdict
-
-    from bootseer.launch.environment.snapshot import make_snapshot
-
     _check_setup(setup, requirements)
     asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, values, os.environ)
     made = make_snapshot(setup, requirements, asked, os.environ)
@@ -86,8 +88,6 @@ def capture_command(
 
 def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
     """Raise `UsageError` if no setup is given, or its files do not exist."""
-    from bootseer.launch.environment.plain import check_files
-
     if not setup and not requirements:
         raise UsageError("no setup given", hint="give --setup SCRIPT or --requirements FILE")
     check_files(setup, requirements)
@@ -115,10 +115,6 @@ def key_command(image: str | None, old: str | None, show_all: bool, output: Outp
     bootseer env key --setup setup.sh --env-input data/vocab --diff 3fa9
     bootseer env key -r requirements.txt --json > key.json; ...; bootseer env key -r requirements.txt --diff key.json
     """
-    from bootseer.env.keys.key import difference
-    from bootseer.env.keys.request_key import request_key
-    from bootseer.launch.environment.lookup_process import image_digest, key_request
-
     _check_setup(values["setup"], values["requirements"])
     asked = wanted(values, {"plain_http": values["plain_http"]}, os.environ)
     digest = "" if image is None else image_digest(request_of_verb(image, None, values["plain_http"]))
@@ -161,34 +157,28 @@ def _old_key(old: str, source: Mapping[str, Any]) -> tuple[dict[str, str], dict[
 
 
 def _changes(changed: Sequence[Difference]) -> Iterator[Text | str]:
-    from rich.text import Text
-
     for row in changed:
-        yield Text(f"{row.name}: {row.words}", "bold")
+        yield styled(f"{row.name}: {row.words}", "bold")
     yield f"{plural(len(changed), 'part')} changed" if changed else "nothing changed"
 
 
 def _explained(key: RequestKey, limit: int | None) -> Iterator[Text]:
     """The parts of the key and what was left out of it, each with at most `limit` lines."""
-    from rich.text import Text
-
-    from bootseer.env.keys.key import shortened
-
-    yield Text(key.digest, "bold")
+    yield styled(key.digest, "bold")
     for name in dict.fromkeys((*key.components, *key.details)):
         lines = key.details.get(name, ())
         shown = lines if limit is None or len(lines) <= limit + 1 else lines[:limit]
-        yield Text.assemble((name, "bold"), f"  {shortened(key.components.get(name, ''))}")
+        yield styled(name, "bold").append(f"  {shortened(key.components.get(name, ''))}", "not bold")
         for line in shown:
-            yield Text(f"    {line}", "dim")
+            yield styled(f"    {line}", "dim")
         if len(shown) < len(lines):
-            yield Text(f"    and {len(lines) - len(shown):,} more (--all)", "dim")
+            yield styled(f"    and {len(lines) - len(shown):,} more (--all)", "dim")
     if key.unpinned:
         named = ", ".join(key.unpinned[:limit])
         more = f" and {len(key.unpinned) - limit} more" if limit is not None and len(key.unpinned) > limit else ""
-        yield Text(f"not pinned: {named}{more}; so its snapshots have an age limit", "yellow")
+        yield styled(f"not pinned: {named}{more}; so its snapshots have an age limit", "yellow")
     for problem in key.problems:
-        yield Text(f"no snapshot can be used: {problem}", "red")
+        yield styled(f"no snapshot can be used: {problem}", "red")
 
 
 @click.command("restore", cls=MayHaveCommand)
@@ -207,8 +197,6 @@ def restore_command(ctx: click.Context, /, key: str, folder: Path | None, output
     bootseer env restore 3fa9 /tmp/look
     bootseer env restore 3fa9 -- python -c 'import torch'
     """
-    from bootseer.launch.environment.snapshot import SavedSnapshot
-
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
         raise UsageError("give either a folder or a command", hint="name a folder, or put a command after --")
@@ -270,8 +258,6 @@ def verify_command(
     bootseer env verify 3fa9 --tier oracle --requirements requirements.txt
     bootseer env verify 3fa9 --tier oracle --setup prepare.sh
     """
-    from bootseer.launch.environment.snapshot import SavedSnapshot
-
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("--tier oracle needs a setup to run", hint="give --setup SCRIPT or --requirements FILE")
     with catalog_of(source) as catalog:
@@ -316,10 +302,6 @@ def lock_command(requirements: tuple[str, ...], lock: Path, python: str | None, 
     bootseer env lock pyproject.toml
     bootseer run --requirements requirements.txt -- python train.py
     """
-    import shutil
-
-    from bootseer.env.keys.lock import resolve
-
     program = python or shutil.which("python3") or shutil.which("python")
     path = resolve(requirements, program, lock, env=os.environ, uv=uv)
     text = path.read_text(encoding="utf-8")

@@ -13,21 +13,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import asdict
 
+from bootseer.artifact.document import printable
+from bootseer.artifact.places import STORE as VARIABLE
+from bootseer.artifact.places import cache_root, runtime_root
+from bootseer.artifact.prune import Pruned
+from bootseer.artifact.signatures import UNSIGNED
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import PLAIN_HTTP, signatures
 from bootseer.cli.options import Option
-from bootseer.cli.output import Output, table
+from bootseer.cli.output import Output, styled, table
 from bootseer.cli.verb_parts import json_option, with_options
+from bootseer.env.document import EnvironmentDocument, is_key
+from bootseer.env.keys.requirement import normalised
+from bootseer.env.life.catalog import Catalog, prune
 from bootseer.errors import NotFoundError, UsageError
+from bootseer.image.catalog import images_in
+from bootseer.launch.environment.task import own_store
+from bootseer.launch.supervise import say
+from bootseer.mounts.shared_layers import mounted_layers
+from bootseer.mounts.state import Runtime
+from bootseer.store.open import open_store
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from bootseer.env.document import EnvironmentDocument
-    from bootseer.env.life.catalog import Catalog
-    from bootseer.mounts.state import Runtime
 
 STORE = (
     Option("--store", "Store of the snapshots (default: this node's cache).", metavar="URI"),
@@ -37,8 +49,6 @@ _LEAST_DIGITS = 4
 
 
 def cache() -> Path:
-    from bootseer.artifact.places import cache_root
-
     return cache_root(os.environ, os.getuid())
 
 
@@ -46,13 +56,6 @@ def cache() -> Path:
 def catalog_of(source: Mapping[str, Any]) -> Iterator[Catalog]:
     """The snapshots of a store. `source`: the values of `STORE`, and of `TRUST` for verbs that use the content of a
     snapshot."""
-    from bootseer.artifact.places import STORE as VARIABLE
-    from bootseer.artifact.signatures import UNSIGNED
-    from bootseer.env.life.catalog import Catalog
-    from bootseer.launch.environment.task import own_store
-    from bootseer.launch.supervise import say
-    from bootseer.store.open import open_store
-
     uri = source["store"] or os.environ.get(VARIABLE)
     with closing(open_store(uri or own_store(cache()), plain_http=source["plain_http"])) as store:
         if source["store"] and store.uri.startswith("file://") and not Path(store.uri.removeprefix("file://")).is_dir():
@@ -63,8 +66,6 @@ def catalog_of(source: Mapping[str, Any]) -> Iterator[Catalog]:
 
 def full_key(catalog: Catalog, digits: str) -> str:
     """The key that begins with these digits. Raises `UsageError` if there is none or more than one."""
-    from bootseer.env.document import is_key
-
     if is_key(digits):
         return digits
     if len(digits) < _LEAST_DIGITS or not set(digits) <= set("0123456789abcdef"):
@@ -99,8 +100,6 @@ def list_command(output: Output, **source: Any) -> None:
     \b
     bootseer env list --store hdfs://namenode/bootseer
     """
-    from rich.text import Text
-
     with catalog_of(source) as catalog:
         listing = catalog.all()
         where = catalog.store.uri
@@ -113,9 +112,9 @@ def list_command(output: Output, **source: Any) -> None:
             format_seconds(max(now_s - document.built_s, 0)),
             f"{document.num_files:,}",
             format_bytes(document.size_bytes),
-            Text(document.builder),
+            document.builder,
             _state(document, now_s),
-            Text(document.what),
+            document.what,
         )
     output(
         {
@@ -125,7 +124,7 @@ def list_command(output: Output, **source: Any) -> None:
             "unread": list(listing.unread),
         },
         rows,
-        *(Text(line, "red") for line in (*listing.broken, *listing.unread)),
+        *(styled(line, "red") for line in (*listing.broken, *listing.unread)),
         f"{plural(len(documents), 'environment')} in {where}",
     )
 
@@ -165,8 +164,6 @@ def show_command(key: str, output: Output, **source: Any) -> None:
     \b
     bootseer env show 3fa9
     """
-    from msgspec.structs import asdict
-
     with catalog_of(source) as catalog:
         document = document_of(catalog, key)
     now_s = time.time()
@@ -191,10 +188,6 @@ def show_command(key: str, output: Output, **source: Any) -> None:
 
 
 def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
-    from rich.text import Text
-
-    from bootseer.artifact.document import printable
-
     age = format_seconds(max(now_s - document.built_s, 0))
     limit = "" if document.max_age_s is None else f", valid for {format_seconds(document.max_age_s)}"
     rows = [
@@ -220,7 +213,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
     rows += [("key part", f"{name}: {value}") for name, value in document.components.items()]
     rows += [("package", name) for name in document.packages]
     for name, text in rows:
-        yield Text(f"{name:<12}", "dim").append(text, "not dim")
+        yield styled(f"{name:<12}", "dim").append(text, "not dim")
 
 
 @click.command("remove")
@@ -270,8 +263,6 @@ def _chosen(
 
 def _is(wanted: str, installed: str) -> bool:
     """Whether `name==version` of a snapshot matches the wanted package, of any version if none is given."""
-    from bootseer.env.keys.requirement import normalised
-
     name, _, version = wanted.partition("==")
     its_name, _, its_version = installed.partition("==")
     return normalised(name.strip()) == normalised(its_name) and (not version or version == its_version)
@@ -289,13 +280,6 @@ def prune_command(grace: str, output: Output, **source: Any) -> None:
     \b
     bootseer env prune --store hdfs://namenode/bootseer
     """
-    from rich.text import Text
-
-    from bootseer.artifact.places import runtime_root
-    from bootseer.env.life.catalog import prune
-    from bootseer.image.catalog import images_in
-    from bootseer.mounts.state import Runtime
-
     runtime = Runtime(runtime_root(os.environ, os.getuid()))
     with catalog_of(source) as catalog:
         done = prune(
@@ -305,18 +289,27 @@ def prune_command(grace: str, output: Output, **source: Any) -> None:
             in_use=_mounted(runtime),
             also_used=images_in(catalog.store).used_objects,
         )
+    left = f"{plural(len(done.expired), 'environment')} expired, {done.num_waiting} within the grace period"
+    show_pruned(output, done, {"removed": done.expired}, left)
+
+
+def show_pruned(output: Output, done: Pruned, document: Mapping[str, object], left: str, *lines: str) -> None:
+    """Print what a prune of environments or images did; the exit code is 1 if it had problems.
+
+    document, lines, left: what differs between the two.
+    """
     output(
         {
-            "removed": done.expired,
+            **document,
             "objects": len(done.deleted),
             "freed_bytes": done.freed_bytes,
             "waiting": done.num_waiting,
             "in_use": done.num_in_use,
             "problems": done.problems,
         },
-        *(Text(problem, "red") for problem in done.problems),
-        f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; "
-        f"{plural(len(done.expired), 'environment')} expired, {done.num_waiting} within the grace period, "
+        *lines,
+        *(styled(problem, "red") for problem in done.problems),
+        f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; {left}, "
         f"{done.num_in_use} in use",
     )
     if done.problems:
@@ -324,6 +317,4 @@ def prune_command(grace: str, output: Output, **source: Any) -> None:
 
 
 def _mounted(runtime: Runtime) -> set[str]:
-    from bootseer.mounts.shared_layers import mounted_layers
-
     return {layer for state in runtime.all() for layer in state.layers} | set(mounted_layers(runtime))

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from bootseer.artifact.owned_folder import OwnedFolder
+from bootseer.artifact.places import blocks_folder, cache_root, containers_folder, runtime_root
+from bootseer.cache.cache import Cache
 from bootseer.cli.image_options import CONTAINER, CONVERTED, SOURCE, request, request_of_verb, wanted
-from bootseer.cli.output import Output, shown, table
+from bootseer.cli.output import Output, shown, styled, table
 from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
 from bootseer.errors import UsageError
+from bootseer.image.mounting.mount import mount_image
+from bootseer.image.mounting.mounted import check_unused, find_mount, local_share, status_of, unmount_recorded
+from bootseer.image.mounting.resolve import resolve_image
+from bootseer.launch.interrupt import interruptible
+from bootseer.launch.supervise import say
+from bootseer.mounts import kernel
+from bootseer.mounts.state import MountState, Runtime
 from bootseer.units import format_bytes
-
-if TYPE_CHECKING:
-    from bootseer.mounts.state import MountState, Runtime
-
 
 _VERBS = {
     "convert": ("image_convert", "Convert an image for lazy loading."),
@@ -76,11 +82,6 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
     \b
     bootseer image inspect registry:5000/team/train:7
     """
-    from bootseer.artifact.places import blocks_folder
-    from bootseer.cache.cache import Cache
-    from bootseer.image.mounting.resolve import resolve_image
-    from bootseer.launch.supervise import say
-
     asked = request_of_verb(reference, store, plain_http)
     found = resolve_image(asked, say=say)
     document = found.document
@@ -134,14 +135,6 @@ def mount_command(
     bootseer image mount registry:5000/team/train:7 /mnt/train
     bootseer image umount /mnt/train
     """
-    from bootseer.artifact.owned_folder import OwnedFolder
-    from bootseer.artifact.places import containers_folder
-    from bootseer.image.mounting.mount import mount_image
-    from bootseer.image.mounting.mounted import check_unused
-    from bootseer.launch.interrupt import interruptible
-    from bootseer.launch.supervise import say
-    from bootseer.mounts import kernel
-
     if kernel.is_mount(folder.absolute()):  # first: one whose daemon is dead has no attributes
         raise UsageError(f"{folder}: already a mount point", hint=f"bootseer image umount {folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -163,9 +156,6 @@ def mount_command(
 @click.option("--force", is_flag=True, help="Unmount while in use; programs that use it get I/O errors.")
 def umount_command(folder: Path, force: bool) -> None:
     """Unmount DIR, end its daemon and discard changes. Fetched blocks stay in the cache."""
-    from bootseer.artifact.places import cache_root
-    from bootseer.image.mounting.mounted import find_mount, unmount_recorded
-
     runtime = _runtime()
     unmount_recorded(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()), force=force)
 
@@ -175,23 +165,19 @@ def umount_command(folder: Path, force: bool) -> None:
 def list_command(output: Output) -> None:
     """List mounted images: folder, mode, share of the blocks on this node, state. The exit code is 1 if a daemon is
     dead."""
-    from rich.text import Text
-
     runtime = _runtime()
     rows = [_row(runtime, state) for state in runtime.all() if runtime.health(state) != "gone"]
     shown_rows = table("folder", "image", "way", "here", "state", right=("here",))
     for row in rows:
         here = "?" if row["here"] is None else f"{row['here']:.0%}"
-        state = Text(row["state"], "red" if row["state"] != "mounted" else "")
-        shown_rows.add_row(Text(row["target"]), Text(row["image"]), Text(row["mode"]), here, state)
+        state = styled(row["state"], "red" if row["state"] != "mounted" else "")
+        shown_rows.add_row(row["target"], row["image"], row["mode"], here, state)
     output({"mounts": rows}, shown_rows if rows else "nothing is mounted")
     if any(row["state"] != "mounted" for row in rows):
         raise SystemExit(1)
 
 
 def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
-    from bootseer.image.mounting.mounted import local_share, status_of
-
     status = status_of(runtime, state)
     health = runtime.health(state)
     return {
@@ -210,7 +196,4 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.artifact.places import runtime_root
-    from bootseer.mounts.state import Runtime
-
     return Runtime(runtime_root(os.environ, os.getuid()))

@@ -7,29 +7,35 @@ import os
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import click
 from msgspec.structs import replace
 
+from bootseer.artifact.places import STORE, cache_root
 from bootseer.cli.env_options import parse_duration
-from bootseer.cli.image_options import parse_layer_limits, signatures
+from bootseer.cli.image_options import LAYER_LIMIT, PLAIN_HTTP, parse_layer_limits, signatures
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
-from bootseer.cli.verb_parts import json_option
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
+from bootseer.image.conversion.convert import convert
+from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
+from bootseer.image.conversion.new_images import Watch, lock_state
+from bootseer.image.reference import Reference, SourceKind, parse_reference, store_uri
+from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.open import open_source
+from bootseer.launch.interrupt import interruptible
+from bootseer.launch.supervise import say
+from bootseer.store.open import open_registry, open_store
 from bootseer.units import format_bytes, format_seconds, plural
-
-if TYPE_CHECKING:
-    from bootseer.image.conversion.layer import ConvertOptions
-    from bootseer.image.conversion.new_images import Watch
-    from bootseer.image.reference import Reference
-    from bootseer.image.sources.manifest import Platform
 
 
 class _Settings(NamedTuple):
-    """Settings that all images of a watched repository share."""
+    """What is converted, and how."""
 
+    reference: Reference
+    """An image, or with --watch a repository."""
     uri: str
     platform: Platform | None
     jobs: int | None
@@ -45,15 +51,8 @@ class _Settings(NamedTuple):
 )
 @click.option("--platform", metavar="OS/ARCH", help="Platform of a multi-platform image (default: this machine's).")
 @click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")
-@click.option(
-    "--layer-limit",
-    "layer_limits",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="Raise a limit for layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
-)
+@with_options((LAYER_LIMIT, PLAIN_HTTP))
 @click.option("--sign", "keys", metavar="KEY", multiple=True, help="Sign with this private key (ed25519, PEM).")
-@click.option("--plain-http", is_flag=True, help="Use the registry without encryption.")
 @click.option("--watch", is_flag=True, help="SRC is a repository: convert its images, and new ones as they are pushed.")
 @click.option("--interval", metavar="TIME", help="With --watch: how often to poll the tags (default: 1m).")
 @click.option("--once", is_flag=True, help="With --watch: poll once, convert what is new, and exit.")
@@ -93,12 +92,6 @@ def convert_command(
     bootseer image convert --watch registry:5000/team/train
     bootseer image convert --watch --once --tag 'v*' registry:5000/team/train s3://images/train
     """
-    from bootseer.artifact.places import STORE
-    from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
-    from bootseer.image.reference import parse_reference, store_uri
-    from bootseer.image.sources.manifest import Platform
-    from bootseer.launch.interrupt import interruptible
-
     reference = parse_reference(source)
     uri = store_uri(reference, target or os.environ.get(STORE))
     if uri is None:
@@ -106,41 +99,27 @@ def convert_command(
     if not watch and (interval or once or tags or state):
         hint = "give --watch too"
         raise UsageError("--interval, --once, --tag and --state need --watch", hint=hint)
-    limits = LayerLimits(**parse_layer_limits(layer_limits))
-    settings = _Settings(
-        uri,
-        Platform.parse(platform) if platform else None,
-        jobs,
-        ConvertOptions(
-            parse_size(block_size, "--block-size"), limits=limits, signatures=signatures({}, os.environ, keys)
-        ),
-        plain_http,
-    )
+    limits, signed = LayerLimits(**parse_layer_limits(layer_limits)), signatures({}, os.environ, keys)
+    options = ConvertOptions(parse_size(block_size, "--block-size"), limits=limits, signatures=signed)
+    chosen = Platform.parse(platform) if platform else None
+    settings = _Settings(reference, uri, chosen, jobs, options, plain_http)
     if watch:
-        _watch(
-            source,
-            reference,
-            settings,
-            tags,
-            state,
-            None if once else parse_duration(interval or "1m", "--interval"),
-            output,
-        )
+        repository = f"{reference.host}/{reference.repository}"
+        if reference.kind is not SourceKind.REGISTRY or source.removeprefix("docker://") != repository:
+            hint = f"--watch {repository}" if reference.host else "--watch registry:5000/team/train"
+            raise UsageError(f"{source}: --watch takes a repository without tag or digest", hint=hint)
+        _watch(settings, tags, state, None if once else parse_duration(interval or "1m", "--interval"), output)
         return
     with interruptible():
-        document, line = _convert(reference, settings)
+        document, line = _convert(settings)
     output(document, line)
 
 
-def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, object], str]:
+def _convert(settings: _Settings) -> tuple[dict[str, object], str]:
     """Convert one image; the result as JSON and as a line of text."""
-    from bootseer.image.conversion.convert import convert
-    from bootseer.image.sources.open import open_source
-    from bootseer.store.open import open_store
-
     began_s = time.monotonic()
     with Progress("converting") as progress:
-        opened = open_source(reference, platform=settings.platform, plain_http=settings.plain_http)
+        opened = open_source(settings.reference, platform=settings.platform, plain_http=settings.plain_http)
         layers = plural(len(opened.layers) or 1, "layer")
         report = lambda done, total: progress.show_bytes(done, total, layers)  # noqa: E731
         with closing(opened), closing(open_store(settings.uri, plain_http=settings.plain_http)) as store:
@@ -162,26 +141,11 @@ def _convert(reference: Reference, settings: _Settings) -> tuple[dict[str, objec
 
 
 def _watch(
-    source: str,
-    reference: Reference,
-    settings: _Settings,
-    tags: tuple[str, ...],
-    state: Path | None,
-    interval_s: float | None,
-    output: Output,
+    settings: _Settings, tags: tuple[str, ...], state: Path | None, interval_s: float | None, output: Output
 ) -> None:
     """Convert the new images of a repository: once, or repeatedly with `interval_s` until a signal."""
-    from bootseer.artifact.places import cache_root
-    from bootseer.image.conversion.new_images import Watch, lock_state
-    from bootseer.image.reference import SourceKind
-    from bootseer.launch.interrupt import interruptible
-    from bootseer.launch.supervise import say
-    from bootseer.store.open import open_registry
-
+    reference = settings.reference
     repository = f"{reference.host}/{reference.repository}"
-    if reference.kind is not SourceKind.REGISTRY or source.removeprefix("docker://") != repository:
-        hint = f"--watch {repository}" if reference.host else "--watch registry:5000/team/train"
-        raise UsageError(f"{source}: --watch takes a repository without tag or digest", hint=hint)
     if state is None:
         name = hashlib.sha256(f"{repository} {settings.uri} {settings.platform or ''}".encode()).hexdigest()[:16]
         state = cache_root(os.environ, os.getuid()) / "watch" / f"{reference.repository.rpartition('/')[2]}-{name}.json"
@@ -195,7 +159,7 @@ def _watch(
             watched = Watch(registry, state, tags)
             while True:
                 try:
-                    _convert_new(watched, reference, settings, output, numbers)
+                    _convert_new(watched, settings, output, numbers)
                 except BootseerError as error:
                     if interval_s is None:
                         raise
@@ -210,8 +174,9 @@ def _watch(
         raise SystemExit(1)
 
 
-def _convert_new(watched: Watch, reference: Reference, settings: _Settings, output: Output, numbers: list[int]) -> None:
+def _convert_new(watched: Watch, settings: _Settings, output: Output, numbers: list[int]) -> None:
     """Convert what `watched` reports as new. `numbers` counts converted and failed images."""
+    reference = settings.reference
 
     def failed(tag: str, digest: str, error: BootseerError) -> None:
         numbers[1] += 1
@@ -228,7 +193,8 @@ def _convert_new(watched: Watch, reference: Reference, settings: _Settings, outp
             continue
         try:
             # By digest: the tag may move meanwhile.
-            document, line = _convert(replace(reference, tag=tag, digest=digest), settings)
+            one = settings._replace(reference=replace(reference, tag=tag, digest=digest))
+            document, line = _convert(one)
         except BootseerError as error:
             failed(tag, digest, error)
             continue

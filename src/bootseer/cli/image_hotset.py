@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from bootseer.artifact.hotsets import HotSets
 from bootseer.cli.image_options import CONVERTED, request_of_verb
 from bootseer.cli.output import Output, print_bytes, table, write_file
 from bootseer.cli.verb_parts import Group, json_option, with_options
 from bootseer.errors import PermanentError, UsageError, os_errors_as
+from bootseer.fetch.hotset import MAX_STORED_BYTES, HotSet, encode_hot_set, parse_hot_set
+from bootseer.image.mounting.resolve import ResolvedImage, resolve_image
+from bootseer.launch.supervise import say
 from bootseer.units import format_bytes
-
-if TYPE_CHECKING:
-    from bootseer.artifact.hotsets import HotSets
-    from bootseer.fetch.hotset import HotSet
-    from bootseer.image.mounting.resolve import ResolvedImage
-
 
 _VERBS = {
     "show": ("image_hotset", "List an image's hot sets on this node and in its store."),
@@ -46,8 +45,7 @@ def hotset_command() -> None:
 @_JSON
 def show_command(reference: str, store: str | None, plain_http: bool, output: Output) -> None:
     """List the hot sets of the image REF."""
-    with ExitStack() as stack:
-        found, sets = _open(stack, reference, store, plain_http)
+    with _opened(reference, store, plain_http) as (found, sets):
         rows = [_row(hot_set, found) for name in sets.workloads() if (hot_set := sets.load(name)) is not None]
     right = ("runs", "blocks", "stored", "last coverage")
     sets_shown = table("workload", *right, "", right=right)
@@ -69,11 +67,8 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
 @_JSON
 def merge_command(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, output: Output) -> None:
     """Merge exported hot sets into the known ones, and publish the result."""
-    from bootseer.fetch.hotset import MAX_STORED_BYTES, parse_hot_set
-
     rows = []
-    with ExitStack() as stack:
-        found, sets = _open(stack, reference, store, plain_http)
+    with _opened(reference, store, plain_http) as (found, sets):
         for path in files:
             with os_errors_as(UsageError, path, hint="name a file that `hotset export` wrote"), path.open("rb") as file:
                 given = parse_hot_set(file.read(MAX_STORED_BYTES + 1))
@@ -98,10 +93,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
 @with_options(CONVERTED)
 def export_command(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
     """Write the hot set WORKLOAD of the image REF to FILE (- for standard output), for another store or site."""
-    from bootseer.fetch.hotset import encode_hot_set
-
-    with ExitStack() as stack:
-        _, sets = _open(stack, reference, store, plain_http)
+    with _opened(reference, store, plain_http) as (_, sets):
         hot_set = sets.load(workload)
         known = sets.workloads() if hot_set is None else []
     if hot_set is None:
@@ -112,15 +104,12 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
         write_file(file, encode_hot_set(hot_set))
 
 
-def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[ResolvedImage, HotSets]:
-    from bootseer.artifact.hotsets import HotSets
-    from bootseer.image.mounting.resolve import resolve_image
-    from bootseer.launch.supervise import say
-
+@contextmanager
+def _opened(reference: str, store: str | None, plain_http: bool) -> Iterator[tuple[ResolvedImage, HotSets]]:
     wanted = request_of_verb(reference, store, plain_http)
     found = resolve_image(wanted, say=say)
-    stack.callback(found.store.close)
-    return found, HotSets(wanted.cache, found.document.digest, found.store, say, wanted.signatures)
+    with closing(found.store):
+        yield found, HotSets(wanted.cache, found.document.digest, found.store, say, wanted.signatures)
 
 
 def _row(hot_set: HotSet, found: ResolvedImage) -> dict[str, Any]:

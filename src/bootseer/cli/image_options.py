@@ -39,6 +39,13 @@ TRUST = (
 )
 """Which signatures are required of artifacts from a store."""
 
+LAYER_LIMIT = Option(
+    "--layer-limit",
+    "Raise a limit for converting layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
+    metavar="NAME=VALUE",
+    many=True,
+    dest="layer_limits",
+)
 PLAIN_HTTP = Option("--plain-http", "Use the registry without encryption.", FLAG, default=False)
 CONVERTED = (
     Option("--store", "Where the converted image is (default: its own repository).", metavar="URI"),
@@ -66,13 +73,7 @@ SOURCE = (
         choices=("convert", "none"),
         default="convert",
     ),
-    Option(
-        "--layer-limit",
-        "Raise a limit for converting layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
-        metavar="NAME=VALUE",
-        many=True,
-        dest="layer_limits",
-    ),
+    LAYER_LIMIT,
     *TRUST,
 )
 """How the image is loaded on this node."""

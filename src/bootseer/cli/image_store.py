@@ -8,12 +8,21 @@ from contextlib import closing
 
 import click
 
+from bootseer.artifact.places import STORE, cache_root, converted_folder, own_folder, runtime_root
 from bootseer.cli.env_options import parse_duration
+from bootseer.cli.env_store import show_pruned
 from bootseer.cli.image_options import PLAIN_HTTP, request_of_verb
 from bootseer.cli.options import Option
-from bootseer.cli.output import Output
+from bootseer.cli.output import Output, styled
 from bootseer.cli.verb_parts import json_option, with_options
-from bootseer.units import format_bytes, plural
+from bootseer.env.life.catalog import Catalog
+from bootseer.image import catalog as images
+from bootseer.image.mounting.metadata import Metadata
+from bootseer.image.mounting.resolve import converted_digest
+from bootseer.launch.supervise import say
+from bootseer.mounts.state import Runtime
+from bootseer.store.open import open_store
+from bootseer.units import plural
 
 _STORE = (
     Option(
@@ -43,14 +52,6 @@ def remove_command(
     bootseer image remove registry:5000/team/train:6
     bootseer image remove --store /shared/images sha256:3fa9...
     """
-    from rich.text import Text
-
-    from bootseer.image import catalog as images
-    from bootseer.image.mounting.metadata import Metadata
-    from bootseer.image.mounting.resolve import converted_digest
-    from bootseer.launch.supervise import say
-    from bootseer.store.open import open_store
-
     mounted = _mounted()
     removed: list[str] = []
     kept: dict[str, str] = {}
@@ -69,7 +70,7 @@ def remove_command(
     output(
         {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": text} for key, text in kept.items()]},
         *removed,
-        *(Text(f"{digest} stays: {reason}", "red") for digest, reason in kept.items()),
+        *(styled(f"{digest} stays: {reason}", "red") for digest, reason in kept.items()),
         f"{plural(len(removed), 'image')} {'would be removed' if dry_run else 'removed'}",
     )
     if kept:
@@ -91,13 +92,6 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     bootseer image prune --store oci://registry:5000/team/train
     bootseer image prune --store /shared/images --grace 7d
     """
-    from rich.text import Text
-
-    from bootseer.artifact.places import STORE
-    from bootseer.env.life.catalog import Catalog
-    from bootseer.image import catalog as images
-    from bootseer.store.open import open_store
-
     uri = _uri(store or os.environ.get(STORE))
     with closing(open_store(uri, plain_http=plain_http)) as opened:
         done = images.prune(
@@ -107,37 +101,17 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
             mounted=_mounted(),
             also_used=Catalog(opened).used_objects,
         )
-    output(
-        {
-            "store": uri,
-            "expired": done.expired,
-            "objects": len(done.deleted),
-            "freed_bytes": done.freed_bytes,
-            "waiting": done.num_waiting,
-            "in_use": done.num_in_use,
-            "problems": done.problems,
-        },
-        *(f"{digest} is no longer in its registry: removed" for digest in done.expired),
-        *(Text(problem, "red") for problem in done.problems),
-        f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; "
-        f"{plural(done.num_waiting, 'removed image')} within the grace period or held by a conversion, "
-        f"{done.num_in_use} in use",
-    )
-    if done.problems:
-        raise SystemExit(1)
+    gone = [f"{digest} is no longer in its registry: removed" for digest in done.expired]
+    left = f"{plural(done.num_waiting, 'removed image')} within the grace period or held by a conversion"
+    show_pruned(output, done, {"store": uri, "expired": done.expired}, left, *gone)
 
 
 def _uri(store: str | None) -> str:
     """The given store, or this node's own store of converted images."""
-    from bootseer.artifact.places import cache_root, converted_folder, own_folder
-
     return store or str(own_folder(converted_folder(cache_root(os.environ, os.getuid()))))
 
 
 def _mounted() -> dict[str, str]:
     """The digests of mounted images, and their mount points."""
-    from bootseer.artifact.places import runtime_root
-    from bootseer.mounts.state import Runtime
-
     runtime = Runtime(runtime_root(os.environ, os.getuid()))
     return {state.details.get("digest", ""): state.target for state in runtime.all() if runtime.health(state) != "gone"}

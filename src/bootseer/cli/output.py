@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from bootseer.artifact.progress import ProgressCallback, Unit
     from bootseer.blocks.codec import Buffer
@@ -74,6 +75,13 @@ def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Tabl
     return made
 
 
+def styled(text: str, style: str) -> Text:
+    """A text for a line or a cell, in this colour or weight."""
+    from rich.text import Text
+
+    return Text(text, style)
+
+
 def _cleaned(part: Any) -> Any:
     from rich.text import Text
 
@@ -119,8 +127,9 @@ def terminal(color: str = "auto") -> Iterator[Console]:
     with _standard_output() as file:
         width = None if file.isatty() else _piped_width()
         plain = None if forced is None else not forced  # None: unless NO_COLOR is set
-        console = Console(file=file, width=width, force_terminal=forced, no_color=plain, highlight=False, markup=False)
-        yield console
+        # Text is shown as it is: names may contain `:100:` or `[b]`.
+        yield Console(file=file, width=width, force_terminal=forced, no_color=plain, highlight=False, markup=False,
+                      emoji=False)  # fmt: skip
 
 
 def _piped_width() -> int:
@@ -227,13 +236,9 @@ def _columns() -> int:
 def shown(label: str, unit: Unit) -> Iterator[ProgressCallback]:
     """Progress of a job's start, for `launch` and `image`."""
     with Progress(label, line=True) as progress:
-
-        def on_progress(done: int, total: int) -> None:
-            if unit == "bytes":
-                progress.show_bytes(done, total)
-            elif unit:
-                progress.show(done, total, unit)
-            else:
-                progress.wait()
-
-        yield on_progress
+        calls: dict[Unit, ProgressCallback] = {
+            "bytes": progress.show_bytes,
+            "blocks": lambda done, total: progress.show(done, total, "blocks"),
+            "": lambda done, total: progress.wait(),
+        }
+        yield calls[unit]

@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from bootseer.cli.output import Progress, print_json, terminal, write_file
+from bootseer.cli.pattern import compiled, of_stages
 from bootseer.cli.verb_parts import price_options
-
-if TYPE_CHECKING:
-    from bootseer.report.analysis.live import Moment
+from bootseer.report.analysis.live import Moment
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.read_logs import read_report
 
 
 @click.command("report")
@@ -73,10 +74,6 @@ def report_command(
     bootseer report --follow --wait moe                # the same, even before the job has started
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
-    from bootseer.cli.pattern import compiled, of_stages
-    from bootseer.report.analysis.prepare import Options
-    from bootseer.report.read_logs import read_report
-
     if wait and not follow:
         raise click.UsageError("--wait needs --follow")
     options = Options(**chosen)

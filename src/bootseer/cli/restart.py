@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from bootseer.cli.output import Output, Progress
 from bootseer.cli.verb_parts import Amount, json_option
+from bootseer.launch.restart_request import restart
 
 _WITHIN_S = 60.0
 
@@ -29,8 +30,6 @@ def restart_command(job: str, within: float, output: Output) -> None:
     bootseer restart moe
     srun --overlap --jobid 4711 --ntasks-per-node 1 bootseer restart moe     # on all nodes of a Slurm job
     """
-    from bootseer.launch.restart_request import restart
-
     began_s = time.monotonic()
     with Progress("waiting for the command to start again", line=not output.as_json) as progress:
         runs = restart(job, within, progress.wait)

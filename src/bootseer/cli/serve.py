@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -13,9 +14,12 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from bootseer import logs
-from bootseer.cli.output import Output, table
+from bootseer.cli.output import Output, Progress, table
+from bootseer.cli.pattern import of_stages
 from bootseer.cli.verb_parts import Group, json_option, listen_address, price_options
 from bootseer.errors import NotFoundError, UsageError, needs_extra
+from bootseer.launch.interrupt import interruptible
+from bootseer.launch.supervise import say
 from bootseer.units import plural
 
 if TYPE_CHECKING:
@@ -83,10 +87,10 @@ def _tokens(**place: Any) -> Iterator[Tokens]:
     show_default=True,
     help="Address to listen on; other than on loopback, clients need tokens. Port 0: any free one.",
 )
-@click.option("--tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve https with this certificate.")
-@click.option(
-    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its private key, if in a separate file."
-)
+@click.option("--tls-cert", "certificate", type=click.Path(path_type=Path), metavar="FILE",
+              help="Serve https with this certificate.")  # fmt: skip
+@click.option("--tls-key", "key", type=click.Path(path_type=Path), metavar="FILE",
+              help="Its private key, if in a separate file.")  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that analyse starts."
 )
@@ -104,17 +108,11 @@ def serve_command(
     ctx: click.Context,
     /,
     listen: str,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    workers: int,
     alert_to: tuple[str, ...],
     patterns: tuple[str, ...],
-    raw_days: int,
     price_per_gpu_hour: float | None,
-    currency: str,
     proxy_from: tuple[str, ...],
-    proxy_header: str,
-    **place: Any,
+    **more: Any,
 ) -> None:
     """Collect, analyse and show the starts of all jobs. Ctrl-C or SIGTERM ends it.
 
@@ -132,21 +130,15 @@ def serve_command(
                 name = option.opts[0]
                 raise UsageError(f"{name} must come after the verb", hint=f"bootseer serve VERB {name} ...")
         return
-    if tls_key is not None and tls_cert is None:
+    if more["key"] is not None and more["certificate"] is None:
         raise UsageError("--tls-key needs --tls-cert")
-    address = listen_address(listen, 8765, least=0)
-    settings = settings_of(**place, listen=address, certificate=tls_cert, key=tls_key, workers=workers,
-                           price=price_per_gpu_hour or 0.0, currency=currency, proxy_header=proxy_header)  # fmt: skip
-    from dataclasses import replace
-
-    from bootseer.cli.pattern import of_stages
-    from bootseer.launch.supervise import say
+    address, price = listen_address(listen, 8765, least=0), price_per_gpu_hour or 0.0
+    settings = settings_of(**more, listen=address, price=price, patterns=tuple(of_stages(patterns)))
     from bootseer.service.access import networks
     from bootseer.service.alerts import webhook
     from bootseer.service.app import serve
 
-    hooks, stages = tuple(webhook(one) for one in alert_to), tuple(of_stages(patterns))
-    settings = replace(settings, proxies=networks(proxy_from), alert_to=hooks, raw_days=raw_days, patterns=stages)
+    settings = replace(settings, proxies=networks(proxy_from), alert_to=tuple(map(webhook, alert_to)))
     serve(settings, lambda address: say(f"the service is at {address} (data in {settings.data})"))
 
 
@@ -160,9 +152,6 @@ def reindex_command(patterns: tuple[str, ...], output: Output, **place: Any) -> 
     Tokens, alerts, and starts whose raw lines have been deleted are kept unchanged.
     """
     settings = settings_of(**place).made()
-    from bootseer.cli.output import Progress
-    from bootseer.cli.pattern import of_stages
-    from bootseer.launch.interrupt import interruptible
     from bootseer.service.app import locked, opened
     from bootseer.service.upkeep import reindex
 

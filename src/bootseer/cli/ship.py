@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -16,11 +15,24 @@ from bootseer.cli.verb_parts import Amount, json_option, stop_event
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.launch.supervise import say
 from bootseer.logs import set_up
+from bootseer.report import inputs
+from bootseer.report.inputs import Source
+from bootseer.trace import spools
+from bootseer.trace.ship import (
+    BATCH_BYTES,
+    Link,
+    Spools,
+    Target,
+    attempt_folders,
+    event_lines,
+    log_headers,
+    pause_s,
+    target,
+)
+from bootseer.trace.ship_logs import Logs, state_folder
+from bootseer.trace.sinks import safe_name
+from bootseer.trace.spools import fingerprint
 from bootseer.units import plural
-
-if TYPE_CHECKING:
-    from bootseer.report.inputs import Source
-    from bootseer.trace.ship import Link, Spools, Target
 
 _WITHIN_S = 60.0
 
@@ -48,10 +60,6 @@ def ship_command(
     kubectl logs -f trainer-0 | bootseer ship --job trainer --follow -
     The token comes from $BOOTSEER_SERVICE_TOKEN, or from the file (0600) that $BOOTSEER_SERVICE_TOKEN_FILE names.
     """
-    from bootseer.report import inputs
-    from bootseer.trace import spools
-    from bootseer.trace.ship import Link, Spools, attempt_folders, target
-
     where = target(url, os.environ)
     link = Link(where)
     named = list(places) or [spools.default_root(os.environ)]
@@ -92,10 +100,6 @@ def _follow(
 ) -> int:
     """Send what is written until a signal, or until standard input ends if it is followed `alone`. Returns the number
     of lines sent from standard input."""
-    from bootseer.report import inputs
-    from bootseer.trace.ship import pause_s
-    from bootseer.trace.ship_logs import Logs, state_folder
-
     named = [place for place in files if place != "-"]
     logs = Logs(named, job, link, where, state_folder(os.environ)) if named else None
     stdin = inputs.Source("-", None)
@@ -139,10 +143,6 @@ class _Lines:
     def __init__(self, name: str, next_block: Callable[[], bytes | None], job: str, link: Link) -> None:
         """`next_block`: empty at the end, None if nothing is there yet. With `job`, all lines are sent as its log,
         otherwise only events."""
-        from bootseer.trace.ship import log_headers
-        from bootseer.trace.sinks import safe_name
-        from bootseer.trace.spools import fingerprint
-
         self.lines = 0
         """Number of lines that the service has accepted."""
         self._next_block, self._job, self._link = next_block, job, link
@@ -154,8 +154,6 @@ class _Lines:
 
     def step(self) -> bool:
         """Send what is there. Returns whether all of the input, to its end, was accepted."""
-        from bootseer.trace.ship import event_lines
-
         while piece := self._piece():
             if lines := piece if self._job else b"".join(event_lines(piece)):
                 if time.monotonic() < self._link.not_before:
@@ -169,8 +167,6 @@ class _Lines:
 
     def _piece(self) -> bytes:
         """The next batch, of whole lines; empty if there is none yet, and at the end."""
-        from bootseer.trace.ship import BATCH_BYTES
-
         while len(self._held) <= BATCH_BYTES and not self._is_over:
             block = self._next_block()
             if block is None:
@@ -223,8 +219,6 @@ def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool, 
 
 def _blocks(source: Source, damaged: list[str]) -> Iterator[bytes]:
     """The uncompressed content, and an empty block at its end."""
-    from bootseer.report import inputs
-
     try:
         yield from inputs.blocks(source)
     except inputs.Cut:

@@ -5,37 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from bootseer.cli.output import Output, Progress, table, write_file
 from bootseer.cli.verb_parts import json_option
 from bootseer.errors import PermanentError, UsageError, os_errors_as
-
-if TYPE_CHECKING:
-    from bootseer.sim.job_start import Outcome
-    from bootseer.sim.scenario import Month, Scenario
-
-
-def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from bootseer.sim.job_start import ARMS, MORE_ARMS
-    from bootseer.sim.scenario import shipped
-
-    return [
-        name for name in (shipped() if param.name == "scenario" else [*ARMS, *MORE_ARMS]) if name.startswith(incomplete)
-    ]
+from bootseer.sim.calibration import calibrated, read_report, toml
+from bootseer.sim.figures import figures_of, page
+from bootseer.sim.job_start import ARMS, MORE_ARMS, Outcome, simulate
+from bootseer.sim.month import Times, policies, simulate_month
+from bootseer.sim.scenario import Month, Scenario, read_scenario
+from bootseer.trace.event import encode
 
 
 @click.command("simulate")
-@click.argument("scenario", default="moe", metavar="[SCENARIO]", shell_complete=_complete)
+@click.argument("scenario", default="moe", metavar="[SCENARIO]")
 @click.option("--nodes", metavar="N,...", help="Numbers of nodes (default: the scenario's).")
 @click.option(
     "--arm",
     "arms",
     multiple=True,
     metavar="NAME",
-    shell_complete=_complete,
     help="Variant to simulate: today, lazy, bootseer, 'without peers', ...; may be repeated.  [default: all]",
 )
 @click.option("--what-if", "changes", multiple=True, metavar="TABLE.FIELD=VALUE",
@@ -85,9 +77,6 @@ def simulate_command(
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
     """
-    from bootseer.sim.job_start import ARMS, MORE_ARMS
-    from bootseer.sim.scenario import read_scenario
-
     variants = [
         (label, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
         for label, chosen in _variants(changes)
@@ -134,8 +123,6 @@ def simulate_command(
 
 
 def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]:
-    from bootseer.sim.job_start import simulate
-
     done: list[Outcome] = []
     with Progress("simulating") as progress:
         for label, variant, number, arm, seed in plan:
@@ -146,8 +133,6 @@ def _simulated(plan: list[tuple[str, Scenario, int, str, int]]) -> list[Outcome]
 
 
 def _month(scenario: Scenario, month: Month, seeds: range, output: Output) -> None:
-    from bootseer.sim.month import Times, policies, simulate_month
-
     columns = ("cache GB", "days", "starts", "hits %", "restored %", "store GB", "GPU-h", "%", "today", "%")
     rows = table(*columns, right=columns)
     done = []
@@ -172,8 +157,6 @@ def _seeds(seeds: range) -> str:
 
 
 def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) -> None:
-    from bootseer.sim.calibration import calibrated, read_report, toml
-
     fitted, basis = calibrated(scenario, [read_report(path) for path in reports])
     text = toml(fitted, [f"Calibrated with {len(reports)} reports; otherwise as in {scenario.name}.", *basis])
     output(
@@ -194,16 +177,12 @@ def _variants(changes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]
 
 
 def _draw(html: Path, document: dict[str, Any], variants: list[Scenario]) -> None:
-    from bootseer.sim.figures import figures_of, page
-
     parameters = {f"{one.name} ({one.digest})": one.text for one in variants}
     document = {**document, "parameters": ", ".join(dict.fromkeys(one.digest for one in variants))}
     write_file(html, page(f"Simulated starts: {variants[0].name}", figures_of(document), parameters))
 
 
 def _write(folder: Path, outcome: Outcome, name: str) -> None:
-    from bootseer.trace.event import encode
-
     job = f"simulated-{name}-{outcome.arm.replace(' ', '-')}-{outcome.nodes}"
     with os_errors_as(PermanentError, folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from bootseer import logs
+from bootseer.artifact.places import STORE, cache_root, runtime_root
 from bootseer.cli.image_options import SOURCE, parse_workload, signatures
 from bootseer.cli.verb_parts import stop_event, with_options
 from bootseer.errors import UsageError
@@ -48,7 +49,6 @@ def snapshotter_command(
     bootseer snapshotter
     bootseer snapshotter --store s3://images/train --socket /run/bootseer/snapshotter.sock
     """
-    from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.snapshotter.lazy import Settings
     from bootseer.snapshotter.service import SOCKET, run_snapshotter
     from bootseer.store import credential_providers
