@@ -1,10 +1,10 @@
 """Which blocks are requested next from which origin: the store of a file, or before it other nodes of the job (peers),
 each of which has some of the blocks.
 
-All blocks for peers wait in one queue in the order of need, and the peer of a
-block is looked up only when the block could be requested. So the order does not depend on the peers, joining or leaving
-peers move waiting blocks without a message, and a thousand peers cost no more than the blocks examined. (A queue per
-peer would repeat all of that for each, and would have to be sorted again when routes change.)
+All blocks for peers wait in one queue in the order of need, and the peer of a block is looked up only when the block
+could be requested. So the order does not depend on the peers, joining or leaving peers move waiting blocks without a
+message, and a thousand peers cost no more than the blocks examined. (A queue per peer would repeat all of that for
+each, and would have to be sorted again when routes change.)
 
 - A peer gets few concurrent requests, and all peers together not many more: a start asks many of them at once.
 - A block whose route starts at the store, or that no peer of its route provided and that this node may request there,
@@ -39,6 +39,7 @@ _MAX_MOVED: Final = 64
 """Blocks moved to the store do not move back when routes change, so their number is limited."""
 _MAX_MOVED_RUNS: Final = 8
 RETRY_S: Final = 0.1
+"""After so long, waiting blocks are examined again although nothing has happened: routes may have changed."""
 _NEVER: Final = float("-inf")
 _ROUNDS: Final = 3
 """After this many rounds without success, any node may request the block from the store: the peers may have lost
