@@ -302,9 +302,8 @@ def read_blocking(
     try:
         error = ended.result(wait_s).error
     except TimeoutError:
+        ticket.cancel()
         raise TransientError(f"{uri}: not read within {wait_s:.0f} s") from None
-    finally:
-        ticket.cancel()  # has no effect after its end
     if error is not None:
         raise error
     return data
