@@ -190,7 +190,7 @@ def test_logs_of_facts_without_time_are_a_report(run, tmp_path):
     json.loads((tmp_path / "trace.json").read_text())
     told = json.loads(run("report", source, "--json").stdout)
     assert (told["nodes"], told["overhead"]["startup_s"], told["startup"]["outcome"]) == ([], None, "unobserved")
-    assert len(told["facts"]) == 3
+    assert len(told["facts"]) == 8
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted((GOLDEN / "torchelastic").glob("*.log"))])
