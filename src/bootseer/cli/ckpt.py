@@ -1,7 +1,4 @@
-"""`bootseer ckpt`: checkpoints of striped and of ordinary files.
-
-The verbs that copy and read checkpoints; `ckpt_jobs` has those about the checkpoints of a job.
-"""
+"""The verbs of `bootseer ckpt` that copy and read checkpoints; `ckpt_jobs` has those about the checkpoints of a job."""
 
 from __future__ import annotations
 
@@ -21,41 +18,10 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import Problem, verify
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback
 from bootseer.cli.output import Output, Progress, print_bytes
-from bootseer.cli.verb_parts import Group, json_option, with_options
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import AlreadyExistsError, UsageError
 from bootseer.launch.interrupt import interruptible
 from bootseer.units import format_bytes, format_seconds, plural
-
-_VERBS = {
-    "mount": ("ckpt_mount", "Mount a folder of checkpoints."),
-    "umount": ("ckpt_mount", "Unmount a folder of checkpoints."),
-    "mounted": ("ckpt_mount", "List mounted folders and their health."),
-    "put": ("ckpt", "Upload a checkpoint and publish it."),
-    "get": ("ckpt", "Download a checkpoint."),
-    "list": ("ckpt_jobs", "List the checkpoints of a job."),
-    "latest": ("ckpt_jobs", "Show or set the checkpoint to resume from."),
-    "stat": ("ckpt_jobs", "Show the parts of a file and the nodes that store them."),
-    "verify": ("ckpt", "Verify a checkpoint against its digests."),
-    "remove": ("ckpt_jobs", "Remove checkpoints."),
-    "clean": ("ckpt_jobs", "Remove leftovers of killed writers."),
-    "policy": ("ckpt_jobs", "Show or set how new files of a folder are striped."),
-}
-
-
-@click.command("ckpt", cls=Group, verbs=_VERBS)
-def ckpt_command() -> None:
-    """Checkpoints, with files striped over the nodes of the storage or ordinary ones.
-
-    Locations are hdfs://host:port/dir, s3://bucket/dir (also gs, az), file:///dir or a path. A job is a folder of
-    checkpoints.
-
-    \b
-    bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        # for unmodified training code
-    bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
-    bootseer ckpt list s3://checkpoints/moe
-    bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume
-    """
-
 
 _PATIENCE_S = 2.0
 _PUT_RESTS = "repeat the put to resume it; otherwise later writers or `bootseer ckpt remove` delete what was written"

@@ -1,7 +1,4 @@
-"""`bootseer env`: snapshots of the results of environment setups, mounted instead of running the setup again.
-
-The verbs that make and use snapshots; `env_store` has those about the content of a store.
-"""
+"""The verbs of `bootseer env` that make and use snapshots; `env_store` has those about the content of a store."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from bootseer.cli.env_options import CAPTURE, KEY, SETUP, wanted
 from bootseer.cli.env_store import STORE, cache, catalog_of, document_of
 from bootseer.cli.image_options import TRUST, request_of_verb
 from bootseer.cli.output import Output, Progress, styled
-from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
+from bootseer.cli.verb_parts import MayHaveCommand, json_option, with_options
 from bootseer.env.keys.key import Difference, RequestKey, difference, shortened
 from bootseer.env.keys.lock import resolve
 from bootseer.env.keys.request_key import request_key
@@ -31,30 +28,6 @@ from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-
-_VERBS = {
-    "key": ("env", "Explain the cache key of a setup, and what changed in it."),
-    "capture": ("env", "Run a setup and publish a snapshot of its result."),
-    "restore": ("env", "Copy a snapshot's files to a folder, or run a command with them."),
-    "verify": ("env", "Verify a snapshot against its digests or a fresh installation."),
-    "list": ("env_store", "List the snapshots of a store."),
-    "show": ("env_store", "Show the details of a snapshot."),
-    "remove": ("env_store", "Remove snapshots, so that no start uses them."),
-    "prune": ("env_store", "Delete the files of removed and expired snapshots."),
-    "lock": ("env", "Resolve requirements to pinned versions with digests."),
-}
-
-
-@click.command("env", cls=Group, verbs=_VERBS)
-def env_command() -> None:
-    """Environment snapshots: the setup runs once, later starts mount its result.
-
-    \b
-    bootseer run --requirements requirements.txt --store /shared/bootseer -- python train.py
-    bootseer env list --store /shared/bootseer
-    bootseer env key --requirements requirements.txt
-    """
 
 
 @click.command("capture")
