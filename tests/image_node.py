@@ -176,7 +176,7 @@ def mounted_image(runtime: Runtime, state: MountState, cache: Path) -> MountedIm
     """The handle of a mount that something else than a converted image made, or nothing."""
     made = SimpleNamespace(
         runtime=runtime,
-        layers=SimpleNamespace(daemon=None),
+        daemon=None,
         say=lambda line: None,
         options=SimpleNamespace(cache=cache),
         lifeline=False,
