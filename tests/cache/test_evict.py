@@ -9,6 +9,7 @@ import pytest
 from bootseer.cache import evict
 from bootseer.cache.cache import Cache
 from bootseer.cache.eviction_plan import Step
+from bootseer.io import files
 from cached import BLOCK, BOOT, Child, before, content, fetch, hold, index_of, put
 
 
@@ -47,14 +48,18 @@ def test_cold_blocks_are_punched_out_and_the_others_stay(cache, index, data):
     cached.close()
 
 
-def test_where_holes_cannot_be_punched_the_whole_entry_goes(cache, index, data, monkeypatch):
+def test_where_holes_cannot_be_punched_no_more_entries_go_than_needed(cache, index, data, monkeypatch):
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
+    monkeypatch.setattr(files, "punch", refuse)
     monkeypatch.setattr(evict, "punch", refuse)
-    fill(cache, index, data, read=[0, 5], hot=[1, 11])
-    cache.prune(cache.entries()[0].disk_bytes - 3 * BLOCK)
-    assert cache.entries() == []
+    fill(cache, index, data, read=range(12))  # its cold blocks, the last one, do not suffice
+    later = content(9)
+    fill(cache, index_of(later), later, read=[0, 5])
+    pruned = cache.prune(sum(entry.disk_bytes for entry in cache.entries()) - 5 * BLOCK)
+    assert [(step.identity, step.whole) for step in pruned.steps] == [(index.identity, True)]
+    assert [entry.identity for entry in cache.entries()] == [index_of(later).identity]
 
 
 @pytest.mark.parametrize("boot", [BOOT, "another"])

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.blocks.index import Index
 from bootseer.cache import disk, entries, evict
@@ -28,7 +29,7 @@ from bootseer.cache.eviction_plan import Step, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
-from bootseer.io.files import discard
+from bootseer.io.files import can_punch, discard
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -120,6 +121,8 @@ class Cache:
         steps = [Step(one.identity, True, one.disk_bytes) for one in found if one.damaged and not one.in_use]
         if goal is not None:
             sound = [one for one in found if not one.damaged]
+            if not self._punches():  # whole entries only: blocks cannot be evicted
+                sound = [replace(one, cold_bytes=0) for one in sound]
             steps += plan(sound, used - sum(step.num_bytes for step in steps), goal)
         in_use = tuple(one.identity for one in found if one.in_use)
         if dry_run:
@@ -248,6 +251,15 @@ class Cache:
             with mapped("examine", self.root):
                 limit = used + shutil.disk_usage(self.root).free
         return goal_bytes(used, limit)
+
+    def _punches(self) -> bool:
+        """Whether the file system can punch holes."""
+        with mapped("examine", self.root):
+            lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                return can_punch(lock)
+            finally:
+                os.close(lock)
 
     def _evict(self, step: Step) -> bool:
         entry = self._files / step.identity

@@ -8,7 +8,6 @@ any point leaves no state that claims lost bytes.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from pathlib import Path
@@ -38,12 +37,7 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
         if entries.pins_of(entry, boot):
             return False
         if not step.whole:
-            try:
-                return _punch_cold(entry, step.num_bytes, boot)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                # This file system has no holes that could be punched: the whole entry goes.
+            return _punch_cold(entry, step.num_bytes, boot)
         with locks.flocked(root / disk.ROOT_LOCK, deadline_s=lock_deadline_s):
             if not locks.is_same(folder, entry):
                 return False
