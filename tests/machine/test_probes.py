@@ -18,6 +18,7 @@ import pytest
 
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.writer import ErofsWriter
+from bootseer.io.executor import Executor
 from bootseer.machine import kernel, probes
 from bootseer.machine.check import REQUIRED, Check, usable
 from bootseer.machine.probes import run_checks, run_probes
@@ -59,6 +60,17 @@ def test_a_probe_that_raises_or_hangs_is_a_broken_check() -> None:
     assert (raised.status, raised.why) == ("broken", "the probe failed: RuntimeError: surprise")
     assert (hung.status, hung.why) == ("broken", "no answer within 3 s")
     assert fine.status == "ok"
+
+
+def test_a_probe_that_has_not_begun_is_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, start = threading.Event(), Executor._start_thread
+    monkeypatch.setattr(Executor, "_start_thread", lambda pool: not pool._threads and start(pool))
+    hangs = ("hangs", lambda: Check("hangs", "ok", str(release.wait(60))))
+    try:
+        _, waiting = run_probes([hangs, ("waits", lambda: Check("waits", "ok", ""))], deadline_s=0.2)
+    finally:
+        release.set()
+    assert (waiting.status, waiting.why) == ("broken", "no answer within 0.2 s")
 
 
 def test_usable_needs_only_the_required() -> None:

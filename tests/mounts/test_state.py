@@ -327,6 +327,12 @@ def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
     assert (place / "at" / "a").read_bytes() == b"alpha" * 1000
 
 
+def test_a_mount_point_may_have_a_name_that_is_not_utf_8(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    folder = runtime.new_folder()
+    runtime.write(MountState(folder.name, os.fsdecode(b"/mnt/caf\xe9"), "registry/image:tag", runtime.boot))
+
+
 def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:
     # The folder itself and the three below it take all the files that this file system can have.
     small = tmp_path / "small"

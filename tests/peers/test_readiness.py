@@ -43,6 +43,7 @@ def test_of_many_nodes_a_few_are_named() -> None:
         b'{"ready": 1, "others": [1]}',
         b'{"ready": 1, "others": {"a": 2}}',
         b'{"ready": Infinity, "others": {}}',
+        b'{"ready": 1, "others": {"\xff": ["begin", 1]}}',
         b"[" * (1 << 14),
     ],
 )

@@ -217,8 +217,8 @@ def run_probes(probes: Sequence[Probe], deadline_s: float) -> list[Check]:
     with Tasks("bootseer-probe", len(probes), leave_s=0.0) as tasks:
         asked = [(name, tasks.submit(_answer, name, probe)) for name, probe in probes]
         wait([answer for _, answer in asked], deadline_s)
-    late = f"no answer within {deadline_s:g} s"
-    return [answer.result() if answer.done() else Check(name, "broken", "", late) for name, answer in asked]
+        late = f"no answer within {deadline_s:g} s"
+        return [answer.result() if answer.done() else Check(name, "broken", "", late) for name, answer in asked]
 
 
 def _answer(name: str, probe: Callable[[], Check]) -> Check:

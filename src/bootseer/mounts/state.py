@@ -11,6 +11,7 @@ can be found, used and removed after the process that made it was killed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -100,7 +101,9 @@ class Runtime:
 
     def write(self, state: MountState) -> None:
         """Create or update the record of a mount."""
-        replace_file(self.folder(state) / _RECORD, msgspec.json.encode(state) + b"\n")
+        # By `json`: paths that are not UTF-8 have lone surrogates, which msgspec refuses to write.
+        record = json.dumps(msgspec.to_builtins(state))
+        replace_file(self.folder(state) / _RECORD, f"{record}\n".encode())
 
     def all(self) -> Iterator[MountState]:
         """All recorded mounts, dead or alive. Invalid records are skipped."""

@@ -63,7 +63,7 @@ class Readiness(Struct, frozen=True, omit_defaults=True):
         """Parse the response of `RollCall.answer`. Raises `CorruptError`."""
         try:
             return _READINESS.decode(body)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
             raise CorruptError("malformed answer about the nodes that are ready") from error
 
     def missing(self, num_nodes: int) -> str:
