@@ -193,6 +193,20 @@ def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
         assert mounts_of(ask("Prepare", field(2, "later"), field(3, "layer")))
 
 
+def test_the_usage_of_folders_at_any_depth(tmp_path: Path) -> None:
+    settings = Settings(str(tmp_path / "cache"), str(tmp_path / "runtime"))
+    snapshots = Snapshots(tmp_path / "root", LazyImages(tmp_path / "root", settings))
+    (mount,) = snapshots.prepare("container", "", {})
+    depth = 1200
+    script = f"for _ in $(seq {depth}); do mkdir d && cd -P d || exit; done; echo data > file; ln file link"
+    try:
+        subprocess.run(["sh", "-c", script], cwd=mount.source, check=True)
+        _, inodes = snapshots.usage("container")
+        assert inodes == 1 + depth + 1
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "root"], check=True)  # `shutil.rmtree` may be recursive
+
+
 def test_a_second_one_leaves_the_socket_to_the_first(tmp_path: Path) -> None:
     with containerd(tmp_path / "c", {"BOOTSEER_CACHE": str(tmp_path / "cache")}, "none", plugin_alone=True) as node:
         second = bootseer("snapshotter", "--socket", str(node.socket), "--root", str(tmp_path / "other"))

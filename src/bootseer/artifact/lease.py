@@ -118,7 +118,9 @@ def acquire(
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), clock(), ttl_s)
     try:
         created = retrying(
-            lambda left_s: store.create(name, record.encode(), timeout_s=left_s), attempts=2, deadline_s=4 * _LOOK_S
+            lambda left_s: store.create(name, record.encode(), timeout_s=min(left_s, 2 * _LOOK_S)),
+            attempts=2,
+            deadline_s=4 * _LOOK_S,
         )
     except BootseerError as error:
         return NoLease(str(error))

@@ -151,7 +151,12 @@ class _Pruning(Generic[D]):
         found = []
         for stored in self.catalog.store.list(self.catalog.kind.trash):
             try:
-                found.append(self.catalog.read_tombstone(stored.name))
+                tombstone = self.catalog.read_tombstone(stored.name)
+                if tombstone.removed_s > self.now_s + GRACE_S:
+                    # Written with a wrong clock: restart the grace period, or it would stay for years.
+                    tombstone = replace(tombstone, removed_s=self.now_s)
+                    self.catalog.write_tombstone(tombstone)
+                found.append(tombstone)
             except NotFoundError:
                 continue  # another node prunes too
             except BootseerError as error:

@@ -132,11 +132,20 @@ class Snapshots:
         if record.kind == COMMITTED:
             return record.size_bytes, record.inodes
         seen: dict[tuple[int, int], int] = {}
-        for folder, folders, files in os.walk(self._files(record)):
-            for name in (".", *folders, *files):
-                with contextlib.suppress(FileNotFoundError):  # a container may be changing the files
-                    status = os.lstat(f"{folder}/{name}")
-                    seen[status.st_dev, status.st_ino] = status.st_blocks
+        folders = [self._files(record)]
+        while folders:  # `os.walk` of Python 3.11 ends at a thousand levels, which any container can make
+            with contextlib.suppress(FileNotFoundError):  # a container may be changing the files
+                status = folders[-1].lstat()
+                seen[status.st_dev, status.st_ino] = status.st_blocks
+            folder = folders.pop()
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        seen[status.st_dev, status.st_ino] = status.st_blocks
         return sum(seen.values()) * _BLOCK_BYTES, len(seen)
 
     def remove(self, key: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.artifact import lease
 from bootseer.artifact.lease import Held, Lease, NoLease, acquire, look, take_over
 from bootseer.artifact.lease_state import LeaseObservation, LeaseRecord
 from bootseer.artifact.objects import put
 from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.election import elect, lease_name, wait
-from bootseer.errors import NotFoundError
+from bootseer.errors import NotFoundError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -133,6 +135,20 @@ def test_there_is_no_lease_in_a_store_that_does_not_take_it(store: Store, fault:
 def test_a_lease_whose_answer_was_lost_is_ours(catalog: Catalog, store: Store) -> None:
     assert isinstance(elect(Catalog(FaultyStore(store, [Fault(cut_after=0)])), KEY, "node-1"), Lease)
     assert isinstance(elect(catalog, KEY, "node-2"), Held)
+
+
+def test_a_lease_whose_answer_did_not_come_in_time_is_ours(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_LOOK_S", 0.1)
+    create = store.create
+
+    def silent_once(name: str, data: bytes, *, timeout_s: float = 60.0) -> bool:
+        monkeypatch.setattr(store, "create", create)
+        create(name, data)
+        time.sleep(timeout_s)
+        raise TransientError("no answer in time")
+
+    monkeypatch.setattr(store, "create", silent_once)
+    assert isinstance(acquire(store, NAME, "node-1"), Lease)
 
 
 def test_a_store_that_stumbles_once_is_asked_again(store: Store) -> None:

@@ -154,6 +154,13 @@ def test_a_clock_that_went_back_removes_nothing(catalog: Catalog) -> None:
     assert catalog.find(KEY) is not None
 
 
+def test_a_tombstone_from_the_future_is_counted_from_today(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    catalog.remove(KEY, BUILT_S + 1e9)
+    assert prune(catalog, BUILT_S).num_waiting == 1
+    assert len(prune(catalog, LATER_S).deleted) == 3
+
+
 def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> None:
     published(catalog)
     good = json.loads(encode(ENVIRONMENTS.tombstone(document(), BUILT_S), TOMBSTONE_SCHEMA))

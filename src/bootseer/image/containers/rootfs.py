@@ -40,13 +40,13 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
         raise PermanentError(f"/{path.lstrip('/')} of the image cannot be read: {error.strerror}") from error
 
 
-def is_executable(root: Path, path: str) -> bool | None:
-    """Whether the regular file at `path` below `root` has an execute bit; None if there is no such file."""
+def is_executable(root: Path, path: str) -> bool:
+    """Whether there is a regular file at `path` below `root` that has an execute bit."""
     try:
         with _opened(root, path) as fd:
             mode = os.fstat(fd).st_mode
     except OSError:
-        return None
+        return False
     return bool(mode & 0o111) and stat.S_ISREG(mode)
 
 

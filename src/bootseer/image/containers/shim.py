@@ -78,7 +78,7 @@ def main() -> int:
         # A signal for the process group of this script reaches the runtime and its children, too.
         if received := signal.sigpending() & _ENDING:
             return 128 + int(min(received))
-        return _start_failure_code(f"{folder}/log") or (failed if failed > 0 else 128 - failed)
+        return _start_failure_code(folder) or (failed if failed > 0 else 128 - failed)
     with open(f"{folder}/pid") as file:  # noqa: PTH123
         pid = int(file.read())
     while (code := _reap(pid)) is None:
@@ -111,14 +111,17 @@ def _lines(path: str) -> list[str]:
     return []
 
 
-def _start_failure_code(log: str) -> int:
+def _start_failure_code(folder: str) -> int:
     """A shell's exit code for a missing or non-executable program, by the runtime's last message; else 0."""
-    last = (_lines(log) or [""])[-1].lower()
+    last = (_lines(f"{folder}/log") or [""])[-1].lower()
     if "hybrid mode" in last:
         return _print_error(
             "crun cannot start containers where both versions of cgroups have controllers\n"
             "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
         )
+    if "open executable" in last:  # crun does not name it
+        with open(f"{folder}/config.json") as file:  # noqa: PTH123
+            _print_error(f"{json.load(file)['process']['args'][0]}: may not be executed")
     if "exec: " in last or "executable" in last:
         return 127 if "not found" in last or "no such file" in last else 126
     return 0

@@ -170,7 +170,7 @@ class ImageSetupHost(SetupHost):
                     return self.run_here(container.command, os.environ)
                 finally:  # the watch holds the container's mounts
                     self._reads.append(watch.end() if watch is not None else not_watched(reason))
-        except UsageError as error:  # the image has no such program
+        except UsageError as error:  # as for a user that the image does not have
             say(str(error))
             return error.exit_code
 
@@ -244,7 +244,7 @@ class ImageSetupHost(SetupHost):
         return posixpath.normpath(posixpath.join(self.task.cwd, path))
 
     def _has_program(self, program: str) -> bool:
-        return bool(is_executable(self.mounted.root, program))
+        return is_executable(self.mounted.root, program)
 
 
 class UpperLayer:
