@@ -219,8 +219,8 @@ def test_a_place_that_is_busy_is_asked_again_and_no_other_in_its_stead() -> None
 @pytest.mark.parametrize("places", [["a", "b"], ["me", "b"]])
 def test_a_late_reader_is_hedged_neither_at_places_nor_at_the_store(places: list[str]) -> None:
     w = world(Ring(places), fault=lambda fetch, earlier: Fault(hang=True))
-    void(w.read(0, [0], void, 5.0))
-    w.run(until=4.0)
+    void(w.read(0, [0], void, 20.0))
+    w.run(until=SETTINGS.demand_timeout_s - 0.5)
     assert len(w.launched) == 1
 
 

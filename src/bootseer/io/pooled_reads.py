@@ -43,7 +43,7 @@ class ReadOptions(TypedDict, total=False):
 
 
 class FileWithoutNodes:
-    """Mixin of an `OpenFile` of which is unknown on which nodes it lies, and how long a read takes."""
+    """Mixin of an `OpenFile` whose nodes and waiting times are unknown."""
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         return ()
