@@ -163,6 +163,10 @@ def test_editables_from_version_control_digests_and_own_options_are_noted(transl
     ]
 
 
+def test_an_option_that_is_cut_in_two_is_left_to_pip(translated):
+    assert translated("--index-url https://host\\\n/simple\nx\n").refusals
+
+
 def test_variables_are_put_in_and_comments_left_out(translated):
     text = "--index-url https://${TOKEN}@host/simple # ours\n--extra-index-url ${UNSET}\nx # y\n"
     done = translated(text, env={"TOKEN": "t"})

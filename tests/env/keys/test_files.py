@@ -72,6 +72,42 @@ def test_the_commit_counts_only_for_projects_that_take_their_version_from_it(tmp
     assert len({versioned, tagged, _digest(project)}) == 3
 
 
+@pytest.mark.parametrize("answers", [True, False], ids=["with git", "without git"])
+def test_each_commit_and_each_tag_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    repository, project = tmp_path / "repository", tmp_path / "repository/packages/project"
+    project.mkdir(parents=True)
+    (project / "setup.cfg").write_text("setup_requires = pbr\n")
+    found = [_digest(project)]
+    git("init", "-q", "-b", "main", cwd=repository)
+    steps = ["commit -q --allow-empty -m one", "tag newest", "tag v1.0", "commit -q --allow-empty -m two", "pack-refs"]
+    for step in (*steps, "tag v1.1"):
+        git(*step.split(), cwd=repository)
+        with monkeypatch.context() as patch:
+            patch.setenv("GIT_DIR", str(tmp_path))
+            if not answers:
+                patch.setenv("PATH", str(tmp_path))
+            found.append(_digest(project))
+    assert len({*found}) >= len(found) - 1  # packing changes nothing
+
+
+def test_a_tag_that_is_not_in_the_history_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "setup.cfg").write_text("setup_requires = pbr\n")
+    git("init", "-q", "-b", "main", cwd=tmp_path)
+    git("commit", "-q", "--allow-empty", "-m", "one", cwd=tmp_path)
+    before = _digest(tmp_path)
+    git("checkout", "-q", "-b", "other", cwd=tmp_path)
+    git("commit", "-q", "--allow-empty", "-m", "two", cwd=tmp_path)
+    git("tag", "v2", cwd=tmp_path)
+    git("checkout", "-q", "main", cwd=tmp_path)
+    assert _digest(tmp_path) == before
+    worktree = tmp_path / "worktree"
+    git("worktree", "add", "-q", str(worktree), "other", cwd=tmp_path)
+    (worktree / "setup.cfg").write_text("setup_requires = pbr\n")
+    before = _digest(worktree)
+    git("tag", "v3", "other", cwd=tmp_path)
+    assert _digest(worktree) != before
+
+
 def test_a_remembered_digest_is_used_until_the_file_changes(tmp_path: Path) -> None:
     path, folder = tmp_path / "large", tmp_path / "facts"
     path.write_bytes(b"a" * (2 << 20))

@@ -66,6 +66,17 @@ def test_a_lock_names_every_version_and_hash_and_leaves_nothing_open(tmp_path: P
 
 
 @needs_uv
+def test_the_file_that_settings_of_uv_name_is_not_written(
+    tmp_path: Path, offline: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.txt").write_text("first\n")
+    (tmp_path / "uv.toml").write_text("[pip]\noutput-file = 'r.txt'\n")
+    lock.resolve(["r.txt"], sys.executable, tmp_path / "lock.txt", env={**offline, "UV_NO_CONFIG": "0"}, uv=UV)
+    assert (tmp_path / "r.txt").read_text() == "first\n"
+
+
+@needs_uv
 def test_requirements_that_cannot_be_met_leave_the_old_lock(tmp_path: Path, offline: dict[str, str]) -> None:
     (tmp_path / "r.txt").write_text("first>2\n")
     (tmp_path / "lock.txt").write_text("old")

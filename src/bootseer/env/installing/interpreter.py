@@ -76,4 +76,5 @@ def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
 
 def last_line(ran: Outcome) -> str:
     """The message of an exception, or without one how the command ended."""
-    return ran.stderr.strip().rpartition("\n")[2][:300] or ran.error or f"exit code {ran.code}"
+    code = 128 - ran.code if ran.code is not None and ran.code < 0 else ran.code  # as a shell gives it
+    return ran.stderr.strip().rpartition("\n")[2][:300] or ran.error or f"exit code {code}"

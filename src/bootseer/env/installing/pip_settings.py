@@ -153,7 +153,7 @@ def _is_irrelevant(name: str, value: str) -> bool:
 
 
 def _take_source(name: str, value: str, done: Translation) -> bool:
-    """Package done."""
+    """Package sources."""
     if name == "index-url":
         done.indexes = [] if done.no_index else [value.strip()]
     elif name == "extra-index-url":

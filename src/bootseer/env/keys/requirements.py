@@ -77,7 +77,8 @@ class Requirements:
     remote: list[str] = field(default_factory=list)
     """Addresses of files, which are not read."""
     options: list[tuple[str, str, str]] = field(default_factory=list, repr=False)
-    """Other options of the files: as written, value (without variables that look secret), file."""
+    """Other options of the files: as written (`unreadable` for a word beside them), value (without variables that look
+    secret), file."""
     own_options: set[str] = field(default_factory=set)
     """Options of single requirements, without hyphens."""
     given: set[str] = field(default_factory=set)
@@ -182,8 +183,8 @@ class Requirements:
                     remote = "://" in value
                     found.append((value if remote else posixpath.join(folder, value), FILES[option]))
                     continue
-                if option and option not in EDITABLE:
-                    self.options.append((option, value, path))
+                if option not in EDITABLE:
+                    self.options.append((option or "unreadable", value, path))
                 if option in FIND_LINKS:
                     link = re.sub(r"^~(?=/)", lambda _: self.env.get("HOME", "~"), value)
                     self.find_links += [path for path in _places(link, (folder, cwd)) if files.kind(path) == "folder"]

@@ -77,7 +77,7 @@ def read_tree(path: str, files: NodeFiles) -> Tree:
     state = _version_control(path, files)
     if state:
         parts += ("version control", state)
-        lines.append(f"version-control {state}")
+        lines.append(f"version-control {state[:8]}")
     return Tree(digest_of(parts), num_files, tuple(lines))
 
 
@@ -141,8 +141,8 @@ def _built_modules(path: str) -> set[str]:
 
 
 def _version_control(path: str, files: NodeFiles) -> str:
-    """Last tag and commit if the project takes its version from them; otherwise they do not affect the content. Empty
-    where git tells none: then it does not tell the build either."""
+    """Commit, and the tags in its history, if the project takes its version from them; otherwise they do not affect the
+    content."""
     build = b"".join(
         files.read(f"{path}/{name}")
         for name in ("pyproject.toml", "setup.py", "setup.cfg")
@@ -150,8 +150,38 @@ def _version_control(path: str, files: NodeFiles) -> str:
     )
     if not _VERSIONED.search(build):
         return ""
-    words = ["git", "-c", "safe.directory=*", "-C", path, "describe", "--tags", "--long", "--always", "--abbrev=40"]
-    return child.run(words, deadline_s=DEADLINE_S).stdout.strip()
+    # Build tools ask about the project's folder, whatever these variables name.
+    env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE")}
+    # All tags: the last one may have a form that the project does not take for a version.
+    tags = ("for-each-ref", "--merged=HEAD", "--format=%(objectname) %(refname)", "refs/tags")
+    told = []
+    for question in (("rev-parse", "HEAD"), tags):
+        words = ["git", "-c", "safe.directory=*", "-C", path, *question]
+        answer = child.run(words, deadline_s=DEADLINE_S, env=env, max_bytes=_MAX_TAGS_BYTES)
+        if answer.code != 0:
+            return _references(path, files)
+        told.append(answer.stdout)
+    return digest_of(told)
+
+
+_MAX_TAGS_BYTES = 16 << 20
+
+
+def _references(path: str, files: NodeFiles) -> str:
+    """The files of branches and tags, for a node on which git does not tell them: the setup may install git, or have it
+    trust this folder. Empty without a repository."""
+    folder = path
+    while folder != "/" and files.kind(f"{folder}/.git") != "folder":
+        folder = os.path.dirname(folder)  # noqa: PTH120 - a string
+    git = f"{folder}/.git"
+    names = ["HEAD", "packed-refs"]
+    for kind in ("heads", "tags"):
+        names += sorted(glob.glob(f"refs/{kind}/**", root_dir=git, recursive=True))  # noqa: PTH207
+    parts: list[str] = []
+    for name in names:
+        if files.kind(f"{git}/{name}") == "file":
+            parts += (name, files.digest(f"{git}/{name}")[0])
+    return digest_of(parts) if parts else ""
 
 
 DEADLINE_S = 5.0
