@@ -171,6 +171,16 @@ def test_reads_at_the_end_are_cut_and_reads_beyond_it_are_empty(reading, content
         file.read_ranges([(SIZE - 1, bytearray(2))])
 
 
+@pytest.mark.parametrize("name", ["plain", "striped"])
+def test_of_empty_ranges_nothing_is_read(place, reading, content, name):
+    file, got = reading.open(name), bytearray(10)
+    file.read_ranges([(5, got), (5, bytearray()), (9, bytearray()), (SIZE, bytearray())])
+    assert got == content[5:15]
+    place.log.clear()
+    file.read_ranges([(0, bytearray()), (3 * MIB + 1, bytearray()), (SIZE, bytearray())])
+    assert not place.log
+
+
 def test_ranges_that_overlap_are_refused(reading):
     with pytest.raises(PermanentError, match=f"bytes {MIB} to {3 * MIB} after {2 * MIB}"):
         reading.open("plain").read_ranges([(MIB, bytearray(2 * MIB)), (0, bytearray(2 * MIB))])

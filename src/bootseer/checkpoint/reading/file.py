@@ -236,9 +236,10 @@ class SharedFile:
         direct: list[_Slice] = []
         shared: dict[PieceRequest, list[_Slice]] = {}
         source, buffer = self._source, self._engine.buffer
+        is_buffered = source.whole_units or buffer.has(self.number)
         for offset, into in slices:
             end = offset + len(into)
-            if not source.whole_units and not buffer.has(self.number):
+            if not is_buffered:
                 step = self._engine.settings.piece_bytes
                 starts = [offset, *range((offset // step + 1) * step, end, step), end]
                 direct += [(low, into[low - offset : high - offset]) for low, high in pairwise(starts)]
@@ -331,7 +332,8 @@ class CheckpointFile:
         Reads go straight into the buffers, whose contents are undefined after an error.
         """
         self._check_open()
-        views = sorted(((offset, memoryview(buffer).cast("B")) for offset, buffer in ranges), key=lambda one: one[0])
+        views = [(offset, memoryview(buffer).cast("B")) for offset, buffer in ranges]
+        views = sorted((one for one in views if len(one[1])), key=lambda one: one[0])
         end = 0
         for offset, view in views:
             if offset < end or offset + len(view) > self.size_bytes:

@@ -100,22 +100,23 @@ class Row:
             data = None
             if self._target == job.chunk and not self._rebuilding:
                 data, self._rebuilt = self._rebuilt, None
-            if error is not None and data is None:
+            if error is not None and data is not None:
+                job.into[:] = data
+                error = None
+            if error is not None:
                 self._unreadable.add(job.chunk)
                 if job.chunk not in self._begun:
                     # It failed before `begin`. It must count as active: the last active one frees the rebuild's memory.
                     self._register(job)
             else:
                 self._arrived(job)
-        if error is None or data is not None:
-            if error is not None and data is not None:
-                job.into[:] = data
+        if error is None:
             job.finish(None, keep=keep)
         self._watch()
         self._advance()
 
     def _arrived(self, job: ChunkRead) -> None:
-        """A chunk has its bytes, or is about to."""
+        """A chunk has its bytes."""
         self._data[job.chunk] = job.into
         self._finished.add(job.chunk)
         if self._target == job.chunk:
@@ -311,6 +312,7 @@ class Row:
             elif waits:
                 self._rebuilt = data
             elif not here:
+                job.into[:] = data
                 self._arrived(job)
         if not right:
             _LOG.warning("%s: the parity of chunks %s has wrong bytes", self._context.path, self._chunks)
@@ -321,7 +323,6 @@ class Row:
             if waits:
                 job.stop()
             else:
-                job.into[:] = data
                 job.finish(None)
 
     def _release_extra(self) -> None:

@@ -59,7 +59,7 @@ class TensorSlice:
         try:
             view = whole[index]
             is_view = torch._C._is_alias_of(view, whole)  # type: ignore[attr-defined]
-        except NotImplementedError:  # a mask, for older PyTorch
+        except RuntimeError:  # a mask, for older PyTorch, or a fault that a tensor with memory describes better
             is_view = False
         if not is_view:
             return self[...][index]
