@@ -167,7 +167,7 @@ class _Lane(Struct, eq=False):
 
 
 class Transfer:
-    """Reads of one source into memory that the caller owns until `on_end` is called."""
+    """Reads of one source into memory that the caller owns again when they have ended."""
 
     def __init__(
         self,
