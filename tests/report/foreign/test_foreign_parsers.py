@@ -226,6 +226,26 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
     assert (events[1]["wall_ns"] - events[0]["wall_ns"]) / 1e9 == 2.9
 
 
+def test_neither_a_deleted_pod_nor_a_line_without_time_hides_the_next_begin(read: Any) -> None:
+    """A job that was given up in the queue was submitted again under its name; `kubectl describe job` came before."""
+    event = '{{"involvedObject":{{"kind":"Pod","name":"moe-0"}},"message":"{}","lastTimestamp":"2026-11-20T{}Z"}}'
+    pulling, pulled = 'Pulling image \\"a/b:1\\"', 'Successfully pulled image \\"a/b:1\\"'
+    lines = [
+        "  Normal  SuccessfulCreate  9m  job-controller  Created pod: moe-0",
+        '9m  Normal  Pulling  pod/moe-0  Pulling image "a/b:1"',
+        event.format("Created pod: moe-0", "09:00:00"),
+        event.format("Created pod: moe-0", "10:00:00"),
+        event.format("Successfully assigned train/moe-0 to gpu-17", "10:00:30"),
+        event.format(pulling, "10:00:31"),
+        event.format(pulled, "10:01:31"),
+    ]
+    found = {}
+    for one in read("\n".join(lines))["kubelet"]["events"]:
+        found[one["stage"], one["phase"]] = one["wall_ns"] // 10**9 % 3600
+    assert (found["queue", "begin"], found["queue", "end"]) == (0, 30)
+    assert (found["image_loading.pull", "begin"], found["image_loading.pull", "end"]) == (31, 91)
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -80,7 +80,6 @@ def test_negative_times_are_moved_to_zero(small: Report) -> None:
     assert min(event["ts"] for event in events_of(shifted, "X")) == 0
 
 
-@pytest.mark.slow
 def test_background_is_async_and_closed(small: Report) -> None:
     begins = {(event["pid"], event["id"]): event["ts"] for event in events_of(small, "b")}
     ends = {(event["pid"], event["id"]): event["ts"] for event in events_of(small, "e")}

@@ -148,6 +148,8 @@ class KubernetesParser(TableParser):
             groups = {name: value for name, value in known.items() if value} | fields
             if rule.stage == _PULL:
                 groups["key"] = f"{moment.pod} {fields['image']}"
+            if rule.role == BEGIN and moment.line.wall_ns is not None:  # an earlier pod of this name was deleted
+                self._open.pop((rule.stage, groups["key"]), None)
             by_ages = moment.took_s >= 0 and "took" not in fields and "pull" not in fields
             if by_ages:
                 groups["s"] = str(moment.took_s)

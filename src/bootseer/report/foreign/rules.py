@@ -137,7 +137,8 @@ class TableParser(Parser):
         if rule.role == BEGIN:
             if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
                 del self._open[key]
-            self._open.setdefault(key, now)
+            if now.wall_ns is not None:  # else it would hide a later begin
+                self._open.setdefault(key, now)
         elif rule.role == NOW:
             self._now_ns = at_ns
         elif rule.role == AT:
