@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -213,6 +213,19 @@ def test_a_read_outside_of_the_file_is_refused(place: Place) -> None:
         for offset, length in ((-1, 1), (0, 4), (3, 1)):
             with pytest.raises(PermanentError):
                 file.read_into(offset, memoryview(bytearray(length)), lambda outcome: None)
+
+
+def test_a_closed_file_has_no_descriptor_whatever_is_kept_of_its_reads(place: Place, tmp_path: Path) -> None:
+    place.write_bytes("file", bytes(8))
+    file, ended = place.open("file"), [Future[ReadOutcome](), Future[ReadOutcome]()]
+    kept = [file.read_into(0, memoryview(bytearray(8)), ended[0].set_result)]
+    assert ended[0].result(120).error is None
+    os.truncate(tmp_path / "root/file", 4)
+    kept.append(file.read_into(0, memoryview(bytearray(8)), ended[1].set_result))
+    assert isinstance(ended[1].result(120).error, ChangedError)
+    file.close()
+    assert str(tmp_path / "root/file") not in {os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()}
+    assert len(kept) == 2
 
 
 def test_a_child_of_fork_reads_too(place: Place) -> None:

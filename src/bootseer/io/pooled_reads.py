@@ -132,6 +132,7 @@ class PooledRead:
         except Exception as raised:  # the reader waits, whatever the error
             error = TransientError(f"{self.uri}: {type(raised).__name__}: {raised}")
             report_exception()
+        self.fill = _nothing  # the caller keeps its ticket; the call holds the file open
         self.done(ReadOutcome(error, ""))
 
     def _fill(self) -> None:
@@ -148,3 +149,7 @@ class PooledRead:
             failed = False
         finally:
             self.reads.count(0 if failed else self.num_bytes, time.monotonic() - began, failed=failed)
+
+
+def _nothing() -> None:
+    """Replaces the call of a read that has ended."""

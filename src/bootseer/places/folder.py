@@ -359,7 +359,8 @@ class _Descriptor:
         self.number = number
 
     def __del__(self) -> None:
-        os.close(self.number)
+        with contextlib.suppress(OSError):
+            os.close(self.number)
 
 
 class FolderFile(FileWithoutNodes):
@@ -413,3 +414,5 @@ class FolderFile(FileWithoutNodes):
                 raise ChangedError(f"{self.uri} was changed while it was read")
         except OSError as error:
             raise mapped(error, self.uri) from error
+        finally:
+            del descriptor  # an error keeps this frame
