@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -136,6 +137,40 @@ def test_a_packet_that_not_all_nodes_have_confirmed_ends_the_block() -> None:
     ):
         writer.write(memoryview(DATA[:1000]))
         writer.finish()
+
+
+def test_a_node_that_accepts_no_more_has_failed_after_the_time_of_a_silent_one() -> None:
+    over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(delimited(field(1, 0)))
+        over.wait(120)
+
+    with answering(answer) as new, closing(begin(new, silent_s=4.0)) as writer:
+        began_s = time.monotonic()
+        with pytest.raises(PipelineError, match="nothing was accepted"):
+            writer.write(memoryview(bytes(64 << 20)))
+        took_s = time.monotonic() - began_s
+        over.set()
+    assert 4.0 <= took_s < 7.0
+
+
+def test_a_failure_that_is_reported_ends_a_large_write_early() -> None:
+    received = 0
+
+    def answer(connection: socket.socket) -> None:
+        nonlocal received
+        connection.sendall(delimited(field(1, 0)) + delimited(field(1, 0) + field(2, 1)))
+        while data := connection.recv(1 << 20):
+            received += len(data)
+
+    with (
+        answering(answer) as new,
+        closing(begin(new)) as writer,
+        pytest.raises(PipelineError, match="failed with status 1"),
+    ):
+        writer.write(memoryview(bytes(256 << 20)))
+    assert received < 128 << 20
 
 
 @pytest.mark.parametrize("said", [b"", delimited(field(1, 0))])

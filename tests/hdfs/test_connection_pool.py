@@ -86,3 +86,9 @@ def test_datanodes_are_addressed_by_hostname_if_configured(node: Node) -> None:
 def test_an_address_without_a_server_is_an_error() -> None:
     with pytest.raises(DataNodeError, match="cannot be reached"):
         connected(Node(f"127.0.0.1:{free_port()}", "", ""))
+
+
+def test_a_timeout_right_below_a_whole_second_can_be_set(node: Node) -> None:
+    connection = connected(node)
+    connection.set_timeout(0.9999999)  # Linux refuses 1,000,000 microseconds
+    connection.close()

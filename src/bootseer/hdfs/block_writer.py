@@ -129,6 +129,7 @@ class BlockWriter:
     def _send_packet(self, packet: memoryview) -> None:
         self._send(self._packet_header(len(packet), self._sums(packet)), packet)
         self.size_bytes += len(packet)
+        self._take_acks()  # after each packet: the first node goes on accepting data when another one has failed
 
     def _await_setup(self) -> None:
         """Receive the first node's answer, which it gives when the whole pipeline is connected."""

@@ -39,6 +39,9 @@ _MAX_CHUNK_BYTES: Final = 1 << 20
 _EARLY_BYTES, _PACKET_BYTES, _MESSAGES_BYTES = 4 << 10, 64 << 10, 256 << 10
 _SMALL_BYTES: Final = 16 << 10
 """Packets up to this size are received contiguously and copied: cheaper than an iovec for each."""
+_ACCEPT_S: Final = 1.0
+"""How long one call that sends waits for room. It does not say when the last byte was accepted, so that longer waits
+are several calls."""
 _MAX_VIEWS: Final = 1000
 """Linux accepts 1,024 iovecs."""
 _READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
@@ -98,9 +101,9 @@ class DataNodeConnection:
     def set_timeout(self, silent_s: float) -> None:
         """Change the time that a wait for a byte takes at most."""
         self.silent_s = silent_s
-        wait = struct.pack("@ll", int(silent_s), round(silent_s % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+        for option, wait_s in ((socket.SO_RCVTIMEO, silent_s), (socket.SO_SNDTIMEO, min(silent_s, _ACCEPT_S))):
+            wait = struct.pack("@ll", *divmod(round(wait_s * 1e6), 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, wait)
 
     def stop(self) -> None:
         """From any thread: fail the current wait and all later ones."""
@@ -121,13 +124,17 @@ class DataNodeConnection:
         self._channel = protection.log_in(int(self._found[0][4][1]), token, self.send, receive)
 
     def send(self, *data: bytes | memoryview) -> None:
-        try:
-            for part in data if self._channel is None else self._channel.seal(data):
-                self._socket.sendall(part)
-        except BlockingIOError as error:
-            raise SilentError(f"nothing was accepted for {self.silent_s:.0f} s") from error
-        except OSError as error:
-            raise LostConnectionError(f"the connection broke: {error}") from error
+        for part in data if self._channel is None else self._channel.seal(data):
+            left, accepted_s = memoryview(part), time.monotonic()
+            while left:
+                try:
+                    left = left[self._socket.send(left) :]
+                    accepted_s = time.monotonic()
+                except BlockingIOError as error:
+                    if time.monotonic() - accepted_s >= self.silent_s:
+                        raise SilentError(f"nothing was accepted for {self.silent_s:.0f} s") from error
+                except OSError as error:
+                    raise LostConnectionError(f"the connection broke: {error}") from error
 
     def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
         """Fill `views`. `on_silence` is called with the seconds since the last byte; it raises to end the wait."""
