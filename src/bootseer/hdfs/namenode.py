@@ -301,10 +301,9 @@ class NameNode:
         return min(max(until - time.monotonic(), 0.001), self._call_timeout_s)
 
     def _give(self, number: int, connection: RpcConnection) -> None:
+        self._idle.give(number, connection)
         if self._is_closed:
-            connection.close()
-        else:
-            self._idle.give(number, connection)
+            self._idle.close()
 
     def _mapped(self, error: RemoteError, path: str) -> BootseerError:
         # The Java class is a part of the message: callers show it.

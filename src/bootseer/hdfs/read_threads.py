@@ -267,7 +267,7 @@ class ReadThreads:
                 queue = schedule.queues.by_node[node]
                 if queue.sample is not None:
                     with suppress(TransientError):  # it is tried again after the next pause
-                        self._threads.submit(partial(self._probe, queue.sample, queue.node))
+                        self._threads.submit(partial(self._probe, queue.sample, queue.node), urgent=False)
         if num_hedges:
             _LOG.debug("%d late pieces are requested from other DataNodes too (hedged)", num_hedges)
         self._connections.expire()
