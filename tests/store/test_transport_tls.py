@@ -84,6 +84,10 @@ def test_a_server_that_ends_plain_connections_may_want_tls() -> None:
         error = asked(proxy.host)
         assert isinstance(error, TransientError)
         assert "if it requires TLS" in str(error)
+        proxy.plan = lambda request: Fault(status=200, body=bytes(1 << 20), cut_after=10)
+        with closing(open_registry(proxy.host, "a/b")) as client, pytest.raises(TransientError) as caught:
+            list(client.tags())
+        assert "TLS" not in str(caught.value), "an answer has begun"
 
 
 def test_tls_to_a_registry_without_says_what_to_write(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ class Transport:
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise TransientError(f"{origin}: no time is left for a request")
-        with _mapped(origin, left_s):
+        with _mapped(origin, left_s, tls_hint(origin)):
             response = self._pool(origin).request(
                 method,
                 url,
@@ -413,7 +413,8 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
 
 
 @contextlib.contextmanager
-def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
+def _mapped(origin: Origin, timeout_s: float, hint: str = "") -> Iterator[None]:
+    """`hint`: what to say of a connection that breaks."""
     try:
         yield
     except NameResolutionError as error:
@@ -430,10 +431,10 @@ def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
     except (ReadTimeoutError, TimeoutError) as error:
         raise TransientError(f"{origin} did not answer completely within {timeout_s:.1f} s") from error
     except (HTTPError, OSError) as error:  # `SSLError` is one
-        raise _broken(origin, error) from error
+        raise _broken(origin, error, hint) from error
 
 
-def _broken(origin: Origin, error: Exception) -> BootseerError:
+def _broken(origin: Origin, error: Exception, hint: str) -> BootseerError:
     message, folder = str(error), f"{CERTIFICATES}/{origin}"
     first = error.args[0] if error.args else None
     if isinstance(first, ssl.SSLCertVerificationError):
@@ -446,7 +447,7 @@ def _broken(origin: Origin, error: Exception) -> BootseerError:
         return PermanentError(f"{origin} does not use TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
     if isinstance(error, SSLError):
         return TransientError(f"{origin}: TLS failed: {error}")
-    return TransientError(f"{origin}: the connection broke: {_short(error)}{tls_hint(origin)}")
+    return TransientError(f"{origin}: the connection broke: {_short(error)}{hint}")
 
 
 def _short(error: BaseException) -> str:
