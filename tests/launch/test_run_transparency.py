@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -353,3 +354,22 @@ def test_what_a_killed_run_leaves_tells_how_long_it_lived(env, events):
     assert report.startup.outcome == "truncated"
     assert report.overhead.startup_s >= 3
     assert report.overhead.startup_s == pytest.approx((found[-1].mono_ns - found[0].mono_ns) / 1e9, abs=0.01)
+
+
+def test_the_commands_terminal_follows_the_size_of_the_real_one(env):
+    code = "import os\nprint('ready', flush=True)\nwhile os.get_terminal_size(1) != (77, 33): pass\nprint('resized')"
+    words = [*BOOTSEER, "run", "-q", "--began-pattern", "never", "--", sys.executable, "-c", code]
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execve(words[0], words, env)
+    try:
+        output, end = b"", time.monotonic() + 60
+        while b"resized" not in output and time.monotonic() < end:
+            if select.select([master], [], [], 0.1)[0]:
+                output += os.read(master, 4096)
+            if b"ready" in output:
+                termios.tcsetwinsize(master, (33, 77))
+        assert b"resized" in output
+    finally:
+        os.close(master)
+        os.waitpid(pid, 0)

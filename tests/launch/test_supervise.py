@@ -6,11 +6,13 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from bootseer.launch import supervise
+from bootseer.launch.restart import end_processes
 from hung_mount import hung_mount, needs_fuse
 
 
@@ -110,3 +112,16 @@ def test_a_command_that_never_starts_is_an_error(tmp_path: Path, monkeypatch: py
     with hung_mount(tmp_path / "hung") as path, late:
         supervise.spawn(["true"], dict(os.environ), own_group=True, enter=lambda: os.chdir(path))
     os.wait()
+
+
+def test_processes_that_cannot_be_ended_delay_the_end_by_a_second() -> None:
+    """As another user's, or one that hangs in the kernel: here one that nothing reaps."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    try:
+        began_s = time.monotonic()
+        assert end_processes(lambda: {pid}, grace_s=0.1) == (1, {pid})
+        assert time.monotonic() - began_s < 10
+    finally:
+        os.waitpid(pid, 0)

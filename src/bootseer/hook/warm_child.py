@@ -32,6 +32,8 @@ _PR_GET_TID_ADDRESS = 40
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 # System call numbers of clone, get_robust_list and set_robust_list; whether clone's argument `tls` precedes `child_tid`
 _CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
+SAME = b"same"
+MAX_REASON = 1000
 libc = ctypes.PyDLL(None, use_errno=True)  # calls hold the GIL, as a fork must
 libc.syscall.restype = ctypes.c_long
 _keep: list[Any] = []
@@ -81,6 +83,7 @@ def become(
     imports: Imports,
     request: dict[str, Any],
     answer: socket.socket,
+    comparison: socket.socket,
     fds: Sequence[int],
     launcher: int,
     facts: dict[str, Any],
@@ -89,15 +92,20 @@ def become(
     """Prepare this copy, answer the launcher, and return the function that runs the program. On failure the process
     answers with the reason and ends.
 
+    `comparison`: the warm parent sends `SAME` here, or in what this copy would differ from a fresh process.
     `successor`: the program is a restarted launcher, and this is the socket to its warm parent.
     """
     started_ns = time.monotonic_ns()
     try:
         output = _captured_output()
-        _kernel(request, fds, launcher, [answer, *([successor] if successor is not None else [])])
+        _kernel(request, fds, launcher, [one for one in (answer, comparison, successor) if one is not None])
         program = _interpreter(imports, request, launches=successor is not None)
+        found = comparison.recv(MAX_REASON)
+        comparison.close()
+        if found != SAME:
+            facts = {"why_not": os.fsdecode(found) or "the warm parent has ended"}
         answer.send(marshal.dumps({"pid": os.getpid(), **facts}))
-        if answer.recv(2) != b"go":  # the launcher starts the program by exec
+        if found != SAME or answer.recv(2) != b"go":  # the launcher starts the program by exec
             os._exit(0)
     except BaseException as error:
         with contextlib.suppress(OSError):

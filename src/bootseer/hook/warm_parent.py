@@ -3,9 +3,9 @@ each of them ("copies").
 
 Run as a program by `warm_launcher`, with the launcher's environment: `warm_parent.py SOCKET FOLDER LAUNCHER`. A copy is
 made by `clone(CLONE_PARENT)` and so is the launcher's child: exit codes, signals and `getppid` are as after fork and
-exec. `warm_child` then sets in the copy what exec would have set. Before a copy is made, everything in which a fresh
-process could differ is compared. At the first difference none is made: the difference is the answer, and the launcher
-starts the program by exec.
+exec. `warm_child` then sets in the copy what exec would have set. Before a copy runs its program, everything in which a
+fresh process could differ is compared. At the first difference the copy ends, or none is made: the difference is the
+answer, and the launcher starts the program by exec.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:  # modules in this folder have common names and would hide others
     del sys.path[0]
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -377,7 +378,11 @@ class Server:
         os._exit(0)
 
     def _answer(self, fds: list[int], *, again: bool) -> Any:
-        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program."""
+        """Answer one request. Returns None in the warm parent; in a copy, the function that runs its program.
+
+        Program and files are compared while the copy prepares itself, which takes about 10 ms each for PyTorch's files;
+        one that would differ answers with the difference and ends. A launcher's restart is compared before.
+        """
         answer = socket.socket(fileno=fds[0])
         with open(fds[1], "rb") as file:
             file.seek(0)
@@ -386,31 +391,39 @@ class Server:
             request.update(self._began)
             fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
         imports, folder = self._imports, _link(f"/proc/self/fd/{fds[2]}")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         copy = -1
         try:
             reason = self._reason or unfit()
             if again:
-                reason = reason or _launcher_differs(imports, request, folder)
+                reason = reason or _launcher_differs(imports, request, folder) or imports.files_differ()
             else:
                 reason = reason or _privileges_differ(request, self._launcher)
-                reason = reason or _program_differs(imports, request, folder)
-            reason = reason or imports.files_differ()
             if not reason:
                 copy = self._cloner.clone()
+            if copy > 0 and not again:
+                reason = _program_differs(imports, request, folder) or imports.files_differ()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         if copy == 0:
-            return self._become(request, answer, fds[2:], again=again)
-        if copy < 0:
+            ours.close()
+            return self._become(request, answer, theirs, fds[2:], again=again)
+        if copy > 0:
+            with contextlib.suppress(OSError):  # the copy has failed, and answered
+                ours.send(os.fsencode(reason)[: warm_child.MAX_REASON] or warm_child.SAME)
+            if again:  # the copy has a warm parent of its own: one at a time holds the memory
+                os._exit(0)
+        else:
             answer.send(marshal.dumps({"why_not": reason, "module": self._module, "unfit": bool(self._reason)}))
-        elif again:  # the copy has a warm parent of its own: one at a time holds the memory
-            os._exit(0)
-        answer.close()
+        for end in (answer, ours, theirs):
+            end.close()
         for other in fds[2:]:
             os.close(other)
         return None
 
-    def _become(self, request: dict[str, Any], answer: socket.socket, fds: list[int], *, again: bool) -> Any:
+    def _become(
+        self, request: dict[str, Any], answer: socket.socket, comparison: socket.socket, fds: list[int], *, again: bool
+    ) -> Any:
         """In a copy: see `warm_child.become`.
 
         With `again` this copy becomes the launcher. It first forks its own warm parent, which is a child of it as any
@@ -426,10 +439,10 @@ class Server:
             successor = self._fork_successor(request)
             launcher = os.getppid()
             if successor is None:
-                for other in (answer.detach(), *fds):
+                for other in (answer.detach(), comparison.detach(), *fds):
                     os.close(other)
                 return self.serve()
-        return warm_child.become(imports, request, answer, fds, launcher, facts, successor)
+        return warm_child.become(imports, request, answer, comparison, fds, launcher, facts, successor)
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
         """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""

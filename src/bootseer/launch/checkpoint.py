@@ -127,7 +127,7 @@ class CheckpointStart:
                 say(f"interrupted by {interrupted}; written data is still being sent to {uri} in the background")
 
     def _record(self, until: str) -> None:
-        if self._mounted is None and self._plain_folder is None:
+        if not self._session.is_measured or (self._mounted is None and self._plain_folder is None):
             return
         from bootseer.report.analysis.starts import (  # not in front of the command
             CHECKPOINT_DATANODE,

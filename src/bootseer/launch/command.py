@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -201,6 +202,12 @@ def _run_once(
             for relay in relays:
                 relay.release()  # its thread ends
             relays.clear()
+
+        def resize(*_: object) -> None:
+            for relay in relays:
+                relay.resize()
+
+        signal.signal(signal.SIGWINCH, resize)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
         pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}) if restarts is not None else None

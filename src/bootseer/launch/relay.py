@@ -1,7 +1,7 @@
 """Search the command's output for a pattern (`--began-pattern`), for frameworks whose first step shows only in a log.
 
-The command writes into a pipe, or into a pseudo terminal of the same size where it had a terminal, and every byte is
-forwarded at once and unchanged.
+The command writes into a pipe, or into a pseudo terminal where it had a terminal, and every byte is forwarded at once
+and unchanged.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ class Relay:
         if os.isatty(target):
             self._read, self.write = pty.openpty()
             tty.setraw(self.write)  # the real terminal does the line editing
-            with contextlib.suppress(OSError):
-                size = fcntl.ioctl(target, termios.TIOCGWINSZ, b"\0" * 8)
-                fcntl.ioctl(self.write, termios.TIOCSWINSZ, size)
+            self.resize()
         else:
             self._read, self.write = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"relay-{target}", daemon=True)
         self._thread.start()
+
+    def resize(self) -> None:
+        """Give the pseudo terminal the size of the real one."""
+        with contextlib.suppress(OSError):  # no terminal, or the command has ended
+            fcntl.ioctl(self._read, termios.TIOCSWINSZ, fcntl.ioctl(self._target, termios.TIOCGWINSZ, b"\0" * 8))
 
     def release(self) -> None:
         """The command has been started: close this process's copy of the write end."""

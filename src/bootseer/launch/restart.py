@@ -166,20 +166,21 @@ class Restarts:
         """End processes that the command left running, which would hold devices and ports; returns their number."""
         marks = {f"{RESTART}={self._restart_number}".encode(), f"{RUN_ID}={self._session.span}".encode()}
         kept = self.warm.pids() if self.warm is not None else set()
-        found, left = end_processes(lambda: _processes_with(marks) - kept, grace_s)
+        found, left = end_processes(lambda: _processes_with(marks) - kept, grace_s, _END_S)
         if left:
             say(f"{plural(len(left), 'process')} of the command did not end: {', '.join(map(str, sorted(left)))}")
         return found
 
 
-def end_processes(find: Callable[[], set[int]], grace_s: float = GRACE_S) -> tuple[int, set[int]]:
+def end_processes(find: Callable[[], set[int]], grace_s: float = GRACE_S, end_s: float = 1.0) -> tuple[int, set[int]]:
     """End all processes that `find` returns, repeatedly until there are none: SIGTERM first, then SIGKILL.
 
-    Returns how many there were, and those that have not ended `_END_S` seconds after SIGKILL.
+    Returns how many there were, and those that have not ended `end_s` seconds after SIGKILL: they hang in the kernel,
+    or are another user's.
     """
     found: set[int] = set()
     begun_s = time.monotonic()
-    while (left := find()) and time.monotonic() - begun_s < grace_s + _END_S:
+    while (left := find()) and time.monotonic() - begun_s < grace_s + end_s:
         late = time.monotonic() - begun_s > grace_s
         for pid in left if late else left - found:
             log(__name__, "ending process %d, which was left running", pid)
