@@ -106,9 +106,13 @@ def newest_attempt(folder: str) -> str:
 
 def _newest_first(folder: str) -> list[os.DirEntry[str]]:
     """The folders in a folder by their last change; none if it cannot be read."""
+    found = []
     with suppress(OSError), os.scandir(folder) as entries:
-        return sorted(filter(os.DirEntry.is_dir, entries), key=lambda entry: -entry.stat().st_mtime_ns)
-    return []
+        for entry in entries:
+            with suppress(OSError):  # deleted meanwhile
+                if entry.is_dir():
+                    found.append((-entry.stat().st_mtime_ns, entry))
+    return [entry for _, entry in sorted(found, key=lambda one: one[0])]
 
 
 def latest(root: str) -> str | None:

@@ -1,0 +1,20 @@
+"""Finding a job's folder among those of all jobs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bootseer.trace import spools
+
+
+def test_a_folder_that_cannot_be_looked_at_hides_no_other(tmp_path: Path) -> None:
+    for number, name in enumerate(("moe-4711", "moe-4712", "dense-9")):
+        (tmp_path / name / "attempt-0").mkdir(parents=True)
+        os.utime(tmp_path / name, (number, number))
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dense-9" / "loop").symlink_to("loop")
+    assert spools.job_names(str(tmp_path)) == ["dense-9", "moe-4712", "moe-4711"]
+    assert spools.find_job(str(tmp_path), "moe") == str(tmp_path / "moe-4712")
+    assert spools.find_job(str(tmp_path), "4711") == str(tmp_path / "moe-4711")
+    assert spools.newest_attempt(str(tmp_path / "dense-9")) == str(tmp_path / "dense-9" / "attempt-0")
