@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.installing.interpreter import ask, runner
+from bootseer.env.installing.interpreter import ask, last_line, runner
 from bootseer.errors import PermanentError
 
 
@@ -35,7 +35,8 @@ def test_the_environment_is_the_given_one():
 
 
 def test_a_signal_is_told():
-    assert _run("sh", "-c", "kill -9 $$").code == -signal.SIGKILL
+    ran = _run("sh", "-c", "kill -9 $$")
+    assert (ran.code, last_line(ran)) == (-signal.SIGKILL, "exit code 137")
 
 
 def test_a_missing_command_is_no_exception():
