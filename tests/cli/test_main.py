@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import bootseer
 
@@ -50,6 +53,27 @@ def test_options_of_a_verb_with_a_command_are_completed_before_the_command_is_th
         check=False,
     )
     assert ran.stdout.split() == ["plain,--cap-add", "plain,--cap-drop"], ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "verb"),
+    [("bootseer ckp", "ckpt"), ("bootseer env ca", "capture"), ("bootseer image hotset ex", "export")],
+)
+def test_completing_a_verb_imports_none(typed: str, verb: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_BOOTSEER_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "bootseer"]
+    ran = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == [f"plain,{verb}"], ran.stderr
+    imported = set(re.findall(r"bootseer\.cli\.(\w+)", ran.stderr))
+    assert imported <= {"main", "verbs", "verb_parts", "options", "output", "groups"}
+
+
+def test_a_list_of_mounts_does_not_import_what_mounts(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "bootseer", "image", "list"]
+    env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path)}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ran.stdout == "nothing is mounted\n"
+    assert "bootseer.image" not in ran.stderr
 
 
 def test_packages_for_the_job_do_not_take_the_place_of_ours(tmp_path: Path) -> None:

@@ -177,6 +177,23 @@ def test_an_error_is_not_shown_again(monkeypatch: Any) -> None:
     assert asyncio.run(asked()) == [503, 200]
 
 
+def test_no_reader_gets_an_answer_from_before_its_request_after_an_exception() -> None:
+    made = iter([Response("first"), RuntimeError("an exception"), Response("third")])
+
+    def make(request: Request) -> Response:
+        answer = next(made)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def asked() -> list[Any]:
+        answers = Answers()
+        return await asyncio.gather(*(answers.of(asking(), make) for _ in range(3)), return_exceptions=True)
+
+    first, second, third = asyncio.run(asked())
+    assert (first.body, str(second), third.body) == (b"first", "an exception", b"third")
+
+
 def test_a_start_is_its_report(service: RunningService, tmp_path: Path, monkeypatch: Any) -> None:
     render = html.render
     answer = get(service, "/api/v1/start/2/0/moe")

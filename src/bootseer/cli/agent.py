@@ -1,4 +1,4 @@
-"""`bootseer agent`: one process per node that looks after its cache and mounts, and reports its state."""
+"""The verbs of `bootseer agent`: one process per node that looks after its cache and mounts, and reports its state."""
 
 from __future__ import annotations
 
@@ -12,27 +12,9 @@ from bootseer.agent.agent import AgentSettings, request_status, run_agent
 from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
-from bootseer.cli.verb_parts import Group, json_option, listen_address, stop_event
+from bootseer.cli.verb_parts import json_option, listen_address, stop_event
 from bootseer.trace.spools import default_root
 from bootseer.units import format_bytes, format_seconds, plural
-
-_VERBS = {
-    "run": ("agent", "Run the agent until a signal ends it."),
-    "status": ("agent", "Show the state of this node's agent."),
-}
-
-
-@click.command("agent", cls=Group, verbs=_VERBS)
-def agent_command() -> None:
-    """The node's agent: keeps the cache within its limit and serves metrics to Prometheus.
-
-    It is optional: jobs run without it, and are not affected if it is killed.
-
-    \b
-    bootseer agent run --cache-limit 500g --listen 127.0.0.1:9464
-    bootseer agent run --ship-to https://service:8765 --spool /var/spool/bootseer
-    bootseer agent status
-    """
 
 
 @click.command("run")

@@ -1,4 +1,4 @@
-"""`bootseer cache`: this node's block cache."""
+"""The verbs of `bootseer cache`: this node's block cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, styled, table
-from bootseer.cli.verb_parts import Group, json_option
+from bootseer.cli.verb_parts import json_option
 from bootseer.errors import UsageError
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.units import format_bytes, format_seconds, plural
-
-_VERBS = {
-    "show": ("cache", "List cached files, most recently used first."),
-    "verify": ("cache", "Verify all cached blocks against their digests."),
-    "prune": ("cache", "Free space, starting with blocks that were never read."),
-}
-
 
 _FOLDER = click.option(
     "--cache",
@@ -34,16 +27,6 @@ _FOLDER = click.option(
     help="Folder of the cache (default: this node's).",
 )
 _JSON = json_option("bootseer.cache/1")
-
-
-@click.command("cache", cls=Group, verbs=_VERBS)
-def cache_command() -> None:
-    """This node's cache: blocks of images, environments and checkpoints that were fetched once and are verified on use.
-
-    \b
-    bootseer cache show
-    bootseer cache prune --to 200g
-    """
 
 
 @click.command("show")

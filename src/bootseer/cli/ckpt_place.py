@@ -1,4 +1,4 @@
-"""`bootseer ckpt`, and what its verbs share: opening a storage place, a checkpoint's name, options for striping."""
+"""Shared by the verbs of `ckpt`: opening a storage place, resolving a checkpoint's name, options for striping."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import click
-
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import LATEST, read_latest
 from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES, Policy
 from bootseer.cli.options import COUNT, FLAG, Option, parse_size
-from bootseer.cli.verb_parts import Group
 from bootseer.errors import AccessError, CorruptError, NotFolderError, NotFoundError, UsageError
 from bootseer.launch.supervise import say
 from bootseer.places import check_slashes, open_place
@@ -27,37 +24,6 @@ STRIPES = (
 )
 _LONG_S = 2.5
 """A wait for the storage is told after this time."""
-
-
-_VERBS = {
-    "mount": ("ckpt_mount", "Mount a folder of checkpoints."),
-    "umount": ("ckpt_mount", "Unmount a folder of checkpoints."),
-    "mounted": ("ckpt_mount", "List mounted folders and their health."),
-    "put": ("ckpt", "Upload a checkpoint and publish it."),
-    "get": ("ckpt", "Download a checkpoint."),
-    "list": ("ckpt_jobs", "List the checkpoints of a job."),
-    "latest": ("ckpt_jobs", "Show or set the checkpoint to resume from."),
-    "stat": ("ckpt_jobs", "Show the parts of a file and the nodes that store them."),
-    "verify": ("ckpt", "Verify a checkpoint against its digests."),
-    "remove": ("ckpt_jobs", "Remove checkpoints."),
-    "clean": ("ckpt_jobs", "Remove leftovers of killed writers."),
-    "policy": ("ckpt_jobs", "Show or set how new files of a folder are striped."),
-}
-
-
-@click.command("ckpt", cls=Group, verbs=_VERBS)
-def ckpt_command() -> None:
-    """Checkpoints, with files striped over the nodes of the storage or ordinary ones.
-
-    Locations are hdfs://host:port/dir, s3://bucket/dir (also gs, az), file:///dir or a path. A job is a folder of
-    checkpoints.
-
-    \b
-    bootseer ckpt mount hdfs://namenode/jobs/moe /ckpt        # for unmodified training code
-    bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
-    bootseer ckpt list s3://checkpoints/moe
-    bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume
-    """
 
 
 def split(uri: str) -> tuple[str, str]:

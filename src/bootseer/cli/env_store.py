@@ -1,4 +1,4 @@
-"""`bootseer env`; its verbs `list`, `show`, `remove` and `prune` about a store's snapshots; the lookup for all verbs.
+"""`bootseer env list`, `show`, `remove` and `prune`: the snapshots of a store; and the lookup for all verbs of `env`.
 
 A key may be abbreviated to its first digits if they are unique.
 """
@@ -24,7 +24,7 @@ from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import PLAIN_HTTP, signatures
 from bootseer.cli.options import Option
 from bootseer.cli.output import Output, styled, table
-from bootseer.cli.verb_parts import Group, json_option, with_options
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.env.document import EnvironmentDocument, is_key
 from bootseer.env.keys.requirement import normalised
 from bootseer.env.life.catalog import Catalog, prune
@@ -46,30 +46,6 @@ STORE = (
     PLAIN_HTTP,
 )
 _LEAST_DIGITS = 4
-
-
-_VERBS = {
-    "key": ("env", "Explain the cache key of a setup, and what changed in it."),
-    "capture": ("env", "Run a setup and publish a snapshot of its result."),
-    "restore": ("env", "Copy a snapshot's files to a folder, or run a command with them."),
-    "verify": ("env", "Verify a snapshot against its digests or a fresh installation."),
-    "list": ("env_store", "List the snapshots of a store."),
-    "show": ("env_store", "Show the details of a snapshot."),
-    "remove": ("env_store", "Remove snapshots, so that no start uses them."),
-    "prune": ("env_store", "Delete the files of removed and expired snapshots."),
-    "lock": ("env", "Resolve requirements to pinned versions with digests."),
-}
-
-
-@click.command("env", cls=Group, verbs=_VERBS)
-def env_command() -> None:
-    """Environment snapshots: the setup runs once, later starts mount its result.
-
-    \b
-    bootseer run --requirements requirements.txt --store /shared/bootseer -- python train.py
-    bootseer env list --store /shared/bootseer
-    bootseer env key --requirements requirements.txt
-    """
 
 
 def cache() -> Path:

@@ -1,4 +1,4 @@
-"""`bootseer image`: container images as block files, mounted before they are downloaded."""
+"""The verbs of `bootseer image` that mount images. `list` is quick: what only other verbs need is imported by them."""
 
 from __future__ import annotations
 
@@ -9,44 +9,16 @@ from typing import Any
 
 import click
 
-from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.places import blocks_folder, cache_root, containers_folder, runtime_root
-from bootseer.cache.cache import Cache
 from bootseer.cli.image_options import CONTAINER, CONVERTED, SOURCE, request, request_of_verb, wanted
 from bootseer.cli.output import Output, shown, styled, table
-from bootseer.cli.verb_parts import Group, MayHaveCommand, json_option, with_options
+from bootseer.cli.verb_parts import MayHaveCommand, json_option, with_options
 from bootseer.errors import UsageError
-from bootseer.image.mounting.mount import mount_image
-from bootseer.image.mounting.mounted import check_unused, find_mount, local_share, status_of, unmount_recorded
-from bootseer.image.mounting.resolve import resolve_image
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.units import format_bytes
-
-_VERBS = {
-    "convert": ("image_convert", "Convert an image for lazy loading."),
-    "run": ("image", "Run a command in an image."),
-    "mount": ("image", "Mount an image's file system on a folder."),
-    "umount": ("image", "Unmount an image."),
-    "list": ("image", "List mounted images and their health."),
-    "inspect": ("image", "Show a converted image and its layers."),
-    "remove": ("image_store", "Remove the converted form of images."),
-    "prune": ("image_store", "Delete the files of removed images from a store."),
-    "hotset": ("image_hotset", "Show, merge and export the blocks that starts need first."),
-}
-
-
-@click.command("image", cls=Group, verbs=_VERBS)
-def image_command() -> None:
-    """Container images whose files are fetched when they are read.
-
-    \b
-    bootseer image convert registry:5000/team/train:7     # once, after the image is pushed
-    bootseer image run registry:5000/team/train:7 -- python train.py
-    bootseer image list
-    """
 
 
 @click.command("run", cls=MayHaveCommand)
@@ -82,6 +54,9 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
     \b
     bootseer image inspect registry:5000/team/train:7
     """
+    from bootseer.cache.cache import Cache
+    from bootseer.image.mounting.resolve import resolve_image
+
     asked = request_of_verb(reference, store, plain_http)
     found = resolve_image(asked, say=say)
     document = found.document
@@ -135,6 +110,10 @@ def mount_command(
     bootseer image mount registry:5000/team/train:7 /mnt/train
     bootseer image umount /mnt/train
     """
+    from bootseer.artifact.owned_folder import OwnedFolder
+    from bootseer.image.mounting.mount import mount_image
+    from bootseer.image.mounting.mounted import check_unused
+
     if kernel.is_mount(folder.absolute()):  # first: one whose daemon is dead has no attributes
         raise UsageError(f"{folder}: already a mount point", hint=f"bootseer image umount {folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -156,6 +135,8 @@ def mount_command(
 @click.option("--force", is_flag=True, help="Unmount while in use; programs that use it get I/O errors.")
 def umount_command(folder: Path, force: bool) -> None:
     """Unmount DIR, end its daemon and discard changes. Fetched blocks stay in the cache."""
+    from bootseer.image.mounting.mounted import find_mount, unmount_recorded
+
     runtime = _runtime()
     unmount_recorded(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()), force=force)
 
@@ -178,6 +159,8 @@ def list_command(output: Output) -> None:
 
 
 def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
+    from bootseer.image.mounting.mounted import local_share, status_of
+
     status = status_of(runtime, state)
     health = runtime.health(state)
     return {

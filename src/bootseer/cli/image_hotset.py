@@ -1,4 +1,4 @@
-"""`bootseer image hotset`: the blocks that starts of an image need, in order."""
+"""The verbs of `bootseer image hotset`: the blocks that starts of an image need, in order."""
 
 from __future__ import annotations
 
@@ -12,31 +12,14 @@ import click
 from bootseer.artifact.hotsets import HotSets
 from bootseer.cli.image_options import CONVERTED, request_of_verb
 from bootseer.cli.output import Output, print_bytes, table, write_file
-from bootseer.cli.verb_parts import Group, json_option, with_options
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.fetch.hotset import MAX_STORED_BYTES, HotSet, encode_hot_set, parse_hot_set
 from bootseer.image.mounting.resolve import ResolvedImage, resolve_image
 from bootseer.launch.supervise import say
 from bootseer.units import format_bytes
 
-_VERBS = {
-    "show": ("image_hotset", "List an image's hot sets on this node and in its store."),
-    "merge": ("image_hotset", "Merge hot sets from files and publish the result."),
-    "export": ("image_hotset", "Write a hot set to a file."),
-}
-
-
 _JSON = json_option("bootseer.hotsets/1")
-
-
-@click.command("hotset", cls=Group, verbs=_VERBS)
-def hotset_command() -> None:
-    """Hot sets: the blocks that earlier starts of an image needed. The next start prefetches them.
-
-    \b
-    bootseer image hotset show registry:5000/team/train:7
-    bootseer image hotset export registry:5000/team/train:7 train.py-0123456789ab hot.bin
-    """
 
 
 @click.command("show")

@@ -10,13 +10,16 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from bootseer.cli.options import COUNT, FLAG, Option
 from bootseer.cli.output import Output
 from bootseer.errors import UsageError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 class MayHaveCommand(click.Command):
@@ -134,6 +137,14 @@ class Group(click.Group):
             if isinstance(group, Group) and name in group.verbs:
                 near.append(f"{ctx.command_path} {verb} {name}")
         return f": did you mean `{'` or `'.join(near)}`?" if near else ""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The verbs and options that begin so. Click's own would import all verbs."""
+        from click.shell_completion import CompletionItem
+
+        named = [(name, text) for name, (_, text) in self.verbs.items() if name.startswith(incomplete)]
+        items = [CompletionItem(name, help=text) for name, text in named]
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):

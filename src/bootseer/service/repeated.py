@@ -65,8 +65,8 @@ class Repeated:
                 self._call()
                 problem = ""
             except Exception as error:
-                if str(error) != problem:
+                if repr(error) != problem:
                     _LOG.warning("%s: %s", self._name, error, exc_info=not isinstance(error, BootseerError))
-                problem = str(error)
+                problem = repr(error)  # some have no text
                 self.ended.wait(self._retry_s)
             pause_s = max(self._every_s, self._pace * (time.monotonic() - began_s))

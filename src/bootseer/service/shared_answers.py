@@ -54,9 +54,9 @@ class Answers:
             async with asked.lock:
                 # While this request waited for the lock, another one may have computed an answer that is new enough.
                 if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
-                    asked.began_s = time.monotonic()
+                    began_s = time.monotonic()
                     asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
-                    now_s = time.monotonic()
+                    asked.began_s, now_s = began_s, time.monotonic()  # not if an exception ended it
                     # After an error the database may be back at once.
                     lasts = of_weeks and asked.answer.status_code < 500
                     asked.until_s = now_s + _LASTS * (now_s - asked.began_s) if lasts else now_s

@@ -246,6 +246,8 @@ class Upkeep:
         """
         until = time.monotonic() + _END_S
         for thread in self._threads:
+            thread.ended.set()
+        for thread in self._threads:
             thread.close(until - time.monotonic())
 
     def _find_days(self) -> None:
