@@ -53,7 +53,7 @@ class Database:
     def open(cls, url: str) -> Database:
         """The database with the current tables, created or migrated.
 
-        Raises `PermanentError` if it was created by a newer version, is damaged, or refuses this user, `TransientError`
+        Raises `PermanentError` if it was created by another version, is damaged, or refuses this user, `TransientError`
         if it cannot be reached.
         """
         database = cls(url)
@@ -186,7 +186,7 @@ def _migrate(connection: Connection) -> None:
         there = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
         if there not in known:
             raise PermanentError(
-                f"the database has table version {there}, unknown to this BootSeer, because a newer one created it; "
+                f"the database has table version {there}, unknown to this BootSeer, because another one created it; "
                 "upgrade, or use another --data or --database and run `bootseer serve reindex`"
             )
     command.upgrade(config, "head")

@@ -7,7 +7,7 @@ from alembic import op
 
 from bootseer.service.schema import metadata
 
-revision = "0001"
+revision = "0001b"  # databases of "0001", before the release, have columns that nothing fills
 down_revision = None
 
 
