@@ -70,7 +70,7 @@ def test_one_of_a_newer_version_is_left_as_it_is(database_url: str) -> None:
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     database.close()
-    with pytest.raises(PermanentError, match=r"version 9999, .* a newer one"):
+    with pytest.raises(PermanentError, match=r"version 9999, .* another one"):
         Database.open(database_url)
 
 
