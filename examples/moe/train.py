@@ -44,6 +44,7 @@ def train(arguments: argparse.Namespace) -> None:
     ).sized_for(arguments.checkpoint_mb)
     world = dist.get_world_size()
     if shape.experts % world:
+        dist.barrier()  # all are connected then: the end of one makes no connect of another one fail
         raise JobError(f"--experts {shape.experts} cannot be divided among {world} ranks")
     batches = Batches(
         read_text(arguments.text, arguments.text_mb * 1_000_000),
