@@ -139,8 +139,12 @@ def test_what_was_damaged_after_it_was_written_is_found_by_reading_it_back(
     assert list(files.list("")) == []
     assert hidden(job) == []
     monkeypatch.undo()
-    put_checkpoint(files.place, what, "step-1", settings=settings)
+    shown: list[tuple[int, int]] = []
+    put = put_checkpoint(files.place, what, "step-1", settings=settings, progress=lambda *now: shown.append(now))
     assert verify(files, "step-1").problems == []
+    assert shown == sorted(shown), "reading back goes on where writing ended"
+    assert {total for _, total in shown} == {2 * put.size_bytes}
+    assert shown[-1][0] == 2 * put.size_bytes
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

@@ -95,8 +95,8 @@ def put_checkpoint(
 ) -> Put:
     """Publish a local folder or file as `name` in a folder of the place. Returns when all of it is durable.
 
-    `progress` gets the bytes done and the total. Raises `AlreadyExistsError` when the name is taken, and
-    `PermanentError` when the source changes meanwhile.
+    `progress` gets the bytes done and the total; bytes that are read back count again. Raises `AlreadyExistsError` when
+    the name is taken, and `PermanentError` when the source changes meanwhile.
     """
     settings = settings or PutSettings()
     files = Files(place)
@@ -126,13 +126,17 @@ def put_checkpoint(
         if not leftovers and place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
             raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
         inside = Files(place, within=attempt.path)
-        kept_bytes = _write_all(inside, attempt, found, policy, settings, progress, leftovers)
+        all_bytes = found.size_bytes * (2 if settings.read_back else 1)
+        writing = _shifted(progress, 0, all_bytes)
+        kept_bytes = _write_all(inside, attempt, found, policy, settings, writing, leftovers)
         for rest in leftovers:
             with suppress(NotFoundError):  # it was in another one
                 place.delete(rest, recursive=True)
         num_striped = _check_written(inside, attempt.path, found)
-        if settings.read_back and (problems := verify(inside, attempt.path).problems):
-            raise PermanentError(f"{place.uri}/{problems[0].path}: {problems[0].what}; put it again")
+        if settings.read_back:
+            reading = _shifted(progress, found.size_bytes, all_bytes)
+            if problems := verify(inside, attempt.path, progress=reading).problems:
+                raise PermanentError(f"{place.uri}/{problems[0].path}: {problems[0].what}; put it again")
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
@@ -148,6 +152,13 @@ def put_checkpoint(
             f"{place.uri}/{target} is published, but older ones are not all removed: {error}"
         ) from error
     return Put(target, found.size_bytes, len(found.files), num_striped, latest, removed, kept_bytes)
+
+
+def _shifted(
+    progress: Callable[[int, int], None] | None, begin: int, all_bytes: int
+) -> Callable[[int, int], None] | None:
+    """The progress of a part that begins when `begin` of `all_bytes` are done."""
+    return None if progress is None else lambda done, _: progress(begin + done, all_bytes)
 
 
 def _dry_run(files: Files, folder: str, name: str, source: _LocalSource, policy: Policy, settings: PutSettings) -> Put:

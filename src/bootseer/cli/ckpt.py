@@ -68,7 +68,8 @@ def put_command(
     """
     local = Path(source).absolute()
     began_s = time.monotonic()
-    with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress("writing") as progress:
+    label = "writing and reading back" if read_back else "writing"
+    with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress(label) as progress:
         policy: Policy | None = changed(files.policy(""), stripes)
         settings = PutSettings(
             replace=replace,
