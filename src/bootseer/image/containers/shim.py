@@ -119,11 +119,13 @@ def _start_failure_code(folder: str) -> int:
             "crun cannot start containers where both versions of cgroups have controllers\n"
             "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
         )
-    if "open executable" in last:  # crun does not name it
-        with open(f"{folder}/config.json") as file:  # noqa: PTH123
-            _print_error(f"{json.load(file)['process']['args'][0]}: may not be executed")
     if "exec: " in last or "executable" in last:
-        return 127 if "not found" in last or "no such file" in last else 126
+        is_missing = "not found" in last or "no such file" in last
+        # The runtimes' messages are longer, and crun's do not always name the program.
+        with open(f"{folder}/config.json") as file:  # noqa: PTH123
+            program = json.load(file)["process"]["args"][0]
+        _print_error(f"{program}: {'command not found' if is_missing else 'may not be executed'} in the container")
+        return 127 if is_missing else 126
     return 0
 
 
