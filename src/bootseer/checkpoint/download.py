@@ -100,7 +100,8 @@ def _find_abandoned(parent: Path, prefix: str, own: str) -> tuple[Path, int] | N
         for path in paths:
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                if not _try_lock(lock) or os.path.lexists(path / OLD):
+                # Its last user may have removed it since it was listed; no other folder gets its name.
+                if not _try_lock(lock) or not os.path.lexists(path) or os.path.lexists(path / OLD):
                     os.close(lock)
                 elif found is None and path.name.startswith(own) and os.fstat(lock).st_uid == os.geteuid():
                     found = path, lock
