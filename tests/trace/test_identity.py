@@ -125,3 +125,11 @@ def test_no_environment_raises(env: dict[str, str], hostname: str) -> None:
 )
 def test_topology(env: dict[str, str], topology: str) -> None:
     assert discover(env, hostname="box").topology == topology
+
+
+@pytest.mark.parametrize(
+    ("env", "number"),
+    [({"JOB_COMPLETION_INDEX": "3"}, 3), ({"PET_NODE_RANK": "1", "JOB_COMPLETION_INDEX": "3"}, 1), ({}, None)],
+)
+def test_number_of_the_node(env: dict[str, str], number: int | None) -> None:
+    assert discover(env, hostname="h").node_rank == number

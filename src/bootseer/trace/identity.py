@@ -123,7 +123,11 @@ def discover(env: Env, *, hostname: str) -> Identity:
         world_size=world_size,
         gpus=_gpus(env),
         source=source,
-        node_rank=number(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
+        node_rank=number(
+            env,
+            *("GROUP_RANK", "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
+            "JOB_COMPLETION_INDEX",  # indexed Jobs of Kubernetes
+        ),
         # Slurm's topology address ends with the node's name.
         topology=env.get("BOOTSEER_TOPOLOGY", "").strip() or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
     )
