@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -95,6 +95,18 @@ def test_a_malformed_answer_or_a_refusal_is_an_error_that_names_the_node(said: b
         with pytest.raises(PipelineError) as raised:
             begin(new)
         assert raised.value.node == new.block.nodes[0].host_port
+
+
+def test_a_node_that_accepts_no_connection_is_named_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for _ in range(3):
+            link = waiting.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(full.getsockname())
+        new = a_block(full.getsockname()[1])
+        new = replace(new, block=structs.replace(new.block, nodes=(*new.block.nodes, Node("127.0.0.1:1", "x", ""))))
+        with pytest.raises(PipelineError, match=f"^{new.block.nodes[0].host_port}: cannot be reached: timed out"):
+            begin(new, silent_s=0.5)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,11 @@ class BlockWriter:
         with self._naming():
             self._connection = DataNodeConnection(address, silent_s=setup_s, protection=protection)
             try:
-                self._connection.connect(setup_s)
-                self._connection.log_in(new.block.token, raise_silent)
+                try:
+                    self._connection.connect(setup_s)
+                    self._connection.log_in(new.block.token, raise_silent)
+                except SilentError as error:  # the other nodes were not asked yet
+                    raise PipelineError(f"{self._first}: {error}", self._first) from error
                 self._connection.send(_WRITE_BLOCK + delimited(_request(new, defaults, holder)))
                 self._await_setup()
                 self._connection.set_timeout(stall_s)
