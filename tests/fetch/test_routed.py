@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.blocks.codec import Buffer
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
@@ -222,6 +223,20 @@ def test_a_late_reader_is_hedged_neither_at_places_nor_at_the_store(places: list
     void(w.read(0, [0], void, 20.0))
     w.run(until=SETTINGS.demand_timeout_s - 0.5)
     assert len(w.launched) == 1
+
+
+@pytest.mark.parametrize("purpose", [Purpose.HOT, Purpose.COLD])
+def test_a_reader_does_not_wait_for_the_end_of_a_prefetch_from_the_store_that_hangs(purpose: Purpose) -> None:
+    w = world(Ring(["me", "b"]), fault=lambda fetch, earlier: Fault(hang=fetch.purpose is purpose))
+    w.scheduler.fetch_all_now()
+    w.scheduler.want_cold(0, range(RUN), w.now)
+    if purpose is Purpose.HOT:
+        w.prefetch((0, block) for block in range(RUN))
+    w.run(until=1.0)
+    answers: list[Buffer | BootseerError] = []
+    w.read(0, [0], answers.append)
+    w.run(until=1.0 + SETTINGS.demand_timeout_s + 0.5)
+    assert answers == [b""]
 
 
 def test_what_still_waits_follows_a_new_list() -> None:

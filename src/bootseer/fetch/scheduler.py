@@ -7,7 +7,8 @@ start now and when to call it again. The rules:
   store, which is retried with growing pauses. Pace and health of both are learned (`ledger.Pace`).
 - A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
   the whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then
-  on, without a second request. A late one is hedged, except with peers.
+  on, without a second request. A late one is hedged; with peers only a prefetch from the store, after the time that
+  a reader's own request may take.
 - Hot blocks are fetched in the recorded order, adjacent ones in one request, as long as the hot set proves its worth
   (`HotSetTrust`). Until then they give way whenever a reader waits for a block outside the hot set.
 - Cold blocks are fetched when hot ones are done and readers are idle.
@@ -284,10 +285,14 @@ class Scheduler(Routed):
             self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True)
 
     def _may_hedge(self, wanted: Wanted) -> bool:
-        # Not with peers: many nodes start together, and each would spend its hedges on the same slow store, which sent
-        # 1.1 to 1.5 copies. Late peers are handled by their health.
-        is_late = wanted.readers > 0 and wanted.in_flight and wanted.hedges < self._settings.max_hedges
-        return is_late and self._peers is None
+        if not (wanted.readers and wanted.in_flight and wanted.hedges < self._settings.max_hedges):
+            return False
+        if self._peers is None:
+            return True
+        # With peers, many nodes start together, and each would spend its hedges on the same slow store, which sent 1.1
+        # to 1.5 copies; late peers are handled by their health. Only a prefetch from the store may outlast the reader.
+        fetches = [self.running[number].fetch for number in wanted.requests]
+        return any(fetch.step is None and fetch.purpose is not Purpose.DEMAND for fetch in fetches)
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
         settings, reserved = self._settings, self._settings.reserved_requests
@@ -338,7 +343,9 @@ class Scheduler(Routed):
         """A reader's block is in flight: set the time at which it is hedged."""
         wanted = self.wanted[key]
         if self._may_hedge(wanted):
-            wanted.late_at = now + self.origin_of(key).pace.hedge_after_s() * 2**wanted.hedges
+            usual_s = self.origin_of(key).pace.hedge_after_s()
+            after_s = usual_s if self._peers is None else self._settings.demand_timeout_s
+            wanted.late_at = now + after_s * 2**wanted.hedges
 
     # Prefetch
 
