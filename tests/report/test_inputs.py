@@ -42,9 +42,9 @@ def test_members_behind_each_other_in_tiny_reads(tmp_path, monkeypatch, pack, si
     assert read(path) == LOG
 
 
-def test_padding_behind_gzip_is_no_damage(tmp_path):
+def test_padding_between_and_behind_members_is_no_damage(tmp_path):
     path = tmp_path / "padded.gz"
-    path.write_bytes(gzip.compress(LOG) + bytes(1000))
+    path.write_bytes(gzip.compress(LOG[:999]) + bytes(5000) + gzip.compress(LOG[999:]) + bytes(1000))
     assert read(path) == LOG
 
 

@@ -110,6 +110,11 @@ def test_lines_that_no_table_could_hold_are_rejected(service):
     assert (answer.json()["accepted"], answer.json()["rejected"]) == (3, 7)
 
 
+def test_a_batch_without_events_waits_for_no_row(service):
+    assert service.post("/v1/lines", b"a line that is no event\n", x_bootseer_sender="n").status_code == 202
+    assert service.service.ingest.lag_s == 0
+
+
 def test_more_than_fits_into_memory_is_asked_for_later(service, monkeypatch):
     monkeypatch.setattr(ingest, "MAX_HELD_BYTES", 100)
     answer = service.post("/v1/lines", lines(), x_bootseer_sender="n")

@@ -205,9 +205,9 @@ def _decompressed(
         for start in range(0, len(block), _STEP_BYTES):
             piece = block[start : start + _STEP_BYTES]
             while piece:
-                if unpacker.eof:  # log rotation appends one member to another; padding may follow the last one
-                    if not piece.strip(b"\0"):
-                        return
+                if unpacker.eof:  # log rotation appends one member to another, with padding between or behind them
+                    if not (piece := piece.lstrip(b"\0")):
+                        break
                     unpacker = new()
                 try:
                     data = unpacker.decompress(piece)

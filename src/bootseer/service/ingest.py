@@ -304,7 +304,8 @@ class Ingest:
                 rows.append({"raw_key": kept.name, "day": day, "job": job, "attempt": attempt,
                              "received_ns": now_ns, "done": False})  # fmt: skip
         self.problem = ""
-        self._registrar.add(rows)
+        if rows:
+            self._registrar.add(rows)
         return Outcome(accepted, rejected, is_new or not rows)
 
 

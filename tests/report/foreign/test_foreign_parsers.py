@@ -370,6 +370,18 @@ def test_two_pods_that_pull_one_image_at_once(read: Any) -> None:
     assert events[1]["wall_ns"] - events[0]["wall_ns"] == 10 * 10**9
 
 
+def test_a_pull_that_a_reboot_interrupted_does_not_begin_the_next_one(read: Any) -> None:
+    pull = 'time="2026-11-20T1{}Z" level=info msg="PullImage \\"a/b:1\\"{}"'
+    lines = [
+        pull.format("0:00:00", ""),
+        pull.format("7:54:20", ""),
+        pull.format("7:55:20", ' returns image reference \\"sha256:1\\"'),
+    ]
+    events = read("\n".join(lines))["containerd"]["events"]
+    assert [event["phase"] for event in events] == ["begin", "end"]
+    assert events[1]["wall_ns"] - events[0]["wall_ns"] == 60 * 10**9
+
+
 def test_phases_of_uv_without_times_are_facts(read: Any) -> None:
     facts = read("Resolved 3 packages in 1.00s\nResolved 4 packages in 2.00s\nInstalled 4 packages in 1ms")["uv"][
         "facts"

@@ -47,11 +47,12 @@ _PULLED = Rule(END, _PULL, "Successfully pulled image ", _IN_TIME, says="pulled"
 _PULLED_BY_AGES = Rule(END, _PULL, "", says="pulled, by ages of events: to {precision_s} s")
 # In the order in which they happen within one second, which is as fine as the times of most events are.
 _RULES = (
-    Rule(BEGIN, _QUEUE, "Created pod: ", rf"(?P<host>(?P<key>{_POD_NAME}))(?![\w.-])"),
+    # An earlier pod of this name may have been deleted.
+    Rule(BEGIN, _QUEUE, "Created pod: ", rf"(?P<host>(?P<key>{_POD_NAME}))(?![\w.-])", restarts=True),
     Rule(MARK, _BOUND, "Successfully assigned ", _ASSIGNED),
     Rule(END, _QUEUE, "Successfully assigned ", _ASSIGNED),
-    Rule(BEGIN, _PULL, "Pulling image ", rf"\\*\"{_IMAGE}"),
-    Rule(BEGIN, _PULL, "pulling image ", rf"\\*\"(?<!-off pulling image \"){_IMAGE}"),
+    Rule(BEGIN, _PULL, "Pulling image ", rf"\\*\"{_IMAGE}", restarts=True),
+    Rule(BEGIN, _PULL, "pulling image ", rf"\\*\"(?<!-off pulling image \"){_IMAGE}", restarts=True),
     _PULLED,
     Rule(
         END, _PULL, "Container image ", rf"\\*\"{_IMAGE} already present on machine", says="was already on the machine"
@@ -148,8 +149,6 @@ class KubernetesParser(TableParser):
             groups = {name: value for name, value in known.items() if value} | fields
             if rule.stage == _PULL:
                 groups["key"] = f"{moment.pod} {fields['image']}"
-            if rule.role == BEGIN and moment.line.wall_ns is not None:  # an earlier pod of this name was deleted
-                self._open.pop((rule.stage, groups["key"]), None)
             by_ages = moment.took_s >= 0 and "took" not in fields and "pull" not in fields
             if by_ages:
                 groups["s"] = str(moment.took_s)

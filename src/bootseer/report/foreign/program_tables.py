@@ -77,7 +77,8 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(MARK, "bound", "StepId=", rf"(?<=launch task StepId=){_JOB}\.\S+ request from UID:?\s?\d"),
     ),
     "containerd": (
-        Rule(BEGIN, _PULL, "PullImage ", rf"{_CRI}(?:\\*\"|\s*$)"),
+        # Of a pull that containerd's end interrupted, the log has no end.
+        Rule(BEGIN, _PULL, "PullImage ", rf"{_CRI}(?:\\*\"|\s*$)", restarts=True),
         Rule(END, _PULL, "PullImage ", rf"{_CRI} returns image reference"),
         Rule(FAIL, _PULL, "PullImage ", rf"{_CRI} failed"),
         Rule(END, _PULL, "Pulled image ", rf"{_CRI} with image id{_SIZE_AND_TIME}", says="pulled"),

@@ -67,6 +67,8 @@ class Rule(NamedTuple):
     label: str = ""
     seldom_ended: bool = False
     """Begins what is reported only if its end is in the log."""
+    restarts: bool = False
+    """Begins anew what has not ended: of several begins, the last one counts."""
 
 
 @cache
@@ -137,8 +139,9 @@ class TableParser(Parser):
         if rule.role == BEGIN:
             if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
                 del self._open[key]
-            if now.wall_ns is not None:  # else it would hide a later begin
-                self._open.setdefault(key, now)
+            # Without a time it would hide a later begin.
+            if now.wall_ns is not None and (rule.restarts or key not in self._open):
+                self._open[key] = now
         elif rule.role == NOW:
             self._now_ns = at_ns
         elif rule.role == AT:
