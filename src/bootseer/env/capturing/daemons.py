@@ -53,29 +53,11 @@ class SetupContext:
     privileges: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RestartableDaemon:
-    """A process that can be started again."""
-
-    daemon: Daemon
-    began_s: float
-    """On the monotonic clock."""
-
-    @property
-    def runtime_files(self) -> tuple[str, ...]:
-        """Files that it creates at each start."""
-        daemon = self.daemon
-        sockets = [address.removeprefix("unix ") for address in daemon.sockets]
-        return (*daemon.pid_files, *(path for path in sockets if path.startswith("/")), daemon.output)
-
-
 class _NotRestartable(Exception):  # noqa: N818 - carries the reason
     pass
 
 
-def find_restartable(
-    pids: Mapping[int, str], setup: SetupContext, reads: Reads
-) -> tuple[list[RestartableDaemon], list[str]]:
+def find_restartable(pids: Mapping[int, str], setup: SetupContext, reads: Reads) -> tuple[list[Daemon], list[str]]:
     """The restartable processes among these, in order of their start, and the reasons why others are not."""
     table = processes()
     tops = [table[pid] for pid in pids if pid in table and table[pid].parent not in pids]
@@ -92,6 +74,12 @@ def find_restartable(
     return found, reasons
 
 
+def runtime_files(daemon: Daemon) -> tuple[str, ...]:
+    """Files that it creates at each start."""
+    sockets = [address.removeprefix("unix ") for address in daemon.sockets]
+    return (*daemon.pid_files, *(path for path in sockets if path.startswith("/")), daemon.output)
+
+
 def privileges(pid: int | str) -> dict[str, str]:
     """The restrictions of a process's privileges."""
     status = proc.status(pid)
@@ -100,7 +88,7 @@ def privileges(pid: int | str) -> dict[str, str]:
 
 def _describe(
     top: Process, family: set[int], addresses: Mapping[int, str], setup: SetupContext, reads: Reads
-) -> RestartableDaemon:
+) -> Daemon:
     at = Path(f"/proc/{top.pid}")
     program = os.readlink(at / "exe")  # noqa: PTH115 - a name
     argv = [os.fsdecode(word) for word in (at / "cmdline").read_bytes().split(b"\0")[:-1]]
@@ -128,7 +116,7 @@ def _describe(
     if gone := [path for path in _paths(argv, at) if _is_transient(path) and path not in passing]:
         raise _NotRestartable(f"it uses {gone[0]}, which is not kept")
     times = [*(setup.ended_s for _ in sockets), *(_written_s(at, path) for path in pid_files)]
-    daemon = Daemon(
+    return Daemon(
         name=top.name,
         program=program,
         argv=tuple(argv),
@@ -144,7 +132,6 @@ def _describe(
         pid_files=pid_files,
         ready_s=round(max(at_s - top.began_s for at_s in (*times, top.began_s)), 3),
     )
-    return RestartableDaemon(daemon, top.began_s)
 
 
 def _id(shown: str) -> int:

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.artifact.child import run_in_child
-from bootseer.env.capturing.daemons import RestartableDaemon, SetupContext, find_restartable, privileges
+from bootseer.env.capturing.daemons import SetupContext, find_restartable, privileges, runtime_files
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.reads import Reads
 from bootseer.env.changes import Change
+from bootseer.env.document import Daemon
 from bootseer.env.processes import process
 from bootseer.errors import BootseerError
 from bootseer.io import proc
@@ -208,7 +209,7 @@ class Baseline:
         mentions: Sequence[str] = (),
         grace_s: float = 1.0,
         relaunch: SetupContext | None = None,
-    ) -> tuple[list[str], list[RestartableDaemon]]:
+    ) -> tuple[list[str], list[Daemon]]:
         """Reasons why the setup is not snapshot-safe, and its processes that can be started again.
 
         `reads` is what it opened; `mentions` are texts that name what the job will use (see `leftovers`). Forks as
@@ -218,16 +219,16 @@ class Baseline:
         is given and they can be started again.
         """
         found = self.running(grace_s=grace_s)
-        daemons: list[RestartableDaemon] = []
+        daemons: list[Daemon] = []
         if relaunch is None:
             unsafe = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
         else:
             daemons, unsafe = find_restartable(
                 found, replace(relaunch, privileges=self._before.get("privileges", {})), reads
             )
-            mentions = [*mentions, *(word for one in daemons for word in one.daemon.argv)]
+            mentions = [*mentions, *(word for one in daemons for word in one.argv)]
         unsafe = _shortened(unsafe)
-        again = {path for one in daemons for path in one.runtime_files}
+        again = {path for one in daemons for path in runtime_files(one)}
         inside = _inspect_inside(self._enter)
         unsafe += self._mount_changes(inside)
         unsafe += KernelState.now().changes(self._kernel)

@@ -6,6 +6,7 @@ The older form of events is used, in which the kernel passes a descriptor of eac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -81,8 +82,8 @@ class Group:
         try:
             yield from (event for event in events if event.fd >= 0)
         finally:
-            for event in events:
-                if event.fd >= 0:
-                    os.close(event.fd)
+            for number in (event.fd for event in events if event.fd >= 0):
+                with contextlib.suppress(OSError):  # a FUSE daemon may answer with an error, or have ended
+                    os.close(number)
         if any(event.mask & _OVERFLOW for event in events):
             raise Overflow

@@ -108,7 +108,7 @@ class _MountBuilder(Struct, frozen=True):
         memory: int | None = None
         for root, is_placeholder in self.placeholders.items():
             try:
-                notes += self._show(root, memory, is_placeholder=is_placeholder)
+                notes += self._show(root, is_placeholder=is_placeholder)
             except BootseerError as error:
                 # EINVAL: the disk of the changes cannot hold an upper layer, such as an overlay or NFS.
                 if memory is not None or number_of(error) not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -116,11 +116,11 @@ class _MountBuilder(Struct, frozen=True):
                 kernel.attach(kernel.create_mount("tmpfs", [("source", "bootseer"), ("mode", "700")]), self.folder.path)
                 memory = os.open(self.folder.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 notes.append(f"the job's changes in the environment are kept in memory: {error}")
-                notes += self._show(root, memory, is_placeholder=is_placeholder)
+                notes += self._show(root, is_placeholder=is_placeholder)
         folders = {} if memory is None else {_MEMORY: memory}
         return Built({"notes": notes, "roots": self.folder.roots, _MEMORY: memory is not None}, folders)
 
-    def _show(self, root: str, memory: int | None, *, is_placeholder: bool) -> list[str]:
+    def _show(self, root: str, *, is_placeholder: bool) -> list[str]:
         """Mount one root, and the snapshot's parts of other mounts that lie below it."""
         # Cloned before the overlay covers them: afterwards these names lead to the snapshot's files.
         machine = [(path, kernel.clone_mount(Path(path))) for path in _MACHINE_FILES if _is_file_in(path, root)]

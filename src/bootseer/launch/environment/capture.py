@@ -38,11 +38,7 @@ from bootseer.env.restoring.safe_tree import TreeFolders
 from bootseer.errors import BootseerError
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
-from bootseer.launch.environment.relaunch import (
-    emit_daemon_stage,
-    read_pid_files,
-    remove_stale_files,
-)
+from bootseer.launch.environment.relaunch import read_pid_files, remove_stale_files
 from bootseer.launch.environment.setup import SetupHost, SetupResult, SetupRun, setup_problems
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import (
@@ -222,9 +218,7 @@ class _CapturedSetup:
         pid_files = tuple(path for path in self._view.left_out.reasons if path.endswith(".pid"))
         setup = replace(self.daemon_context, paths=pid_files) if self.daemon_context is not None else None
         unsafe, daemons = self._baseline.side_effects(self.reads, mentions=used, relaunch=setup)
-        self.daemons = tuple(one.daemon for one in daemons)
-        for one in daemons:
-            emit_daemon_stage(self._task, one.daemon, one.began_s, one.began_s + one.daemon.ready_s)
+        self.daemons = tuple(daemons)
         for line in self._view.left_out.warnings:
             say(line)
         return [*done.reasons, *unsafe, *self._packages_outside()]

@@ -55,7 +55,7 @@ def start_daemons(task: Task, daemons: Sequence[Daemon], enter: Callable[[], Non
     helper = start_background(work, name="bootseer-daemon", log=log)
     try:
         while not (reply := helper.next_message(2 * deadline_s)).get("ready"):
-            emit_daemon_stage(task, daemons[reply["daemon"]], reply["began_s"], reply["ready_s"])
+            _emit_stage(task, daemons[reply["daemon"]], reply["began_s"], reply["ready_s"])
     except BaseException as error:
         helper.stop(END_S)
         if isinstance(error, BootseerError):
@@ -64,7 +64,7 @@ def start_daemons(task: Task, daemons: Sequence[Daemon], enter: Callable[[], Non
     return helper
 
 
-def emit_daemon_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
+def _emit_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
     """Emit the stage of one daemon; times are of the monotonic clock."""
     tracer, name, attrs = task.session.tracer, f"environment_setup.{STAGE}", {"name": daemon.name}
     span = tracer.emit(name, BEGIN, attrs=attrs, mono_ns=int(began_s * 1e9))
