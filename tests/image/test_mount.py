@@ -173,7 +173,7 @@ def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why
         request(converted),
         converted.folder / "mnt",
         writable=converted.folder / "changed",
-        above=[above],
+        above=lambda digest: [above],
         # With a reason against every other way the files are written out.
         facts=Facts(fuse=why, erofs_file=why, loop=why),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,8 @@ from bootseer.env import Mode
 from bootseer.env.life.decide import Action, Decision
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.containers.container import Options
+from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.image.mounting.request import Request
-from bootseer.image.reference import parse_reference
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import PreparedEnvironment
@@ -22,6 +21,10 @@ from bootseer.mounts.state import MountState, Runtime
 from image_node import mounted_image
 
 LAYER = Path("/layer")
+
+
+def layers(digest: str) -> list[Path]:
+    return [LAYER]
 
 
 @pytest.fixture
@@ -41,10 +44,7 @@ def restored(tmp_path: Path) -> Callable[[Mode], ImageEnvironment]:
         start = EnvironmentStart(Task("setup.sh", [], wanted, {}), ["true"])
         start.prepared = PreparedEnvironment("restored", Decision(Action.RESTORE, "hit", "", mode=mode), {})
         start.prepared.undo.callback((tmp_path / "undone").touch)
-        request = Request(
-            parse_reference("registry.example/a:1"), None, cache=tmp_path / "cache", runtime=tmp_path / "runtime"
-        )
-        return ImageEnvironment(start, request, Options())
+        return ImageEnvironment(start, Options())
 
     return make
 
@@ -54,14 +54,15 @@ def test_a_layer_that_cannot_be_mounted_is_given_up(
 ) -> None:
     asked = []
 
-    def mount(writable: Path, above: Sequence[Path], setup: bool) -> MountedImage:
-        asked.append((tuple(above), setup))
+    def mount(writable: Path, layers: LayersAbove, setup: bool) -> MountedImage:
+        above = tuple(layers("sha256:0"))
+        asked.append((above, setup))
         if above:
             raise PermanentError("no overlay takes it")
         return image
 
     environment = restored("auto")
-    assert environment.mount(mount, tmp_path, [LAYER]) is image
+    assert environment.mount(mount, tmp_path, layers) is image
     assert asked == [((LAYER,), False), ((), True)]
     assert environment.start.prepared is None  # so that the setup runs
     assert (tmp_path / "undone").exists()
@@ -70,12 +71,12 @@ def test_a_layer_that_cannot_be_mounted_is_given_up(
 def test_a_layer_that_can_be_mounted_is_used(
     restored: Callable[[Mode], ImageEnvironment], image: MountedImage, tmp_path: Path
 ) -> None:
-    def mount(writable: Path, above: Sequence[Path], setup: bool) -> MountedImage:
-        assert list(above) == [LAYER]
+    def mount(writable: Path, layers: LayersAbove, setup: bool) -> MountedImage:
+        assert list(layers("sha256:0")) == [LAYER]
         return image
 
     environment = restored("auto")
-    assert environment.mount(mount, tmp_path, [LAYER]) is image
+    assert environment.mount(mount, tmp_path, layers) is image
     assert environment.start.prepared is not None
     assert not (tmp_path / "undone").exists()
 
@@ -83,9 +84,9 @@ def test_a_layer_that_can_be_mounted_is_used(
 def test_where_a_snapshot_is_required_nothing_is_mounted_without_it(
     restored: Callable[[Mode], ImageEnvironment], tmp_path: Path
 ) -> None:
-    def mount(writable: Path, above: Sequence[Path], setup: bool) -> MountedImage:
-        assert above
+    def mount(writable: Path, layers: LayersAbove, setup: bool) -> MountedImage:
+        assert layers("sha256:0")
         raise OSError("no overlay takes it")
 
     with pytest.raises(UsageError, match="cannot-mount"):
-        restored("require").mount(mount, tmp_path, [LAYER])
+        restored("require").mount(mount, tmp_path, layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import Action, Decision
 from bootseer.errors import PermanentError
 from bootseer.image.containers.container import Options
+from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.start import EnvironmentStart
@@ -37,8 +38,9 @@ class Mounts:
         self._refuses_all = refuses_all
         self._runtime = Runtime(folder.parent / "runtime")
 
-    def __call__(self, writable: Path, above: Sequence[Path], setup: bool = False) -> MountedImage:
-        self.asked.append(tuple(above))
+    def __call__(self, writable: Path, layers: LayersAbove, setup: bool = False) -> MountedImage:
+        above = tuple(layers("sha256:0"))
+        self.asked.append(above)
         if self.asked[1:] and (self._refuses_all or (above and self._refuses_layers)):
             raise PermanentError("no overlay takes it")
         (writable / UPPER).mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ def keeping(writable: Path, mount: Mounts) -> tuple[UpperLayer, EnvironmentStart
     wanted = EnvironmentOptions(writable.parent / "cache", writable.parent / "runtime")
     task = Task("setup.sh", [], wanted, {})
     start = EnvironmentStart(task, ["true"])
-    mounted = mount(writable, ())
+    mounted = mount(writable, lambda digest: ())
     (writable / UPPER / "tool").write_text("what the setup wrote")
     setup = ImageSetupHost(task, mounted, Options(), setup_paths("/work", [], []), task.folder.path, {})
     return UpperLayer(start, setup, mount, Decision(Action.BUILD, "no-snapshot", "")), start

@@ -17,7 +17,7 @@ import pytest
 from bootseer.artifact.places import containers_folder
 from bootseer.env.keys.lock import own_uv
 from bootseer.mounts import kernel
-from bootseer.trace.event import Event
+from bootseer.trace.event import BEGIN, Event
 from busybox import without_mixed_cgroups
 from image_node import Node
 from stored import stored
@@ -271,11 +271,29 @@ def test_what_the_command_needs_from_a_scratch_folder_keeps_the_snapshot_away(
     assert job("--", "cat", "/tmp/tool/words", setup="scratch.sh")[0].stdout == "tool\n"
 
 
-def test_a_replaced_node_mounts_image_and_snapshot_lazily(job: Callable[..., Any], node: Node, tmp_path: Path) -> None:
+def test_a_replaced_node_mounts_image_and_snapshot_lazily(
+    job: Callable[..., Any], node: Node, tmp_path: Path, events: Callable[[], list[Event]]
+) -> None:
     words = ("--loading", "lazy", "--", "sh", "-c", "cat /opt/tool/words; wc -c < /hot")
     first, _ = job(*words)
     ran, start = job(*words, more={"BOOTSEER_CACHE": str(tmp_path / "other")})
     assert (ran.stdout, start["mode"]) == (first.stdout, "restored")
+    begun = [event.stage for event in events() if event.attempt == 1 and event.phase == BEGIN]
+    # The image's blocks are being fetched while the environment is restored.
+    assert (
+        begun.index("image_loading.daemon") < begun.index("environment_setup.key") < begun.index("image_loading.mount")
+    )
+
+
+def test_a_snapshot_is_not_used_in_a_folder_with_other_content(job: Callable[..., Any], node: Node) -> None:
+    """The digest of such an image is known only after it is converted."""
+    words = ("--image", f"dir:{node.folder}/tree", "--", "cat", "/etc/changed", "/opt/tool/words")
+    changed = node.folder / "tree" / "etc" / "changed"
+    for text, mode in (("1", "captured"), ("1", "restored"), ("2", "captured")):
+        if mode == "captured":
+            changed.write_text(f"{text}\n")
+        ran, start = job(*words)
+        assert (ran.stdout, start["mode"]) == (f"{text}\nwords of the project\n", mode)
 
 
 def test_credentials_of_a_setup_in_an_image_are_in_no_store(job: Callable[..., Any], tmp_path: Path) -> None:

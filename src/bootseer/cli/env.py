@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,13 +22,16 @@ from bootseer.env.keys.key import Difference, RequestKey, difference, shortened
 from bootseer.env.keys.lock import resolve
 from bootseer.env.keys.request_key import request_key
 from bootseer.errors import UsageError
-from bootseer.launch.environment.lookup_process import image_digest, key_request
+from bootseer.image.sources.open import open_source
+from bootseer.launch.environment.lookup_process import key_request
 from bootseer.launch.environment.plain import check_files
 from bootseer.launch.environment.snapshot import SavedSnapshot, make_snapshot
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from bootseer.image.mounting.request import Request
 
 
 @click.command("capture")
@@ -66,6 +70,16 @@ def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
     check_files(setup, requirements)
 
 
+def _image_digest(image: Request) -> str:
+    """The digest of the image that a setup runs in."""
+    with closing(open_source(image.reference, platform=image.platform, plain_http=image.plain_http)) as source:
+        if not source.digest:
+            raise UsageError(
+                f"{image.reference} has no digest yet", hint="convert it, and name the digest: bootseer image convert"
+            )
+        return source.digest
+
+
 KEY_SCHEMA = "bootseer.environment-key/1"
 _MAX_LINES = 3
 
@@ -90,7 +104,7 @@ def key_command(image: str | None, old: str | None, show_all: bool, output: Outp
     """
     _check_setup(values["setup"], values["requirements"])
     asked = wanted(values, {"plain_http": values["plain_http"]}, os.environ)
-    digest = "" if image is None else image_digest(request_of_verb(image, None, values["plain_http"]))
+    digest = "" if image is None else _image_digest(request_of_verb(image, None, values["plain_http"]))
     key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, image=digest))
     changed = None
     if old is not None:

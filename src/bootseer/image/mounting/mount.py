@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
@@ -41,6 +41,8 @@ from bootseer.mounts.shared_layers import mount_layer, unmount_own
 from bootseer.mounts.state import MountState
 from bootseer.store.open import open_store
 
+LayersAbove = Callable[[str], Sequence[Path]]
+"""Returns further layers to mount on top of the image of this digest, lowest first."""
 _AT_ONCE = 8
 _COPY = "copy"
 
@@ -50,7 +52,7 @@ def mount_image(
     target: Path,
     *,
     writable: Path | None = None,
-    above: Sequence[Path] = (),
+    above: LayersAbove = lambda digest: (),
     lifeline: bool = False,
     suid: bool = False,
     stage: Stage = lambda name: nullcontext({}),
@@ -60,10 +62,11 @@ def mount_image(
 ) -> MountedImage:
     """Mount the image on `target`, which is created if missing.
 
-    Changes are written to the folder `writable`, which is deleted with the mount; without it the tree is read-only. The
-    folders of `above` are further layers on top of the image, lowest first. Their whiteouts must have the attributes of
-    both kinds of overlay (`trusted.` and `user.`); if no overlay can be mounted, they are an error. With `lifeline` the
-    mount ends with this process; without root, this process then enters a user namespace and stays in it.
+    Changes are written to the folder `writable`, which is deleted with the mount; without it the tree is read-only.
+    `above` is called once, if possible while the image's hot blocks are already being fetched; whiteouts in its layers
+    must have the attributes of both kinds of overlay (`trusted.` and `user.`), and layers are an error if no overlay
+    can be mounted. With `lifeline` the mount ends with this process; without root, this process then enters a user
+    namespace and stays in it.
     `suid`: set-uid programs of the image take effect; its device nodes never do.
     `facts`: what works on this machine; None: determined here. Raises `UsageError` if this user cannot mount, and
     `BootseerError` if all methods fail.
@@ -82,7 +85,7 @@ def mount_image(
         show=show,
         target=target,
         writable=writable,
-        above=tuple(above),
+        above=above,
         attributes=attributes,
         what_works=facts,
     )
@@ -97,7 +100,7 @@ class _ImageMount(LazyMount):
     options: Request
     target: Path
     writable: Path | None
-    above: tuple[Path, ...]
+    above: LayersAbove
     attributes: int
     what_works: Facts
     choice: Choice = field(init=False)
@@ -163,9 +166,14 @@ class _ImageMount(LazyMount):
                 self.stop_daemon()
                 facts = methods.after_failure(facts, choice.method, str(error), private=private)
 
+    @cached_property
+    def _layers_above(self) -> Sequence[Path]:
+        return self.above(self.subject.digest)
+
     def _mount_layers(self, *, loop: bool) -> None:
         """Let the kernel mount each layer, and an overlay of them."""
         self.serve_lazily()
+        _ = self._layers_above  # its errors are not those of the method
 
         def mount() -> None:
             one = partial(mount_layer, self.runtime, self.folder, loop=loop)
@@ -195,6 +203,7 @@ class _ImageMount(LazyMount):
         """Serve all layers as one tree by a daemon, mounted in our own namespace or by a set-uid helper."""
         from bootseer.mounts.trees import MergedTree
 
+        above = self._layers_above  # which are mounted outside of the user namespace
         if self.lifeline:
             user_namespace.enter()
         with _method_errors():
@@ -203,7 +212,7 @@ class _ImageMount(LazyMount):
                 with self.stage("mount"):
                     self._mount_over([self.folder / FILES], userxattr=True)
             else:
-                if self.above:
+                if above:
                     raise PermanentError("further layers on top of the image need the permission to mount an overlay")
                 self.target.mkdir(parents=True, exist_ok=True)
                 self.serve_tree(MergedTree, self.target)
@@ -212,6 +221,7 @@ class _ImageMount(LazyMount):
         """Unpack the layers once for all containers, under an overlay for changes; if that fails, a private copy."""
         from bootseer.image.unpack import unpack_layers
 
+        above = self._layers_above
         if self.lifeline:
             user_namespace.enter()  # first: clients of object stores have threads for as long as this process lives
         self.pull_all(f"it is mounted {reason}")
@@ -223,7 +233,7 @@ class _ImageMount(LazyMount):
                 self._mount_over([tree], userxattr=True)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
-            if self.writable is None or self.above:
+            if self.writable is None or above:
                 raise
             self.say(f"no overlay: {error}; this container gets a private copy")
             self.unmount_files()
@@ -246,7 +256,7 @@ class _ImageMount(LazyMount):
             status = lowers[-1].stat()
             os.chown(upper, status.st_uid, status.st_gid)
             upper.chmod(status.st_mode & 0o7777)
-        stack = [*lowers, *self.above]
+        stack = [*lowers, *self._layers_above]
         mount_overlay(stack, self.target, upper=upper, work=work, attributes=self.attributes, userxattr=userxattr)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
@@ -56,12 +55,12 @@ class LookupResult(Struct):
             self.helper.stop()
 
 
-def look_up(task: Task, image: Callable[[], str] | None, *, damaged: str = "") -> LookupResult:
+def look_up(task: Task, image: str, *, damaged: str = "") -> LookupResult:
     """Look up the environment. Raises `BootseerError` if the child fails or does not answer in time; that the store
     does not answer is no error, but a reason for the decision.
 
-    `image` returns the digest of the image to run in, and is called in the child. `damaged` is the defect of the
-    snapshot that was found before, which is to be rebuilt.
+    `image` is the digest of the image to run in; empty without one. `damaged` is the defect of the snapshot that was
+    found before, which is to be rebuilt.
     """
     # Needed by the child and by the run: imported before the fork, they are loaded once.
     import bootseer.artifact.lease

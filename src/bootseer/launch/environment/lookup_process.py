@@ -8,8 +8,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -25,9 +24,6 @@ from bootseer.env.life.quarantine import Quarantine
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.store.open import open_store
-
-if TYPE_CHECKING:
-    from bootseer.image.mounting.request import Request
 
 
 def key_request(
@@ -53,25 +49,13 @@ def key_request(
     )
 
 
-def image_digest(request: Request) -> str:
-    """The digest of the image that a setup runs in. Raises what its registry or store raises."""
-    from bootseer.image.sources.open import open_source
-
-    with contextlib.closing(
-        open_source(request.reference, platform=request.platform, plain_http=request.plain_http)
-    ) as source:
-        return source.digest
-
-
 class LookupProcess:
     """The work of the child process."""
 
     _key: RequestKey
     """Set before the first decision."""
 
-    def __init__(
-        self, task: Task, image: Callable[[], str] | None, send: Send, read_end: int, write_end: int, damaged: str
-    ) -> None:
+    def __init__(self, task: Task, image: str, send: Send, read_end: int, write_end: int, damaged: str) -> None:
         os.close(write_end)  # this process does not build
         self._task = task
         self._image = image
@@ -83,8 +67,7 @@ class LookupProcess:
         """Send the key and the decision, a second one after waiting for a builder; then hold the lease, if any."""
         task = self._task
         env = task.env if task.own_env is None else task.own_env
-        image = self._image() if self._image is not None else ""
-        ask = key_request(task.setup, task.requirements, task.options, env, image=image)
+        ask = key_request(task.setup, task.requirements, task.options, env, image=self._image)
         self._key = request_key(ask, facts_folder=facts_folder_of(task.options.cache))
         self._send(msgspec.to_builtins(self._key))
         with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:

@@ -7,7 +7,7 @@ if possible, and the report has the reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -140,30 +140,28 @@ class EnvironmentStart:
         code, self.prepared = set_up_on_host(self.task, decision)
         return code
 
-    def restore(self, image: Callable[[], str] | None = None) -> tuple[RequestKey | None, Decision]:
+    def restore(self, image: str = "") -> tuple[RequestKey | None, Decision]:
         """Look up the environment and restore its snapshot, if possible (`prepared` is set then); key and decision.
 
-        `image` returns the digest of the image to run in: then only the snapshot's tree is mounted, to become a layer
-        of the image.
+        `image` is the digest of the image to run in: then only the snapshot's tree is mounted, to become a layer of the
+        image.
         """
         from bootseer.env.life.decide import Action
 
         key, decision = self.look_up(image)
         if decision.action is Action.RESTORE:
-            decision = self._restore(decision, on_host=image is None)
+            decision = self._restore(decision, on_host=not image)
             if decision.code == "damaged":  # in the store: another look-up, to rebuild it
                 _, again = self.look_up(image, damaged=decision.reason)
                 if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
-                    decision = self._restore(again, on_host=image is None)
+                    decision = self._restore(again, on_host=not image)
                 else:
                     if again.code == "failed":
                         say(f"the environment is not rebuilt: {again.reason}")
                     decision = replace(again, code=decision.code, reason=decision.reason)
         return key, decision
 
-    def look_up(
-        self, image: Callable[[], str] | None = None, *, damaged: str = ""
-    ) -> tuple[RequestKey | None, Decision]:
+    def look_up(self, image: str = "", *, damaged: str = "") -> tuple[RequestKey | None, Decision]:
         """Key and decision. Errors lead to running the setup. `image` and `damaged` are those of `lookup.look_up`."""
         from bootseer.env.life.decide import Action, Decision
         from bootseer.launch.environment.lookup import look_up

@@ -1,9 +1,9 @@
 """`bootseer run --image --setup`, `--requirements`: the setup runs in the container once; later its layer is mounted.
 
-Before the image is mounted, the environment is looked up (`layers`): a snapshot's tree becomes one more layer of the
-image. Without a snapshot the setup runs in containers of the image. The upper layer with its changes then becomes a
-layer below the command's container, as a snapshot would be, and is published beside the command. The image is remounted
-for the command in any case, so that the setup's reads are not recorded in the command's hot set.
+While the image is mounted and its hot blocks are fetched, the environment is looked up (`layers`): a snapshot's tree
+becomes one more layer of the image. Without a snapshot the image is mounted again for the setup, which has a hot set of
+its own and runs in containers. The upper layer with its changes then becomes a layer below the command's container, as
+a snapshot would be, and is published beside the command, for which the image is mounted once more.
 
 If anything is wrong with snapshots, the setup runs in the mounted image, and the command runs on its changes.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ from bootseer.errors import BootseerError
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.process import ProcessOptions, process_of
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentOptions, Task
@@ -36,6 +36,7 @@ from bootseer.launch.supervise import say
 
 if TYPE_CHECKING:
     from bootseer.env.keys.key import RequestKey
+    from bootseer.image.mounting.mount import LayersAbove
     from bootseer.launch.image.setup import Mount
 
 
@@ -43,7 +44,6 @@ def environment_in_image(
     options: Options,
     environment: EnvironmentOptions,
     command: Sequence[str],
-    request: Request,
     container: ContainerOptions,
     env: dict[str, str],
     own_env: Mapping[str, str],
@@ -78,15 +78,18 @@ def environment_in_image(
         say(f"no snapshot of the environment: {error}")
         elsewhere = containers_folder(cache_root(os.environ, os.getuid()))
         task = make(options=replace(environment, mode="bypass", cache=elsewhere))
-    return ImageEnvironment(EnvironmentStart(task, command), request, container)
+    return ImageEnvironment(EnvironmentStart(task, command), container)
+
+
+class _NoSnapshotError(Exception):
+    """The image must be mounted for the setup."""
 
 
 class ImageEnvironment:
     """The environment of one start in an image."""
 
-    def __init__(self, start: EnvironmentStart, request: Request, options: ContainerOptions) -> None:
+    def __init__(self, start: EnvironmentStart, options: ContainerOptions) -> None:
         self.start = start
-        self._request = request
         self._options = options
         self._key: RequestKey | None = None
         self._decision: Decision | None = None
@@ -95,37 +98,39 @@ class ImageEnvironment:
         self._places = setup_paths(task.cwd, files, options.binds)
         self._exports: tuple[Export, ...] = ()
 
-    def layers(self) -> tuple[Path, ...]:
-        """The layers to mount on top of the image. Raises `UsageError` if a snapshot is required and there is none."""
+    def layers(self, digest: str) -> Sequence[Path]:
+        """The snapshot's layer, to mount on top of the image of this digest. Raises `_NoSnapshotError` if there is
+        none, and `UsageError` if one is required."""
         task = self.start.task
         began_s = time.monotonic()
-        with task.stage() as facts:
-            key, decision = self.start.restore(self._image_digest)
-            facts["code"] = decision.code
-            decision.check()
-        self.start.seconds = time.monotonic() - began_s
-        self._key, self._decision = key, decision
+        try:
+            with task.stage() as facts:
+                self._key, self._decision = self.start.restore(digest)
+                facts["code"] = self._decision.code
+                self._decision.check()
+        finally:
+            self.start.seconds = time.monotonic() - began_s
         prepared = self.start.prepared
-        return () if prepared is None or prepared.layer is None else (prepared.layer.path,)
+        if prepared is None or prepared.layer is None:
+            raise _NoSnapshotError
+        return [prepared.layer.path]
 
-    def _image_digest(self) -> str:
-        """For the key; called in a child process."""
-        from bootseer.launch.environment.lookup_process import image_digest
+    def mount(self, mount: Mount, writable: Path, layers: LayersAbove) -> MountedImage:
+        """Mount the image, with the snapshot on top if possible; `layers` calls the method of this name.
 
-        return image_digest(self._request)
-
-    def mount(self, mount: Mount, writable: Path, above: Sequence[Path]) -> MountedImage:
-        """Mount the image, with the snapshot on top if possible. Raises `UsageError` as `layers` does."""
-        prepared = self.start.prepared
-        if prepared is not None and above:
+        Raises `UsageError` if a snapshot is required and there is none.
+        """
+        with suppress(_NoSnapshotError):
             try:
-                return mount(writable, above, False)
+                return mount(writable, layers, False)
             except (BootseerError, OSError) as error:
-                self.start.prepared = None
+                prepared, self.start.prepared = self.start.prepared, None
+                if prepared is None:
+                    raise
                 prepared.undo.close()
                 self._decision = fall_back(prepared.decision, "cannot-mount", str(error))
                 self._decision.check()
-        return mount(writable, (), True)
+        return mount(writable, lambda digest: (), True)
 
     def with_exports(self, words: ProcessOptions, mounted: MountedImage, env: Mapping[str, str]) -> ProcessOptions:
         """The command's words, with the setup's exports."""

@@ -37,6 +37,7 @@ from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
+from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.capture import trust_of
 from bootseer.launch.environment.plain import ScriptRun, prepare_script
@@ -51,7 +52,7 @@ from bootseer.launch.supervise import say
 from bootseer.machine.child import Outcome
 from bootseer.mounts import kernel
 
-Mount = Callable[[Path, Sequence[Path], bool], MountedImage]
+Mount = Callable[[Path, LayersAbove, bool], MountedImage]
 """Mount the image with a folder for changes and additional layers; the flag: for the setup, not for the command."""
 UPPER = "upper"
 """The upper layer, below a mount's folder for changes (`image.mounting.mount`)."""
@@ -325,7 +326,7 @@ class UpperLayer:
             self._host.mounted.close(keep_changes=True)
         except (BootseerError, OSError) as error:
             say(f"the image was not unmounted: {error}")
-        self._host.mounted = self._mount(self._writable, above, False)
+        self._host.mounted = self._mount(self._writable, lambda digest: above, False)
 
     def _changes(self, layer: Path) -> Sequence[Change]:
         env, options = self._host.env, self._task.options

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from bootseer.trace.identity import RESTART
 from bootseer.trace.tracer import new_span, spool_word
 
 if TYPE_CHECKING:
+    from bootseer.image.mounting.mount import LayersAbove
     from bootseer.image.mounting.mounted import MountedImage
     from bootseer.launch.image.environment import ImageEnvironment
 
@@ -136,7 +137,6 @@ class _ImageStart:
                 self._options,
                 self._options.environment if session.is_measured else replace(self._options.environment, mode="bypass"),
                 self._command,
-                self._request,
                 self._container_options,
                 env,
                 self._env,
@@ -161,19 +161,30 @@ class _ImageStart:
     def _prepare(self, env: dict[str, str]) -> tuple[int, Container | None]:
         """The container, ready to start; or the setup's exit code and None if the setup failed."""
         environment = self._environment
-        above = environment.layers() if environment is not None else ()
         began_s = time.monotonic()
-        with interruptible(), session_stage(self._session, STAGE) as facts:
+        with interruptible(), ExitStack() as stage:
+            facts = stage.enter_context(session_stage(self._session, STAGE))
             containers = containers_folder(cache_root(os.environ, os.getuid()))
             self._folder = OwnedFolder.made(containers, _PREFIX, self._unmount_left)
             folder = self._folder.path
-            self._mounted = (
-                self._mount(folder) if environment is None else environment.mount(self._mount, folder, above)
-            )
+            if environment is None:
+                self._mounted = self._mount(folder)
+            else:
+
+                def layers(digest: str) -> Sequence[Path]:
+                    """The environment's layers: their stage lies between two parts of the image's."""
+                    nonlocal facts
+                    stage.close()
+                    found = environment.layers(digest)
+                    facts = stage.enter_context(session_stage(self._session, STAGE))
+                    return found
+
+                self._mounted = environment.mount(self._mount, folder, layers)
             facts.update(self._mounted.facts)
             self._seconds = time.monotonic() - began_s
             if environment is None:
                 return 0, self._start_container(folder, self._mounted, env)
+            self._seconds -= environment.start.seconds
         code, self._mounted = environment.set_up(self._mounted, dict(env), self._mount)
         if code:
             return code, None
@@ -189,7 +200,7 @@ class _ImageStart:
             runtime = Runtime(self._request.runtime)
             unmount(runtime, find_mount(runtime, folder / "root"), force=True)
 
-    def _mount(self, writable: Path, above: Sequence[Path] = (), setup: bool = False) -> MountedImage:
+    def _mount(self, writable: Path, above: LayersAbove = lambda digest: (), setup: bool = False) -> MountedImage:
         # Imported here, so that the imports are part of the measured stage.
         from bootseer.image.mounting.mount import mount_image
 
