@@ -300,9 +300,10 @@ def _copy_all(
             local.touch(mode=0o600)
         else:
             local.chmod(0o600)
-        with reading.open(info.path) as file:
-            deque(each(partial(copy_piece, file, head, local), range(0, file.size_bytes, _PIECE_BYTES)), maxlen=0)
+        # Open from the first write on: `fsync` reports errors of writing that have occurred since.
         with local.open("rb") as copy:
+            with reading.open(info.path) as file:
+                deque(each(partial(copy_piece, file, head, local), range(0, file.size_bytes, _PIECE_BYTES)), maxlen=0)
             os.fsync(copy.fileno())
             os.fchmod(copy.fileno(), info.entry.mode & 0o777)
             os.utime(copy.fileno(), ns=(info.entry.mtime_ns, info.entry.mtime_ns))
