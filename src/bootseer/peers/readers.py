@@ -105,8 +105,9 @@ class CachedBlocks:
         return self.cached.descriptor()
 
     def here(self, first: int, blocks: int) -> int:
-        num_blocks = self.cached.index.num_blocks - first
-        return sum(1 << bit for bit in bits(blocks) if bit < num_blocks and self.cached.ready(first + bit))
+        cached = self.cached  # once: it may have to be looked up, under a lock
+        num_blocks = cached.index.num_blocks - first
+        return sum(1 << bit for bit in bits(blocks) if bit < num_blocks and cached.ready(first + bit))
 
 
 class CachedFiles:
