@@ -165,15 +165,18 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     endpoint = f"127.0.0.1:{free.getsockname()[1]}"
 slept, sleep, delay = [], time.sleep, dynamic._delay
+waits, asked = os.pipe()
 
 def note(seconds):
     slept.append(seconds)
+    if len(slept) == 4:
+        os.write(asked, b".")
     sleep(seconds)
 
 time.sleep = note
 child = os.fork()
 if child == 0:
-    sleep(0.5)  # the other one asks again and again meanwhile
+    os.read(waits, 1)  # until the other one has asked several times
 words = {"min_nodes": 2, "max_nodes": 2, "local_addr": "127.0.0.1", "is_host": child != 0}
 handler = registry.get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "job", **words))
 joined = handler.next_rendezvous()
