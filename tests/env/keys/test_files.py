@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.env.keys import sources
 from bootseer.env.keys.files import FactCache, NodeFiles, wheel_contents
 from bootseer.env.keys.sources import read_tree
 from bootseer.errors import PermanentError
@@ -88,6 +89,20 @@ def test_each_commit_and_each_tag_counts(tmp_path: Path, monkeypatch: pytest.Mon
                 patch.setenv("PATH", str(tmp_path))
             found.append(_digest(project))
     assert len({*found}) >= len(found) - 1  # packing changes nothing
+
+
+def test_tags_that_git_does_not_tell_in_time_give_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files would give one that is not the key of other nodes."""
+    project, git_folder = tmp_path / "project", tmp_path / "bin"
+    for folder in (project / ".git", git_folder):
+        folder.mkdir(parents=True)
+    (project / "setup.cfg").write_text("setup_requires = pbr\n")
+    (git_folder / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (git_folder / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git_folder}:/usr/bin:/bin")
+    monkeypatch.setattr(sources, "_TAGS_DEADLINE_S", 0.3)
+    with pytest.raises(PermanentError, match="git: no answer within"):
+        _digest(project)
 
 
 def test_a_tag_that_is_not_in_the_history_is_no_change(tmp_path: Path) -> None:

@@ -157,7 +157,9 @@ def _version_control(path: str, files: NodeFiles) -> str:
     told = []
     for question in (("rev-parse", "HEAD"), tags):
         words = ["git", "-c", "safe.directory=*", "-C", path, *question]
-        answer = child.run(words, deadline_s=DEADLINE_S, env=env, max_bytes=_MAX_TAGS_BYTES)
+        answer = child.run(words, deadline_s=_TAGS_DEADLINE_S, env=env, max_bytes=_MAX_TAGS_BYTES)
+        if answer.code is None and answer.started:  # a fast node would get another key
+            raise PermanentError(f"{path}: the tags of its commit are not known: git: {answer.error}")
         if answer.code != 0:
             return _references(path, files)
         told.append(answer.stdout)
@@ -165,6 +167,8 @@ def _version_control(path: str, files: NodeFiles) -> str:
 
 
 _MAX_TAGS_BYTES = 16 << 20
+_TAGS_DEADLINE_S = 60.0
+"""For the whole history of a large repository on a file server."""
 
 
 def _references(path: str, files: NodeFiles) -> str:
