@@ -36,7 +36,7 @@ check: setup ## Lint, types, import rules and module sizes
 	$(BIN)/python scripts/check_sizes.py
 
 # More than there are cores: many tests wait. -ra (pyproject.toml) ends the run with what was skipped and why.
-test: setup ## Run the tests (11 minutes on 2 cores); WORKERS=0 runs them in one process
+test: setup ## Run the tests (13 minutes on 2 cores); WORKERS=0 runs them in one process
 	@scripts/test.sh -n $(WORKERS) $(ARGS)
 
 # All of these folders needs torch, which takes 2 s to import.

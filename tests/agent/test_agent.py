@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from bootseer.agent.agent import _Handler, _UnixServer, request_status
+from bootseer.agent.agent import STATUS, _Handler, _UnixServer, request
 from bootseer.cache.cache import Cache
 from bootseer.errors import NotFoundError, TransientError
 from cached import content, index_of
@@ -145,7 +145,7 @@ def test_connections_that_say_little_or_nothing_do_not_keep_others_out(env: dict
         runtime = Path(env["BOOTSEER_RUNTIME"])
         # Not by the verb: they are let go after some seconds, within which a busy machine may not start a process.
         with pytest.raises(TransientError, match="try again"):
-            request_status(runtime)
+            request(runtime, STATUS)
         until = time.monotonic() + _DEADLINE_S
         refused = True
         while refused:  # even while they go on
@@ -155,7 +155,7 @@ def test_connections_that_say_little_or_nothing_do_not_keep_others_out(env: dict
                     link.send(b"x")
             time.sleep(0.1)
             with contextlib.suppress(TransientError):
-                refused = not request_status(runtime)
+                refused = not request(runtime, STATUS)
 
 
 def test_a_request_without_a_thread_keeps_no_later_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_socket_that_cannot_be_made_or_used_is_one_line(start: Start, env: dic
         if child == 0:  # another user, for whom the folder is closed
             os.setuid(65534)
             try:
-                request_status(tmp_path / "run")
+                request(tmp_path / "run", STATUS)
             except NotFoundError as error:
                 os._exit(0 if f"{path}: Permission denied" in str(error) else 1)
             os._exit(2)

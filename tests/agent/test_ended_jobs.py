@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.agent.agent import PEERS, request, request_status
+from bootseer.agent.agent import PEERS, STATUS, request
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
@@ -81,7 +81,7 @@ class Lab:
         return bytes(into)
 
     def held(self) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = request_status(self.runtime)["peers"]
+        found: list[dict[str, object]] = request(self.runtime, STATUS)["peers"]
         return found
 
 
@@ -109,7 +109,7 @@ def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, 
     until(lambda: lab.held()[0]["sent_bytes"] == BLOCK)  # counted after the last byte
     with pytest.raises(PermanentError, match="malformed"):
         request(lab.runtime, PEERS, {"secret": "00", "name": "n", "rate": 1, "addresses": [lab.address], "files": {}})
-    assert read_secret(lab.folder / "secret").hex() not in json.dumps(request_status(lab.runtime))
+    assert read_secret(lab.folder / "secret").hex() not in json.dumps(request(lab.runtime, STATUS))
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def test_values_are_compared(run: Run) -> None:
     [
         (["no-such.toml"], "shipped scenarios: buckets, dense, diffusion"),
         (["--arm", "faster"], "no arm 'faster'"),
+        (["--what-if", "links.speed=1"], "docs/simulation.md lists all fields"),
         (["month", "--what-if", "links.node-gbit=1,10"], "compared only for starts"),
         (["month", "--html", "page.html"], "for starts, not for a month"),
         (["month", "--what-if", "month.nodes=8"], "a job of 16 nodes on a cluster of 8"),

@@ -368,11 +368,6 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             os.close(lock)
 
 
-def request_status(runtime: Path) -> dict[str, Any]:
-    """The status of this node's agent. Raises like `request`."""
-    return request(runtime, STATUS)
-
-
 def request(runtime: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Send a request to this node's agent: GET, or POST with `body`.
 

@@ -64,10 +64,12 @@ def mapped(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         message = f"cannot {action} {path}: {error.strerror or error}"
         if error.errno in NO_SPACE:
-            what_to_do = "free space on this disk (bootseer cache prune --to SIZE), or give another cache folder"
+            what_to_do = (
+                "free space on this disk (bootseer cache prune --to SIZE), or set BOOTSEER_CACHE to another disk"
+            )
             raise CacheFull(f"{message}; {what_to_do}") from error
         if error.errno in _REFUSED:
-            raise AccessError(f"{message}; give a cache folder that this user may write") from error
+            raise AccessError(f"{message}; set BOOTSEER_CACHE to a folder that this user may write") from error
         if error.errno in _BUSY:
             raise TransientError(message) from error
         raise PermanentError(message) from error

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from bootseer.agent.agent import AgentSettings, request_status, run_agent
+from bootseer.agent.agent import STATUS, AgentSettings, request, run_agent
 from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, table
-from bootseer.cli.verb_parts import json_option, listen_address, stop_event
+from bootseer.cli.verb_parts import Number, json_option, listen_address, stop_event
 from bootseer.trace.spools import default_root
 from bootseer.units import format_bytes, format_seconds, plural
 
@@ -24,11 +24,11 @@ from bootseer.units import format_bytes, format_seconds, plural
 @click.option(
     "--cache-limit", metavar="SIZE", help="Cache size limit, such as 500g (default: by how full the disk is)."
 )
-@click.option("--every", "every_s", type=click.FloatRange(1.0, 86400.0), default=60.0, show_default=True, metavar="S",
+@click.option("--every", "every_s", type=Number(1.0, 86400.0), default=60.0, show_default=True, metavar="S",
               help="Seconds between two rounds of checks.")  # fmt: skip
-@click.option("--idle", "idle_s", type=click.FloatRange(0.0), default=7 * 86_400.0, metavar="S",
+@click.option("--idle", "idle_s", type=Number(0.0), default=7 * 86_400.0, metavar="S",
               help="Unmount layers unused for this many seconds (default: a week).")  # fmt: skip
-@click.option("--peers-for", "peers_s", type=click.FloatRange(0.0), default=3600.0, show_default=True, metavar="S",
+@click.option("--peers-for", "peers_s", type=Number(0.0), default=3600.0, show_default=True, metavar="S",
               help="Serve blocks of ended jobs to their --peers LIST for this many seconds.")  # fmt: skip
 @click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz here, besides the Unix socket.")
 @click.option("--ship-to", default="", metavar="URL", help="Send this node's spools to this service.")
@@ -58,7 +58,7 @@ def run_command(
 @json_option("bootseer.agent/1")
 def status_command(output: Output) -> None:
     """Show the state of this node's agent. The exit code is 1 if the agent reports a problem."""
-    status = request_status(runtime_root(os.environ, os.getuid()))
+    status = request(runtime_root(os.environ, os.getuid()), STATUS)
     cache = status["cache"]
     rows = table(
         "mount", "what", "state", "restarts", "fetched", "from peers", right=("restarts", "fetched", "from peers")

@@ -13,7 +13,7 @@ from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, styled, table
-from bootseer.cli.verb_parts import json_option
+from bootseer.cli.verb_parts import Count, json_option
 from bootseer.errors import UsageError
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
@@ -68,7 +68,7 @@ def show_command(folder: Path | None, output: Output) -> None:
 @click.command("verify")
 @_FOLDER
 @_JSON
-@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Number of threads.")
+@click.option("--threads", type=Count(1, 64), default=2, show_default=True, help="Number of threads.")
 def verify_command(folder: Path | None, output: Output, threads: int) -> None:
     """Read everything and compare it with its digests. Damaged blocks are dropped and fetched again when needed.
 

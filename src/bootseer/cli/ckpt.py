@@ -18,7 +18,7 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import Problem, verify
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback
 from bootseer.cli.output import Output, Progress, print_bytes
-from bootseer.cli.verb_parts import json_option, with_options
+from bootseer.cli.verb_parts import Count, json_option, with_options
 from bootseer.errors import AlreadyExistsError, UsageError
 from bootseer.launch.interrupt import interruptible
 from bootseer.units import format_bytes, format_seconds, plural
@@ -36,7 +36,7 @@ _PUT_RESTS = "repeat the put to resume it; otherwise later writers or `bootseer 
 @click.option(
     "--keep-last",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=Count(min=1),
     help="Afterwards remove all but the N newest checkpoints whose names differ only in numbers; never the latest.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be written and removed.")

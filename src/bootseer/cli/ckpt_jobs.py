@@ -13,7 +13,7 @@ from bootseer.checkpoint.catalog import anatomy, checkpoints, flaw, newest_whole
 from bootseer.checkpoint.latest import LATEST, read_latest, set_latest
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, split
 from bootseer.cli.output import Output, styled, table
-from bootseer.cli.verb_parts import json_option, with_options
+from bootseer.cli.verb_parts import Number, json_option, with_options
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
@@ -191,7 +191,7 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
 
 @click.command("clean")
 @click.argument("job", metavar="JOB")
-@click.option("--older-than", type=click.FloatRange(min=0), default=24.0, metavar="HOURS", show_default=True,
+@click.option("--older-than", type=Number(min=0), default=24.0, metavar="HOURS", show_default=True,
               help="Keep younger uploads, which may still be in progress.")  # fmt: skip
 @json_option("bootseer.checkpoint-clean/1")
 def clean_command(job: str, older_than: float, output: Output) -> None:

@@ -279,7 +279,7 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_MAX_ANSWER + 1)
     except (OSError, HTTPException) as error:
-        raise TransientError(f"{shown} does not answer: {error}") from error
+        raise TransientError(f"{shown} does not answer: {getattr(error, 'strerror', None) or error}") from error
     try:
         found = json.loads(body)
     except ValueError:

@@ -17,7 +17,7 @@ from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import LAYER_LIMIT, PLAIN_HTTP, parse_layer_limits, signatures
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress
-from bootseer.cli.verb_parts import json_option, with_options
+from bootseer.cli.verb_parts import Count, json_option, with_options
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
@@ -46,9 +46,7 @@ class _Settings(NamedTuple):
 @click.command("convert")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="[DST]", required=False)
-@click.option(
-    "--jobs", type=click.IntRange(1, 64), help="Layers to convert in parallel (default: two per CPU, up to 8)."
-)
+@click.option("--jobs", type=Count(1, 64), help="Layers to convert in parallel (default: two per CPU, up to 8).")
 @click.option("--platform", metavar="OS/ARCH", help="Platform of a multi-platform image (default: this machine's).")
 @click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")
 @with_options((LAYER_LIMIT, PLAIN_HTTP))

@@ -14,7 +14,7 @@ import click
 
 from bootseer.cli.output import Progress, print_json, terminal, write_file
 from bootseer.cli.pattern import compiled, of_stages
-from bootseer.cli.verb_parts import price_options
+from bootseer.cli.verb_parts import Count, price_options
 from bootseer.report.analysis.live import Moment
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.read_logs import read_report
@@ -23,10 +23,10 @@ from bootseer.report.read_logs import read_report
 @click.command("report")
 @click.argument("logs", nargs=-1, metavar="[LOG|JOB]...")
 @click.option("--job", help="Job to report, if the logs contain several.")
-@click.option("--attempt", type=click.IntRange(0), help="Attempt to report (default: the last).")
-@click.option("--restart", type=click.IntRange(0), help="Restart within the attempt (default: the last).")
-@click.option("--nodes", "num_nodes", type=click.IntRange(1), help="Number of nodes, if the logs do not say.")
-@click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs per node, if the logs do not say.")
+@click.option("--attempt", type=Count(0), help="Attempt to report (default: the last).")
+@click.option("--restart", type=Count(0), help="Restart within the attempt (default: the last).")
+@click.option("--nodes", "num_nodes", type=Count(1), help="Number of nodes, if the logs do not say.")
+@click.option("--gpus-per-node", type=Count(0, 65535), help="GPUs per node, if the logs do not say.")
 @price_options
 @click.option("--began-pattern", metavar="REGEX", help="Log line that marks the end of the first step.")
 @click.option(

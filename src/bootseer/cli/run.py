@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from bootseer.cli.run_options import OPTIONS, start
-from bootseer.cli.verb_parts import WithCommand, command_of, with_options
+from bootseer.cli.verb_parts import Count, WithCommand, command_of, with_options
 from bootseer.errors import UsageError
 
 
@@ -70,7 +70,7 @@ def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) ->
 @click.option(
     "--rounds",
     metavar="N",
-    type=click.IntRange(1, 999),
+    type=Count(1, 999),
     help="Rounds of benchmarks whose rounds take minutes (checkpoint).",
 )
 def bench_command(names: tuple[str, ...], quick: bool, rounds: int | None) -> int:

@@ -16,7 +16,7 @@ import click
 from bootseer import logs
 from bootseer.cli.output import Output, Progress, table
 from bootseer.cli.pattern import of_stages
-from bootseer.cli.verb_parts import Group, json_option, listen_address, price_options
+from bootseer.cli.verb_parts import Count, Group, json_option, listen_address, price_options
 from bootseer.errors import NotFoundError, UsageError, needs_extra
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
@@ -53,7 +53,7 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _retention_option = click.option(
-    "--raw-days", type=click.IntRange(1), default=14, show_default=True, help="Days to keep raw lines."
+    "--raw-days", type=Count(1), default=14, show_default=True, help="Days to keep raw lines."
 )
 _pattern_option = click.option(
     "--pattern", "patterns", multiple=True, metavar="STAGE=REGEX|@FILE",
@@ -91,9 +91,7 @@ def _tokens(**place: Any) -> Iterator[Tokens]:
               help="Serve https with this certificate.")  # fmt: skip
 @click.option("--tls-key", "key", type=click.Path(path_type=Path), metavar="FILE",
               help="Its private key, if in a separate file.")  # fmt: skip
-@click.option(
-    "--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that analyse starts."
-)
+@click.option("--workers", type=Count(1, 64), default=1, show_default=True, help="Processes that analyse starts.")
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Send alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_pattern_option

@@ -84,7 +84,7 @@ def ship_command(
     if waiting and quiet:
         raise SystemExit(1)
     if waiting:
-        cause = f": {link.problem}" if link.problem else "; another process is sending them"
+        cause = f" to {link.service}: {link.problem}" if link.problem else "; another process is sending them"
         raise TransientError(f"{plural(waiting, 'folder')} could not be sent completely{cause}. The spools keep them")
     if not quiet:
         has = "what is before the damage" if damaged else "everything"
@@ -116,7 +116,7 @@ def _follow(
                 logs.step()
             is_over = "-" in files and piped.step()
             if link.problem != reported:
-                reported = _report(link.problem)
+                reported = _report(link)
             if is_last or (is_over and alone):
                 return piped.lines
             ended.wait(pause_s(link))
@@ -126,10 +126,10 @@ def _follow(
             logs.close()
 
 
-def _report(problem: str) -> str:
-    """Print the state of the service after it has changed. Returns `problem`."""
-    say(f"the service: {problem}; retrying" if problem else "the service is reachable again")
-    return problem
+def _report(link: Link) -> str:
+    """Print the state of the service after it has changed. Returns the problem."""
+    say(f"the service {link.service}: {link.problem}; retrying" if link.problem else "the service is reachable again")
+    return link.problem
 
 
 class _Lines:
@@ -194,7 +194,7 @@ def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
         if now >= until:
             return waiting
         if link.problem and not reported and not quiet:
-            reported = _report(link.problem)
+            reported = _report(link)
         time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
 
 
@@ -210,7 +210,7 @@ def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool, 
         if max(time.monotonic(), link.not_before) >= until:
             raise TransientError(f"{source.name}: not sent completely: {link.problem}")
         if not reported and not quiet:
-            reported = _report(link.problem)
+            reported = _report(link)
         time.sleep(max(link.not_before - time.monotonic(), 0.1))
     if not sent.lines:
         raise UsageError(f"{source.name}: has no event lines", hint="give --job NAME to send a log", exit_code=1)

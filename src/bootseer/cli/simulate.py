@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from bootseer.cli.output import Output, Progress, table, write_file
-from bootseer.cli.verb_parts import json_option
+from bootseer.cli.verb_parts import Count, json_option
 from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.sim.calibration import calibrated, read_report, toml
 from bootseer.sim.figures import figures_of, page
@@ -33,10 +33,8 @@ from bootseer.trace.event import encode
 @click.option("--what-if", "changes", multiple=True, metavar="TABLE.FIELD=VALUE",
               help="Change a value of the scenario, such as links.node-gbit=100, or compare several: "
                    "checkpoint.stripes=1,4,8; may be repeated.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 1 << 31), default=0, show_default=True, help="Seed of random numbers.")
-@click.option(
-    "--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Number of seeds, from --seed."
-)
+@click.option("--seed", type=Count(0, 1 << 31), default=0, show_default=True, help="Seed of random numbers.")
+@click.option("--seeds", type=Count(1, 1000), default=1, show_default=True, help="Number of seeds, from --seed.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write figures as HTML.")
 @click.option(
     "--calibrate",

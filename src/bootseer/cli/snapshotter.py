@@ -11,7 +11,7 @@ import click
 from bootseer import logs
 from bootseer.artifact.places import STORE, cache_root, runtime_root
 from bootseer.cli.image_options import SOURCE, parse_workload, signatures
-from bootseer.cli.verb_parts import stop_event, with_options
+from bootseer.cli.verb_parts import Number, stop_event, with_options
 from bootseer.errors import UsageError
 
 _OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", "layer_limits"))
@@ -24,7 +24,7 @@ _OPTIONS = tuple(option for option in SOURCE if option.name not in ("fallback", 
               show_default=True, metavar="DIR", help="Folder of snapshots; not on overlayfs.")  # fmt: skip
 @click.option("--workload", default="pod", show_default=True, metavar="NAME",
               help="Name of the hot set to prefetch and to record for each image.")  # fmt: skip
-@click.option("--record", "record_s", type=click.FloatRange(1.0, 86_400.0), default=60.0, show_default=True,
+@click.option("--record", "record_s", type=Number(1.0, 86_400.0), default=60.0, show_default=True,
               metavar="S", help="Seconds to record the hot set after an image's first container.")  # fmt: skip
 @click.option("--credential-provider-config", "providers", metavar="PATH",
               help="Credential provider plugins, like kubelet's --image-credential-provider-config.")  # fmt: skip

@@ -75,7 +75,7 @@ def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Ca
 
 def _type(option: Option) -> click.ParamType[Any] | None:
     if option.kind == COUNT:
-        return click.IntRange(option.least, option.most)
+        return Count(option.least, option.most)
     return click.Choice(option.choices) if option.choices else None
 
 
@@ -180,10 +180,18 @@ def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class Count(click.IntRange):
+    name = "integer"  # instead of "integer range", in help and messages
+
+
+class Number(click.FloatRange):
+    name = "number"
+
+
 _MOST = 1e9
 
 
-class Amount(click.FloatRange):
+class Amount(Number):
     """A number that is not negative, and small enough to stay finite in products."""
 
     def __init__(self) -> None:

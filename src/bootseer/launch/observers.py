@@ -100,8 +100,8 @@ class Shipping:
             self._link = link = Link(target(self._url, self._env))
         except BootseerError as error:
             hint = getattr(error, "hint", "")
-            self._done.set()
             say(f"nothing is sent to the service: {error}{f' ({hint})' if hint else ''}")
+            self._done.set()
             return
         shipper = Shipper(self._folder, link)
         wait_s = random.uniform(0.0, 1.0)  # noqa: S311 - not all nodes in the same second
@@ -116,6 +116,8 @@ class Shipping:
 
     def finish(self) -> None:
         """Send the rest once the last event is written; events that the service has refused are only reported."""
+        if self._link is None:  # a short command ends before `watch` has read the address
+            self._done.wait(_LAST_S)
         link = self._link
         if self._is_last and not (link is not None and link.problem):
             self._done.wait(_LAST_S)

@@ -57,7 +57,8 @@ def _session(command: Sequence[str], options: Options, env: Mapping[str, str]) -
     try:
         return Session(command, options, env)
     except (OSError, BootseerError) as error:
-        say(f"events cannot be written ({error}); the command runs unmeasured")
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        say(f"events cannot be written ({why}; name another folder with --spool); the command runs unmeasured")
         return Unmeasured(env)
 
 

@@ -228,7 +228,7 @@ def read_scenario(name: str, changes: Iterable[str] = ()) -> Scenario:
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}; shipped scenarios: {', '.join(shipped())}") from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise UsageError(f"{name}: {error}") from error
+        raise UsageError(f"{name}: {error}", hint="docs/simulation.md lists all fields") from error
 
 
 def _change(fields: dict[str, Any], change: str) -> None:

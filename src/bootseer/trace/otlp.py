@@ -83,7 +83,7 @@ class _Session(requests.Session):
             cause: BaseException = error  # its innermost cause: the error itself shows the URL, which may have a token
             while inner := cause.__cause__ or cause.__context__:
                 cause = inner
-            self._exporter.last_error = str(cause) or type(cause).__name__
+            self._exporter.last_error = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
             raise
 
 

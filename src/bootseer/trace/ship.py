@@ -83,7 +83,7 @@ def target(url: str, env: Mapping[str, str]) -> Target:
         good = False
     if not good:
         problem = f"{given.rpartition('@')[2]!r} is not the address of a service" if given else "no service is named"
-        raise UsageError(problem, hint=f"as http://HOST:8765, or set {SERVICE} to it")
+        raise UsageError(problem, hint=f"give its address, as http://HOST:8765, or set {SERVICE}")
     path = parts.path.rstrip("/")
     return Target(parts.scheme == "https", str(parts.hostname), port, path, _token(env))
 
@@ -140,7 +140,7 @@ class Link:
             status, retry_after, message = self._post(body, headers)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.is_refused = False
-            self._note_failure(str(error) or type(error).__name__, None)
+            self._note_failure(getattr(error, "strerror", None) or str(error) or type(error).__name__, None)
             return False
         if status in (200, 202):
             self.problem, self.is_refused, self._pause_s = "", False, _FIRST_PAUSE_S

@@ -26,7 +26,7 @@ def open_folder(reference: Reference, platform: Platform) -> ImageSource:
     """The folder as an image with an empty configuration. Raises `UsageError` if there is no such folder."""
     folder = Path(reference.path)
     if not folder.is_dir():
-        raise UsageError(f"{reference}: no such folder", hint="name the root directory of a system")
+        raise UsageError(f"{reference}: no such folder", hint="name the folder of a root file system")
     config = {
         "architecture": platform.architecture,
         "os": platform.os,
