@@ -279,6 +279,7 @@ mount --rbind . .
 cd "$0/node"
 mkdir -p old
 pivot_root . old
+umount -l old  # its copies of other tests' mounts
 exec env -i container=other /lib/systemd/systemd --system --unit=node.target
 """
 POD = """
