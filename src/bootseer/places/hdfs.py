@@ -22,6 +22,7 @@ from bootseer.errors import (
 )
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.client import HdfsClient
+from bootseer.io.retry import retrying
 from bootseer.places.place import (
     SMALL_FILE_REPLICAS,
     TEMPORARY_PREFIX,
@@ -35,6 +36,7 @@ from bootseer.places.place import (
 )
 
 _MIB = 1 << 20
+_ATTEMPTS = 3
 _CHECKSUM_BYTES = 512
 """Block sizes must be multiples of the bytes that one HDFS checksum covers."""
 
@@ -146,9 +148,17 @@ class HdfsPlace(SmallReads):
         """A hidden file in the folder of `path`, and its status; removed unless it was renamed."""
         full = self._full(path)
         folder = full.rpartition("/")[0]
-        temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        temporary = ""
+
+        def put(_: float) -> FileStatus:
+            nonlocal temporary
+            # Another name for each attempt: what the last one has left may still be there.
+            temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+            return self._put(temporary, data, mode)
+
         try:
-            yield temporary, self._put(temporary, data, mode)
+            status = retrying(put, attempts=_ATTEMPTS)
+            yield temporary, status
         except BaseException as error:
             with contextlib.suppress(BootseerError):
                 self._client.delete(temporary)
