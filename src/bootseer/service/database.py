@@ -154,17 +154,21 @@ def _parsed(text_: str) -> URL:
 
 def _set_up_sqlite(connection: Any, record: object) -> None:
     connection.isolation_level = None  # transactions begin where SQLAlchemy says so, not at the first statement
-    path = connection.execute("PRAGMA database_list").fetchone()[2]
-    if path:
-        os.chmod(path, 0o600)  # noqa: PTH101 - it contains hashes of tokens
-    for setting in (
-        "journal_mode = WAL",
-        "synchronous = NORMAL",
-        "foreign_keys = ON",
-        "cache_size = -65536",
-        "temp_store = MEMORY",
-    ):
-        connection.execute(f"PRAGMA {setting}")
+    try:
+        path = connection.execute("PRAGMA database_list").fetchone()[2]
+        if path:
+            os.chmod(path, 0o600)  # noqa: PTH101 - it contains hashes of tokens
+        for setting in (
+            "journal_mode = WAL",
+            "synchronous = NORMAL",
+            "foreign_keys = ON",
+            "cache_size = -65536",
+            "temp_store = MEMORY",
+        ):
+            connection.execute(f"PRAGMA {setting}")
+    except BaseException:
+        connection.close()  # SQLAlchemy does not
+        raise
 
 
 def _begin_sqlite(connection: Connection) -> None:
