@@ -82,6 +82,7 @@ def test_a_state_stays_small_and_reads_back() -> None:
         {"key": OTHER_KEY},
         {"suspects": [["x", 1, "n", "w", 1]]},
         {"suspects": [[A, 1]]},
+        {"suspects": [[A, 1, "n", "w" * 501, 1]]},
         {"suspects": [[A, 1, "n", "w", float("nan")]]},
         {"suspects": None},
         {"settled": 1},

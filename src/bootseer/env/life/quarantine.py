@@ -38,8 +38,8 @@ class Suspect(Struct, frozen=True, array_like=True):
     digest: _Digest
     count: Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
     """Always 1: further failures change no decision. Earlier versions counted some of them."""
-    node: str
-    why: str
+    node: Annotated[str, Meta(max_length=_MAX_TEXT)]
+    why: Annotated[str, Meta(max_length=_MAX_TEXT)]
     at_s: Annotated[float, Meta(ge=0, lt=1e11)]
     """Seconds since 1970."""
 
