@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -142,6 +143,24 @@ def test_a_link_on_the_way_leads_nowhere(machine: Machine, tmp_path: Path) -> No
     with pytest.raises(Conflict, match="symbolic link"):
         machine.restore([entry for entry in machine.entries() if entry.kind == "file"])
     assert list(outside.iterdir()) == []
+
+
+def test_a_file_that_appears_after_the_look_stays_where_there_are_no_hard_links(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a container whose runtime forbids faccessat2(2), with which `os.access` finds no file."""
+
+    def refuse(*words: object, **more: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    machine.setup.write("/home/u/file", "new")
+    planned = plan(machine.entries(), machine.setup.at, root=str(machine.root))
+    machine.at("/home/u/file").write_text("a user's")
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "access", lambda *words, **more: False)
+    with pytest.raises(PermanentError):
+        apply_plan(planned, machine.setup.at)
+    assert machine.at("/home/u/file").read_text() == "a user's"
 
 
 def test_a_link_that_appears_after_the_look_leads_nowhere(machine: Machine, tmp_path: Path) -> None:

@@ -103,8 +103,7 @@ class _Writer:
             try:
                 os.link(new, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
             except OSError as error:
-                is_there = os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False)
-                if error.errno not in _NO_LINKS or is_there:
+                if error.errno not in _NO_LINKS or self._tree.status(step.entry.path) is not None:
                     raise
                 os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
