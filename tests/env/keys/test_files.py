@@ -91,6 +91,20 @@ def test_each_commit_and_each_tag_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({*found}) >= len(found) - 1  # packing changes nothing
 
 
+def test_a_repository_that_the_setup_does_not_see_is_not_asked(tmp_path: Path) -> None:
+    """In an image, of which the working folder is a part of a repository."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "setup.cfg").write_text("setup_requires = pbr\n")
+    git("init", "-q", "-b", "main", cwd=tmp_path)
+    found = set()
+    for _ in range(2):
+        git("commit", "-q", "--allow-empty", "-m", "more", cwd=tmp_path)
+        files = NodeFiles(FactCache(None), lambda path: Path(path).is_relative_to(project))
+        found.add(read_tree(str(project), files).digest)
+    assert len(found) == 1
+
+
 def test_tags_that_git_does_not_tell_in_time_give_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their files would give one that is not the key of other nodes."""
     project, git_folder = tmp_path / "project", tmp_path / "bin"

@@ -150,6 +150,12 @@ def _version_control(path: str, files: NodeFiles) -> str:
     )
     if not _VERSIONED.search(build):
         return ""
+    folder = path
+    while not files.kind(f"{folder}/.git") and folder != "/":
+        folder = os.path.dirname(folder)  # noqa: PTH120 - a string
+    git = f"{folder}/.git"
+    if not files.kind(git):  # no repository that the setup can see
+        return ""
     # Build tools ask about the project's folder, whatever these variables name.
     env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE")}
     # All tags: the last one may have a form that the project does not take for a version.
@@ -161,7 +167,7 @@ def _version_control(path: str, files: NodeFiles) -> str:
         if answer.code is None and answer.started:  # a fast node would get another key
             raise PermanentError(f"{path}: the tags of its commit are not known: git: {answer.error}")
         if answer.code != 0:
-            return _references(path, files)
+            return _references(git, files)
         told.append(answer.stdout)
     return digest_of(told)
 
@@ -171,13 +177,9 @@ _TAGS_DEADLINE_S = 60.0
 """For the whole history of a large repository on a file server."""
 
 
-def _references(path: str, files: NodeFiles) -> str:
+def _references(git: str, files: NodeFiles) -> str:
     """The files of branches and tags, for a node on which git does not tell them: the setup may install git, or have it
-    trust this folder. Empty without a repository."""
-    folder = path
-    while folder != "/" and files.kind(f"{folder}/.git") != "folder":
-        folder = os.path.dirname(folder)  # noqa: PTH120 - a string
-    git = f"{folder}/.git"
+    trust this folder."""
     names = ["HEAD", "packed-refs"]
     for kind in ("heads", "tags"):
         names += sorted(glob.glob(f"refs/{kind}/**", root_dir=git, recursive=True))  # noqa: PTH207
