@@ -26,8 +26,8 @@ from bootseer.store.store import Store, Stored, Upload, is_content_name
 DEFAULT_BLOCK_SIZE = 256 * 1024
 _EMPTY = Stored("sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0)
 _BATCH_BYTES = 1 << 20
-"""Given to a thread at once. Each hand-over wakes a thread that wants the interpreter's lock, and the one that wakes it
-often loses its processor with that lock held: block by block, conversions took a twentieth more processor time."""
+"""Size of a thread's job. Each job wakes a thread that waits for the interpreter's lock, and the waking thread often
+loses its processor while it holds that lock: with a job per block, conversions took a twentieth more processor time."""
 _BATCHES_PER_THREAD = 2
 
 
@@ -95,7 +95,7 @@ class BlockWriter:
             while rest.nbytes:
                 taken = rest[: self._block_size - self._filled]
                 rest = rest[len(taken) :]
-                # Immutable data is kept without a copy, unless most of the memory that it holds is of no use here.
+                # Immutable data is kept without a copy, unless it would keep much more memory alive.
                 is_kept = isinstance(taken.obj, bytes) and 4 * len(taken) >= len(taken.obj)
                 self._parts.append(taken if is_kept else bytes(taken))
                 self._filled += len(taken)
@@ -133,7 +133,7 @@ class BlockWriter:
         self._in_flight.clear()
         upload, self._upload = self._upload, None
         if upload is not None:
-            with contextlib.suppress(BootseerError):  # what made us give up matters more
+            with contextlib.suppress(BootseerError):  # the first error matters more
                 upload.abort()
 
     def _check_open(self) -> None:

@@ -71,7 +71,7 @@ def default_authority(uri: str) -> str:
     scheme, _, rest = named.partition("://")
     authority = rest.partition("/")[0]
     if "@" in authority:  # not shown: it may be a password
-        raise UsageError("fs.defaultFS has a user or password, which does not belong into an address",
+        raise UsageError("fs.defaultFS has a user or password, which does not belong in an address",
                          hint="set HADOOP_USER_NAME")  # fmt: skip
     if scheme != "hdfs" or not authority:
         reason = f"fs.defaultFS is {named}" if named else "there is no fs.defaultFS"

@@ -1,4 +1,4 @@
-"""Reports corrupt replicas to the NameNode, so that it replaces them; until then every reader meets them.
+"""Reports corrupt replicas to the NameNode, so that it replaces them; until then every reader gets them.
 
 DataNodes check their blocks every three weeks only, and do not pass on a reader's complaint. The rules are those of
 Hadoop's own client: report if another replica may be right, or if there is no other. A client that finds all of several

@@ -33,7 +33,7 @@ _RUN_S: Final = 0.25
 """Target duration of one request: long against the round trip, short enough to lose little with it."""
 _UNKNOWN_RUN_BYTES: Final = 1 << 20
 _RECEPTION_S: Final = 0.05
-"""Target duration of one reception: memory that no read wants any more is free after it, and slow nodes can be told
+"""Target duration of one reception: memory that no read needs any more is free after it, and slow nodes can be told
 from hung ones."""
 _PACKET_BYTES: Final = 64 << 10
 _UNKNOWN_PACKETS: Final = 4

@@ -177,7 +177,7 @@ class Schedule:
                 piece.state = State.HELD
                 views.append(piece.view[filled : filled + take])
             else:
-                # No reader wants these bytes any more, but checksums cover them.
+                # No reader needs these bytes any more, but checksums cover them.
                 views.append(memoryview(bytearray(take)))
             left -= take
             filled += take
@@ -257,8 +257,8 @@ class Schedule:
         for piece in parked:
             if piece.state is not State.PARKED:
                 continue
-            hopes = any(node.host_port not in piece.tried for node in piece.block.nodes)
-            if isinstance(answer, LocatedFile) or (isinstance(answer, TransientError) and hopes):
+            has_untried = any(node.host_port not in piece.tried for node in piece.block.nodes)
+            if isinstance(answer, LocatedFile) or (isinstance(answer, TransientError) and has_untried):
                 self._queue(piece, now_s)
             else:
                 self.fail(piece.ticket, answer, at_once=False)
@@ -449,7 +449,7 @@ class Schedule:
         live = [piece for piece in run.live() if piece.ticket.error is None]
         is_silent = now_s - run.progress_s >= self._settings.min_late_s
         if not live and is_silent:
-            run.halt()  # no reader wants its bytes: end it to free their memory
+            run.halt()  # no reader needs its bytes: end it to free their memory
         for piece in live:
             others = self._faster_alternatives(piece, run, now_s)
             run.is_late = run.is_late or (is_silent and bool(others))

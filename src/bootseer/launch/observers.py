@@ -116,11 +116,10 @@ class Shipping:
 
     def finish(self) -> None:
         """Send the rest once the last event is written; events that the service has refused are only reported."""
-        if self._link is None:  # a short command ends before `watch` has read the address
-            self._done.wait(_LAST_S)
         link = self._link
-        if self._is_last and not (link is not None and link.problem):
+        if link is None or (self._is_last and not link.problem):  # None: `watch` has not read the address yet
             self._done.wait(_LAST_S)
+            link = self._link
         if link is not None and link.is_refused:
             say(f"the service refuses the events ({link.problem}); the spool keeps them: {self._folder}")
         elif not self._is_pid_1 and (link is not None or not self._done.is_set()):  # the address can be used

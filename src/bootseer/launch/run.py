@@ -56,10 +56,12 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
 def _session(command: Sequence[str], options: Options, env: Mapping[str, str]) -> Session:
     try:
         return Session(command, options, env)
-    except (OSError, BootseerError) as error:
-        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        say(f"events cannot be written ({why}; name another folder with --spool); the command runs unmeasured")
-        return Unmeasured(env)
+    except OSError as error:
+        why = f"{error.filename or 'the spool'}: {error.strerror}; name another folder with --spool"
+    except BootseerError as error:
+        why = str(error)
+    say(f"events cannot be written ({why}); the command runs unmeasured")
+    return Unmeasured(env)
 
 
 def _run_measured(

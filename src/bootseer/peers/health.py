@@ -53,9 +53,9 @@ _FLOOR: Final = 1 << 14
 """Minimum rate of a response in bytes per second, independent of other peers."""
 _REST: Final = 2
 """A peer is excluded for at least this many times the time that was lost with it."""
-_LATE: Final = 2
-_LAST: Final = 8
-_OUT_S: Final = 5.0
+_MAX_LATE: Final = 2
+_RECENT: Final = 8
+_EXCLUDED_S: Final = 5.0
 _ABSENT_S: Final = 2.0
 """A node that does not listen yet, or has not opened the file yet, is about to: nodes of a job start within seconds."""
 
@@ -85,7 +85,7 @@ class _Known(Struct):
     """Total duration of responses below an eighth of the usual rate, since the last faster one."""
     num_slow: int = 0
     """Their number."""
-    late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
+    late: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
     late_s: float = float("-inf")
     """When it was late most recently. Requests that were under way then belong to the same trouble."""
     sent_s: float = float("-inf")
@@ -99,7 +99,7 @@ class Health:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
-        self._out: dict[tuple[str, str], float] = {}
+        self._excluded: dict[tuple[str, str], float] = {}
         """Excluded peers, for all files or for one, and until when."""
         self._absent: dict[str, frozenset[str]] = {}
         self._known_until_s = float("-inf")
@@ -135,7 +135,7 @@ class Health:
         """When this request is late if nothing more arrives. Where enough were given up, only long silence is late, and
         requests sent before the peer was known to be late."""
         still_at = self._idle_at(request)
-        if self._has_given_up_enough and request.active_s >= self._out.get((request.peer, ""), request.active_s):
+        if self._has_given_up_enough and request.active_s >= self._excluded.get((request.peer, ""), request.active_s):
             return min(request.active_s + _LONG_SILENCE_S, still_at)
         return min(request.active_s + self._silence_s, self._slow_at(request), still_at)
 
@@ -155,8 +155,8 @@ class Health:
         typical = self._usual_rate()
         if request.body_s is None or not typical:
             return float("inf")
-        # The latest of four times, so that each of these excuses a request: it keeps an eighth of the usual rate; at
-        # its own rate the rest comes in two seconds; whole responses may take so long; it began a second ago at most.
+        # The latest of four times: a request is not slow while it keeps an eighth of the usual rate, while its rest
+        # will arrive within two seconds, within a few times the usual duration of a response, or in its first second.
         slow_s = request.num_bytes / (typical / _SLOWER)
         worth_s = _WORTH_S * request.num_bytes / max(request.length - request.num_bytes, 1)
         usual_s = _USUAL_TIMES * request.length / typical
@@ -176,12 +176,12 @@ class Health:
             known.num_slow = known.num_slow + 1 if is_slow else 0
             if known.slow_s >= _SLOW_S and known.num_slow >= _MIN_SLOW:
                 known.slow_s /= 2  # after the pause half as much is enough
-                self._leave_alone(request.peer, "", now_s + _OUT_S)
+                self._exclude(request.peer, "", now_s + _EXCLUDED_S)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
 
     def mark_absent(self, peer: str, now_s: float, file: str = "") -> None:
         """The peer does not listen, or does not serve this file."""
-        self._leave_alone(peer, file, now_s + _ABSENT_S)
+        self._exclude(peer, file, now_s + _ABSENT_S)
 
     def refused(self, peer: str, now_s: float) -> None:
         """The peer has too many connections. It is retried, but not forever."""
@@ -190,11 +190,11 @@ class Health:
         known.refused_s = since_s
         if now_s >= since_s + STILL_S:
             known.refused_s = None
-            self._leave_alone(peer, "", now_s + _REST * STILL_S)
+            self._exclude(peer, "", now_s + _REST * STILL_S)
 
     def sent_wrong(self, peer: str) -> None:
         """The peer sent a block whose digest is wrong: it is excluded for good."""
-        self._leave_alone(peer, "", float("inf"))
+        self._exclude(peer, "", float("inf"))
 
     def gave_up(self) -> None:
         """A late request ended without its blocks, which are requested from another peer."""
@@ -208,11 +208,11 @@ class Health:
     def absent(self, now_s: float, file: str = "") -> frozenset[str]:
         """The peers excluded now, for this file. The same object until that changes."""
         if now_s >= self._known_until_s:
-            self._out = {key: until for key, until in self._out.items() if now_s < until}
-            self._known_until_s = min(self._out.values(), default=float("inf"))
-            out = frozenset(peer for peer, file_name in self._out if not file_name)
+            self._excluded = {key: until for key, until in self._excluded.items() if now_s < until}
+            self._known_until_s = min(self._excluded.values(), default=float("inf"))
+            out = frozenset(peer for peer, file_name in self._excluded if not file_name)
             self._absent = {"": out}
-            for peer, file_name in self._out:
+            for peer, file_name in self._excluded:
                 self._absent[file_name] = self._absent.get(file_name, out) | {peer}
         return self._absent.get(file, self._absent[""])
 
@@ -233,14 +233,14 @@ class Health:
         if request.answered and request.body_s is None and now_s >= self._idle_at(request):
             others = [other.sent_s for name, other in self._known.items() if name != request.peer]
             if not others or max(others) > request.begun_s:
-                self._leave_alone(request.peer, "", now_s + _REST * (now_s - request.begun_s))
+                self._exclude(request.peer, "", now_s + _REST * (now_s - request.begun_s))
             return
         known.late.append(True)
-        if sum(known.late) >= _LATE:
+        if sum(known.late) >= _MAX_LATE:
             known.late.clear()
             known.late.append(True)  # the next late answer is enough
-            self._leave_alone(request.peer, "", now_s + _OUT_S)
+            self._exclude(request.peer, "", now_s + _EXCLUDED_S)
 
-    def _leave_alone(self, peer: str, file: str, until_s: float) -> None:
-        self._out[peer, file] = max(until_s, self._out.get((peer, file), until_s))
+    def _exclude(self, peer: str, file: str, until_s: float) -> None:
+        self._excluded[peer, file] = max(until_s, self._excluded.get((peer, file), until_s))
         self._known_until_s = float("-inf")

@@ -1,7 +1,7 @@
-"""File systems that checkpoints and stores lie in: `place` says what they can do, `folder`, `hdfs` and `objects` do it,
-and `open_place` finds the one that an address names.
+"""File systems for checkpoints and stores: `place` is the protocol, `folder`, `hdfs` and `objects` implement it, and
+`open_place` opens the one that an address names.
 
-The adapters of HDFS and of buckets are imported when they are needed: they want extras that may be missing.
+The adapters of HDFS and of buckets are imported only when they are used, because they need extras.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FORMS = "use hdfs://host:port/dir, hdfs:///dir, viewfs:///dir, s3://…, gs://�
 BUCKETS = ("s3", "gs", "az")
 """Schemes of object storage."""
 HDFS = ("hdfs", "viewfs")
-"""Schemes of HDFS; the mount table of Hadoop's configuration says what is behind an address of the second."""
+"""Schemes of HDFS; addresses of the second are resolved by the mount table in Hadoop's configuration."""
 _ONE_SLASH = re.compile(r"(hdfs|viewfs|s3|gs|az|oci|file):(?!//)", re.IGNORECASE)
 
 
@@ -53,7 +53,7 @@ def open_place(uri: str) -> Place:
     if scheme in (*BUCKETS, *HDFS) and "@" in rest.partition("/")[0]:
         # It would end up in logs, events and process lists.
         hint = "set HADOOP_USER_NAME" if scheme in HDFS else "set the variables of the object store's own tools"
-        raise UsageError(f"{scheme}://…: a user or password does not belong into an address", hint=hint)
+        raise UsageError(f"{scheme}://…: a user or password does not belong in an address", hint=hint)
     if scheme in BUCKETS:
         with needs_extra("s3", uri):
             from bootseer.places.objects import ObjectPlace

@@ -56,7 +56,7 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
             # link(2) is atomic everywhere; renameat2 with RENAME_NOREPLACE is not supported by all file systems.
             os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
         except FileExistsError:
-            # An NFS client whose answer was lost repeats the request, and then meets the link it has made itself.
+            # An NFS client whose answer was lost repeats the request, and then finds the link that it made itself.
             own = os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
             with contextlib.suppress(FileNotFoundError):  # another process created it, and has removed it since
                 if os.stat(new_name, dir_fd=new_folder, follow_symlinks=False).st_ino == own:

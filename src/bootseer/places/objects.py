@@ -267,10 +267,8 @@ class ObjectPlace(SmallReads):
     # Folders
 
     def _folder(self, path: str, *, fresh: bool = False, is_file: bool = True) -> _Folder:
-        """Where a folder lies. Raises `NotFoundError`. What was found a moment ago is believed, unless `fresh`; with
-        `is_file` it is `NotFolderError` where a file is.
-
-        The root is there without anything that shows it, as are the folders above it, which may not be ours to read.
+        """Where a folder lies; a recent answer is reused, unless `fresh`. Raises `NotFoundError`, and with `is_file`
+        `NotFolderError` for a file. The root and the folders above it, which this user may not read, always exist.
         """
         _check_path(path)
         return self._find(join(self._root, path) if path else self._root, fresh=fresh, is_file=is_file)

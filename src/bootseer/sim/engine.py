@@ -110,9 +110,9 @@ class Engine:
             ends_s = min((flow.left / flow.rate for flow in self._flows if flow.rate), default=inf) + self.now
             next_s = min(ends_s, self._calls[0][0] if self._calls else inf)
             if next_s == inf or next_s > until_s:
-                self._pass(min(until_s, max(next_s, self.now)) if until_s < inf else self.now)
+                self._advance(min(until_s, max(next_s, self.now)) if until_s < inf else self.now)
                 return
-            self._pass(max(next_s, self.now + self._quantum_s))
+            self._advance(max(next_s, self.now + self._quantum_s))
             for flow in [flow for flow in self._flows if flow.left <= max(_REST, flow.rate * 1e-9)]:
                 self.stop(flow)
                 flow.done()
@@ -126,7 +126,7 @@ class Engine:
             for call in calls:
                 call()
 
-    def _pass(self, time_s: float) -> None:
+    def _advance(self, time_s: float) -> None:
         passed_s = time_s - self.now
         self.now = time_s
         for flow in self._flows:

@@ -189,7 +189,7 @@ class ObjectUpload:
         part = self._part
         part.abort()
         if part.is_sending:
-            # It is there, where its end was reached. What this user may not remove is left to the bucket's rule.
+            # It exists if its upload was completed. If this user may not delete it, the bucket's rule does.
             with contextlib.suppress(BootseerError):
                 self._bucket.call("an upload", lambda: obstore.delete(self._bucket.writer, part.key), WRITE_S)
 

@@ -41,7 +41,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     if "@" in rest.partition("/")[0]:
         # It would appear in logs and process lists.
         raise UsageError(
-            f"{scheme}://…: a password does not belong into an address", hint="log in, or use the environment"
+            f"{scheme}://…: a password does not belong in an address", hint="log in, or use the environment"
         )
     if "?" in rest or "#" in rest:
         raise UsageError(

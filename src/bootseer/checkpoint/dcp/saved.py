@@ -212,7 +212,7 @@ def layout_of(archive: Pieces) -> Layout | None:
             return None
         record = records[f"data/{noted.storage.key}"]
         return _checked(noted, record, _begin(archive, record))
-    except Exception:  # torch.load meets the same problem, and reports it
+    except Exception:  # torch.load has the same problem, and reports it
         return None
 
 

@@ -42,7 +42,7 @@ class Node(Struct, eq=False):
     lookup_count: int = 0
     """The kernel's lookup count: references handed out minus references forgotten."""
     cached_version: str | None = None
-    """The version that may be in the page cache; None: nothing is, "": what is there must be invalidated."""
+    """The version that may be in the page cache; None: none is, "": the pages must be invalidated."""
 
     @property
     def is_folder(self) -> bool:

@@ -59,7 +59,7 @@ class Listings:
                 self._folders.popitem(last=False)
 
     def recall(self, path: str) -> FileInfo | None:
-        """The entry of a path in its folder's cached listing; None if there is none that is fresh."""
+        """The entry of a path in its folder's cached listing; None if there is no fresh one."""
         folder = folder_of(path)
         with self._lock:
             listed_s, by_path = self._folders.get(folder, (0.0, {}))

@@ -155,7 +155,7 @@ class ChunkBuffer:
     def read_ahead(
         self, requests: Sequence[PieceRequest], load: Load, *, waiter: Waiter | None = None
     ) -> tuple[int, int]:
-        """Load pieces before a reader wants them, as far as memory allows.
+        """Load pieces before a reader needs them, as far as memory allows.
 
         Returns how many of the requests are settled, and how many of these were started now. With a `waiter`, the
         started pieces are held for it.

@@ -2,7 +2,7 @@
 
 The chunks of one unit that are wanted together are looked up together: the unit's owner says which node has or reads
 each of them, and from then on directs other nodes here for the chunks that this node was told to read itself
-(`peers.readers`). A chunk that no other node wants costs one sixteenth of a lookup.
+(`peers.readers`). A chunk that no other node needs costs one sixteenth of a lookup.
 
 A peer that says that it is still waiting for the chunk is waited for, as long as anything arrives from it. One that is
 silent, gone, or does not have the chunk is replaced by another peer, or by the place. So each read ends whatever peers

@@ -48,7 +48,7 @@ class Line(NamedTuple):
     wall_ns: int | None
     """The time at the start of the line, when there is one that `foreign.times` understands."""
     node: str
-    """The node that the reader believes the file to belong to."""
+    """The node that the file is assumed to be from."""
 
 
 @dataclass(slots=True)
