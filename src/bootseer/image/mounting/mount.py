@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
@@ -104,6 +104,7 @@ class _ImageMount(LazyMount):
     attributes: int
     what_works: Facts
     choice: Choice = field(init=False)
+    _layers_above: Sequence[Path] = ()
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
         request = self.options
@@ -149,6 +150,10 @@ class _ImageMount(LazyMount):
         private = self.lifeline
         while True:
             choice = methods.choose_method(facts, private=private, writable=self.writable is not None)
+            if choice.method in (MountMethod.EROFS_FILE, MountMethod.EROFS_LOOP):
+                self.serve_lazily()
+            # While the daemon fetches, or, for the other methods, before a user namespace is entered.
+            self._layers_above = self._layers_above or self.above(self.subject.digest)
             if reason := methods.describe_fallback(choice):
                 self.say(f"the image is mounted {reason}")
             try:
@@ -166,14 +171,8 @@ class _ImageMount(LazyMount):
                 self.stop_daemon()
                 facts = methods.after_failure(facts, choice.method, str(error), private=private)
 
-    @cached_property
-    def _layers_above(self) -> Sequence[Path]:
-        return self.above(self.subject.digest)
-
     def _mount_layers(self, *, loop: bool) -> None:
         """Let the kernel mount each layer, and an overlay of them."""
-        self.serve_lazily()
-        _ = self._layers_above  # its errors are not those of the method
 
         def mount() -> None:
             one = partial(mount_layer, self.runtime, self.folder, loop=loop)
@@ -203,7 +202,6 @@ class _ImageMount(LazyMount):
         """Serve all layers as one tree by a daemon, mounted in our own namespace or by a set-uid helper."""
         from bootseer.mounts.trees import MergedTree
 
-        above = self._layers_above  # which are mounted outside of the user namespace
         if self.lifeline:
             user_namespace.enter()
         with _method_errors():
@@ -212,7 +210,7 @@ class _ImageMount(LazyMount):
                 with self.stage("mount"):
                     self._mount_over([self.folder / FILES], userxattr=True)
             else:
-                if above:
+                if self._layers_above:
                     raise PermanentError("further layers on top of the image need the permission to mount an overlay")
                 self.target.mkdir(parents=True, exist_ok=True)
                 self.serve_tree(MergedTree, self.target)
@@ -221,7 +219,6 @@ class _ImageMount(LazyMount):
         """Unpack the layers once for all containers, under an overlay for changes; if that fails, a private copy."""
         from bootseer.image.unpack import unpack_layers
 
-        above = self._layers_above
         if self.lifeline:
             user_namespace.enter()  # first: clients of object stores have threads for as long as this process lives
         self.pull_all(f"it is mounted {reason}")
@@ -233,7 +230,7 @@ class _ImageMount(LazyMount):
                 self._mount_over([tree], userxattr=True)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
-            if self.writable is None or above:
+            if self.writable is None or self._layers_above:
                 raise
             self.say(f"no overlay: {error}; this container gets a private copy")
             self.unmount_files()
