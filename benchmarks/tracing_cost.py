@@ -32,7 +32,6 @@ def measure(quick: bool) -> Outcome:
             rounds,
         )
         assert tracer.sink.lost == 0
-        tracer.sink.close()
         tracing._tracer = None
     return Outcome(
         parameters={"rounds": rounds, "uses_off": _USES_OFF, "uses_on": _USES_ON, "events_per_use": 2},

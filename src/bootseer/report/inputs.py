@@ -25,7 +25,7 @@ _READ_BYTES = 1 << 20
 """Blocks that fit into the CPU cache are searched faster than larger ones."""
 _STEP_BYTES = 1024
 """Fed to a decompressor at once; all of a damaged piece is lost. A zstd block of 3 bytes can expand to 128 KiB, so this
-bounds memory at 45 MB."""
+bounds what is held at 45 MB."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _HINT = "give log files, folders with logs, or - for standard input"
@@ -200,7 +200,7 @@ def _decompressed(
     raw: io.RawIOBase | BinaryIO, block: bytes, new: Callable[[], Any], damage: type[Exception]
 ) -> Iterator[bytes]:
     """The content of members or frames that follow each other; `new` makes a decompressor, which raises `damage`."""
-    unpacker = new()
+    unpacker, ready = new(), bytearray()
     while block:
         for start in range(0, len(block), _STEP_BYTES):
             piece = block[start : start + _STEP_BYTES]
@@ -210,12 +210,17 @@ def _decompressed(
                         break
                     unpacker = new()
                 try:
-                    data = unpacker.decompress(piece)
+                    ready += unpacker.decompress(piece)
                 except damage as error:
+                    if ready:
+                        yield bytes(ready)
                     raise Cut from error
                 piece = unpacker.unused_data
-                if data:
-                    yield data
+            if len(ready) > _READ_BYTES // 4:  # not after each step: every block is searched by itself
+                yield bytes(ready)
+                ready.clear()
         block = raw.read(_READ_BYTES) or b""
+    if ready:
+        yield bytes(ready)
     if not unpacker.eof:
         raise Cut
