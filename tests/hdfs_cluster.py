@@ -276,11 +276,20 @@ class HdfsCluster:
         """
         assert i in self._disk_mib, f"DataNode {i} has no disk of its own, see disk_mib"
         disk = self.folder / f"datanode{i}"
-        free = os.statvfs(disk)
-        with (disk / "filler").open("ab") as file:
-            os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize))
+
+        def fill() -> None:
+            free = os.statvfs(disk)
+            with (disk / "filler").open("ab") as file:
+                os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize))
+
+        def is_full() -> bool:
+            if os.statvfs(disk).f_bavail:  # the DataNode has deleted a block since
+                fill()
+            return self._room(i) == 0
+
+        fill()
         if told:
-            self._wait("the NameNode", lambda: self._room(i) == 0)
+            self._wait("the NameNode", is_full)
 
     def make_room(self, i: int) -> None:
         """Take back what `fill` did, and wait until the NameNode knows."""
