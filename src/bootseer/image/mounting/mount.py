@@ -153,7 +153,7 @@ class _ImageMount(LazyMount):
             if choice.method in (MountMethod.EROFS_FILE, MountMethod.EROFS_LOOP):
                 self.serve_lazily()
             # While the daemon fetches, or, for the other methods, before a user namespace is entered.
-            self._layers_above = self._layers_above or self.above(self.subject.digest)
+            self._find_layers_above()
             if reason := methods.describe_fallback(choice):
                 self.say(f"the image is mounted {reason}")
             try:
@@ -170,6 +170,13 @@ class _ImageMount(LazyMount):
                 self.check_origin()
                 self.stop_daemon()
                 facts = methods.after_failure(facts, choice.method, str(error), private=private)
+
+    def _find_layers_above(self) -> None:
+        self._layers_above = self._layers_above or self.above(self.subject.digest)
+
+    def _pull(self) -> None:
+        self._find_layers_above()  # its children cannot use a store that this process has used: `breaks_forks`
+        super()._pull()
 
     def _mount_layers(self, *, loop: bool) -> None:
         """Let the kernel mount each layer, and an overlay of them."""
