@@ -113,6 +113,19 @@ def test_a_thread_that_the_system_refuses_does_not_end_the_service_and_is_tried_
     assert node.ask(index, 8) == DATA[8 * BLOCK :]
 
 
+def test_the_first_node_knows_who_is_ready_although_one_of_its_interfaces_is_down(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        addresses = "192.0.2.1:17507", f"127.0.0.1:{free.getsockname()[1]}"
+    source = Listed(SECRET, lambda: [Peer("first", addresses)])
+    with contextlib.closing(Service(tmp_path / "peers", source, {}, Limits(), name="first")) as service:
+        service._membership.refresh()
+        threading.Thread(target=service._report_readiness).start()
+        job, until = JobPeers.open(tmp_path / "peers"), time.monotonic() + 20
+        while job.readiness().nodes != 1 and time.monotonic() < until:
+            time.sleep(0.02)
+    assert job.readiness().nodes == 1
+
+
 def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: Index, source: BlockSource) -> None:
     node.job.register_blocks(source)
     with pytest.raises(TransientError, match="could not get it"):

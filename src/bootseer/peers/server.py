@@ -127,6 +127,11 @@ class Server:
             self._max_rate = max_rate
             self._pace()
 
+    def answer_readiness(self, report: StartReport) -> bytes:
+        """Record a node's report; returns the readiness of all nodes."""
+        with self._lock:
+            return self._roll.answer(report, self.listed, time.monotonic())
+
     def close(self, timeout_s: float = 1.0) -> None:
         """Close all connections. Safe to call twice."""
         with self._lock:
@@ -201,8 +206,7 @@ class Server:
                     if isinstance(request, Question):
                         self._tell_readers(connection, request)
                     elif isinstance(request, StartReport):
-                        with self._lock:
-                            body = self._roll.answer(request, self.listed, time.monotonic())
+                        body = self.answer_readiness(request)
                         connection.send(encode_answer(200, len(body)) + body)
                     else:
                         self._answer(connection, request)

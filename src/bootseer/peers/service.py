@@ -37,7 +37,7 @@ from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question, is_identity
 from bootseer.peers.readers import CachedBlocks, CachedContent
-from bootseer.peers.readiness import READY, StartReport
+from bootseer.peers.readiness import READY, Readiness, StartReport
 from bootseer.peers.server import FILLING_EVERY_S, Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -291,10 +291,13 @@ class Service:
             listed = self._membership.listed
             pause_s = max(_READINESS_S, len(listed) * _READINESS_PER_NODE_S)
             try:
-                if self._server is not None:
-                    self._server.listed = listed
                 if first is not None:
-                    readiness = self._client.report(first.addresses[0], report, _HOLDER_S)
+                    if own is not None and first.name == own.name and self._server is not None:
+                        # Not over the network: the interface of its first address may be down.
+                        self._server.listed = listed
+                        readiness = Readiness.of(self._server.answer_readiness(report))
+                    else:
+                        readiness = self._client.report(first.addresses[0], report, _HOLDER_S)
                     self._job.write_readiness(replace(readiness, nodes=len(listed)))
                     if not readiness.others and stage == READY:
                         pause_s *= _READY_SELDOM
