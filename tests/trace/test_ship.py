@@ -288,10 +288,16 @@ def test_a_service_that_fails_costs_the_job_nothing_and_the_spool_stays(fault, r
     began = time.monotonic()
     run("run", "--job", "plain", "--", "true", more={"BOOTSEER_SPOOL": str(tmp_path / "plain")})
     plain_s = time.monotonic() - began
-    with collector(lambda _: (401, {}, b'{"error":"a token is needed"}')) as server:
+    command = {"gone": "sleep 0.1", "no address": ":", "wrong token": "until [ -e asked ]; do sleep 0.1; done; sleep 1"}
+
+    def refuse(_: object) -> tuple[int, dict[str, str], bytes]:
+        (tmp_path / "asked").touch()
+        return 401, {}, b'{"error":"a token is needed"}'
+
+    with collector(refuse) as server:
         began = time.monotonic()
         words = ["--job", "moe", "--trace-to", f"service={url or server.url}"]
-        done = run("run", *words, "--", "sleep", {"gone": "0.1", "no address": "0"}.get(fault, "2"))
+        done = run("run", *words, "--", "sh", "-c", command.get(fault, "sleep 2"))
         took_s = time.monotonic() - began
     assert (done.returncode, done.stdout) == (0, "")
     assert took_s < 7 + 3 * plain_s

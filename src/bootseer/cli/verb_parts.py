@@ -188,9 +188,6 @@ class Number(click.FloatRange):
     name = "number"
 
 
-_MOST = 1e9
-
-
 class Amount(Number):
     """A number that is not negative, and small enough to stay finite in products."""
 
@@ -199,6 +196,6 @@ class Amount(Number):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
-        if not number <= _MOST:  # also catches nan
-            self.fail(f"{value} is not a number from 0 to {_MOST:,.0f}.", param, ctx)
+        if not number <= 1e9:  # also catches nan
+            self.fail(f"{value} is not a number from 0 to 1,000,000,000.", param, ctx)
         return number

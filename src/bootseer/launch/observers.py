@@ -117,7 +117,9 @@ class Shipping:
     def finish(self) -> None:
         """Send the rest once the last event is written; events that the service has refused are only reported."""
         link = self._link
-        if link is None or (self._is_last and not link.problem):  # None: `watch` has not read the address yet
+        if link is None:  # after a short command: `watch` is still importing this, and then reads the address
+            import bootseer.trace.ship  # noqa: F401
+        if link is None or (self._is_last and not link.problem):
             self._done.wait(_LAST_S)
             link = self._link
         if link is not None and link.is_refused:
