@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact import materialize
 from bootseer.artifact.places import blocks_folder, metadata_folder, unpacked_folder
 from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.cache.cache import Cache
@@ -33,6 +34,7 @@ from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.method import Facts, MountMethod
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.store.open import open_store
+from bootseer.store.store import Store
 from oci_images import (
     device,
     directory,
@@ -102,6 +104,26 @@ def test_set_uid_programs_and_devices_of_a_mounted_image_have_no_effect(
             flags = {row.path: row.options for row in mount_table() if row.path.startswith(f"{image.folder}/")}
             assert all({"nodev", "nosuid"} <= set(flags[path]) for path in flags if path != str(root)), flags
             mounted.close()
+
+
+def test_layers_above_are_looked_for_before_this_process_uses_the_store(
+    image: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    layer_above = image.folder / "above"
+    layer_above.mkdir()
+
+    def above(_: str) -> list[Path]:
+        used.append("above")
+        return [layer_above]
+
+    def opened(uri: str, *, plain_http: bool) -> Store:
+        used.append("store")
+        return open_store(uri, plain_http=plain_http)
+
+    monkeypatch.setattr(materialize, "open_store", opened)
+    mount_image(image.request(loading="pull"), image.folder / "at", above=above).close()
+    assert used == ["above", "store"]
 
 
 @pytest.mark.parametrize("way", [MountMethod.EROFS_LOOP, MountMethod.FUSE_TREE, MountMethod.UNPACK])

@@ -37,7 +37,6 @@ from bootseer.mounts.method import Facts
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
-from bootseer.store.store import Store
 from image_node import LARGE_BYTES, Node, convert_box, have_converted
 from registry import PASSWORD, USER, Registry
 from waiting import until
@@ -188,26 +187,6 @@ def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why
     (root / "new" / "file").write_text("changed")
     mounted.close()
     assert (above / "new" / "file").read_text() == "new"
-
-
-def test_layers_above_are_looked_for_before_this_process_uses_the_store(
-    converted: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = []
-    layer = converted.folder / "above"
-    layer.mkdir()
-
-    def above(_: str) -> list[Path]:
-        used.append("above")
-        return [layer]
-
-    def pulled(uri: str, *, plain_http: bool) -> Store:
-        used.append("store")
-        return open_store(uri, plain_http=plain_http)
-
-    monkeypatch.setattr(materialize, "open_store", pulled)
-    mount_image(request(converted, loading="pull"), converted.folder / "mnt", above=above).close()
-    assert used == ["above", "store"]
 
 
 def test_a_node_that_has_everything_asks_nobody_for_a_digest(converted: Node, mount: Mount) -> None:
