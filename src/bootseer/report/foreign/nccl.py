@@ -4,13 +4,13 @@
     node-0:1800:1822 [0] NCCL INFO ncclCommInitRankConfig comm 0x55 rank 0 nranks 8 ... commId 0x5c - Init COMPLETE
     node-0:1800:1822 [0] NCCL INFO Init timings - ncclCommInitRankConfig: rank 0 nranks 8 total 1.16 (kernels 0.18, ...)
 
-Older versions print no timings, or print them without the function's name (`Init timings: rank 0`); before 2.17 they
-do not say `Init START` either. NCCL stamps no INFO line by default: where a log collector did, the communicator becomes
-a span, else a fact with the duration, or one that counts the ranks.
+Older versions print no timings, or print them without the function's name (`Init timings: rank 0`); before 2.17 there
+is no `Init START` either. INFO lines have no times by default. With the times of a log collector the communicator
+becomes a span, otherwise a fact with its duration, or with the number of its ranks.
 
-A rank is one of the communicator, not of the job. It is taken for the job's where the communicator is as large as the
-largest in the file; the process of such a line has that rank in the smaller communicators too. Processes write to one
-pipe without locks, so that lines come torn into each other: each piece behind a `host:pid:tid` is read by itself.
+Ranks in these lines are those of the communicator. They count as ranks of the job if the communicator is as large as
+the largest one in the file; the process then has this rank in smaller communicators, too. Processes write to one pipe
+without locks, so lines may be interleaved: each piece after a `host:pid:tid` is read separately.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""pip: how long a burst of installation took, and how many packages it brought.
+"""pip: the duration of a burst of installation, and its number of packages.
 
-pip prints no durations: with times at its lines (`pip --log`, or a log collector) the burst from the first `Collecting`
-to `Successfully installed` is a span, without them the count is a fact. `Requirement already satisfied`, `Downloading`
-and `Using cached` are not looked for: they come by the thousand and say nothing that these do not; so a burst whose
-first packages were there or came from local files begins late: at its first `Collecting` or `... collected packages`.
-When pip builds a package, an inner pip prints the same words two blanks further right: they may begin a burst, they
-never end it.
+pip prints no durations. If its lines have times (`pip --log`, or a log collector), the burst from the first
+`Collecting` to `Successfully installed` is a span; otherwise the number is a fact. `Requirement already satisfied`,
+`Downloading` and `Using cached` are not searched: a log may have thousands of them, and they add nothing. So a burst
+that begins with installed packages or local files begins late here, at its first `Collecting` or `... collected
+packages`. When pip builds a package, an inner pip prints the same words indented by two blanks: these may begin a
+burst, but not end it.
 
 Package names and URLs are never shown: a requirement may contain a token.
 """

@@ -1,9 +1,8 @@
 """The wall time at the start of a log line, in the forms that launchers, runtimes and loggers write; and durations as
 Go and Rust programs print them: `796ms`, `1m2.3s`, `1h2m3s`, `1.5µs`, uv's `1m 02s`.
 
-Text before the time is skipped: colours, `[rank0]:`, `[default0]:`, `0: ` of
-`srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word, a progress bar, and what a carriage
-return overwrites. Known forms:
+Text before the time is skipped: colours, `[rank0]:`, `[default0]:`, `0: ` of `srun --label`, `[1,0]<stdout>:` of
+mpirun, `[pod/name/container]`, a level word, a progress bar, and text that a carriage return overwrites. Known forms:
 
     2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
     2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3,
@@ -12,8 +11,8 @@ return overwrites. Known forms:
     time="2026-11-20T17:54:26.123Z" level=info ...   logfmt: containerd
     Nov 20 17:54:26 host prog[1]: ...                syslog RFC 3164; RFC 5424 with its header
 
-Times that name no zone are in this machine's, as it was then: a log of the summer may be read in winter. The year of
-those without one comes from the caller.
+Times without a zone are in this machine's zone at that date: a log of the summer may be read in winter. The caller
+provides a missing year.
 """
 
 from __future__ import annotations
