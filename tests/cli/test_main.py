@@ -68,6 +68,13 @@ def test_completing_a_verb_imports_none(typed: str, verb: str) -> None:
     assert imported <= {"main", "verbs", "verb_parts", "options", "output", "groups"}
 
 
+def test_a_suggestion_imports_only_groups() -> None:
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "bootseer", "capture"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "no verb 'capture': did you mean `bootseer env capture`?" in ran.stderr
+    assert "bootseer.cli.env" not in ran.stderr
+
+
 def test_a_list_of_mounts_does_not_import_what_mounts(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-X", "importtime", "-m", "bootseer", "image", "list"]
     env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path)}

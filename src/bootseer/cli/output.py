@@ -58,7 +58,7 @@ class Output(NamedTuple):
                     console.print(line)
 
 
-def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Table:
+def table(*columns: str, right: Collection[str] = ()) -> Table:
     """A table without borders. Columns in `right` are aligned to the right.
 
     Cells are cleaned: names come from jobs, services and stores, and rich would pass on escape sequences.
@@ -71,7 +71,7 @@ def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Tabl
 
     made = Cleaned(box=None, pad_edge=False, header_style="dim")
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold" if fold else "ellipsis")
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return made
 
 
