@@ -20,7 +20,7 @@ def without_second_request() -> None:
 
 def without_breaker() -> None:
     """A node that was late, or is slow, is asked again at once."""
-    health._LATE = health._LAST + 1  # type: ignore[misc]
+    health._MAX_LATE = health._RECENT + 1  # type: ignore[misc]
     health._SLOW_S = float("inf")  # type: ignore[misc]
 
 
