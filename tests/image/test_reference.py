@@ -108,6 +108,13 @@ def test_an_image_without_a_registry_is_shown_with_one(text: str) -> None:
     assert "registry.example:5000/team/name:1" in caught.value.hint
 
 
+@pytest.mark.parametrize(("text", "wrong"), [("sha256:3fa9", "registry.example:5000"), ("bad image", "bad image;")])
+def test_a_hint_names_nothing_that_would_be_refused(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_reference(text)
+    assert wrong not in caught.value.hint
+
+
 def test_a_digest_outranks_a_tag() -> None:
     assert parse_reference(f"registry.example/a:t@{DIGEST}").version == DIGEST
     assert parse_reference("registry.example/a:t").version == "t"

@@ -118,14 +118,13 @@ def _parse_any(text: str) -> Reference:
 
 def _in_registry(text: str) -> Reference:
     name, at, digest = text.replace("#", "/", 1).partition("@")
-    if at and not is_content_name(digest):
-        raise UsageError(
-            f"{shown(text)!r}: the text after @ is not a digest", hint="use sha256: and 64 hexadecimal digits"
-        )
+    if (at and not is_content_name(digest)) or (text.startswith("sha256:") and "/" not in text):
+        where = "the text after @ is" if at else "it is"
+        raise UsageError(f"{shown(text)!r}: {where} not a digest", hint="use sha256: and 64 hexadecimal digits")
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"
     if not slash or not named or not HOST.fullmatch(host):
-        printable = REPOSITORY.match(name) and not at  # text before an @ may be a password
+        printable = REPOSITORY.fullmatch(name.partition(":")[0]) and not at  # text before an @ may be a password
         hint = f"there is no default registry: use registry.example:5000/{name}; or " if printable else ""
         raise UsageError(f"{shown(text)!r} names no registry", hint=hint + _FORMS)
     repository, colon, tag = path.partition(":")
