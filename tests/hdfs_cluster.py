@@ -270,26 +270,20 @@ class HdfsCluster:
         self._wait("the NameNode", self._operational)
 
     def fill(self, i: int, *, told: bool = True) -> None:
-        """Leave no room on the disk of a DataNode. `told`: wait until the NameNode knows, and chooses it no more.
-
-        Otherwise that takes until the next heartbeat, and whoever is sent to it until then cannot write.
-        """
-        assert i in self._disk_mib, f"DataNode {i} has no disk of its own, see disk_mib"
+        """Leave no room on the disk of a DataNode (`disk_mib`). `told`: wait until the NameNode knows."""
+        assert i in self._disk_mib
         disk = self.folder / f"datanode{i}"
 
-        def fill() -> None:
+        def fill() -> bool:
             free = os.statvfs(disk)
             with (disk / "filler").open("ab") as file:
-                os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize))
-
-        def is_full() -> bool:
-            if os.statvfs(disk).f_bavail:  # the DataNode has deleted a block since
-                fill()
-            return self._room(i) == 0
+                if free.f_bavail:
+                    os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
+            return not free.f_bavail
 
         fill()
-        if told:
-            self._wait("the NameNode", is_full)
+        if told:  # again where the DataNode has deleted a block since
+            self._wait("the NameNode", lambda: fill() and self._room(i) == 0)
 
     def make_room(self, i: int) -> None:
         """Take back what `fill` did, and wait until the NameNode knows."""
@@ -392,13 +386,8 @@ class HdfsCluster:
     def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         def start() -> subprocess.Popen[bytes]:
             with (self.folder / f"{name}.log").open("ab") as log:
-                return subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "KILL", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+                words = ["setpriv", "--pdeathsig", "KILL", *command]
+                return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
         return self._starter.submit(start).result()
 
