@@ -50,6 +50,8 @@ def test_each_scope_allows_its_own_and_a_revoked_token_nothing(tmp_path, monkeyp
             assert status(running, "/v1/lines", token, "POST") == lines
             assert status(running, "/nothing", token) == pages
         assert status(running, "/nothing", "bst_wrong") == 401
+        wrong = ask("GET", f"{running.url}/api/v1/jobs", headers={"authorization": "Bearer bst_wrong"})
+        assert "unknown or revoked" in wrong.text
         running.service.tokens.revoke(made["read"][0])
         assert status(running, "/nothing", made["read"][1]) == 401
         assert made["read"][1].encode() not in (running.settings.data / "derived.sqlite").read_bytes()

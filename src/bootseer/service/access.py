@@ -280,7 +280,9 @@ def _ask_for_token(connection: HTTPConnection) -> Response:
     if "text/html" in connection.headers.get("accept", "") and connection.scope["method"] == "GET":
         query = connection.scope["query_string"].decode("latin-1")
         return RedirectResponse(f"{LOGIN}?next={quote(connection.url.path + ('?' + query if query else ''))}", 303)
-    return refusal(401, "a token is required: Authorization: Bearer TOKEN", {"www-authenticate": "Bearer"})
+    has_token = connection.headers.get("authorization", "").lower().startswith("bearer ")
+    why = "this token is unknown or revoked" if has_token else "a token is required: Authorization: Bearer TOKEN"
+    return refusal(401, why, {"www-authenticate": "Bearer"})
 
 
 def same_origin(headers: Headers) -> bool:
