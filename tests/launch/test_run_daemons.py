@@ -163,8 +163,7 @@ DAEMON = Daemon(
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Task]:
-    monkeypatch.setenv("POD_UID", "0a1b")
+def task(tmp_path: Path) -> Iterator[Task]:
     task = Task(None, (), EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime"), dict(os.environ))
     yield task
     task.folder.remove()
@@ -191,10 +190,6 @@ def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str
         start_daemons(task, (replace(DAEMON, **changed),), None)
     assert why in str(raised.value)
     assert raised.value.code == "daemons"
-
-
-def test_a_start_without_a_job_knows_its_machine_by_the_name_that_setups_see(task: Task) -> None:
-    assert task.node == os.uname().nodename
 
 
 def test_a_taken_port_is_named_with_its_owner(task: Task) -> None:

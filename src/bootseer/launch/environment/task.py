@@ -115,8 +115,7 @@ class Task:
 
     @property
     def node(self) -> str:
-        """Name of this machine, which a snapshot must not contain."""
-        return self.session.tracer.identity.node if self.session.is_measured else os.uname().nodename
+        return self.session.tracer.identity.node
 
     @property
     def job(self) -> str:
