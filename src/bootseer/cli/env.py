@@ -22,7 +22,6 @@ from bootseer.env.keys.key import Difference, RequestKey, difference, shortened
 from bootseer.env.keys.lock import resolve
 from bootseer.env.keys.request_key import request_key
 from bootseer.errors import UsageError
-from bootseer.image.sources.open import open_source
 from bootseer.launch.environment.lookup_process import key_request
 from bootseer.launch.environment.plain import check_files
 from bootseer.launch.environment.snapshot import SavedSnapshot, make_snapshot
@@ -72,6 +71,8 @@ def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
 
 def _image_digest(image: Request) -> str:
     """The digest of the image that a setup runs in."""
+    from bootseer.image.sources.open import open_source  # only this option needs it
+
     with closing(open_source(image.reference, platform=image.platform, plain_http=image.plain_http)) as source:
         if not source.digest:
             raise UsageError(
