@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -144,7 +144,9 @@ class SeaweedServer(S3Server):
         until = time.monotonic() + _START_S
         while True:
             try:
-                client.create_bucket(Bucket=name)
+                # The answer to an earlier attempt may have been lost, or its bucket not have taken objects yet.
+                with suppress(client.exceptions.BucketAlreadyOwnedByYou):
+                    client.create_bucket(Bucket=name)
                 client.put_object(Bucket=name, Key="first", Body=b"x")
                 client.delete_object(Bucket=name, Key="first")
             except ClientError:
