@@ -85,6 +85,14 @@ def test_nothing_is_tried_after_the_deadline() -> None:
     assert clock.waits == []
 
 
+def test_no_attempt_begins_without_the_time_to_get_an_answer() -> None:
+    clock = Clock()
+    call = Call(clock, TransientError("busy", retry_after_s=8.5), TransientError("no answer within 0.4 s"))
+    with pytest.raises(TransientError, match="busy"):
+        run(clock, call, deadline_s=10)
+    assert call.left == [10]
+
+
 def test_each_attempt_learns_what_time_is_left() -> None:
     clock = Clock()
     call = Call(clock, TransientError("x", retry_after_s=3.0))

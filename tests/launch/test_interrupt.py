@@ -7,9 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
+from bootseer.errors import Interrupted
+from bootseer.io.executor import Executor
+from bootseer.io.timer import Timer
 from bootseer.launch.interrupt import interruptible
 
 DEAF = """
@@ -102,3 +108,20 @@ def test_a_block_leaves_nothing_behind() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     time.sleep(0.3)  # nothing ends this process
+
+
+@pytest.mark.parametrize("begin", [Executor("test-pool", 2).submit, partial(Timer("test-timer").after, 0.0)])
+def test_a_signal_while_work_is_handed_over_leaves_no_lock_held(begin: Callable[[Callable[[], object]], None]) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        for number in range(300):
+            with suppress(Interrupted), interruptible():
+                signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number))
+                while True:
+                    begin(int)
+            done = threading.Event()
+            threading.Thread(target=begin, args=[done.set], daemon=True).start()
+            assert done.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -227,7 +227,8 @@ class PlacementGroup:
         self.excluded = settings.excluded
         self._avoid = avoid
         self._last_resort = tuple(last_resort)
-        self._change = threading.Condition()
+        self._lock = threading.RLock()  # taken by blocks, as in `io.executor`
+        self._change = threading.Condition(self._lock)
         self._taken: dict[str, Nodes] = {}
         self.writers: list[PlacedWriter] = []
         try:
@@ -246,7 +247,7 @@ class PlacementGroup:
         last_resort, share, allocate = self._last_resort, 1, 1
         is_unwanted = True
         busy_until = None
-        with self._change:
+        with self._lock:
             self._taken.pop(lease.path, None)
             while True:
                 others = list(self._taken.values())
@@ -299,7 +300,7 @@ class PlacementGroup:
         return until
 
     def give_back(self, path: str) -> None:
-        with self._change:
+        with self._lock:
             self._taken.pop(path, None)
             self._change.notify_all()
 

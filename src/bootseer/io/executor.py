@@ -52,7 +52,10 @@ class Executor:
         in_each_process(self._begin)
 
     def _begin(self) -> None:
-        self._change = threading.Condition(threading.Lock())
+        # Blocks take the lock itself: the exception of a signal may be raised inside the condition's `__enter__`,
+        # which is Python code, when the lock is held but the block has not begun. Nothing would release it.
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
         self._urgent: deque[Job] = deque()
         self._others: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
@@ -69,7 +72,7 @@ class Executor:
         if there is no thread and none can be started; the job does not run then.
         """
         queue = self._urgent if urgent else self._others
-        with self._change:
+        with self._lock:
             queue.append(job)
             try:
                 if self._num_idle >= len(self._urgent) + len(self._others):
@@ -78,11 +81,12 @@ class Executor:
                     raise TransientError(f"{self._name}: {self._why_refused()}")
             except BaseException:  # KeyboardInterrupt too: a refused job must not run
                 queue.pop()
+                self._change.notify_all()  # an interrupted `notify` can leave a stale waiter, which gets the next one
                 raise
 
     def prioritize(self, job: Job) -> None:
         """Make a waiting job urgent."""
-        with self._change, contextlib.suppress(ValueError):
+        with self._lock, contextlib.suppress(ValueError):
             self._others.remove(job)
             self._urgent.append(job)
 
@@ -91,7 +95,7 @@ class Executor:
 
         False if some threads did not end within `timeout_s` seconds; these are abandoned.
         """
-        with self._change:
+        with self._lock:
             self._idle_s = 0.0
             self._change.notify_all()
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -126,7 +130,7 @@ class Executor:
         """The next job; None if this thread is to end, which is then no longer counted."""
         idle_was_called = self._when_idle is None
         while True:
-            with self._change:
+            with self._lock:
                 if self._idle_s and not (self._urgent or self._others):
                     self._num_idle += 1
                     self._change.wait_for(

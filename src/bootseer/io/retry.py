@@ -20,6 +20,8 @@ T = TypeVar("T")
 BASE_S = 0.1
 """The first wait is random up to this, the next up to twice this, and so on."""
 CAP_S = 10.0
+_SHORTEST_S = 1.0
+"""An attempt with less time would fail for that, and its error replace the one that says what is wrong."""
 
 
 def pause_s(failures: int, error: Exception | None = None, rng: random.Random | None = None) -> float:
@@ -42,9 +44,11 @@ def retrying(
     """The result of `call`, retried after each `TransientError`.
 
     `call` gets the remaining seconds of `deadline_s` and must keep to them. The last error is raised after the last
-    attempt (None: no limit of attempts), or if the next one could not begin before the deadline.
+    attempt (None: no limit of attempts), or if the next one would get less than a second, or a tenth of a shorter
+    `deadline_s`.
     """
     until = clock() + deadline_s
+    latest = until - min(_SHORTEST_S, deadline_s / 10)
     attempt = 0
     while True:
         attempt += 1
@@ -52,7 +56,7 @@ def retrying(
             return call(max(until - clock(), 0.0))
         except TransientError as error:
             wait_s = pause_s(attempt, error, rng)
-            if attempt == attempts or clock() + wait_s >= until:
+            if attempt == attempts or clock() + wait_s >= latest:
                 raise
             _LOG.info("attempt %d failed, the next one in %.1f s: %s", attempt, wait_s, error)
             sleep(wait_s)

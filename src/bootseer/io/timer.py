@@ -31,7 +31,8 @@ class Timer:
         in_each_process(self._begin)
 
     def _begin(self) -> None:
-        self._change = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # taken by blocks, as in `Executor`
+        self._change = threading.Condition(self._lock)
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._has_waiter = False
@@ -45,7 +46,7 @@ class Timer:
         """Make a call after so many seconds. Raises `TransientError` if there is no thread and none can be started; the
         call is then not made."""
         entry = (self.now_s() + delay_s, next(self._order), call)
-        with self._change:
+        with self._lock:
             heapq.heappush(self._heap, entry)
             if not self._has_waiter:
                 try:
@@ -55,12 +56,12 @@ class Timer:
                     heapq.heapify(self._heap)
                     raise
             elif self._heap[0] is entry:
-                self._change.notify()
+                self._change.notify_all()  # of one thread; `notify` may reach a stale waiter, see `Executor.submit`
 
     def close(self, timeout_s: float = 0.0, *, drop: bool = False) -> None:
         """End the threads when no call is left, as running reads may need theirs, and wait. `drop`: cancel calls."""
         if drop:
-            with self._change:
+            with self._lock:
                 self._heap.clear()
                 self._change.notify()
         self._pool.close(timeout_s)
@@ -73,7 +74,7 @@ class Timer:
             self._has_waiter = True
 
     def _run(self) -> None:
-        with self._change:
+        with self._lock:
             while self._heap and (left_s := self._heap[0][0] - time.monotonic()) > 0:
                 self._change.wait(left_s)
             if not self._heap:

@@ -116,7 +116,8 @@ class Lane:
     def __init__(self, workers: Executor, width: int) -> None:
         self._workers = workers
         self._width = width
-        self._change = threading.Condition()
+        self._lock = threading.RLock()  # taken by blocks, as in `io.executor`
+        self._change = threading.Condition(self._lock)
         self._ready: list[tuple[tuple[int, int], int, PartTask]] = []
         self._count = itertools.count()
         self._num_running = 0
@@ -126,7 +127,7 @@ class Lane:
     def schedule(self, part: PartTask) -> None:
         """Queue a part until its `step` returns False. Raises `TransientError` when no thread can be started; the part
         stays queued and runs when there is a thread again."""
-        with self._change:
+        with self._lock:
             self._push(part)
             if self._num_running >= self._width:
                 return
@@ -136,14 +137,14 @@ class Lane:
     def run_blocking(self, work: Callable[[], None]) -> None:
         """Run what mostly blocks, outside of the lane's width: creating and completing files. Raises `TransientError`
         when no thread can be started; then `work` is not run."""
-        with self._change:
+        with self._lock:
             self._progress_s = time.monotonic()
             self._workers.submit(lambda: self._run_blocking(work))
             self._num_blocking += 1
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing runs or is queued. Returns whether that was so in time."""
-        with self._change:
+        with self._lock:
             return self._change.wait_for(lambda: not (self._num_running or self._num_blocking), timeout_s)
 
     def check_progress(self, operation: str) -> None:
@@ -159,16 +160,16 @@ class Lane:
     def _run(self) -> None:
         try:
             for _ in range(_STEPS_PER_TURN):
-                with self._change:
+                with self._lock:
                     if not self._ready:
                         break
                     part = heapq.heappop(self._ready)[2]
                 if part.step():
-                    with self._change:
+                    with self._lock:
                         self._push(part)
                 self._progress_s = time.monotonic()
         finally:
-            with self._change:
+            with self._lock:
                 if self._ready:
                     self._workers.submit(self._run)
                 else:
@@ -179,7 +180,7 @@ class Lane:
         try:
             work()
         finally:
-            with self._change:
+            with self._lock:
                 self._progress_s = time.monotonic()
                 self._num_blocking -= 1
                 self._change.notify_all()

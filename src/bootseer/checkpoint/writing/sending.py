@@ -42,7 +42,8 @@ class Sending:
         self.lane = Lane(publication.workers, publication.policy.stripes + publication.policy.parity)
         self._policy = publication.policy
         self._budget = budget
-        self._state = threading.Condition()
+        self._lock = threading.RLock()  # taken by blocks, as in `io.executor`
+        self._state = threading.Condition(self._lock)
         self._present = Ranges()
         """Ranges in the spool."""
         self._sent: list[SegmentWriter] = []
@@ -71,21 +72,21 @@ class Sending:
     def hold_back(self, start: int) -> Iterator[None]:
         """Within the block nothing from `start` on is sent: otherwise a writer that waits for spool space, here or in
         another file, could send the very range that is being changed."""
-        with self._state:
+        with self._lock:
             self._held_from = start
         try:
             yield
         finally:
-            with self._state:
+            with self._lock:
                 self._held_from = None
 
     def missing(self, start: int, end: int) -> int:
-        with self._state:
+        with self._lock:
             return self._present.missing(start, end)
 
     def on_written(self, start: int, end: int) -> None:
         """A range is in the spool now: send what a sequential writer has left behind."""
-        with self._state:
+        with self._lock:
             self._present.add(start, end)
             self._send_sequential()
 
@@ -93,7 +94,7 @@ class Sending:
         """A range, wherever it is; zeros where nothing was written."""
         pieces: list[bytes | bytearray] = []
         while offset < end:
-            with self._state:
+            with self._lock:
                 if not self._is_open:
                     raise PermanentError(f"{self.publication.folder}: read after its end")
                 sent = self._complete_at(offset)
@@ -118,7 +119,7 @@ class Sending:
     def recall(self, start: int, end: int) -> None:
         """Bring a range back into the spool: segments that contain some of it are no longer part of the file."""
         while True:
-            with self._state:
+            with self._lock:
                 hit = next((sent for sent in self._sent if sent.start < end and start < sent.end), None)
                 if hit is None:
                     return
@@ -136,20 +137,20 @@ class Sending:
                 if isinstance(error, NotFoundError):
                     raise _gone(error) from error
                 raise
-            with self._state:
+            with self._lock:
                 self._sent.remove(hit)
                 self._present.add(hit.start, hit.end)
 
     def truncate(self, size_bytes: int, old_size_bytes: int) -> None:
-        with self._state:
+        with self._lock:
             is_cut = any(sent.start < size_bytes < sent.end for sent in self._sent)
         if is_cut:  # first, because it may fail: then the file must be as it was
             self.recall(size_bytes, size_bytes + 1)
-        with self._state:
+        with self._lock:
             for sent in [sent for sent in self._sent if sent.start >= size_bytes]:
                 self._drop(sent)
         self.spool.truncate(size_bytes)
-        with self._state:
+        with self._lock:
             self._budget.free(self._present.remove(size_bytes, old_size_bytes))
             self._sent_up_to = min(self._sent_up_to, size_bytes // CHUNK_BYTES * CHUNK_BYTES)
             if size_bytes == 0:
@@ -161,7 +162,7 @@ class Sending:
         `separate_tail`: send a short last chunk as a segment of its own, because the file is likely to grow; otherwise
         its whole segment would have to be recalled then. `check` is called regularly while this waits.
         """
-        with self._state:
+        with self._lock:
             end = size_bytes
             if separate_tail and all(sent.end < size_bytes for sent in self._sent):
                 end = size_bytes // CHUNK_BYTES * CHUNK_BYTES
@@ -180,7 +181,7 @@ class Sending:
 
     def _wait_for_all(self, every: Sequence[SegmentWriter]) -> bool:
         """Wait a moment until these are complete, or one has failed; returns whether that is so."""
-        with self._state:
+        with self._lock:
             return self._state.wait_for(
                 lambda: self._error is not None or all(sent.result is not None for sent in every), _LOOK_S
             )
@@ -191,13 +192,13 @@ class Sending:
 
     def seal_idle(self, idle_s: float) -> None:
         """Seal the open segment if one of its parts has waited for bytes for `idle_s`."""
-        with self._state:
+        with self._lock:
             if self._growing is not None and self._growing.is_idle(idle_s):
                 self._seal_growing()
 
     def flush_some(self) -> bool:
         """Send what could wait for more bytes, to free its spool space. Returns whether there was any."""
-        with self._state:
+        with self._lock:
             if self._seal_growing():
                 return True
             length = min(self._ready_end() - self._sent_up_to, self._policy.segment_bytes)
@@ -210,7 +211,7 @@ class Sending:
 
     def expected_free_bytes(self) -> tuple[int, int]:
         """Bytes of spool space that will be freed anyway, and bytes that would be freed after `flush_some`."""
-        with self._state:
+        with self._lock:
             if self._error is not None:
                 return 0, 0
             on_the_way = sum(one.end - one.start for one in self._sent if one.result is None and one.is_sealed)
@@ -219,7 +220,7 @@ class Sending:
 
     def close(self, timeout_s: float) -> None:
         """Cancel what is in flight, and drop the rest."""
-        with self._state:
+        with self._lock:
             self._is_open = False
             for sent in list(self._sent):
                 self._drop(sent)
@@ -227,11 +228,11 @@ class Sending:
                 self._cancel(self._tail)
         # Segments in flight still read from the spool.
         self.lane.wait_idle(timeout_s)
-        with self._state:
+        with self._lock:
             self.spool.close()
             self._budget.free(self._present.total())
 
-    # The methods below are called with `_state` held.
+    # The methods below are called with the lock held.
 
     def _ready_end(self) -> int:
         """The end of the whole chunks that a sequential writer has left behind."""
@@ -319,7 +320,7 @@ class Sending:
         """Start waiting segments, as far as there is room. A segment is started when the placement of the one before is
         known, so that it can go to other nodes where there are any."""
         while True:
-            with self._state:
+            with self._lock:
                 ahead = self._in_flight[: self.publication.settings.segments_ahead]
                 started = [one for one in ahead if one.is_started]
                 if len(started) == len(ahead) or (started and not started[-1].is_placed):
@@ -329,20 +330,20 @@ class Sending:
             writer.begin()
 
     def _make_room(self, ended: SegmentWriter) -> None:
-        with self._state, contextlib.suppress(ValueError):
+        with self._lock, contextlib.suppress(ValueError):
             self._in_flight.remove(ended)
         self.begin_next()
 
     def chunk_sent(self, length: int) -> None:
         """A chunk was written for the first time."""
-        with self._state:
+        with self._lock:
             self.sent_bytes += length
 
     def segment_ended(self, writer: SegmentWriter, result: Segment | None) -> None:
         """Called once for each segment, unless it was cancelled. Without a `result` it has failed."""
         if result is not None:  # otherwise the file has failed, and no further segment is started
             self._make_room(writer)
-        with self._state:
+        with self._lock:
             if writer in self._sent or writer is self._tail:
                 writer.result = result
                 self._error = self._error or writer.error

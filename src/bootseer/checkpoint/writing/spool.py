@@ -39,7 +39,8 @@ class Budget:
         self._hard = spool_bytes + random_bytes
         self._used = 0
         self._freed = 0
-        self._change = threading.Condition()
+        self._lock = threading.RLock()  # taken by blocks, as in `io.executor`
+        self._change = threading.Condition(self._lock)
 
     @property
     def used_bytes(self) -> int:
@@ -59,7 +60,7 @@ class Budget:
                 freed, until = self._freed, time.monotonic() + stuck_s
             elif time.monotonic() >= until:
                 raise TransientError(f"no spool space was freed within {stuck_s:.0f} s: writes are stuck")
-            with self._change:
+            with self._lock:
                 self._change.wait_for(lambda: self._used + length <= self._soft, timeout=_LOOK_S)
 
     def reserve_extra(self, length: int) -> None:
@@ -71,13 +72,13 @@ class Budget:
             )
 
     def free(self, length: int) -> None:
-        with self._change:
+        with self._lock:
             self._used -= length
             self._freed += length
             self._change.notify_all()
 
     def _try_reserve(self, length: int, limit: int) -> bool:
-        with self._change:
+        with self._lock:
             if self._used + length > limit:
                 return False
             self._used += length
