@@ -29,7 +29,8 @@ class CacheWriter:
 
     def __init__(self, facts: Counters) -> None:
         self._facts = facts
-        self._change = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # taken by blocks, as in `io.executor`
+        self._change = threading.Condition(self._lock)
         self._unsynced: set[CachedFile] = set()
         self._queued_bytes = 0
         self._num_chunks = 0  # queued, or being written
@@ -45,7 +46,7 @@ class CacheWriter:
     def put(self, cached: CachedFile, block: int, data: memoryview, then: Callable[[], None]) -> None:
         """Keep a verified chunk, and release the claim on it. `then` is called when the chunk is kept or dropped; until
         then `data` must not change and `cached` must stay open."""
-        with self._change:
+        with self._lock:
             accepted = self.has_room(len(data)) and self._submit(partial(self._put, cached, block, data, then))
             if accepted:
                 self._queued_bytes += len(data)
@@ -64,7 +65,7 @@ class CacheWriter:
         """Wait until all queued chunks are kept; returns whether they are. Waits at most `timeout_s`, and not for a
         disk that has kept none for `still_s`. A kept chunk survives this process."""
         until = time.monotonic() + timeout_s
-        with self._change:
+        with self._lock:
             while self._num_chunks:
                 before = self._num_chunks
                 wait_s = min(still_s, until - time.monotonic())
@@ -102,7 +103,7 @@ class CacheWriter:
         finally:
             self._facts.add("kept_chunks" if is_kept else "not_kept_chunks")
             _release(cached, block)
-            with self._change:
+            with self._lock:
                 self._queued_bytes -= len(data)
                 self._num_chunks -= 1
                 self._change.notify_all()
