@@ -4,7 +4,9 @@ fails a run that executed nothing, `lock_tracker` watches the locks of what has 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import os
 import shutil
 import signal
 import tempfile
@@ -51,10 +53,28 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run has a folder of its own, which users of its tests can pass through: pytest's own is closed to them, and each
     # run closes it again for the others.
     if config.option.basetemp is None and not config.option.collectonly:
+        _remove_earlier_runs()
         base = Path(tempfile.mkdtemp(prefix="bootseer-tests-", dir="/tmp"))
         base.chmod(0o711)
+        fcntl.flock(os.open(base, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
         config.stash[_base] = base
         config.option.basetemp = str(base / "t")
+
+
+def _remove_earlier_runs() -> None:
+    """Remove what failed or killed runs left, 4 GB each, but not the latest and not what is used or mounted."""
+    with contextlib.suppress(OSError):  # another user's, or removed by another run
+        runs = sorted(Path("/tmp").glob("bootseer-tests-*"), key=lambda folder: folder.stat().st_mtime)
+        for folder in runs[:-1]:
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if f" {folder}/" not in Path("/proc/self/mountinfo").read_text():
+                    shutil.rmtree(folder, ignore_errors=True)
+            except BlockingIOError:  # it runs
+                pass
+            finally:
+                os.close(lock)
 
 
 def pytest_collection_finish() -> None:
@@ -64,7 +84,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    # What a failed run leaves is looked at.
+    # What the last failed run leaves is looked at.
     if (base := session.config.stash.get(_base, None)) is not None and session.exitstatus == pytest.ExitCode.OK:
         shutil.rmtree(base / "t", ignore_errors=True)
 
