@@ -63,16 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _remove_earlier_runs() -> None:
     """Remove what failed or killed runs left, 4 GB each, but not the latest and not what is used or mounted."""
-    with contextlib.suppress(OSError):  # another user's, or removed by another run
-        runs = sorted(Path("/tmp").glob("bootseer-tests-*"), key=lambda folder: folder.stat().st_mtime)
-        for folder in runs[:-1]:
+    runs = [(folder.stat().st_mtime, folder) for folder in Path("/tmp").glob("bootseer-tests-*") if folder.exists()]
+    for _, folder in sorted(runs)[:-1]:
+        with contextlib.suppress(OSError):  # it is locked by its run, another user's, or gone
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if f" {folder}/" not in Path("/proc/self/mountinfo").read_text():
                     shutil.rmtree(folder, ignore_errors=True)
-            except BlockingIOError:  # it runs
-                pass
             finally:
                 os.close(lock)
 

@@ -271,6 +271,6 @@ def test_a_server_that_refuses_some_requests_is_not_taken_for_silent(proxy: Faul
         place.write_bytes("file", b"x")
         key = place._key("file")
         proxy.plan = lambda request: Fault(status=503) if request.path.endswith("/busy") else None
-        with pytest.raises(TransientError, match=r"503|no complete answer"):  # the last request may be cut
-            place._bucket.retry("busy", lambda: obstore.head(place._bucket.reader, f"{key}/busy"), 1.0)
+        with pytest.raises(TransientError, match="503"):
+            place._bucket.retry("busy", lambda: obstore.head(place._bucket.reader, f"{key}/busy"), 2.0)
         assert place.read_bytes("file", 1) == b"x"

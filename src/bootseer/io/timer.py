@@ -63,7 +63,7 @@ class Timer:
         if drop:
             with self._lock:
                 self._heap.clear()
-                self._change.notify()
+                self._change.notify_all()
         self._pool.close(timeout_s)
 
     def _wait_for_next(self) -> None:
