@@ -139,7 +139,9 @@ def test_a_wrong_byte_in_an_owners_cache_is_never_delivered_and_the_owner_is_nam
     assert reader.group.stats()["n3"]["requests"] == requests
 
 
-def test_lists_that_differ_make_no_node_wait_for_another(job: Job) -> None:
+def test_lists_that_differ_make_no_node_wait_for_another(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("_SILENCE_S", "_LONG_SILENCE_S", "_MIN_SECONDS"):  # a node that waits for another is not silent
+        monkeypatch.setattr(f"bootseer.peers.health.{limit}", 10.0)
     for at, node in enumerate(job.nodes):
         node.meet([peer for number, peer in enumerate(job.peers) if number != (at + 1) % 4])
     job.read_all()
