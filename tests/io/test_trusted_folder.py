@@ -58,6 +58,15 @@ def test_a_relative_path_begins_at_the_working_folder(tmp_path: Path, monkeypatc
     assert trusted(Path("a/b")) == tmp_path / "a" / "b"
 
 
+def test_an_absolute_path_needs_no_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert trusted(tmp_path / "a") == tmp_path / "a"
+    with pytest.raises(FileNotFoundError):
+        trusted(Path("b"))
+
+
 def test_a_loop_of_links_and_a_file_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
