@@ -196,6 +196,10 @@ LOWER = [
         pytest.param([whiteout("usr/lib"), file("usr/lib/x", b"x")], id="implicit directory over a whiteout"),
         pytest.param([symlink("l2", "d"), file("l2/n", b"n")], id="through a link of the same layer"),
         pytest.param([file("d/.wh..wh.plnk", b"x")], id="bookkeeping of AUFS"),
+        pytest.param([hard_link("n", "usr/lib/a"), whiteout("usr/lib/a")], id="a moved file"),
+        pytest.param([hard_link("n", "d/e/f"), whiteout("d/e")], id="a file moved out of a removed directory"),
+        pytest.param([hard_link("d/n", "d/g"), opaque("d")], id="a file moved inside an emptied directory"),
+        pytest.param([hard_link("n", "d/g"), file("d/g", b"x"), whiteout("d/g")], id="a file over a moved one"),
     ],
 )
 def test_a_second_layer_means_what_it_means_to_umoci(upper: list[Entry], tmp_path: Path) -> None:

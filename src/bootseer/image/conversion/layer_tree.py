@@ -75,6 +75,7 @@ class LayerTree:
         self._opaque: set[int] = set()
         self._implicit: set[int] = set()  # directories without an entry in the layer so far
         self._new: set[int] = set()  # implicit directories that lower layers do not have either
+        self._copied: set[tuple[int, bytes]] = set()  # (directory, name) of files copied up for a hard link alone
         self._last_parent: tuple[Sequence[bytes], _Directory] | None = None  # most members share the previous one's
 
     def keeps_content(self, member: Member) -> bool:
@@ -144,6 +145,7 @@ class LayerTree:
         if below is not None:
             found = self._copy_up(below)
             self._tree.link(holder.inode, target[-1], found)
+            self._copied.add((holder.inode, target[-1]))
         assert found is not None  # noqa: S101 - checked above
         self._put(parent, names[-1], found)
 
@@ -163,7 +165,7 @@ class LayerTree:
         if holder is None:
             return  # no layer has the directory: nothing to hide
         existing = self._tree.child(holder.inode, name)
-        if existing is not None and self._has_only_whiteouts(existing):
+        if existing is not None and self._is_no_member(holder.inode, name, existing):
             self._tree.unlink(holder.inode, name)
             self._last_parent = existing = None
         if existing is None:
@@ -178,7 +180,7 @@ class LayerTree:
         if holder is None:
             return
         for name, inode in list(self._tree.walk_directory(holder.inode)):
-            if inode != self._whiteout and self._has_only_whiteouts(inode):
+            if inode != self._whiteout and self._is_no_member(holder.inode, name, inode):
                 self._tree.unlink(holder.inode, name)
                 self._last_parent = None
         if holder.inode == ROOT:
@@ -187,14 +189,16 @@ class LayerTree:
         else:
             self._set_opaque(holder.inode)
 
-    def _has_only_whiteouts(self, inode: int) -> bool:
-        """Whether this directory tree was created for whiteouts alone: nothing of it is in the layer otherwise."""
-        waiting = [inode]
+    def _is_no_member(self, directory: int, name: bytes, inode: int) -> bool:
+        """Whether this tree was created for whiteouts and as the target of hard links alone: a whiteout hides it."""
+        waiting = [(directory, name, inode)]
         while waiting:
-            inode = waiting.pop()
+            directory, name, inode = waiting.pop()
+            if (directory, name) in self._copied:
+                continue
             if inode not in self._implicit:
                 return False
-            waiting += [child for _, child in self._tree.walk_directory(inode) if child != self._whiteout]
+            waiting += [(inode, *child) for child in self._tree.walk_directory(inode) if child[1] != self._whiteout]
         return True
 
     def _set_opaque(self, inode: int) -> None:
@@ -206,6 +210,7 @@ class LayerTree:
     def _put(self, parent: _Directory, name: bytes, inode: int) -> None:
         if self._tree.child(parent.inode, name) is not None:
             self._last_parent = None  # it may be the replaced file
+            self._copied.discard((parent.inode, name))
         self._tree.link(parent.inode, name, inode)
 
     def _new_directory(self, attributes: Attributes, *, opaque: bool) -> int:
