@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -52,4 +52,37 @@ def test_a_body_comes_in_pieces_larger_than_packets() -> None:
             pieces = list(transport.send("GET", url, until=time.monotonic() + 30).pieces())
             assert b"".join(pieces) == body
             assert len(pieces) < 20  # of 75 packets
+        thread.join()
+
+
+def test_a_first_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IPv6 often is: each read of a mount timed out, as the first address took all of its time."""
+    with closing(Transport()) as transport, ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listening.getsockname()[1]
+        stack.enter_context(socket.create_server(("127.0.0.2", port), backlog=0))
+        for _ in range(2):  # a full queue: the kernel drops further packets
+            full = stack.enter_context(socket.socket())
+            full.setblocking(False)
+            full.connect_ex(("127.0.0.2", port))
+        resolve = socket.getaddrinfo
+
+        def listed(host: str, *args: int) -> object:
+            hosts = ("127.0.0.2", "127.0.0.1") if host == "two" else (host,)
+            return [one for host in hosts for one in resolve(host, *args)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", listed)
+
+        def serve() -> None:
+            for _ in range(2):
+                with listening.accept()[0] as sock:
+                    sock.recv(65536)
+                    sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        began_s = time.monotonic()
+        for within_s in (1, 30):
+            assert transport.send("GET", f"http://two:{port}/", until=time.monotonic() + within_s).body(9) == b"ok"
+        assert time.monotonic() - began_s < 4  # the address is remembered: it would have got 5 s
         thread.join()

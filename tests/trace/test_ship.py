@@ -201,6 +201,24 @@ def test_answers_decide_when_the_next_request_comes(tmp_path, link):
         shipper.close()
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((200, {}, b"<html>Welcome"), "HTTP 200: not the answer of a BootSeer service"),
+        ((308, {"Location": "https://h/v1/lines?key=x"}, b""), "HTTP 308: redirects to 'https://h/v1/lines'"),
+    ],
+)
+def test_a_page_of_another_server_is_not_taken_for_the_answer_of_a_service(answer, said, tmp_path, link):
+    """The events were marked as sent, and lost for the service."""
+    folder, _ = spool(tmp_path / "spool", num_nodes=1)
+    with collector(lambda _: answer) as server:
+        sender = link(server.url)
+        shipper = Shipper(str(folder), sender)
+        assert not shipper.step()
+        assert (shipper.all_sent(), sender.is_refused, sender.problem) == (False, True, said)
+        shipper.close()
+
+
 def test_a_next_request_at_no_time_is_ignored(tmp_path, link):
     folder, _ = spool(tmp_path / "spool", num_nodes=1)
     with collector(lambda _: (202, {"X-Bootseer-Next": "nan"}, b"{}")) as server:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote, urljoin
 
 import urllib3
@@ -41,6 +41,7 @@ from urllib3.exceptions import (
     SSLError,
 )
 from urllib3.util import parse_url
+from urllib3.util.connection import allowed_gai_family
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.fork import in_each_process
@@ -388,15 +389,32 @@ def join(base: str, location: str) -> str:
 
 
 class _HttpConnection(HTTPConnection):
+    _silent: ClassVar[set[str]] = set()
+    """Addresses that did not answer, tried last from then on: names often list those of a dead IPv6 first."""
+
     def _new_conn(self) -> PlainSocket:
-        total_s = self.timeout
-        began = time.monotonic()
-        self.timeout = min(total_s or _CONNECT_S, _CONNECT_S)
+        """Connect to one of the name's addresses, each of which gets its share of the time."""
+        total_s, name, began_s = self.timeout, self._dns_host, time.monotonic()
+        addresses = [name]
+        with contextlib.suppress(OSError, UnicodeError):  # raised by urllib3, below
+            found = socket.getaddrinfo(name.strip("[]"), self.port, allowed_gai_family(), socket.SOCK_STREAM)
+            addresses = sorted((str(address[0]) for *_, address in found), key=self._silent.__contains__)
+        until_s = time.monotonic() + min(total_s or _CONNECT_S, _CONNECT_S)
         try:
-            connected = super()._new_conn()
+            for left in range(len(addresses), 0, -1):
+                self._dns_host = addresses[-left]
+                self.timeout = max((until_s - time.monotonic()) / left, 0.001)
+                try:
+                    connected = super()._new_conn()
+                    break
+                except (ConnectTimeoutError, NewConnectionError) as error:
+                    if isinstance(error, ConnectTimeoutError):
+                        self._silent.add(self._dns_host)
+                    if left == 1:
+                        raise
         finally:
-            self.timeout = total_s
-        left_s = None if total_s is None else max(total_s - (time.monotonic() - began), 0.001)
+            self.timeout, self._dns_host = total_s, name
+        left_s = None if total_s is None else max(total_s - (time.monotonic() - began_s), 0.001)
         return PlainSocket.take_over(connected, left_s)
 
 

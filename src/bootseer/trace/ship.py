@@ -142,7 +142,7 @@ class Link:
             self.is_refused = False
             self._note_failure(getattr(error, "strerror", None) or str(error) or type(error).__name__, None)
             return False
-        if status in (200, 202):
+        if status == http.client.ACCEPTED:  # 200 may be the page of a proxy or of another server
             self.problem, self.is_refused, self._pause_s = "", False, _FIRST_PAUSE_S
             self.batches += 1
             return True
@@ -165,7 +165,11 @@ class Link:
                     self.close()
                 answer = _decode_object(content)
                 self._wanted_stacks = answer.get("stacks")
-                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, _error_text(answer)
+                why = _error_text(answer)
+                if response.status < 400 and not why:
+                    moved = response.getheader("Location", "").partition("?")[0]
+                    why = f"redirects to {moved[:200]!a}" if moved else "not the answer of a BootSeer service"
+                return response.status, float(wait) if wait.isdecimal() and len(wait) < 9 else None, why
         except (ConnectionError, http.client.BadStatusLine):
             self.close()
             if is_new:
