@@ -18,7 +18,7 @@ from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundEr
 from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.manifest import Platform, choose
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource, read_resumed
 from bootseer.image.unpack import unpack
@@ -110,6 +110,22 @@ def test_an_index_gives_the_image_of_the_platform(tmp_path: Path) -> None:
         assert _open(f"oci:{tmp_path}:multi", platform=Platform("linux", architecture)).digest == digest
     with pytest.raises(PermanentError, match=r"no image for linux/riscv64.*linux/amd64, linux/arm64"):
         _open(f"oci:{tmp_path}:multi", platform=Platform("linux", "riscv64"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"), [("amd64", "a"), ("amd64/v3", "c"), ("amd64/v2", "a"), ("arm64", "d"), ("arm64/v9", "e")]
+)
+def test_without_a_variant_the_image_that_runs_on_most_machines_is_chosen(wanted: str, chosen: str) -> None:
+    offered = {"c": ("amd64", "v3"), "a": ("amd64", ""), "e": ("arm64", "v9"), "d": ("arm64", "v8")}
+    rows = [
+        {
+            "digest": f"sha256:{digest * 64}",
+            "size": 1,
+            "platform": {"os": "linux", "architecture": arch, "variant": variant},
+        }
+        for digest, (arch, variant) in offered.items()
+    ]
+    assert choose({"manifests": rows}, Platform.parse(f"linux/{wanted}"), "index").digest == f"sha256:{chosen * 64}"
 
 
 def test_a_manifest_below_an_index_need_not_state_its_type(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -90,6 +91,7 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise CorruptError(f"{where}: the index has no list of manifests")
     offered = []
+    fitting = []
     for row in rows:
         listed = row.get("platform")
         if not isinstance(listed, dict):
@@ -101,7 +103,9 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
         if (found.os, found.architecture) == (platform.os, platform.architecture) and (
             not platform.variant or found.variant in {"", platform.variant}
         ):
-            return _descriptor(row, where, MAX_MANIFEST_BYTES)
+            fitting.append(((found.variant != platform.variant, found.variant), row))
+    if fitting:  # the same variant, or the lowest: what is built for amd64/v3 does not run on every amd64
+        return _descriptor(min(fitting, key=operator.itemgetter(0))[1], where, MAX_MANIFEST_BYTES)
     # BuildKit lists attestations as manifests for the platform unknown/unknown.
     known = ", ".join(sorted({str(one) for one in offered if one.os != "unknown"})) or "none"
     raise PermanentError(f"{where}: no image for {platform}; available: {known}")
