@@ -31,6 +31,7 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     files.place.write_bytes("ckpt/.metadata", b"meta", mode=0o600)
     files.place.write_bytes("ckpt/nothing", b"")
     files.make_folder("ckpt/empty/below", parents=True)
+    files.set_mode("ckpt/empty", 0o700)
     heard: list[tuple[int, int]] = []
     target = tmp_path / "far" / "out"
     got = get_checkpoint(files, reading, "ckpt", target, progress=lambda done, of: heard.append((done, of)))
@@ -41,6 +42,7 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     assert (target / ".metadata").stat().st_mode & 0o777 == 0o600
     assert (target / "nothing").read_bytes() == b""
     assert (target / "empty/below").is_dir()
+    assert (target / "empty").stat().st_mode & 0o777 == 0o700
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 

@@ -184,6 +184,9 @@ def get_checkpoint(
                 ) from failed
             if failed is not None:
                 raise failed
+            for one in found:
+                if one.is_folder and (local := copy / _below(path, one.path)).is_dir():
+                    local.chmod(local.stat().st_mode & (one.entry.mode | 0o7700))  # not more than the umask allows
             _move_into_place(copy, target, replace)
     return DownloadResult(sum(info.size_bytes for info in infos), len(infos), kept_bytes)
 
