@@ -92,7 +92,7 @@ def test_kill_9_of_bootseer_ends_the_command(env):
 
 
 def test_a_scheduler_s_rarer_signals_reach_the_command(env):
-    numbers = [signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR, signal.SIGRTMAX]
+    numbers = [signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR, signal.SIGABRT, signal.SIGRTMAX]
     script = f"""import os, signal, sys
 missing = set({[int(number) for number in numbers]})
 signal.pthread_sigmask(signal.SIG_BLOCK, missing)

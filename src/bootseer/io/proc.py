@@ -56,7 +56,16 @@ def parent(pid: int) -> int:
 def is_dying(pid: int) -> bool:
     """Whether a process or thread has SIGKILL pending, whichever signal killed it. It may have for long in the kernel:
     in a dead mount."""
-    return bool(int(status(pid).get("SigPnd", "0"), 16) >> (_SIGKILL - 1) & 1)
+    return _has_signal(pid, "SigPnd", _SIGKILL)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for this signal."""
+    return _has_signal(pid, "SigCgt", number)
+
+
+def _has_signal(pid: int, field: str, number: int) -> bool:
+    return bool(int(status(pid).get(field, "0"), 16) >> (number - 1) & 1)
 
 
 # Of a thread whose request a file system handles, only what never blocks on its process may be read: during execve(2)

@@ -5,7 +5,8 @@ once; the exit code is the command's, 128+N when signal N killed it. As PID 1 th
 
 Which processes get signals: in the foreground of a terminal the command stays in this process group, so that Ctrl-C
 and Ctrl-Z reach it from the terminal, and only signals sent to this process alone are forwarded. Otherwise the command
-leads a process group of its own, and the whole group gets the forwarded signals.
+leads a process group of its own. Forwarded signals that the command catches go to the command alone, all others, and
+those that terminals send, to its whole group.
 
 SIGKILL cannot be forwarded: the kernel is asked to kill the command when this process dies (PR_SET_PDEATHSIG), so that
 `timeout -k` leaves no job behind.
@@ -48,10 +49,13 @@ FORWARDED = (
     signal.SIGXCPU,
     signal.SIGIO,
     signal.SIGPWR,
+    signal.SIGABRT,  # for a core dump, or the stacks of faulthandler; abort() unblocks it
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 """Signals that ask a process to end."""
+_OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
+"""Meant for process groups: a shell that gets SIGINT expects that its program gets it, too."""
 RESTART_REQUEST = signal.SIGURG
 """Asks `bootseer run --restarts` to start its command again. A process that does not expect it ignores it."""
 NOT_FOUND = 127
@@ -337,15 +341,18 @@ def wait(
 
 
 def _send(pid: int, number: int, *, own_group: bool) -> None:
-    """Send the command a signal; its whole process group, if that is its own."""
+    """Send the command a signal; or its whole process group, if that is its own.
+
+    The group does not get a signal that the command catches: it would lose the workers of a DataLoader while it saves.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if own_group:
+        if own_group and (number in _OF_TERMINALS or not proc.catches(pid, number)):
             os.killpg(pid, number)
-            # One that reads the terminal in the background is stopped.
-            if number in ENDING and proc.stat(pid)[:1] == [b"T"]:
-                os.killpg(pid, signal.SIGCONT)
         else:
             os.kill(pid, number)
+        # One that reads the terminal in the background is stopped.
+        if own_group and number in ENDING and proc.stat(pid)[:1] == [b"T"]:
+            os.killpg(pid, signal.SIGCONT)
 
 
 def _reap(pid: int, *, orphans: bool = False) -> int | None:

@@ -2,8 +2,8 @@
 
 `runc run` in the foreground copies the standard streams through pipes: the program sees no terminal, and input is
 read ahead. Detached, the program inherits the streams, but runc does not wait for it. This script starts runc detached,
-adopts the container's process (as subreaper), forwards signals to its process group and ends with its exit code. Run
-with `-I -S` and an empty environment:
+adopts the container's process (as subreaper), forwards signals as `launch.supervise` does and ends with its exit code.
+Run with `-I -S` and an empty environment:
 
     shim.py own|try|host FOLDER WORD...
 
@@ -48,8 +48,9 @@ _LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
 # signals for background processes.
 _OWN = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGTTIN, signal.SIGTTOU),
-    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS),
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS),
 }
+_OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -170,11 +171,18 @@ def _forward_signal(pid: int, number: int) -> None:
     if number == signal.SIGCHLD:
         return
     with contextlib.suppress(ProcessLookupError):
-        # SIGTSTP has no effect in a process group without a terminal.
-        os.killpg(pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
+        if number not in _OF_TERMINALS and _catches(pid, number):
+            os.kill(pid, number)
+        else:  # SIGTSTP has no effect in a process group without a terminal
+            os.killpg(pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
         os.killpg(pid, signal.SIGCONT)
+
+
+def _catches(pid: int, number: int) -> bool:
+    masks = (line.split()[1] for line in _lines(f"/proc/{pid}/status") if line.startswith("SigCgt:"))
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 # -- process ids -------------------------------------------------------------------------------------------------------
