@@ -234,3 +234,26 @@ def test_a_log_of_another_unit_alone_says_so(found):
     with pytest.raises(UsageError) as refused:
         analyse(result.events, Options(), read=result.input())
     assert "in s, ms or µs" in refused.value.hint
+
+
+def test_lines_of_other_programs_belong_to_the_attempt_and_restart_in_which_they_were_written(found):
+    """A requeued job appends to its log, and all its attempts install their packages."""
+
+    def event(second: int, stage: str, **more: object) -> bytes:
+        times = {"wall_ns": (1_795_168_800 + second) * 10**9, "mono_ns": (1000 + second) * 10**9}
+        return encode(decode(LINES[0])._replace(**times, job="moe", node="n0", stage=stage, **more))
+
+    def pip(minute: int) -> bytes:
+        return b"".join(
+            b"2026-11-20T10:%02d:%02dZ %s\n" % (minute, second, text)
+            for second, text in ((5, b"Collecting torch"), (6, b"Collecting numpy"),
+                                 (9, b"Successfully installed torch-2.1 numpy-2.0"))
+        )  # fmt: skip
+
+    log = [event(0, "run", phase="begin", span="1"), pip(0), event(600, "run", phase="end", span="1")]
+    log += [pip(20), event(1300, "run", attempt=1, phase="begin", span="2"), pip(30)]
+    log += [event(2400, "restart", attempt=1, restart=1, phase="begin", span="3"), pip(50)]
+    installs = [one for one in found(b"".join(log)).events if one.stage == "environment_setup.install"]
+    assert sorted({(one.attempt, one.restart, one.wall_ns // 60_000_000_000 % 60) for one in installs}) == [
+        (0, 0, 0), (1, 0, 20), (1, 0, 30), (1, 1, 50)
+    ]  # fmt: skip

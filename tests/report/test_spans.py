@@ -125,6 +125,16 @@ def test_a_reused_attempt_tells_the_last_run():
     assert any("started 2 times" in line for line in result.headlines)
 
 
+def test_a_reused_attempt_is_not_ended_by_restarts_of_the_run_before():
+    """Jobs with a fixed attempt, such as those of the examples for Kubernetes, are started again under its number."""
+    again = {"restart": 1, "kind": "restart"}
+    old = span(0, 90, "run") + span(0, 90, "command") + span(40, 41, "restart", **again) + began(60, **again)
+    new = span(100, 191, "run", outcome="failed") + span(102, 190, "command", outcome="failed")
+    result = report(old, new)
+    assert (result.startup.outcome, result.overhead.startup_s) == ("failed", pytest.approx(90))
+    assert len(result.startups) == 1
+
+
 def test_srun_starts_one_run_for_each_rank():
     """Eight runs at once are not reuse, and each rank's own setup is its work."""
     parts = []

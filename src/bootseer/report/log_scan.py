@@ -20,10 +20,12 @@ import math
 import re
 import signal
 import threading
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
@@ -190,7 +192,7 @@ def _name_jobs(result: Scanned) -> None:
     job, stages = jobs.pop(), {event.stage for event in own}
     # Foreign logs have only the bare name of a pod or host.
     nodes = {event.node.partition("/")[0]: event.node for event in own}
-    attempt = max(event.attempt for event in result.events if event.job == job)
+    begins = _begins(own)
     events = []
     for event in result.events:
         if not _foreign(event):
@@ -206,10 +208,25 @@ def _name_jobs(result: Scanned) -> None:
                 attrs = event.attrs
                 if own:  # own events show the job's nodes better than the scheduler's list
                     attrs = {key: value for key, value in attrs.items() if key != NODES}
-                events.append(event._replace(job=job, attempt=attempt, node=node, attrs=attrs))
+                _, attempt, restart = begins[max(bisect(begins, event.wall_ns, key=itemgetter(0)) - 1, 0)]
+                restart = event.restart if attrs[FOREIGN] == "torchelastic" else restart  # its lines have it
+                events.append(event._replace(job=job, attempt=attempt, restart=restart, node=node, attrs=attrs))
             else:  # a list of events of a whole cluster includes pods of other jobs
                 result.skipped["other_node"] += 1
     result.events = events
+
+
+def _begins(own: Sequence[Event]) -> list[tuple[int, int, int]]:
+    """From when on lines of other programs belong to each attempt and restart, by time: a log may have several. What
+    precedes an attempt, such as its queue, belongs to it. The end of `run`, which has no restart, is after all."""
+    times: dict[tuple[int, int], list[int]] = {}
+    for event in own:
+        times.setdefault((event.attempt, event.restart), []).append(event.wall_ns)
+    begins, over_ns = [], 0
+    for (attempt, restart), walls in sorted(times.items()):
+        begins.append((min(walls) if restart else min(over_ns, *walls), attempt, restart))
+        over_ns = max(over_ns, *walls)
+    return sorted(begins) or [(0, 0, 0)]
 
 
 def _foreign(event: Event) -> bool:

@@ -125,6 +125,11 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     grouped: dict[Key, dict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         grouped[Key(event.job, event.attempt, event.restart)][event.node].append(event)
+    for key in [key for key in grouped if key.restart]:  # those of earlier runs of the attempt are no later restarts
+        runs = grouped.get(key._replace(restart=0), {})
+        kept = {name: _last_run(node_events, runs.get(name, ()))[0] for name, node_events in grouped.pop(key).items()}
+        if any(kept.values()):
+            grouped[key] = {name: node_events for name, node_events in kept.items() if node_events}
     later = _first_of_later_restarts(grouped)
     found = []
     for key, by_node in grouped.items():
@@ -172,7 +177,7 @@ def begin_of(node: NodeSpans) -> int:
 
 def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
     node = NodeSpans(name, restarted=later is not None)
-    events = _last_run(events, node)
+    events, node.num_runs = _last_run(events, events)
     times = _times([*events, later] if later else events, node)
     gone_ns = times.pop() if later else None
     ranks = {event.pid: event.rank for event in events if event.pid and event.rank != NO_RANK}
@@ -212,24 +217,26 @@ def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
     return node
 
 
-def _last_run(events: list[Event], node: NodeSpans) -> list[Event]:
-    """The events without those of earlier runs of the same attempt. With srun each rank has its own run."""
+def _last_run(events: list[Event], first: Iterable[Event]) -> tuple[list[Event], int]:
+    """The events without those of earlier runs of the same attempt, and the number of its runs, which begin in `first`.
+    With srun each rank has its own run."""
     runs: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
+    for event in first:
         if event.stage == RUN and event.phase == BEGIN:
             runs[event.rank].append(event)
-    node.num_runs = max((len(of_rank) for of_rank in runs.values()), default=0)
-    if node.num_runs < 2:
-        return events
+    num_runs = max((len(of_rank) for of_rank in runs.values()), default=0)
+    if num_runs < 2:
+        return events, num_runs
     last = {rank: max(of_rank, key=lambda event: event.wall_ns) for rank, of_rank in runs.items()}
     # Events outside the runs of ranks belong to the last round of runs if they came after the first of these.
-    first = min(last.values(), key=lambda event: event.wall_ns)
+    earliest = min(last.values(), key=lambda event: event.wall_ns)
     # The scheduler's stages are earlier than the run that reports them: they belong to it by their parent.
-    return [
+    kept = [
         event
         for event in events
-        if event.wall_ns >= (run := last.get(event.rank, first)).wall_ns or event.parent == run.span
+        if event.wall_ns >= (run := last.get(event.rank, earliest)).wall_ns or event.parent == run.span
     ]
+    return kept, num_runs
 
 
 def _times(events: list[Event], node: NodeSpans) -> list[int]:
