@@ -82,6 +82,14 @@ def test_xattrs_of_both_writers_are_read() -> None:
     assert found[0][0].xattrs == {b"user.a": b"y\xff", b"user.b c": b"\x00\xff"}
 
 
+def test_names_are_those_that_go_gives() -> None:
+    """Of a GNU and a pax name the GNU one counts, and a record for sparse files of an unknown form does not."""
+    long_name = layer(file("g" * 200), dialect=tarfile.GNU_FORMAT)[:1024]
+    assert [one.name for one, _ in _read(long_name + layer(file("f", pax={"path": "p"})))] == [b"g" * 200]
+    for pax in ({"GNU.sparse.name": "s"}, {"GNU.sparse.name": "s", "GNU.sparse.size": "9", "GNU.sparse.major": "9"}):
+        assert [(one.name, content) for one, content in _read(layer(file("f", b"x", pax=pax)))] == [(b"f", b"x")]
+
+
 def test_global_headers_change_nothing() -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", pax_headers={"comment": "x" * 2000, "uid": "7"}) as archive:

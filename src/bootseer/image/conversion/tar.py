@@ -74,9 +74,9 @@ class TarReader:
             if kind == b"K":
                 long_link = self._small(header).partition(b"\0")[0]
                 continue
+            apply_records(header, records)
             header.name = long_name or header.name
             header.link = long_link or header.link
-            apply_records(header, records)
             yield self._member(header)
             records, long_name, long_link = Records(), b"", b""
         if records.values or long_name or long_link:

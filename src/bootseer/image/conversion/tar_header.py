@@ -166,7 +166,7 @@ def apply_records(header: Header, records: Records) -> None:
     for key in (b"path", b"linkpath"):
         if b"\0" in values.get(key, b""):
             raise CorruptError("a pax header names a file with a NUL byte")
-    header.name = values.get(b"GNU.sparse.name") or values.get(b"path", header.name)
+    header.name = values.get(b"path", header.name)
     header.link = values.get(b"linkpath", header.link)
     if b"size" in values:
         header.size = decimal(values[b"size"])
@@ -178,9 +178,13 @@ def apply_records(header: Header, records: Records) -> None:
         header.mtime_ns = parse_time(values[b"mtime"])
     header.xattrs = dict(_xattrs(values))
     real_size = values.get(b"GNU.sparse.realsize") or values.get(b"GNU.sparse.size")
-    if real_size is not None and header.type != b"S":
+    text = values.get(b"GNU.sparse.map")
+    version = values.get(b"GNU.sparse.major", b"") + values.get(b"GNU.sparse.minor", b"")
+    # Runtimes ignore the records of a form that they do not know. The first forms have no version.
+    is_known = version in {b"00", b"01", b"10"} or (not version and (text or records.sparse))
+    if real_size is not None and header.type != b"S" and is_known:
+        header.name = values.get(b"GNU.sparse.name") or header.name
         header.real_size = decimal(real_size)
-        text = values.get(b"GNU.sparse.map")
         header.segments = parse_sparse_map(text.split(b",")) if text else records.sparse
         header.more_segments = values.get(b"GNU.sparse.major") == b"1"
 
