@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from bootseer.cli.ckpt_place import split, tell_fallback
-from bootseer.errors import UsageError
+from bootseer.checkpoint.files import Files
+from bootseer.cli.ckpt_place import split, tell_fallback, tell_left_out
+from bootseer.errors import NotFoundError, UsageError
+from bootseer.places.folder import FolderPlace
 from conftest_launch import BOOTSEER
 from registry import free_port
 
@@ -299,6 +302,17 @@ def test_a_fallback_is_told_once_and_returned(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == ""
     assert tell_fallback({"fallback": "it wants Kerberos"}) == "it wants Kerberos"
     assert capfd.readouterr().err == "bootseer: reads use hdfs-native and are slower: it wants Kerberos\n"
+
+
+def test_links_that_a_copy_lacks_are_told(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(FolderPlace(source.parent)) as place:
+        tell_left_out(Files(place), source.name)
+        assert capfd.readouterr().err == ""
+        (source / "sub" / "weights").symlink_to("../model")
+        tell_left_out(Files(place), source.name)
+        assert f"are left out: {source}/sub/weights\n" in capfd.readouterr().err
+        with pytest.raises(NotFoundError, match="is a symbolic link or special file"):
+            place.stat(f"{source.name}/sub/weights")
 
 
 def test_verbs_import_no_library_of_hdfs(env: dict[str, str], tmp_path: Path) -> None:

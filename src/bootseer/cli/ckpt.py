@@ -16,7 +16,7 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import Problem, verify
-from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback
+from bootseer.cli.ckpt_place import STRIPES, changed, files_at, resolved, split, tell_fallback, tell_left_out
 from bootseer.cli.output import Output, Progress, print_bytes
 from bootseer.cli.verb_parts import Count, json_option, with_options
 from bootseer.errors import AlreadyExistsError, UsageError
@@ -157,6 +157,7 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
         with closing(Reading(files.place)) as reading:
             got = get_checkpoint(files, reading, name, local, only=only, replace=replace, progress=progress.show_bytes)
         uri, fallback = f"{files.place.uri}/{name}", tell_fallback(files.place.facts())
+        tell_left_out(files, name)
     took_s = time.monotonic() - began_s
     amount = f"{plural(got.num_files, 'file')}, {format_bytes(got.size_bytes)}"
     if got.kept_bytes:
@@ -209,6 +210,7 @@ def verify_command(checkpoint: str, output: Output) -> None:
         name = resolved(files, name)
         found = verify(files, name, progress=progress.show_bytes)
         uri, fallback = f"{files.place.uri}/{name}", tell_fallback(files.place.facts())
+        tell_left_out(files, name)
     lines = _problem_lines(found.problems)
     shown = lines[:_MAX_SHOWN]
     if len(lines) > _MAX_SHOWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -15,6 +16,7 @@ from bootseer.cli.options import COUNT, FLAG, Option, parse_size
 from bootseer.errors import AccessError, CorruptError, NotFolderError, NotFoundError, UsageError
 from bootseer.launch.supervise import say
 from bootseer.places import check_slashes, open_place
+from bootseer.units import listed
 
 STRIPES = (
     Option("--stripes", "Number of nodes to stripe a file over.", COUNT, "N", least=1, most=MAX_STRIPES),
@@ -74,6 +76,15 @@ def tell_fallback(place: Mapping[str, object]) -> str:
             "HDFS's checksums of them; compare the copy with its source if you have it"
         )
     return reason
+
+
+def tell_left_out(files: Files, name: str) -> None:
+    """Report what a place that is a folder does not show of a checkpoint: a copy of it lacks these files."""
+    if files.place.is_local:
+        top = Path("/", files.place.uri.removeprefix("file://"), name)
+        below = [Path(path, one) for path, folders, names in os.walk(top) for one in (*folders, *names)]
+        if left_out := sorted(str(one) for one in below if one.is_symlink() or not (one.is_dir() or one.is_file())):
+            say(f"symbolic links and special files are left out: {listed(left_out)}")
 
 
 def resolved(files: Files, name: str) -> str:

@@ -84,7 +84,7 @@ class FolderPlace(SmallReads):
         with self._parent(path) as (folder, name):
             entry = _entry(path, os.stat(name, dir_fd=folder, follow_symlinks=False))
         if entry is None:
-            raise NotFoundError(f"there is no {self._uri_of(path)}")
+            raise NotFoundError(f"{self._uri_of(path)} is a symbolic link or special file, which is not read")
         return entry
 
     def list(self, path: str) -> Iterator[Entry]:

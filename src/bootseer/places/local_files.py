@@ -116,8 +116,10 @@ _KINDS: dict[int, type[BootseerError]] = {
 
 def mapped(error: OSError, subject: str) -> BootseerError:
     """The BootSeer error for an `OSError` about `subject`."""
-    if error.errno in (errno.ENOENT, errno.ELOOP):  # symbolic links do not count as files here
+    if error.errno == errno.ENOENT:
         return NotFoundError(f"there is no {subject}")
+    if error.errno == errno.ELOOP:
+        return NotFoundError(f"{subject}: symbolic links are not followed")
     text = f"{subject}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"{text}; nothing was stored, make room and try again")
