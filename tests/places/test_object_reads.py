@@ -143,6 +143,20 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> N
             read(file, 0, 11)
 
 
+@pytest.mark.parametrize("tag", ["", 'W/"1"'], ids=["ignored", "weak"])
+def test_a_server_whose_conditions_are_of_no_use_sends_no_other_version(proxy: FaultProxy, uri: str, tag: str) -> None:
+    """Bytes of the new version were delivered as the old one's; a weak tag, which never matches, failed each read."""
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"old content")
+        proxy.plan = lambda _: Fault(headers={"etag": tag} if tag else {}, send={} if tag else {"if-match": ""})
+        with opened(place, "file") as file:
+            assert read(file, 0, 11) == b"old content"
+            proxy.plan = lambda _: Fault(headers={"etag": 'W/"2"'} if tag else {}, send={"if-match": ""})
+            place.write_bytes("file", b"new content")
+            with pytest.raises(TransientError, match="changed"):
+                read(file, 0, 11)
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -364,6 +364,7 @@ def test_of_what_was_made_though_its_answer_was_lost_it_is_known_who_made_it(pro
         (403, "RequestTimeTooSkewed", "clocks of this machine and of the server"),
         (403, "InvalidAccessKeyId", "does not know AWS_ACCESS_KEY_ID"),
         (403, "AccessDenied", "AccessDenied; check the credentials"),
+        (400, "AuthorizationHeaderMalformed", "AWS_REGION is not"),
     ],
 )
 def test_a_refused_login_is_said_in_the_servers_words(
@@ -380,6 +381,13 @@ def test_a_refused_login_is_said_in_the_servers_words(
             read(file, 0, 50)
         with pytest.raises(AccessError, match=said):
             place.write_bytes("other", b"x")
+
+
+def test_a_bucket_in_another_region_is_called_so_at_once(proxy: FaultProxy, uri: str) -> None:
+    """It took a minute."""
+    proxy.plan = lambda _: Fault(status=301)
+    with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="set AWS_REGION"):
+        place.stat("file")
 
 
 def test_credentials_for_one_folder_serve_a_place_above_it(proxy: FaultProxy, uri: str, source: Path) -> None:

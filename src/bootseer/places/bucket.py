@@ -65,6 +65,7 @@ _ABOUT_LOGINS = {
     "ExpiredToken": "the credentials have expired; get new ones",
     "InvalidToken": "the server does not know AWS_SESSION_TOKEN",
     "InvalidAccessKeyId": "the server does not know AWS_ACCESS_KEY_ID",
+    "AuthorizationHeaderMalformed": "AWS_REGION is not the bucket's region",
     "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY is wrong",
     "RequestTimeTooSkewed": "the clocks of this machine and of the server differ by more than 15 minutes; set this one",
     "RequestExpired": "the clocks of this machine and of the server differ by more than 15 minutes; set this one",
@@ -293,6 +294,8 @@ class Bucket:
             return InvalidKeyError(f"{said}; not a valid name of a file")
         if "builder error" in said:
             return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
+        if "redirect without LOCATION" in said:
+            return PermanentError(f"{said}; set AWS_REGION to the bucket's region")
         if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):
             return PermanentError(said)
         return TransientError(said)

@@ -389,27 +389,24 @@ def join(base: str, location: str) -> str:
 
 
 class _HttpConnection(HTTPConnection):
-    _silent: ClassVar[set[str]] = set()
-    """Addresses that did not answer, tried last from then on: names often list those of a dead IPv6 first."""
+    _failed: ClassVar[set[str]] = set()
+    """Addresses tried last from now on: names often list those of a dead IPv6 first. Each gets a share of the time."""
 
     def _new_conn(self) -> PlainSocket:
-        """Connect to one of the name's addresses, each of which gets its share of the time."""
         total_s, name, began_s = self.timeout, self._dns_host, time.monotonic()
         addresses = [name]
         with contextlib.suppress(OSError, UnicodeError):  # raised by urllib3, below
             found = socket.getaddrinfo(name.strip("[]"), self.port, allowed_gai_family(), socket.SOCK_STREAM)
-            addresses = sorted((str(address[0]) for *_, address in found), key=self._silent.__contains__)
+            addresses = sorted((str(address[0]) for *_, address in found), key=self._failed.__contains__)
         until_s = time.monotonic() + min(total_s or _CONNECT_S, _CONNECT_S)
         try:
             for left in range(len(addresses), 0, -1):
-                self._dns_host = addresses[-left]
-                self.timeout = max((until_s - time.monotonic()) / left, 0.001)
+                self._dns_host, self.timeout = addresses[-left], max((until_s - time.monotonic()) / left, 0.001)
                 try:
                     connected = super()._new_conn()
                     break
-                except (ConnectTimeoutError, NewConnectionError) as error:
-                    if isinstance(error, ConnectTimeoutError):
-                        self._silent.add(self._dns_host)
+                except (ConnectTimeoutError, NewConnectionError):
+                    self._failed.add(self._dns_host)
                     if left == 1:
                         raise
         finally:
