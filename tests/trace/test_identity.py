@@ -69,6 +69,12 @@ def test_a_pod_made_again_is_another_node() -> None:
     assert discover({"BOOTSEER_NODE": "mine", "POD_UID": "u1"}, hostname="box").node == "mine"
 
 
+def test_the_number_of_a_pod_of_kubeflow_is_not_a_rank() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "16", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
+    assert discover(pod, hostname="box")[5:8] == (-1, 2, 16)
+    assert discover({**pod, "RANK": "9", "LOCAL_RANK": "1"}, hostname="box").rank == 9
+
+
 @pytest.mark.parametrize(
     ("env", "kind"),
     [

@@ -77,8 +77,10 @@ def _node(env: Env, hostname: str) -> str:
 
 def _rank(env: Env) -> tuple[int | None, int | None]:
     """Rank and world size if the launcher starts one process per rank: torchrun, mpirun, srun."""
+    # The RANK of Kubeflow's PyTorchJob is the pod's number, which torchrun replaces for its processes.
+    is_pods = bool(env.get("PET_NODE_RANK")) and not env.get("LOCAL_RANK")
     for rank, size in (
-        ("RANK", "WORLD_SIZE"),
+        ("" if is_pods else "RANK", "WORLD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_RANK", "PMI_SIZE"),
     ):
