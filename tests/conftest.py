@@ -69,7 +69,7 @@ def _remove_earlier_runs() -> None:
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if f" {folder}/" not in Path("/proc/self/mountinfo").read_text():
+                if f" {folder}/" not in Path("/proc/self/mountinfo").read_text(errors="replace"):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
@@ -100,7 +100,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     item.stash[_passed] = item.stash.get(_passed, True) and report.passed
     folder = getattr(item, "funcargs", {}).get("tmp_path")
     if report.when == "teardown" and item.stash[_passed] and isinstance(folder, Path):
-        mounts = Path("/proc/self/mountinfo").read_text()
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
         if f" {folder}" not in mounts:
             shutil.rmtree(folder, ignore_errors=True)
     return report

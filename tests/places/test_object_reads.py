@@ -14,7 +14,7 @@ from contextlib import closing
 import obstore
 import pytest
 
-from bootseer.errors import TransientError
+from bootseer.errors import PermanentError, TransientError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import object_data, open_place
 from bootseer.places.objects import ObjectPlace
@@ -141,6 +141,13 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> N
         place.write_bytes("file", b"new content")
         with pytest.raises(TransientError, match="changed"):
             read(file, 0, 11)
+
+
+def test_a_bucket_in_another_region_is_called_so_at_once(proxy: FaultProxy, uri: str) -> None:
+    """It took a minute."""
+    proxy.plan = lambda _: Fault(status=301)
+    with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="set AWS_REGION"):
+        place.stat("file")
 
 
 @pytest.mark.parametrize("tag", ["", 'W/"1"'], ids=["ignored", "weak"])

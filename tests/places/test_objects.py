@@ -383,13 +383,6 @@ def test_a_refused_login_is_said_in_the_servers_words(
             place.write_bytes("other", b"x")
 
 
-def test_a_bucket_in_another_region_is_called_so_at_once(proxy: FaultProxy, uri: str) -> None:
-    """It took a minute."""
-    proxy.plan = lambda _: Fault(status=301)
-    with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="set AWS_REGION"):
-        place.stat("file")
-
-
 def test_credentials_for_one_folder_serve_a_place_above_it(proxy: FaultProxy, uri: str, source: Path) -> None:
     """Such as the adapters open, whose place is the bucket, with a policy for `jobs/TEAM/*`."""
     team = uri.rpartition("/")[2]

@@ -243,7 +243,7 @@ def _own_cgroup(controller: str) -> tuple[Path, int]:
 
 def _mounted(controller: str, version: int) -> Iterator[tuple[str, Path]]:
     """Root and mount point of each mount of the controller's hierarchy."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         fields, _, kind = line.partition(" - ")
         root, point = fields.split()[3:5]
         words = kind.split()
