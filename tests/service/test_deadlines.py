@@ -36,6 +36,14 @@ def test_a_cold_start_is_not_judged_by_warm_ones_where_there_are_cold_ones() -> 
     assert Deadlines([warm]).late(moment(a=50.0), 2, "full", "miss"), "the scale is all that is known"
 
 
+def test_a_stage_of_hours_is_not_late_before_its_usual_time() -> None:
+    """Days that were summed by an earlier service have shorter histograms."""
+    short = (2, "full", "hit", INSTALL, [0] * 40 + [1] + [0] * 23)
+    deadlines = Deadlines([day(*[7200.0] * 9), short])
+    assert deadlines.late(moment(a=7000.0), 2, "full", "hit") == []
+    assert [one.node for one in deadlines.late(moment(a=9000.0), 2, "full", "hit")] == ["a"]
+
+
 def test_few_starts_prove_nothing() -> None:
     assert Deadlines([day(*[10.0] * 4)]).late(moment(a=1e6), 2, "full", "hit") == []
     assert Deadlines([]).limit_s(2, "full", "hit", INSTALL) is None

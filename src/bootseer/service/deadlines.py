@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
 from typing import Any, Final
 
 from bootseer.report.analysis.lanes import TRAINING_BEGAN
-from bootseer.service.histogram import CLASSES, quantile_s
+from bootseer.service.histogram import quantile_s, sum_of
 from bootseer.units import format_seconds
 
 LEARNED_DAYS: Final = 28
@@ -49,10 +48,10 @@ class Deadlines:
     """The learned limits."""
 
     def __init__(self, days: Iterable[Day]) -> None:
-        self._hists: dict[tuple[int | str, ...], list[int]] = defaultdict(lambda: [0] * CLASSES)
+        self._hists: dict[tuple[int | str, ...], list[int]] = defaultdict(list)
         for bucket, kind, cache_state, stage, hist in days:
             for key in ((bucket, kind, cache_state, stage), (bucket, stage)):
-                self._hists[key] = list(map(add, self._hists[key], hist))
+                self._hists[key] = sum_of(self._hists[key], hist)
 
     def limit_s(self, bucket: int, kind: str, cache_state: str, stage: str) -> float | None:
         """Seconds that the stage may take; None if unknown."""

@@ -18,7 +18,7 @@ from typing import Final
 from sqlalchemy import Connection, case, func, select
 
 from bootseer.service import questions
-from bootseer.service.histogram import CLASSES, bound_s
+from bootseer.service.histogram import bound_s, sum_of
 from bootseer.service.over_time import OverTime, now
 from bootseer.service.questions import Filter, bucket_name, own_s
 from bootseer.service.rows import BEGAN, day_of
@@ -29,6 +29,8 @@ _PERIOD_DAYS: Final = 28
 _BOUNDS_S: Final = (10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 3600)
 _EVERY: Final = 4
 """Classes of `stage_day.hist` per bucket: the bounds double."""
+_BELOW: Final = 63
+"""Number of classes below the last bucket, up to half an hour."""
 _STAGES: Final = 40
 _TEAMS: Final = 32
 _OTHER: Final = "other"
@@ -69,18 +71,17 @@ def _stages(made: Figures, connection: Connection, where: Filter) -> None:
     table, known = stage_day, questions.names(connection, stage)
     # Not by cost: a stage that changes between a label of its own and `other` makes counters fall.
     names = _named(sorted(known.values(), key=lambda name: name.count(".")), _STAGES)
-    hists: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0] * CLASSES)
+    hists: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     gpu_s: dict[tuple[str, str, str], float] = defaultdict(float)
     columns = (table.c.stage_id, table.c.bucket, table.c.cache_state, table.c.gpu_s, table.c.hist)
     for number, scale, cache, seconds, hist in connection.execute(select(*columns).where(*where.of(table))):
         key = names[known[number]], bucket_name(scale), cache
         gpu_s[key] += seconds
-        hists[key] = [a + b for a, b in zip(hists[key], json.loads(hist), strict=True)]
-    bounds = [bound_s(number) for number in range(0, CLASSES - 1, _EVERY)]
+        hists[key] = sum_of(hists[key], json.loads(hist))
+    bounds = [bound_s(number) for number in range(0, _BELOW, _EVERY)]
     made.family("bootseer_stage_seconds", "histogram", "Medians over a start's nodes.")
     for (name, scale, cache), hist in hists.items():
-        # The last class contains values above all bounds.
-        counts = [hist[0], *(sum(hist[at - _EVERY + 1 : at + 1]) for at in range(_EVERY, CLASSES - 1, _EVERY))]
+        counts = [hist[0], *(sum(hist[at - _EVERY + 1 : at + 1]) for at in range(_EVERY, _BELOW, _EVERY))]
         above = sum(hist) - sum(counts)
         made.histogram("bootseer_stage_seconds", bounds, [*counts, above], None, stage=name, scale=scale, cache=cache)
     made.family("bootseer_stage_gpu_seconds_total", "counter", "GPU time in stages of starts.")

@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, 
 
 from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.verdict import BUCKETS
-from bootseer.service.histogram import CLASSES, class_of, quantile_s
+from bootseer.service.histogram import CLASSES, class_of, quantile_s, sum_of
 from bootseer.service.rows import BEGAN
 from bootseer.service.schema import (
     CLOSED,
@@ -129,8 +129,7 @@ def stages(connection: Connection, where: Filter) -> Rows:
     found = []
     for row in connection.execute(totals.group_by(of.c.stage_id)):
         if of is stage_day:
-            lists = msgspec.json.decode(f"[{row.hists}]", type=list[list[int]])
-            hist = list(map(sum, zip(*lists, strict=True)))
+            hist = sum_of(*msgspec.json.decode(f"[{row.hists}]", type=list[list[int]]))
         else:
             hist = hists[row.stage_id]
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}

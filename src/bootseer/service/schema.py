@@ -188,7 +188,7 @@ stage_day: Final = Table(
     _sum("work_s"),
     _sum("wait_s"),
     _sum("gpu_s"),
-    # Histograms in 64 classes (`histogram.class_of`), as JSON: of the starts' medians over nodes, and of their 99th
+    # Histograms in classes (`histogram.class_of`), as JSON: of the starts' medians over nodes, and of their 99th
     # percentiles.
     _text("hist"),
     _text("hist99"),
