@@ -69,6 +69,21 @@ def test_a_pod_made_again_is_another_node() -> None:
     assert discover({"BOOTSEER_NODE": "mine", "POD_UID": "u1"}, hostname="box").node == "mine"
 
 
+@pytest.mark.parametrize(
+    ("outer", "here", "node"),
+    [("n1", "n1", "mine"), ("n1", "n2", "n2"), ("", "n2", "n2"), ("n1", "", "mine"), (None, "n2", "mine")],
+)
+def test_a_process_that_srun_started_on_another_node_is_not_on_the_runs(
+    outer: str | None, here: str, node: str
+) -> None:
+    env = {
+        "BOOTSEER_NODE": "mine",
+        "SLURMD_NODENAME": here,
+        **({} if outer is None else {"BOOTSEER_SLURM_NODE": outer}),
+    }
+    assert discover(env, hostname="box").node == node
+
+
 def test_the_number_of_a_pod_of_kubeflow_is_not_a_rank() -> None:
     pod = {"RANK": "1", "WORLD_SIZE": "16", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
     assert discover(pod, hostname="box")[5:8] == (-1, 2, 16)

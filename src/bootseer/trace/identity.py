@@ -13,6 +13,8 @@ from bootseer.trace.event import KINDS, NO_RANK
 
 Env = Mapping[str, str]
 RESTART = "BOOTSEER_RESTART"
+OUTER_NODE = "BOOTSEER_SLURM_NODE"
+"""Set by a run in a job of Slurm: the name of its node; empty where `salloc` was called."""
 
 
 class Identity(NamedTuple):
@@ -69,10 +71,14 @@ def _job(env: Env) -> tuple[str, str]:
 
 
 def _node(env: Env, hostname: str) -> str:
-    name = env.get("BOOTSEER_NODE") or env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or hostname
+    slurms = env.get("SLURMD_NODENAME", "")
+    # Processes that a run's command starts by `srun` inherit the run's variables on all nodes.
+    is_moved = slurms and env.get(OUTER_NODE, slurms) != slurms
+    given = "" if is_moved else env.get("BOOTSEER_NODE", "")
+    name = given or slurms or env.get("NODE_NAME") or hostname
     # A recreated pod has the same name, but another uid.
     pod = env.get("POD_UID", "")
-    return f"{name}/{pod}" if pod and not env.get("BOOTSEER_NODE") else name
+    return f"{name}/{pod}" if pod and not given else name
 
 
 def _rank(env: Env) -> tuple[int | None, int | None]:
