@@ -273,7 +273,8 @@ def test_a_registry_that_forbids_removing_says_so(registry: Registry, repository
         store.close()
 
 
-def test_listing_reads_every_page(registry: Registry, repository: str) -> None:
+@pytest.mark.parametrize("following", ["/v2/{}/tags/list?last=x", "?last=x"])
+def test_listing_reads_every_page(registry: Registry, repository: str, following: str) -> None:
     store = OciStore(open_registry(registry.host, repository))
     put(store, b"1", "a")
     put(store, b"2", "b")
@@ -282,14 +283,18 @@ def test_listing_reads_every_page(registry: Registry, repository: str) -> None:
         if "tags/list" not in request.path:
             return None
         tag, more = (
-            (tag_of("b"), {}) if "last=" in request.path else (tag_of("a"), {"Link": f"<{following}>; rel=next"})
+            (tag_of("b"), {})
+            if "last=" in request.path
+            else (tag_of("a"), {"Link": f"<{following.format(repository)}>; rel=next"})
         )
         return Fault(status=200, headers=more, body=json.dumps({"name": repository, "tags": [tag]}).encode())
 
-    following = f"/v2/{repository}/tags/list?last=x"
     with FaultProxy(registry.host, plan) as proxy:
         paged = OciStore(open_registry(proxy.host, repository))
         assert sorted(found.name for found in paged.list()) == ["a", "b"]
+        proxy.plan = lambda request: Fault(status=404) if "last=" in request.path else plan(request)
+        with pytest.raises(NotFoundError, match="list of tags"):  # `prune` would delete what the rest needs
+            list(paged.list())
         paged.close()
     store.close()
 

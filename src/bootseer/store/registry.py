@@ -270,9 +270,9 @@ class Registry:
         """All tags; none if the repository does not exist."""
         until = time.monotonic() + timeout_s
         path = "tags/list?n=1000"
-        for _ in range(_MAX_PAGES):
+        for page in range(_MAX_PAGES):
             answer = self.request("pull", "GET", path, until=until)
-            if answer.status == 404:
+            if answer.status == 404 and not page:
                 answer.finish()
                 return
             self.expect(answer, "the list of tags", 200)
@@ -285,7 +285,7 @@ class Registry:
             following = _NEXT.search(answer.headers.get("Link", ""))
             if following is None:
                 return
-            path = following[1]
+            path = join(answer.url, following[1])
 
     def request(
         self,
