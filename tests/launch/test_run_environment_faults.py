@@ -153,6 +153,17 @@ def test_a_killed_publisher_publishes_nothing_by_half(place: Place) -> None:
     assert len(place.documents()) == 1
 
 
+def test_a_command_that_a_signal_asked_to_end_ends_without_a_wait_for_the_publication(place: Place) -> None:
+    ready = place.project / "ready"
+    script = f"trap 'exit 0' TERM; touch {ready}; while :; do sleep 0.02; done"
+    rules = {"KF_RULE_CACHE_DIR": str(place.root / "none")}  # compiling them takes 4 s
+    run = place.begin("--setup", place.counting_script("echo a > made\n"), "--", "sh", "-c", script, more=rules)
+    wait_for(ready.exists)
+    said = end(run, signal.SIGTERM)
+    assert run.returncode == 0, said
+    assert place.published()["published"] is False, said
+
+
 def test_without_the_store_a_node_restores_what_it_knows(place: Place) -> None:
     check = ("--setup", place.alpha_script(), "--", "python", "-c", "import alpha; print(alpha.VERSION)")
     place.run(*check)

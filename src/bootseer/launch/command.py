@@ -132,6 +132,7 @@ def run_command(
         env.update(session.tracer.environment(span))
         signals: list[int] = []
         code = _run_once(command, options, env, session, restarts, enter, signals.append)
+        session.is_asked_to_end |= not supervise.ENDING.isdisjoint(signals)
         outcome = OK if code == 0 else FAILED
         facts = {"exit_code": code}
         session.tracer.emit("command", END, span=span, parent=session.span, outcome=outcome, attrs=facts)

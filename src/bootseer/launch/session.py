@@ -77,6 +77,8 @@ class Session(RunEvents):
     """One run; its begin event is written by the constructor, its end event by `close`."""
 
     is_measured = True
+    is_asked_to_end = False
+    """A signal asked the command to end: after a time of grace, a scheduler kills all that is left."""
     sinks = ""
     warm: WarmStart | None = None
     peers: PeersStart | None = None

@@ -254,13 +254,13 @@ class EnvironmentStart:
             self._lookup.release()
 
     def finish_publishing(self, code: int) -> None:
-        """Wait for the publication; Ctrl-C cancels it, and so does a command that was killed."""
+        """Wait for the publication, unless the command was killed or asked to end by a signal; Ctrl-C cancels it."""
         publishing, self.publishing = self.publishing, None
         with reporting_errors("the outcome of the environment's snapshot is not known"):
             self.release_lease()
             if publishing is not None:
                 with suppress(Interrupted):
-                    if code < _SIGNALLED:
+                    if code < _SIGNALLED and not self.task.session.is_asked_to_end:
                         with interruptible():
                             publishing.finish()
                         return
