@@ -330,7 +330,9 @@ def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
 def test_a_mount_point_may_have_a_name_that_is_not_utf_8(place: Path) -> None:
     runtime = Runtime(place / "run")
     folder = runtime.new_folder()
-    runtime.write(MountState(folder.name, os.fsdecode(b"/mnt/caf\xe9"), "registry/image:tag", runtime.boot))
+    state = MountState(folder.name, os.fsdecode(b"/mnt/caf\xe9"), "registry/image:tag", runtime.boot)
+    runtime.write(state)
+    assert [*runtime.all()] == [runtime.find(Path(state.target))] == [state]
 
 
 def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ class _Walk:
     ) -> None:
         self._otherwise = otherwise
         self._make = make
-        absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # which may have been deleted
-        self._left = [*reversed(_components(str(absolute)))]
+        # The working folder may have been deleted.
+        self._left = [*reversed(_components(str(path) if os.path.isabs(path) else f"{os.getcwd()}/{path}"))]
         self._num_links = 0
         self._names: list[str] = []
         self.folder = os.open("/", FOLDER)

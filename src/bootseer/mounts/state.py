@@ -64,8 +64,8 @@ class MountState(Struct, frozen=True):
     schema: str = SCHEMA
 
 
-# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
-_STATE = msgspec.json.Decoder(MountState)
+# Examined at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+msgspec.json.Decoder(MountState)
 
 
 class Runtime:
@@ -101,7 +101,7 @@ class Runtime:
 
     def write(self, state: MountState) -> None:
         """Create or update the record of a mount."""
-        # By `json`: paths that are not UTF-8 have lone surrogates, which msgspec refuses to write.
+        # By `json`: paths that are not UTF-8 have lone surrogates, which msgspec refuses to write and to read.
         record = json.dumps(msgspec.to_builtins(state))
         replace_file(self.folder(state) / _RECORD, f"{record}\n".encode())
 
@@ -196,7 +196,7 @@ def _read(folder: Path) -> MountState:
         if not _ID.fullmatch(folder.name) or not is_ours or status.st_size > _MAX_BYTES:
             raise ValueError
         data = file.read(_MAX_BYTES)
-    state = _STATE.decode(data)
+    state = msgspec.convert(json.loads(data), MountState)
     if state.schema != SCHEMA or state.id != folder.name:
         raise ValueError
     return state
