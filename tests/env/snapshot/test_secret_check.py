@@ -161,6 +161,14 @@ def test_a_password_that_a_person_chose_is_known_by_the_name_of_its_variable() -
     assert check.check_content("/opt/log", b"disabled /run/x1234567") == ""
 
 
+def test_paths_in_variables_are_no_secrets(tmp_path: Path) -> None:
+    here, gone = f"{tmp_path}/user1234/job_5678abc", "/scratch/user1234/job_5678abc"
+    Path(here).mkdir(parents=True)
+    for variables in ({"PWD": gone}, {"SSH_AUTH_SOCK": here}):
+        assert check_of(variables=variables).check_paths([(f"{here}{gone}", "directory", 0)], lambda _: b"") == []
+    assert check_of(variables={"MY_KEY": gone}).check_paths([(gone, "directory", 0)], lambda _: b"")
+
+
 def test_rules_that_cannot_be_read_are_an_error_that_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text("[[rules]]\nid = 1")
     with pytest.raises(UsageError) as caught:
