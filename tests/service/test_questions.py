@@ -126,6 +126,11 @@ def test_scales_beside_the_days_before_and_the_paper(place: Place) -> None:
     assert (other["starts"], other["p50_s"]) == (3, pytest.approx(took[1]))
     (later, _) = ask(place, questions.buckets, Filter(DAY + 1, DAY + 1))
     assert (later["starts"], later["p50_before_s"]) == (0, pytest.approx(row["p50_s"]))
+    with place.database.write() as connection:
+        failed = (schema.start.c.job == "big") & (schema.start.c.overhead_s < 12.0 + took[1] - 1e-3)
+        connection.execute(update(schema.start).where(failed).values(outcome="failed"))
+    (_, two) = ask(place, questions.buckets, Filter(DAY, DAY))
+    assert (two["starts"], two["p50_s"], two["p95_s"]) == (2, *map(pytest.approx, took[1:])), "half do not exceed it"
 
 
 def test_the_period_before_is_as_long_as_the_one_until_now(place: Place) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, cast, func, select
 
 from bootseer.report.analysis.spans import TRUNCATED
+from bootseer.report.analysis.stages import quantile
 from bootseer.report.analysis.verdict import BUCKETS
 from bootseer.service.histogram import CLASSES, class_of, quantile_s, sum_of
 from bootseer.service.rows import BEGAN
@@ -261,8 +262,8 @@ def buckets(connection: Connection, where: Filter) -> Rows:
     for number, (_, name, paper_s) in enumerate(BUCKETS):
         values, earlier = now.get(number, []), before.get(number, [])
         if values or earlier:
-            quantiles = {"p50_s": _quantile(values, 0.5), "p95_s": _quantile(values, 0.95)}
-            then = {"p50_before_s": _quantile(earlier, 0.5), "p95_before_s": _quantile(earlier, 0.95)}
+            quantiles = {"p50_s": quantile(values, 0.5), "p95_s": quantile(values, 0.95)}
+            then = {"p50_before_s": quantile(earlier, 0.5), "p95_before_s": quantile(earlier, 0.95)}
             found.append({"bucket": name, "starts": len(values), **quantiles, **then, "paper_s": paper_s})
     return found
 
@@ -270,7 +271,7 @@ def buckets(connection: Connection, where: Filter) -> Rows:
 def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
     values: dict[int, list[float]] = defaultdict(list)
     each = select(start.c.bucket, own_s).where(*where.of(start), start.c.outcome == BEGAN)
-    for number, took_s in connection.execute(each):
+    for number, took_s in connection.execute(each.order_by(own_s)):
         values[number].append(took_s)
     return values
 
@@ -477,11 +478,6 @@ def _grouped(where: Filter, by: ColumnElement[Any], *summed: str, **sums: Column
 def names(connection: Connection, table: Table) -> Mapping[int, str]:
     """The names of stages or nodes by id, in the order in which they were first seen."""
     return {row.id: row.name for row in connection.execute(select(table.c.id, table.c.name).order_by(table.c.id))}
-
-
-def _quantile(values: Iterable[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
