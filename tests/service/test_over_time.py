@@ -148,6 +148,7 @@ def test_names_that_are_no_hosts_are_not_exported() -> None:
 
 def test_since() -> None:
     assert since_day("7d", 20 * DAY_NS + 1) == 14
+    assert since_day("12h", 20 * DAY_NS + 1) == 19, "yesterday's evening"
     assert since_day("1970-01-03", 0) == 2
     for wrong in ("", "7", "d7", "1970-13-01", "7d; x"):
         with pytest.raises(UsageError):

@@ -43,7 +43,6 @@ _CHANCE: Final = 1e-3
 _LEAST_LAST: Final = 3
 _IS_CLOSED: Final = start.c.state == CLOSED  # of an open start, another node may still be the last one
 _COMPARED: Final = _IS_CLOSED & (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
-_MAX_DAYS: Final = 3660
 _MAX_AGE_S: Final = 7 * 86_400
 """If a stage seems to have lasted longer, a clock is wrong."""
 _LEARN_EVERY_S: Final = 300.0
@@ -55,8 +54,10 @@ _SINCE = re.compile(r"([0-9]{1,4})([hdw])")
 def since_day(text: str, now_ns: int) -> int:
     """The first day of `7d`, `4w` or `2026-11-01`. Raises `UsageError` for other text."""
     if found := _SINCE.fullmatch(text):
-        hours = int(found[1]) * {"h": 1, "d": 24, "w": 168}[found[2]]
-        return max(day_of(now_ns) - min(math.ceil(hours / 24), _MAX_DAYS) + 1, 0)
+        number = int(found[1])
+        if found[2] == "h":  # at least so long, also shortly after midnight
+            return day_of(now_ns - number * 3600 * NS_PER_S)
+        return max(day_of(now_ns) - number * {"d": 1, "w": 7}[found[2]] + 1, 0)
     try:
         return day_of(round(datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()) * NS_PER_S)
     except ValueError:

@@ -151,6 +151,7 @@ class Live:
                 for known in [k for k in self._lanes if k[0] == event.node and event.rank in (NO_RANK, k[1])]:
                     del self._lanes[known]
                 self._exits.pop(key, None)
+                self._restart = min(self._restart, event.restart)
             return
         if event.restart > self._restart:  # the launcher has restarted its processes
             self._restart = event.restart
