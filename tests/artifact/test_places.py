@@ -16,7 +16,7 @@ from bootseer.errors import UsageError
     ("environ", "uid", "root"),
     [
         ({"XDG_RUNTIME_DIR": "/run/user/5"}, 0, "/run/bootseer"),
-        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 5, "/run/user/5/bootseer"),
+        ({"XDG_RUNTIME_DIR": "/nowhere/5"}, 5, "/tmp/bootseer-5"),
         ({"XDG_RUNTIME_DIR": "relative"}, 5, "/tmp/bootseer-5"),
         ({"XDG_RUNTIME_DIR": "/run/user/5", "BOOTSEER_RUNTIME": "/elsewhere"}, 5, "/elsewhere"),
         ({}, 5, "/tmp/bootseer-5"),
@@ -24,6 +24,15 @@ from bootseer.errors import UsageError
 )
 def test_where_the_runtime_folder_is(environ: dict[str, str], uid: int, root: str) -> None:
     assert runtime_root(environ, uid) == Path(root)
+
+
+def test_the_users_runtime_folder_is_used_where_it_exists_and_is_the_users(tmp_path: Path) -> None:
+    """Slurm passes that of the login node, `su` that of another user."""
+    environ, owner = {"XDG_RUNTIME_DIR": str(tmp_path)}, tmp_path.stat().st_uid or 5
+    if os.geteuid() == 0:
+        os.chown(tmp_path, owner, owner)
+    assert runtime_root(environ, owner) == tmp_path / "bootseer"
+    assert runtime_root(environ, owner + 1) == Path(f"/tmp/bootseer-{owner + 1}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of other users")

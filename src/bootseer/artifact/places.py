@@ -69,9 +69,11 @@ def runtime_root(env: Mapping[str, str], uid: int) -> Path:
         return Path(env[RUNTIME]).absolute()
     if uid == 0:
         return Path("/run/bootseer")
-    folder = env.get("XDG_RUNTIME_DIR", "")
-    if folder.startswith("/"):
-        return Path(folder, "bootseer")
+    folder = Path(env.get("XDG_RUNTIME_DIR", ""))
+    # Slurm passes the login node's to jobs on nodes without it, and `su` that of another user.
+    with contextlib.suppress(OSError):
+        if folder.is_absolute() and folder.stat().st_uid == uid:
+            return folder / "bootseer"
     # Directly below /tmp only: the owner of an intermediate folder could replace it.
     found = Path(f"/tmp/bootseer-{uid}")  # noqa: S108
     with contextlib.suppress(FileNotFoundError):
