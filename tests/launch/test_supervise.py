@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -106,6 +107,13 @@ def test_a_run_is_alive_where_signals_come_all_the_time() -> None:
 
 
 @needs_fuse
+def test_a_stop_that_outlasts_the_wait_is_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z and `scontrol suspend`. Python 3.11 to 3.13 then returned values such as these."""
+    rubbish = signal.struct_siginfo((418868984, 410200320, 32615, 418725608, 32615, 410189936, 140080777084648))
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: time.sleep(0.01) or rubbish)
+    assert run(["sh", "-c", "exit 7"]) == 7
+
+
 def test_a_command_that_never_starts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_START_S", 0.5)
     late = pytest.raises(supervise.StartError, match="true: it did not start within 0 s; does the file system")

@@ -24,6 +24,7 @@ from bootseer.launch.supervise import (
     RESTART_GRACE_S,
     RESTART_REQUEST,
     log,
+    next_signal,
     say,
 )
 from bootseer.trace import traceparent
@@ -106,8 +107,8 @@ class Restarts:
         waited_s = (time.monotonic_ns() - began_ns) / 1e9
         left = self._end_processes(max(GRACE_S, RESTART_GRACE_S - waited_s) if requested_ns else GRACE_S)
         awaited = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-        info = signal.sigtimedwait(awaited, 0 if requested_ns else self._delay_s)
-        if info is not None and info.si_signo:  # 0 when a debugger attaches
+        info = next_signal(awaited, 0 if requested_ns else self._delay_s)
+        if info is not None:
             say(f"interrupted by {signal.Signals(info.si_signo).name} before the command was started again")
             return _SIGNALLED + info.si_signo
         session, kind = self._session, "hot_update" if requested_ns else "restart"

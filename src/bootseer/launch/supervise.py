@@ -25,7 +25,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from bootseer.io import proc
@@ -311,7 +311,7 @@ def wait(
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid, orphans=reaps_orphans)) is None:
         # With a timeout: SIGCHLD may be delivered to a thread that has not blocked it, and would never arrive here.
-        info = signal.sigtimedwait(awaited, max(0.0, min(alive_s, kill_s) - time.monotonic()))
+        info = next_signal(awaited, max(0.0, min(alive_s, kill_s) - time.monotonic()))
         now_s = time.monotonic()
         if now_s >= kill_s:
             kill_s = math.inf
@@ -321,7 +321,7 @@ def wait(
             if tracer is not None:
                 tracer.emit(ALIVE, INSTANT)
                 alive_s = max(alive_s, now_s + (now_s - began_s) * _ALIVE_SHARE)
-        if info is None or info.si_signo in (0, signal.SIGCHLD):  # 0 when a debugger attaches
+        if info is None or info.si_signo == signal.SIGCHLD:
             continue
         if on_restart_request is not None and info.si_signo == RESTART_REQUEST:
             on_restart_request()
@@ -338,6 +338,13 @@ def wait(
             os.kill(os.getpid(), signal.SIGSTOP)
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
+
+
+def next_signal(awaited: Collection[int], timeout_s: float) -> signal.struct_siginfo | None:
+    """`sigtimedwait`, but None where this process was stopped beyond the timeout (Ctrl-Z, `scontrol suspend`, a
+    debugger): Python then returns uninitialized memory."""
+    info = signal.sigtimedwait(awaited, timeout_s)
+    return info if info is not None and info.si_signo in awaited and not info.si_errno else None
 
 
 def _send(pid: int, number: int, *, own_group: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from bootseer.env.capturing.reads import AccessLog, Reads, not_watched, start_watching
 from bootseer.errors import BootseerError
 from bootseer.launch.background import Background, Send, end_with_parent, start_background
+from bootseer.launch.supervise import next_signal
 
 READY_S = 10.0
 END_S = 60.0
@@ -95,7 +96,7 @@ def _watch(
     send({"watching": True})
     if ready is not None:
         ready()
-    while signal.sigtimedwait({signal.SIGTERM}, _PAUSE_S) is None:
+    while next_signal({signal.SIGTERM}, _PAUSE_S) is None:
         accesses.drain()
     accesses.drain()
     for part in accesses.report(table, passthrough):
