@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 from bootseer.store.open import open_store
 from bootseer.store.tokens import _check_receiver
 from bootseer.store.transport import Origin
@@ -268,6 +268,21 @@ class TestBearer:
                 closing(open_store(f"oci://{proxy.host}/a/b")) as store,
                 pytest.raises(TransientError, match="not a token"),
             ):
+                store.stat(sha256(DATA))
+
+    @pytest.mark.parametrize("challenge", ['{}, Basic realm="x"', 'Basic realm="x",{}', "Negotiate, {}"])
+    def test_challenges_that_a_proxy_has_joined_in_one_header_are_told_apart(self, challenge: str) -> None:
+        """The realm of the one was taken for that of the other."""
+        with FaultProxy("") as proxy:
+            bearer = f'Bearer realm="http://{proxy.host}/token",service="s",scope="repository:a/b:pull,push"'
+            proxy.plan = lambda request: (
+                Fault(status=200, body=b'{"token":"x"}')
+                if request.path.startswith("/token?service=s&scope=repository%3Aa%2Fb%3Apull%2Cpush")
+                else Fault(status=404)
+                if "authorization" in request.headers
+                else Fault(status=401, headers={"WWW-Authenticate": challenge.format(bearer)})
+            )
+            with closing(open_store(f"oci://{proxy.host}/a/b")) as store, pytest.raises(NotFoundError):
                 store.stat(sha256(DATA))
 
     @pytest.mark.parametrize(

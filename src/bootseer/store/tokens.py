@@ -201,7 +201,8 @@ _DEFAULT_LIFE_S = 60.0
 """The protocol's default for a token without a lifetime."""
 _FRESH = 0.8
 """The share of its lifetime for which a token is used, in view of transmission times and clock differences."""
-_PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))')
+_CHALLENGES = re.compile(r",\s*(?=[A-Za-z]+\s+[A-Za-z_]+\s*=)")
+_PARAMETER = re.compile(r'\b([A-Za-z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))')
 
 
 class _Token(Struct, frozen=True):
@@ -244,7 +245,8 @@ class Authorizer:
         Raises `AccessError` if there is no better one.
         """
         with self._locked(until):
-            schemes = {name.lower(): text for name, _, text in (item.strip().partition(" ") for item in challenges)}
+            each = _CHALLENGES.split(", ".join(challenges))  # of several headers, or of one that a proxy has joined
+            schemes = {name.lower(): text for name, _, text in (item.strip().partition(" ") for item in each)}
             if "bearer" in schemes:
                 challenge = {
                     key.lower(): re.sub(r"\\(.)", r"\1", quoted) or plain
