@@ -144,13 +144,18 @@ def test_credentials_of_this_machine_are_known_again(tmp_path: Path) -> None:
     assert check.check_content("/opt/log", b"using credentials") == ""
 
 
-def test_servers_that_credentials_are_for_are_no_secrets(tmp_path: Path) -> None:
+def test_servers_and_projects_that_credentials_are_for_are_no_secrets(tmp_path: Path) -> None:
     hosts = ["artifactory-prod-01.corp.test", "gitlab01-internal-eu2"]
     (tmp_path / ".netrc").write_text("".join(f"machine {host} login me password {SECRET}\n" for host in hosts))
     (tmp_path / ".docker").mkdir()
     (tmp_path / ".docker/config.json").write_text('{"auths": {"registry-01-fra2.corp.test:5000": {"auth": ""}}}')
+    (tmp_path / ".config/gcloud").mkdir(parents=True)
+    (tmp_path / ".config/gcloud/config").write_text("[core]\nproject = ml-platform-prod-382910\n")
+    (tmp_path / ".config/gcloud/adc.json").write_text('{"quota_project_id": "ml-platform-prod-382910"}')
     check = check_of(homes=[str(tmp_path)])
-    text = f"https://{hosts[0]}/simple git+https://{hosts[1]}/a registry-01-fra2.corp.test:5000/image"
+    text = (
+        f"https://{hosts[0]}/ml-platform-prod-382910/simple git+https://{hosts[1]}/a registry-01-fra2.corp.test:5000/b"
+    )
     assert check.check_text("its document", text.encode()) == ""
     assert check.check_text("its document", SECRET.encode()) == f"its document (a word of {tmp_path}/.netrc)"
 

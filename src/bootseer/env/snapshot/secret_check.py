@@ -49,8 +49,11 @@ _MIN_COPY = 6
 """Minimum size in bytes: an empty JSON object is not a secret."""
 _SCAN_S = 60.0
 _WORD = re.compile(rb"[A-Za-z0-9_+=~-]{16,}")
-_HOST = re.compile(rb"(?<![\w.-])(?:machine\s+\S+|(?:[a-z0-9-]+\.)+[a-z]{2,24}(?![\w.-]))")
-"""Names of servers in credentials files: `artifactory-prod-01.example` looks random."""
+_NAMES = re.compile(
+    rb"(?<![\w.-])(?:machine\s+\S+|(?:[a-z0-9-]+\.)+[a-z]{2,24}(?![\w.-])"
+    rb"|(?:quota_)?projects?(?:_id)?[\"\s:=/]{1,6}[a-z][a-z0-9-]+(?![\w-]))"
+)
+"""Names of servers and projects in credentials files: `artifactory-prod-01.example` looks random."""
 _PASSWORD_NAME = re.compile(r"(^|_)PASS(WD|PHRASE)?$|PASSWORD$", re.IGNORECASE)
 _PASSWORD = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/]{8,}")
 """A password that a person chose, in a variable that is called so."""
@@ -151,7 +154,7 @@ class SecretCheck:
                 return
             data = Path(source).read_bytes()
             self._copies[hashlib.sha256(data).hexdigest()] = path
-            for word in _WORD.findall(_HOST.sub(b" ", data)):
+            for word in _WORD.findall(_NAMES.sub(b" ", data)):
                 if len(self._words) < _MAX_WORDS and secrets.is_random(word.decode()):
                     self._remember(word, f"a word of {path}")
 
