@@ -5,8 +5,8 @@ once; the exit code is the command's, 128+N when signal N killed it. As PID 1 th
 
 Which processes get signals: in the foreground of a terminal the command stays in this process group, so that Ctrl-C
 and Ctrl-Z reach it from the terminal, and only signals sent to this process alone are forwarded. Otherwise the command
-leads a process group of its own. Forwarded signals that the command catches go to the command alone, all others, and
-those that terminals send, to its whole group.
+leads a process group of its own. Forwarded signals that the command catches go to the command alone (those that end
+processes, after its end, to what is left), all others, and those that terminals send, to its whole group.
 
 SIGKILL cannot be forwarded: the kernel is asked to kill the command when this process dies (PR_SET_PDEATHSIG), so that
 `timeout -k` leaves no job behind.
@@ -300,7 +300,7 @@ def wait(
     `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
     began_s = time.monotonic()
-    alive_s, kill_s = began_s + _ALIVE_S, math.inf
+    alive_s, kill_s, owed = began_s + _ALIVE_S, math.inf, 0
     own_group = leads_group() if own_group is None else own_group
     awaited = {*FORWARDED, signal.SIGCHLD}
     if on_restart_request is not None:
@@ -332,10 +332,13 @@ def wait(
             on_signal(info.si_signo)
         if not forwards or (not own_group and info.si_code == _FROM_KERNEL):
             continue
-        _send(pid, info.si_signo, own_group=own_group)
+        if _send(pid, info.si_signo, own_group=own_group) and info.si_signo in ENDING:
+            owed = info.si_signo
         log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
         if info.si_signo == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
 
@@ -347,19 +350,22 @@ def next_signal(awaited: Collection[int], timeout_s: float) -> signal.struct_sig
     return info if info is not None and info.si_signo in awaited and not info.si_errno else None
 
 
-def _send(pid: int, number: int, *, own_group: bool) -> None:
-    """Send the command a signal; or its whole process group, if that is its own.
+def _send(pid: int, number: int, *, own_group: bool) -> bool:
+    """Send the command a signal; or its whole process group, if that is its own. Returns whether the group got nothing.
 
-    The group does not get a signal that the command catches: it would lose the workers of a DataLoader while it saves.
+    The group does not get a signal that the command catches, as long as that runs: it would lose the workers of a
+    DataLoader while it saves.
     """
+    is_alone = own_group and number not in _OF_TERMINALS and proc.catches(pid, number)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if own_group and (number in _OF_TERMINALS or not proc.catches(pid, number)):
+        if own_group and not is_alone:
             os.killpg(pid, number)
         else:
             os.kill(pid, number)
         # One that reads the terminal in the background is stopped.
         if own_group and number in ENDING and proc.stat(pid)[:1] == [b"T"]:
             os.killpg(pid, signal.SIGCONT)
+    return is_alone
 
 
 def _reap(pid: int, *, orphans: bool = False) -> int | None:
