@@ -276,7 +276,10 @@ class TestRedirects:
                 assert read(redirected, 0, 10) == DATA[:10]
                 storage.plan = once(Fault(status=403, body=b"signature has expired"))
                 assert read(redirected, 10, 10) == DATA[10:20]
-            assert len(front.requests) == 2
+                assert len(front.requests) == 2
+                storage.plan = lambda _: Fault(status=403)
+                with pytest.raises(AccessError, match=r"to which the registry redirects$"):  # no advice to log in
+                    read(redirected, 10, 10)
 
     def test_the_registry_is_asked_again_when_a_storage_host_is_gone(self, client: Client, registry: Registry) -> None:
         with FaultProxy(registry.host) as storage, FaultProxy("") as front:

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from bootseer.errors import (
+    AccessError,
     BootseerError,
     CorruptError,
     NotFoundError,
@@ -393,7 +394,7 @@ class Registry:
         words = _error_words(answer.finish(8192))
         digest = f"{self}: {operation}: status {answer.status}{words}"
         if answer.origin != self._origin:
-            digest += f" from {answer.origin}"
+            digest += f" from {answer.origin}, to which the registry redirects"
         if answer.status == 404:
             return NotFoundError(digest)
         if answer.status == 400 and "DIGEST_INVALID" in words:
@@ -401,7 +402,7 @@ class Registry:
         if answer.status == 400 and not words:  # as most servers of TLS answer plain HTTP
             return PermanentError(f"{digest}{tls_hint(answer.origin)}")
         if answer.status in (401, 403):
-            return self._authorizer.denied(digest)
+            return self._authorizer.denied(digest) if answer.origin == self._origin else AccessError(digest)
         if answer.status in (408, 425, 429) or answer.status >= 500:
             return TransientError(digest, retry_after_s=retry_after_s)
         return PermanentError(digest)
