@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from bootseer.places import BUCKETS, HDFS, check_slashes, open_place
 from bootseer.places.place import Place
 
 _LOG = logger(__name__)
+_NO_NAME = re.compile("[\0\ud800-\udfff]")
+"""What no system call takes in a name, but a JSON file may hold."""
 FOLDERS = "file:///"
 CACHE = "BOOTSEER_CHECKPOINT_CACHE"
 """Environment variable; `0`: chunks are not kept in the node's cache."""
@@ -109,7 +112,8 @@ class Location(Struct, frozen=True):
 
 def is_below(name: object) -> bool:
     """Whether a name that a checkpoint's own files give is a path inside of its folder."""
-    return isinstance(name, str) and bool(name) and not name.startswith("/") and ".." not in name.split("/")
+    is_name = isinstance(name, str) and bool(name) and not _NO_NAME.search(name)
+    return is_name and not str(name).startswith("/") and ".." not in str(name).split("/")
 
 
 class _Process:

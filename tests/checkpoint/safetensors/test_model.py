@@ -232,7 +232,11 @@ def test_a_model_of_one_file_needs_no_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": 1}}']
+    "index",
+    [
+        *("", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": 1}}'),
+        *(r'{"weight_map": {"a": "x\u0000"}}', r'{"weight_map": {"a": "\udc80"}}'),
+    ],
 )
 def test_a_damaged_index_is_named(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
