@@ -198,3 +198,20 @@ def test_an_inspection_that_hangs_in_the_kernel_is_abandoned(tmp_path: Path, mon
 
 def void(_: object) -> None:
     """Drop a value."""
+
+
+@pytest.mark.root
+def test_other_users_private_folders_in_scratch_hide_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as `/tmp/systemd-private-...`, for a user who is not root."""
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    monkeypatch.setattr(effects, "SCRATCH", (".",))
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    os.seteuid(64321)
+    try:
+        found = effects._inspect()["scratch"]
+    finally:
+        os.seteuid(0)
+    assert found == [("./theirs", False)]

@@ -299,7 +299,8 @@ def _inspect() -> dict[str, Any]:
         "privileges": privileges("self"),
         "mounts": _mounts(),
         "scratch": [
-            (f"{folder}/{name}", any(Path(folder, name, file).exists() for file in _PREFIX_FILES))
+            # By `os.path`, for which what other users hide does not exist.
+            (f"{folder}/{name}", any(os.path.exists(f"{folder}/{name}/{file}") for file in _PREFIX_FILES))  # noqa: PTH110
             for folder in SCRATCH
             for name in _listed(folder)
         ],
