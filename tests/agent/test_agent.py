@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import warm
-from bootseer.agent.agent import STATUS, _Handler, _UnixServer, request
+from bootseer.agent.agent import STATUS, Agent, AgentSettings, _Handler, _UnixServer, request
 from bootseer.cache.cache import Cache
-from bootseer.errors import NotFoundError, TransientError
+from bootseer.errors import NotFoundError, PermanentError, TransientError
 from cached import content, index_of
 from fleet import Fleet
 from running_service import running_service
@@ -169,6 +169,18 @@ def test_a_request_without_a_thread_keeps_no_later_one_out(tmp_path: Path, monke
         server.handle_request()
         assert link.recv(1) == b""
         assert server.slots.acquire(blocking=False)
+
+
+def test_a_cache_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Its disk has failed, or somebody has deleted it. It was called a busy agent, and metrics got no answer."""
+    agent = Agent(AgentSettings(tmp_path / "cache", tmp_path))
+    shutil.rmtree(tmp_path / "cache")
+    with _UnixServer(str(tmp_path / "agent"), _Handler) as server:
+        server.slots, server.agent = threading.BoundedSemaphore(8), agent
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        with pytest.raises(PermanentError, match="cache/blocks/files: No such file"):
+            request(tmp_path, STATUS)
+        server.shutdown()
 
 
 def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:

@@ -227,7 +227,9 @@ class _Handler(BaseHTTPRequestHandler):
                     self._answer(200, "application/json", json.dumps(agent.status()) + "\n")
                 case _:
                     self._answer(404, "text/plain", "/metrics or /healthz\n")
-        except (BootseerError, OSError) as error:
+        except BootseerError as error:  # the cache cannot be read
+            self._answer(503, "application/json", json.dumps({"error": str(error)}) + "\n")
+        except OSError as error:
             _LOG.info("%s was not answered: %s", self.path[:64], error)
 
     def do_POST(self) -> None:
