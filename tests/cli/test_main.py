@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import bootseer
+from bootseer.cli.verb_parts import stop_event
 
 _LEFT_BEHIND = """
 import atexit, sys, threading
@@ -66,6 +68,18 @@ def test_completing_a_verb_imports_none(typed: str, verb: str) -> None:
     assert ran.stdout.split() == [f"plain,{verb}"], ran.stderr
     imported = set(re.findall(r"bootseer\.cli\.(\w+)", ran.stderr))
     assert imported <= {"main", "verbs", "verb_parts", "options", "output", "groups"}
+
+
+def test_a_signal_stops_a_service_whose_main_thread_holds_the_lock_of_the_event() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        stop = stop_event()
+        with stop._cond:  # as inside of `wait`
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.wait(60)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_suggestion_imports_only_groups() -> None:

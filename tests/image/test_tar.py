@@ -182,7 +182,7 @@ def test_a_damaged_archive_is_corrupt(data: bytes) -> None:
         {"GNU.sparse.size": "5", "GNU.sparse.map": "4,2"},
         {"GNU.sparse.size": "500", "GNU.sparse.map": "0,400"},
         {"GNU.sparse.size": "-5", "GNU.sparse.map": "0,1"},
-        {"GNU.sparse.major": "1", "GNU.sparse.realsize": "5"},
+        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "5"},
         {"size": "x"},
         {"mtime": "now"},
         {"path": "a\0b"},

@@ -163,8 +163,13 @@ def listen_address(text: str, example: int, *, least: int = 1) -> tuple[str, int
 def stop_event() -> threading.Event:
     """An event that SIGTERM and Ctrl-C set from now on."""
     stop = threading.Event()
+
+    def end(*_: object) -> None:
+        # Not in this thread, which may hold the event's lock inside of `wait`.
+        threading.Thread(target=stop.set, name="bootseer-stop", daemon=True).start()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     return stop
 
 

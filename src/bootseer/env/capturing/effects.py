@@ -55,6 +55,9 @@ def leftover_processes(mark: str, namespace: int | None, *, grace_s: float = 1.0
     end = time.monotonic() + grace_s
     while (found := _running(mark, namespace)) and time.monotonic() < end:
         time.sleep(_POLL_S)
+    if not found and namespace is None:
+        time.sleep(_POLL_S)
+        found = _running(mark, namespace)  # again: in the middle of its execve(2) a process has no environment
     return found
 
 
