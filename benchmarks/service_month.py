@@ -134,7 +134,7 @@ def wrong(connection: Connection, month: Month) -> list[str]:
 
 def _at(values: list[float], share: float) -> float:
     ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def _settled(process: psutil.Process) -> None:
