@@ -19,7 +19,7 @@ from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.layer/1"
-RULES = 1
+RULES = 2
 """Version of the conversion: incremented whenever `erofs`, `layer_tree` etc. would convert a layer to other bytes."""
 MAX_BYTES = 4 << 20
 _WHAT = "layer document"
