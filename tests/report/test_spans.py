@@ -117,6 +117,37 @@ def test_a_lost_rank_does_not_make_the_startup_as_long_as_the_job():
     assert result.overhead.gpu_hours == pytest.approx(2 * 8 / 3600)
 
 
+def _start(node, rank, from_s, *, restart=0):
+    place = {"node": node, "rank": rank, "pid": from_s + 1, "restart": restart}
+    return [*span(from_s, from_s + 30, TORCH, **place), *began(from_s + 30, **place)]
+
+
+def _run(node, from_s):
+    return span(from_s, 9000, "run", node=node, attrs={"gpus": 8, "num_nodes": 2})
+
+
+def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it():
+    """An agent of torchrun counts only the restarts that it has seen: that of a new node begins at 0."""
+    first = _run("a", 0) + _start("a", 0, 10) + _run("b", 0) + _start("b", 1, 10)
+    second = _start("a", 0, 3700, restart=1) + _run("c", 3680) + _start("c", 1, 3700)
+    third = _start("a", 0, 7200, restart=2) + _start("c", 1, 7200, restart=1)
+    for restart, startup_s, nodes in ((0, 40, "ab"), (1, 50, "ac"), (2, 30, "ac")):
+        told = report(first, second, third, restart=restart)
+        assert told.overhead.startup_s == pytest.approx(startup_s)
+        assert "".join(node.node for node in told.nodes) == nodes
+        assert not told.headlines
+    assert told.share.startup_s == pytest.approx(40 + 50 + 30)
+    assert told.overhead.gpu_hours == pytest.approx(2 * 8 * 30 / 3600)
+
+
+def test_a_node_that_joins_while_others_train_is_not_counted_in_their_startup():
+    told = report(
+        _run("a", 0), _start("a", 0, 10), _run("b", 0), _start("b", 1, 10), _run("c", 3680), _start("c", 1, 3700)
+    )
+    assert (told.overhead.startup_s, [node.node for node in told.nodes]) == (pytest.approx(40), ["a", "b"])
+    assert any("joined later" in line and "c by 60 min" in line for line in told.headlines)
+
+
 def test_a_reused_attempt_tells_the_last_run():
     old = span(0, 50, "run") + span(0, 40, INSTALL)
     new = span(100, 200, "run") + span(100, 103, INSTALL) + span(103, 105, "first_step") + began(105)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.trace.event import KINDS
-from bootseer.trace.identity import discover, number
+from bootseer.trace.identity import discover, number, without_outer_job
+from bootseer.trace.tracer import from_environment
 
 VARIABLES = [
     "BOOTSEER_JOB",
@@ -82,6 +85,19 @@ def test_a_process_that_srun_started_on_another_node_is_not_on_the_runs(
         **({} if outer is None else {"BOOTSEER_SLURM_NODE": outer}),
     }
     assert discover(env, hostname="box").node == node
+
+
+def test_a_job_that_a_runs_command_submits_is_not_part_of_the_run(tmp_path: Path) -> None:
+    """`sbatch` passes the environment of the process that calls it on to the new job."""
+    of_run = {"BOOTSEER_JOB": "first", "BOOTSEER_ATTEMPT": "3", "BOOTSEER_TRACE": f"spool:{tmp_path}", "HOME": "/h"}
+    inside = {**of_run, "BOOTSEER_SLURM_JOB": "7", "SLURM_JOB_ID": "7"}
+    submitted = {**inside, "SLURM_JOB_ID": "8"}
+    assert discover(without_outer_job(inside), hostname="box")[:2] == ("first", 3)
+    assert discover(without_outer_job(submitted), hostname="box")[:2] == ("8", None)
+    assert without_outer_job(submitted)["HOME"] == "/h"
+    assert from_environment(inside) is not None
+    assert from_environment(submitted) is None
+    assert from_environment({**submitted, "SLURM_HET_SIZE": "2"}) is not None
 
 
 def test_the_number_of_a_pod_of_kubeflow_is_not_a_rank() -> None:

@@ -16,6 +16,7 @@ from bootseer.cli.image_options import IMAGE
 from bootseer.cli.options import COUNT, FLAG, Option, Values, parse_size, split
 from bootseer.errors import UsageError
 from bootseer.trace.event import KINDS
+from bootseer.trace.identity import without_outer_job
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -207,7 +208,7 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["environment"] = env_options.wanted(environment, image, os.environ)
     if not settings["quiet"]:
         settings["show"] = _shown
-    return run(command, Options(**settings), {**os.environ, **identity})  # type: ignore[arg-type]
+    return run(command, Options(**settings), {**without_outer_job(os.environ), **identity})  # type: ignore[arg-type]
 
 
 def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersOptions | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bootseer.launch.supervise import log, say
 from bootseer.trace import spools, traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
-from bootseer.trace.identity import OUTER_NODE, Identity, discover
+from bootseer.trace.identity import OUTER_JOB, OUTER_NODE, Identity, discover
 from bootseer.trace.sinks import FanOut, safe_name
 from bootseer.trace.spools import fingerprint
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, new_span, open_sink, spool_word
@@ -140,7 +140,7 @@ class Session(RunEvents):
             **self.tracer.environment(self.span),
         }
         if "SLURM_JOB_ID" in env:
-            child[OUTER_NODE] = env.get("SLURMD_NODENAME", "")
+            child.update({OUTER_JOB: env["SLURM_JOB_ID"], OUTER_NODE: env.get("SLURMD_NODENAME", "")})
         for name in ("BOOTSEER_SERVICE_TOKEN", "BOOTSEER_WARM"):  # a secret that the job does not need; an outer run's
             child.pop(name, None)
         if hook and env.get("BOOTSEER_HOOK") != "0":

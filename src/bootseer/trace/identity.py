@@ -15,6 +15,12 @@ Env = Mapping[str, str]
 RESTART = "BOOTSEER_RESTART"
 OUTER_NODE = "BOOTSEER_SLURM_NODE"
 """Set by a run in a job of Slurm: the name of its node; empty where `salloc` was called."""
+OUTER_JOB = "BOOTSEER_SLURM_JOB"
+"""Set by a run in a job of Slurm: the number of the job."""
+_SET_BY_RUN = frozenset(
+    "BOOTSEER_TRACE BOOTSEER_JOB BOOTSEER_ATTEMPT BOOTSEER_KIND BOOTSEER_NODE BOOTSEER_RESTART BOOTSEER_RUN_ID "  # noqa: SIM905
+    "BOOTSEER_NUM_NODES BOOTSEER_GPUS BOOTSEER_CHECKPOINT BOOTSEER_PEERS_DIR BOOTSEER_WARM TRACEPARENT".split()
+)
 
 
 class Identity(NamedTuple):
@@ -37,6 +43,15 @@ class Identity(NamedTuple):
     """Number of this node in the job, from 0."""
     topology: str = ""
     """The node's location in the network: switches or racks from the top, separated by dots."""
+
+
+def without_outer_job(env: Env) -> Env:
+    """The environment without the variables of the run whose command submitted this job of Slurm: `sbatch` passes them
+    on. Components of a heterogeneous job have numbers of their own."""
+    here = env.get("SLURM_JOB_ID", "")
+    if not here or env.get(OUTER_JOB, here) == here or "SLURM_HET_SIZE" in env:
+        return env
+    return {name: value for name, value in env.items() if name not in _SET_BY_RUN}
 
 
 def number(env: Env, *names: str) -> int | None:

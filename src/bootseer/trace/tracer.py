@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from bootseer.io.fork import after_fork
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK, Event, encode, stage_name
-from bootseer.trace.identity import Identity, discover
+from bootseer.trace.identity import Identity, discover, without_outer_job
 from bootseer.trace.sinks import FanOut, Sink, SpoolSink, StderrSink
 
 P = ParamSpec("P")
@@ -157,7 +157,7 @@ def open_sink(spec: str, node: str) -> Sink:
 
 def from_environment(env: Mapping[str, str]) -> Tracer | None:
     """The tracer for `BOOTSEER_TRACE` and the launcher's variables; None if tracing is off."""
-    spec = env.get("BOOTSEER_TRACE", "")
+    spec = without_outer_job(env).get("BOOTSEER_TRACE", "")
     if not spec or env.get("BOOTSEER_DISABLE") == "1":
         return None
     identity = discover(env, hostname=os.uname().nodename)

@@ -29,6 +29,7 @@ from bootseer.report.analysis.prepare import (
     prepare,
     share,
     total,
+    with_replaced_nodes,
 )
 from bootseer.report.analysis.rank_connections import connection_lines
 from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, count_of, startups, unique
@@ -95,7 +96,7 @@ class Analysis:
     ) -> None:
         """`events`: at least one, without duplicates; `duplicates`: the number dropped. Raises like `analyse`."""
         of_job, num_cut = of_one_job(events, options)
-        self.startups = startups(of_job)
+        self.startups = with_replaced_nodes(startups(of_job))
         self._facts = facts
         self._ready = [prepare(startup, options) for startup in self.startups]
         self._overviews = [overview(ready) for ready in self._ready]

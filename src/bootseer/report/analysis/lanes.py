@@ -79,13 +79,11 @@ def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None
                 span.end_ns -= offset
 
 
-def training_began(nodes: Iterable[NodeSpans]) -> bool:
-    """Whether training began on any of the nodes."""
-    return any(
-        any(mark.stage == TRAINING_BEGAN for mark in node.instants)
-        or any(span.stage == FIRST_STEP and span.outcome == OK for span in node.spans)
-        for node in nodes
-    )
+def began_of(node: NodeSpans) -> dict[int, int]:
+    """When training began, by rank."""
+    marks = [(mark.rank, mark.begin_ns) for mark in node.instants if mark.stage == TRAINING_BEGAN]
+    marks += [(span.rank, span.end_ns) for span in node.spans if span.stage == FIRST_STEP and span.outcome == OK]
+    return dict(sorted(marks, key=lambda mark: -mark[1]))
 
 
 def lanes_of(node: NodeSpans, *, began: bool) -> list[Lane]:
