@@ -121,6 +121,9 @@ class Live:
         self._nodes: dict[str, None] = {}
         self._stated = self._world = 0
         self._stacks: dict[tuple[int, str, str, str], str] = {}
+        self._restarted_ns = 0
+        self._before: dict[str, int] = {}
+        """By node that joined later: the restarts before, which its launcher does not count."""
 
     def feed(self, events: Iterable[Event]) -> None:
         """Process the events written since the last call, in any order."""
@@ -141,6 +144,9 @@ class Live:
     def _take(self, event: Event) -> None:
         is_new = event.node not in self._nodes
         self._nodes[event.node] = None
+        if is_new and event.restart < self._restart and event.wall_ns > self._restarted_ns:
+            self._before[event.node] = self._restart - event.restart
+        event = event._replace(restart=event.restart + self._before.get(event.node, 0))
         self._stated = max(self._stated, count_of(event.attrs.get("num_nodes")))
         self._world = max(self._world, count_of(event.attrs.get("world_size")))
         key = (event.node, event.rank)
@@ -152,14 +158,14 @@ class Live:
                     del self._lanes[known]
                 self._exits.pop(key, None)
                 self._restart = min(self._restart, event.restart)
+                self._before.pop(event.node, None)
             return
         if event.restart > self._restart:  # the launcher has restarted its processes
-            self._restart = event.restart
+            self._restart, self._restarted_ns = event.restart, event.wall_ns
             self._lanes.clear()
             self._opened.clear()
-        if event.restart < self._restart or event.stage in (*SCHEDULER, *ENDINGS):
-            return
-        if event.attrs.get("background"):
+        is_other = event.stage in (*SCHEDULER, *ENDINGS) or event.attrs.get("background")
+        if event.restart < self._restart or is_other:
             return
         lane = self._lanes[key]
         if event.phase != INSTANT:
@@ -186,6 +192,9 @@ class Live:
         for (node, rank), lane in self._lanes.items():
             by_node[node][rank] = lane
         expected = max(self._num_nodes or self._stated, 0) or None
+        started = {node: lanes for node, lanes in by_node.items() if lanes}
+        if self._restart and expected and len(started) >= expected:
+            by_node = started  # the others have been replaced
         of_ranks = max(expected or 0, len(by_node)) == 1 and any(rank != NO_RANK for _, rank in self._lanes)
         barrier, missing, count, over = self._barrier(), [], 0, True
         for node, lanes in by_node.items():
