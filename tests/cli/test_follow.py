@@ -233,6 +233,14 @@ def test_a_replaced_node_counts_from_the_restart_that_it_joins():
     live.feed(span(7200, None, "model_initialization", node="c", rank=1, restart=1))
     live.feed(span(7200, None, "model_initialization", node="a", rank=0, restart=2))
     assert (live.moment(0).restart, live.moment(0).text()[:15]) == (2, "2 of 2 nodes se")
+    elastic = Live(None, None, None)
+    elastic.feed([e for node in "abc" for e in began(60, node=node, rank=0)])
+    elastic.feed(
+        [*span(90, None, "model_initialization", node="a", rank=0, restart=1), *began(99, node="b", restart=1)]
+    )
+    assert not elastic.moment(0).over
+    elastic.feed(began(99, node="a", rank=0, restart=1))
+    assert elastic.moment(0).over
 
 
 def test_hostile_events_neither_end_it_nor_reach_the_terminal(follow, tmp_path, alarm):

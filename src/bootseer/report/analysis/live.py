@@ -193,8 +193,9 @@ class Live:
             by_node[node][rank] = lane
         expected = max(self._num_nodes or self._stated, 0) or None
         started = {node: lanes for node, lanes in by_node.items() if lanes}
-        if self._restart and expected and len(started) >= expected:
-            by_node = started  # the others have been replaced
+        trained = all(any(lane.began for lane in lanes.values()) for lanes in started.values())
+        if self._restart and started and (len(started) >= expected if expected else trained):
+            by_node = started  # the others have been replaced, or have left an elastic job
         of_ranks = max(expected or 0, len(by_node)) == 1 and any(rank != NO_RANK for _, rank in self._lanes)
         barrier, missing, count, over = self._barrier(), [], 0, True
         for node, lanes in by_node.items():
