@@ -140,12 +140,14 @@ def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it():
     assert told.overhead.gpu_hours == pytest.approx(2 * 8 * 30 / 3600)
 
 
-def test_a_node_that_joins_while_others_train_is_not_counted_in_their_startup():
-    told = report(
-        _run("a", 0), _start("a", 0, 10), _run("b", 0), _start("b", 1, 10), _run("c", 3680), _start("c", 1, 3700)
-    )
-    assert (told.overhead.startup_s, [node.node for node in told.nodes]) == (pytest.approx(40), ["a", "b"])
-    assert any("joined later" in line and "c by 60 min" in line for line in told.headlines)
+def test_nodes_that_start_while_others_train_are_another_start():
+    """The launcher counted no restart, or the scheduler's second try has the same attempt number."""
+    first = _run("a", 0) + _start("a", 0, 10) + _run("b", 0) + _start("b", 1, 10)
+    second = _run("c", 3680) + _start("c", 0, 3700) + _run("d", 3690) + _start("d", 1, 3700)
+    for restart, startup_s, nodes in ((0, 40, "ab"), (1, 50, "cd")):
+        told = report(first, second, restart=restart)
+        assert (told.overhead.startup_s, told.headlines) == (pytest.approx(startup_s), [])
+        assert "".join(node.node for node in told.nodes) == nodes
 
 
 def test_a_reused_attempt_tells_the_last_run():

@@ -45,8 +45,8 @@ class Options:
 class Prepared:
     """A startup on one clock, with its lanes and barriers.
 
-    `clocks`: the offsets that were subtracted. `left_out`: nodes whose clocks are wrong by an unknown amount or that
-    joined after the startup, and how far their events are from those of the others, ns.
+    `clocks`: the offsets that were subtracted. `left_out`: nodes whose clocks are wrong by an unknown amount, and how
+    far their events are from those of the others, ns.
     """
 
     startup: StartupSpans
@@ -105,11 +105,9 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
     """Align the clocks of a startup's nodes, in place, and find which lanes waited for which."""
     clocks = offsets(startup.nodes)
     align(startup.nodes, clocks)
-    left_out: dict[str, int] = {}
-    for without in (apart, _joined_later):
-        for name, off_ns in without(startup.nodes).items():
-            left_out[name] = off_ns
-            del startup.nodes[name], clocks[name]
+    left_out = apart(startup.nodes)
+    for name in left_out:
+        del startup.nodes[name], clocks[name]
     job_began = any(map(began_of, startup.nodes.values()))
     lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name], began=job_began)]
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
@@ -136,38 +134,43 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
     )
 
 
-def _joined_later(nodes: Mapping[str, NodeSpans]) -> dict[str, int]:
-    """Nodes that begin after all their ranks had begun to train on other nodes, and how much later, ns."""
+def with_replaced_nodes(found: Iterable[StartupSpans]) -> list[StartupSpans]:
+    """Startups by the time of their first event, with each node that joined later moved to the restart that took place
+    then (without one, to a new one), and its later restarts by as many.
+
+    A launcher's agent counts the restarts that it has seen itself, so that of a replaced node begins at 0.
+    """
+    by_key = {startup.key: startup for startup in found}
+    for startup in sorted(by_key.values(), key=lambda startup: startup.key):
+        for name in _joined_later(startup.nodes):
+            own = sorted(key for key in by_key if key[:2] == startup.key[:2] and key >= startup.key)
+            met = next((key for key in own[1:] if _meet(by_key[key].nodes, name, startup.nodes[name])), None)
+            if met is None:
+                met = own[-1]._replace(restart=own[-1].restart + 1)
+                by_key[met] = StartupSpans(met, startup.kind, {}, startup.run_attrs)
+            for key in reversed(own):
+                later = by_key.get(key._replace(restart=key.restart + met.restart - startup.key.restart))
+                if later is not None and name in by_key[key].nodes and name not in later.nodes:
+                    later.nodes[name] = by_key[key].nodes.pop(name)
+    # Not the earliest: one clock may be wrong by years.
+    found = [startup for startup in by_key.values() if startup.nodes]
+    return sorted(found, key=lambda startup: median(map(begin_of, startup.nodes.values())))
+
+
+def _joined_later(nodes: Mapping[str, NodeSpans]) -> list[str]:
+    """Nodes that begin after all their ranks had begun to train on other nodes."""
     began: dict[int, int] = {}
     for node in nodes.values():
         for rank, at_ns in began_of(node).items():
             began[rank] = min(began.get(rank, at_ns), at_ns)
     first_ns = min(began.values(), default=None)
-    late = {}
+    late = []
     for name, node in nodes.items():
         if first_ns is not None and (begin_ns := begin_of(node)) > first_ns:
             ranks = {span.rank for span in (*node.spans, *node.instants)} - {NO_RANK}
-            last_ns = max((began.get(rank, begin_ns) for rank in ranks), default=begin_ns)
-            if last_ns < begin_ns:
-                late[name] = begin_ns - last_ns
+            if ranks and all(began.get(rank, begin_ns) < begin_ns for rank in ranks):
+                late.append(name)
     return late
-
-
-def with_replaced_nodes(found: list[StartupSpans]) -> list[StartupSpans]:
-    """Move each node that joined later to the restart that took place then, and its later restarts by as many.
-
-    A launcher's agent counts the restarts that it has seen itself, so that of a replaced node begins at 0.
-    """
-    by_key = {startup.key: startup for startup in found}
-    for startup in sorted(found, key=lambda startup: startup.key):
-        for name in _joined_later(startup.nodes):
-            own = sorted(key for key in by_key if key[:2] == startup.key[:2] and key >= startup.key)
-            met = next((key for key in own[1:] if _meet(by_key[key].nodes, name, startup.nodes[name])), startup.key)
-            for key in reversed(own if met != startup.key else []):
-                later = by_key.get(key._replace(restart=key.restart + met.restart - startup.key.restart))
-                if later is not None and name in by_key[key].nodes and name not in later.nodes:
-                    later.nodes[name] = by_key[key].nodes.pop(name)
-    return [startup for startup in found if startup.nodes]
 
 
 def _meet(nodes: Mapping[str, NodeSpans], name: str, node: NodeSpans) -> bool:

@@ -121,7 +121,7 @@ def unique(events: Iterable[Event]) -> tuple[list[Event], int]:
 
 
 def startups(events: Iterable[Event]) -> list[StartupSpans]:
-    """The startups in the events, by time of their first event."""
+    """The startups in the events, in any order."""
     grouped: dict[Key, dict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         grouped[Key(event.job, event.attempt, event.restart)][event.node].append(event)
@@ -147,8 +147,7 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
                     began_ns = begin_of(node)
                     around = [span for span in first.nodes[name].structure if span.end_ns >= began_ns]
                     node.spans += [replace(span, begin_ns=began_ns) for span in around]
-    # Not the earliest: one clock may be wrong by years.
-    return sorted(found, key=lambda startup: median(map(begin_of, startup.nodes.values())))
+    return found
 
 
 def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[Key, dict[str, Event]]:

@@ -157,9 +157,7 @@ def headlines(
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
     if clock.left_out:
         named = listed([f"{node} by {_far(off_s)}" for node, off_s in clock.left_out.items()])
-        lines.append(
-            f"Wrong clocks, nodes that joined later, or events of another start: {named}; excluded from all sums."
-        )
+        lines.append(f"Wrong clocks, or events of another start: {named}; excluded from all sums.")
     if report.nodes and not plausible(report.startup.zero_ns):
         lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
