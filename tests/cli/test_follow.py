@@ -215,22 +215,24 @@ def test_restarts_attempts_and_ends_replace_what_was_before():
     )
 
 
-def test_a_replaced_node_counts_from_the_restart_that_it_joins():
-    """The launcher of a new node begins to count at 0, and the node that it replaced sends nothing any more."""
+@pytest.mark.parametrize("new", ["c", "b"])
+def test_a_replaced_node_counts_from_the_restart_that_it_joins(new):
+    """The launcher of a new or rebooted node begins to count at 0; a node that it replaced sends nothing any more."""
     two = {"attrs": {"num_nodes": 2}}
     first = [e for node in "ab" for e in (*span(0, None, "run", node=node, **two), *began(60, node=node, rank=0))]
     again = span(3700, None, "model_initialization", node="a", rank=0, restart=1)
-    joined = [*span(3710, None, "run", node="c", **two), *span(3711, None, INSTALL, node="c")]
+    joined = [*span(3710, None, "run", node=new, **two), *span(3711, None, INSTALL, node=new)]
     live = Live(None, None, None)
     live.feed(first + again + joined)
     assert live.moment((EPOCH_S + 3721) * NS).text() == (
-        "2 of 2 nodes seen; slowest: a rank 0 (model_initialization, 21.0 s), c (environment_setup.install, 10.0 s)"
+        "2 of 2 nodes seen; slowest: a rank 0 (model_initialization, 21.0 s), "
+        f"{new} (environment_setup.install, 10.0 s)"
     )
     live.feed(began(3760, node="a", rank=0, restart=1))
-    assert live.moment((EPOCH_S + 3761) * NS).text().startswith("1 of 2 nodes began training; missing: c (environ")
-    live.feed(began(3760, node="c", rank=1))
+    assert live.moment((EPOCH_S + 3761) * NS).text().startswith(f"1 of 2 nodes began training; missing: {new} (env")
+    live.feed(began(3760, node=new, rank=1))
     assert live.moment((EPOCH_S + 3761) * NS).over
-    live.feed(span(7200, None, "model_initialization", node="c", rank=1, restart=1))
+    live.feed(span(7200, None, "model_initialization", node=new, rank=1, restart=1))
     live.feed(span(7200, None, "model_initialization", node="a", rank=0, restart=2))
     assert (live.moment(0).restart, live.moment(0).text()[:15]) == (2, "2 of 2 nodes se")
     elastic = Live(None, None, None)

@@ -126,16 +126,17 @@ def _run(node, from_s):
     return span(from_s, 9000, "run", node=node, attrs={"gpus": 8, "num_nodes": 2})
 
 
-def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it():
-    """An agent of torchrun counts only the restarts that it has seen: that of a new node begins at 0."""
+@pytest.mark.parametrize(("new", "left"), [("c", "ab"), ("b", "a")])
+def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it(new, left):
+    """An agent of torchrun counts only the restarts that it has seen: that of a new or rebooted node begins at 0."""
     first = _run("a", 0) + _start("a", 0, 10) + _run("b", 0) + _start("b", 1, 10)
-    second = _start("a", 0, 3700, restart=1) + _run("c", 3680) + _start("c", 1, 3700)
-    third = _start("a", 0, 7200, restart=2) + _start("c", 1, 7200, restart=1)
-    for restart, startup_s, nodes in ((0, 40, "ab"), (1, 50, "ac"), (2, 30, "ac")):
+    second = _start("a", 0, 3700, restart=1) + _run(new, 3680) + _start(new, 1, 3700)
+    third = _start("a", 0, 7200, restart=2) + _start(new, 1, 7200, restart=1)
+    for restart, startup_s, nodes in ((0, 40, left), (1, 50, "a" + new), (2, 30, "a" + new)):
         told = report(first, second, third, restart=restart)
         assert told.overhead.startup_s == pytest.approx(startup_s)
         assert "".join(node.node for node in told.nodes) == nodes
-        assert not told.headlines
+        assert any("started 2 times" in line for line in told.headlines) == (new == "b" and restart == 1)
     assert told.share.startup_s == pytest.approx(40 + 50 + 30)
     assert told.overhead.gpu_hours == pytest.approx(2 * 8 * 30 / 3600)
 

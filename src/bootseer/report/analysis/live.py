@@ -123,7 +123,7 @@ class Live:
         self._stacks: dict[tuple[int, str, str, str], str] = {}
         self._restarted_ns = 0
         self._before: dict[str, int] = {}
-        """By node that joined later: the restarts before, which its launcher does not count."""
+        """By node that joined or ran again later: the restarts before, which its launcher does not count."""
 
     def feed(self, events: Iterable[Event]) -> None:
         """Process the events written since the last call, in any order."""
@@ -137,15 +137,17 @@ class Live:
             if event.stage == STACK:
                 of = event.attrs
                 stack = str(of.get("stack") or f"no stack: {of.get('why_not')}")
-                self._stacks[event.restart, event.node, str(of.get("of_rank")), str(of.get("in_stage"))] = stack
+                restart = event.restart + self._before.get(event.node, 0)
+                self._stacks[restart, event.node, str(of.get("of_rank")), str(of.get("in_stage"))] = stack
             else:
                 self._take(event)
 
     def _take(self, event: Event) -> None:
         is_new = event.node not in self._nodes
         self._nodes[event.node] = None
-        if is_new and event.restart < self._restart and event.wall_ns > self._restarted_ns:
-            self._before[event.node] = self._restart - event.restart
+        is_again = event.stage == RUN and event.phase == BEGIN and not is_new
+        if is_again or (is_new and event.wall_ns > self._restarted_ns):
+            self._before[event.node] = max(self._restart - event.restart, 0)
         event = event._replace(restart=event.restart + self._before.get(event.node, 0))
         self._stated = max(self._stated, count_of(event.attrs.get("num_nodes")))
         self._world = max(self._world, count_of(event.attrs.get("world_size")))
@@ -153,12 +155,10 @@ class Live:
         if event.stage == RUN:
             if event.phase != BEGIN:
                 self._exits[key] = event
-            elif not is_new:  # another run with the same attempt number
+            elif is_again:  # another run with the same attempt number
                 for known in [k for k in self._lanes if k[0] == event.node and event.rank in (NO_RANK, k[1])]:
                     del self._lanes[known]
                 self._exits.pop(key, None)
-                self._restart = min(self._restart, event.restart)
-                self._before.pop(event.node, None)
             return
         if event.restart > self._restart:  # the launcher has restarted its processes
             self._restart, self._restarted_ns = event.restart, event.wall_ns

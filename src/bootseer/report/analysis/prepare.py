@@ -158,17 +158,19 @@ def with_replaced_nodes(found: Iterable[StartupSpans]) -> list[StartupSpans]:
 
 
 def _joined_later(nodes: Mapping[str, NodeSpans]) -> list[str]:
-    """Nodes that begin after all their ranks had begun to train on other nodes."""
-    began: dict[int, int] = {}
-    for node in nodes.values():
-        for rank, at_ns in began_of(node).items():
-            began[rank] = min(began.get(rank, at_ns), at_ns)
-    first_ns = min(began.values(), default=None)
+    """Nodes that begin after all their ranks had begun to train on other nodes, or a second time while all others
+    train."""
+    began = {name: marks for name, node in nodes.items() if (marks := began_of(node))}
+    first = dict(sorted((mark for marks in began.values() for mark in marks.items()), key=lambda mark: -mark[1]))
+    first_ns = min(first.values(), default=None)
     late = []
     for name, node in nodes.items():
         if first_ns is not None and (begin_ns := begin_of(node)) > first_ns:
             ranks = {span.rank for span in (*node.spans, *node.instants)} - {NO_RANK}
-            if ranks and all(began.get(rank, begin_ns) < begin_ns for rank in ranks):
+            others = [min(marks.values()) for other, marks in began.items() if other != name and node.num_runs > 1]
+            if any(
+                known and max(known) < begin_ns for known in ([first.get(rank, begin_ns) for rank in ranks], others)
+            ):
                 late.append(name)
     return late
 
