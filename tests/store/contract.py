@@ -23,6 +23,7 @@ import pytest
 
 from bootseer.artifact.objects import read_all
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.retry import retrying
 from bootseer.store.store import MAX_CREATE_BYTES, PIECE_BYTES, Store, Stored
 
 DATA = random.Random(7).randbytes(700_001)
@@ -99,7 +100,9 @@ class StoreContract:
     @pytest.mark.parametrize("size", [0, 1, 1000, 16 * 1024, 16 * 1024 + 1])
     def test_small_objects_read_back_equal_under_both_kinds_of_names(self, store: Store, size: int) -> None:
         assert get(store, put(store, DATA[:size]).name) == DATA[:size]
-        assert get(store, put(store, DATA[:size], "small/object").name) == DATA[:size]
+        # A registry closes the connection without notice after it has refused a range of an empty object.
+        again = retrying(lambda _: put(store, DATA[:size], "small/object"))
+        assert get(store, again.name) == DATA[:size]
 
     @pytest.mark.parametrize("name", [None, "named"])
     def test_a_range_is_exactly_these_bytes(self, store: Store, name: str | None) -> None:
