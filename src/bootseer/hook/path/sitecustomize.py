@@ -41,7 +41,7 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import watch
 
-                watch.start(started_ns, warm, paths, stat)
+                _call(watch.start, started_ns, warm, paths, stat)
                 return watch.find_spec(name, path, target)
             except Exception:
                 return None
@@ -79,7 +79,8 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import import_errors
 
-                import_errors.report(error)
+                # Its name in version 0.2 is `tell`.
+                _call(getattr(import_errors, "report", None) or import_errors.tell, error)
             except Exception:
                 pass
 
@@ -91,7 +92,7 @@ def _watch_imports() -> None:
         if any(name in sys.modules for name in FRAMEWORKS):
             from bootseer.hook import watch
 
-            watch.start(started_ns, warm, paths, stat)
+            _call(watch.start, started_ns, warm, paths, stat)
         else:
             sys.meta_path.insert(0, Finder)
         if os.environ.get("BOOTSEER_IMPORTS") == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -120,6 +121,11 @@ def _watch_imports() -> None:
         Package.begin = begin
     else:
         begin(started_ns)
+
+
+def _call(function: "Any", *given: "Any") -> None:
+    """Call a function of the environment's BootSeer, which may be an earlier one with fewer parameters."""
+    function(*given[: function.__code__.co_argcount])
 
 
 def _read_stat() -> bytes:
