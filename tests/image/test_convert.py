@@ -9,18 +9,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zstandard
 from msgspec.structs import replace
 
+from bootseer.artifact.progress import no_progress
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 from bootseer.image.conversion.layer_document import layer_name
 from bootseer.image.document import ImageDocument
+from bootseer.image.mounting import resolve
+from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
@@ -418,3 +423,23 @@ def test_what_was_killed_is_taken_up_again(tmp_path: Path) -> None:
     assert document == convert(open_source(parse_reference(f"oci:{tmp_path}/layout")), MemoryStore(str(tmp_path)))
     unpack(open_merged(document, store), tmp_path / "out")
     assert (tmp_path / "out" / "noise").stat().st_size == 24 << 20
+
+
+def test_of_starts_of_one_image_at_once_one_converts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_layout(tmp_path / "layout", [BASE])
+    reference = parse_reference(f"oci:{tmp_path}/layout")
+    request = Request(reference=reference, store=None, cache=tmp_path / "cache", runtime=tmp_path / "run")
+    running: list[int] = []
+    most: list[int] = []
+
+    def converts(*_: object, **__: object) -> None:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+
+    monkeypatch.setattr("bootseer.image.conversion.convert.convert", converts)
+    with ThreadPoolExecutor(3) as starts:
+        for _ in range(3):
+            starts.submit(resolve._convert_here, request, str(tmp_path / "store"), no_progress)
+    assert most == [1, 1, 1]

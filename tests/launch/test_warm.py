@@ -85,6 +85,17 @@ def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str],
     assert "torchrun" in (tmp_path / "aside" / KNOWN).read_text()
 
 
+def test_runs_of_a_node_that_end_together_do_not_disturb_each_other(run, env: dict[str, str], tmp_path: Path) -> None:
+    """Another one has just replaced its record, or taken that of a program: the name leads nowhere."""
+    env["BOOTSEER_CACHE"] = str(tmp_path / "cache")
+    (tmp_path / "cache/warm").mkdir(parents=True, mode=0o700)
+    (tmp_path / "cache/warm/.a.json.1-2").symlink_to("replaced")
+    (tmp_path / "record").write_text(json.dumps({"schema": SCHEMA, **msgspec.to_builtins(RECORDED)}))
+    script = f"cp record $BOOTSEER_WARM/{RECORD}a.json"
+    done = run("run", "-q", "--warm", "auto", "--job", "x", "--", "sh", "-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_nodes_that_share_a_spool_have_records_of_their_own(run) -> None:
     words = ["run", "-q", "--warm", "auto", "--job", "x", "--attempt", "0", "--", "sh", "-c", "echo $BOOTSEER_WARM"]
     one, other = (run(*words, more={"BOOTSEER_NODE": node}).stdout.strip() for node in ("a", "b"))

@@ -167,9 +167,12 @@ def test_an_object_is_not_created_where_others_have_their_folder(tmp_path: Path)
     assert Outside(tmp_path).unfinished() == []
 
 
-def test_an_object_is_created_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EXDEV])
+def test_an_object_is_created_where_files_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def link(*names: object, **where: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", link)
     store = FileStore(tmp_path)

@@ -50,7 +50,7 @@ class OwnedFolder:
             lock = _open_lock(new)
             try_flock(lock)
             # Abandoned folders are recognized by this name, and it is locked before it gets the name.
-            name = f"{prefix}{_host()}@{_boot()}-{new.name.removeprefix(_NEW)}"
+            name = f"{prefix}{machine()}-{new.name.removeprefix(_NEW)}"
             return cls(new.rename(parent / name), lock)
 
     def remove(self) -> None:
@@ -65,8 +65,8 @@ def delete_abandoned(parent: Path, prefix: str, release: Callable[[Path], None] 
     """Delete this machine's folders without an owner, after `release`. What cannot be deleted is retried by the next
     owner."""
     for path in parent.glob(f"{prefix}*"):
-        host, at, rest = path.name.removeprefix(prefix).partition("@")
-        if at and host != _host() and not rest.startswith(f"{_boot()}-"):
+        owner = path.name.removeprefix(prefix).rpartition("-")[0]
+        if "@" in owner and not is_ours(owner):
             continue
         with contextlib.suppress(OSError):
             lock = _open_lock(path)
@@ -83,12 +83,14 @@ def delete_abandoned(parent: Path, prefix: str, release: Callable[[Path], None] 
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _host() -> str:
-    return safe_name(os.uname().nodename)
+def machine() -> str:
+    """The name of this machine in a cache that machines may share."""
+    return f"{safe_name(os.uname().nodename)}@{boot_id()[:8]}"
 
 
-def _boot() -> str:
-    return boot_id()[:8]
+def is_ours(name: str) -> bool:
+    """Whether this is a name of this machine, now or before a boot."""
+    return not {*name.split("@")}.isdisjoint(machine().split("@"))
 
 
 def _open_lock(folder: Path) -> int:

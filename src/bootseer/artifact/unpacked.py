@@ -2,7 +2,8 @@
 
     <cache>/unpacked/<name>             the tree; renamed to this name when it is complete and synced
     <cache>/unpacked/<name>.new         being written, or left by a killed process
-    <cache>/unpacked/<name>.lock        flocked while a process writes or deletes; mtime: last use
+    <cache>/unpacked/<name>.lock        flocked while a process writes or deletes; mtime: last use; content: the
+                                        machines that used it, which may share the cache
 
 The name is derived from the identities of the unpacked block files, and from the owner where files cannot have their
 own owners. The image's digest is not used: documents map it to block files, and two documents may differ.
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
+from bootseer.artifact.owned_folder import is_ours, machine
 from bootseer.artifact.places import own_folder, unpacked_folder
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import BootseerError, PermanentError
@@ -34,8 +36,11 @@ from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owne
 
 UNPACKED = "unpacked"
 """Key in a mount's details: the name of its unpacked tree."""
+_OTHERS_S = 30 * 86_400.0
+"""How long a tree stays that other machines used: their mounts are not known here."""
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
+_MAX_BYTES = 1 << 20
 _BATCH = 64
 _PIECE = 1 << 20
 
@@ -53,7 +58,11 @@ def unpack_once(cache: Path, identities: Sequence[str], write: Callable[[Path], 
     Raises `PermanentError` when the disk is full, `TransientError` when another process takes too long to write it.
     """
     tree = own_folder(unpacked_folder(cache)) / tree_name(identities)
-    with _locked(tree, _LOCK_S):
+    with _locked(tree, _LOCK_S) as lock:
+        known = os.pread(lock, _MAX_BYTES, 0)
+        if machine() not in known.decode(errors="replace").split():
+            with contextlib.suppress(OSError):  # a full disk prevents no start
+                os.pwrite(lock, f"{machine()}\n".encode(), len(known))
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
             delete_tree(new)
@@ -78,16 +87,19 @@ def delete_idle_trees(cache: Path, runtime: Runtime, *, idle_s: float, needed: s
     deleted = []
     for lock in sorted(folder.glob("*.lock")):
         tree = lock.with_suffix("")
-        # Read the mtime before taking the lock, which updates it.
-        if tree.name == needed or time.time() - lock.stat().st_mtime < idle_s or _is_used(tree, runtime):
-            continue
-        with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
-            if _is_used(tree, runtime):  # by a process that came before we had the lock
+        with contextlib.suppress(BootseerError, OSError):
+            users = lock.read_text(errors="replace").split()
+            wait_s = idle_s if all(map(is_ours, users)) else max(idle_s, _OTHERS_S)
+            # Read the mtime before taking the lock, which updates it.
+            if tree.name == needed or time.time() - lock.stat().st_mtime < wait_s or _is_used(tree, runtime):
                 continue
-            delete_tree(tree)
-            delete_tree(tree.with_name(f"{tree.name}.new"))
-            lock.unlink()
-            deleted.append(tree.name)
+            with _locked(tree, 0.0):
+                if _is_used(tree, runtime):  # by a process that came before we had the lock
+                    continue
+                delete_tree(tree)
+                delete_tree(tree.with_name(f"{tree.name}.new"))
+                lock.unlink()
+                deleted.append(tree.name)
     return deleted
 
 
@@ -101,11 +113,11 @@ def _is_used(tree: Path, runtime: Runtime) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(tree: Path, deadline_s: float) -> Iterator[None]:
-    """Serialize writing and deleting; notes the use. The lock is released when its holder dies."""
+def _locked(tree: Path, deadline_s: float) -> Iterator[int]:
+    """Serialize writing and deleting; notes the use. The lock is released when its holder dies. Yields its file."""
     with locks.flocked(tree.with_name(f"{tree.name}.lock"), deadline_s=deadline_s) as lock:
         os.utime(lock)
-        yield
+        yield lock
 
 
 def _sync(folder: Path) -> None:

@@ -30,7 +30,8 @@ from bootseer.io.files import write_all
 from bootseer.io.trusted_folder import NEW
 from bootseer.places.place import RESERVED_PREFIXES, TEMPORARY_PREFIX, ChangedError, name_of
 
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""EXDEV: AFS has no links from one folder into another."""
 
 
 def write_temporary(folder: int, data: bytes, mode: int) -> str:

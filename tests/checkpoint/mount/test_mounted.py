@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 
 import warm
-from bootseer.checkpoint.mount.mounted import MountedCheckpoint, all_mounted, find_checkpoint, runtime_of
+from bootseer.checkpoint.mount.mounted import (
+    MountedCheckpoint,
+    all_mounted,
+    find_checkpoint,
+    mount_checkpoint,
+    runtime_of,
+)
+from bootseer.checkpoint.mount.serving import MountRequest
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
@@ -203,6 +210,23 @@ def test_mounting_over_a_mount_or_a_file_or_into_the_place_is_refused(
     for what in ({"uri": own / "place"}, {"cache": own / "cache"}, {"spool": str(own / "spool")}):
         assert f"lies in {own}" in start(target=own, **what)["error"], "the daemon would wait for itself"
     assert len(all_mounted(runtime)) == 1
+
+
+def test_two_processes_do_not_mount_on_one_folder_at_the_same_time(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def start(*_: object, **__: object) -> None:
+        begun.append(1)
+        mount_checkpoint(MountRequest(str(tmp_path / "place")), tmp_path / "mount", runtime=tmp_path / "run")
+
+    monkeypatch.setattr("bootseer.checkpoint.mount.mounted.start_daemon", start)
+    monkeypatch.setattr("bootseer.checkpoint.mount.mounted._START_S", 0.01)
+    with pytest.raises(TransientError, match="locked"):
+        start()
+    assert len(begun) == 2
+    assert not list(runtime.root.glob("*.lock"))
 
 
 def test_a_place_that_is_not_there_is_no_mount(tmp_path: Path, runtime: Runtime, start: Start) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.mount.serving import MountedPlace, MountRequest
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.fuse.attach import detach
+from bootseer.io.locks import flocked
 from bootseer.mounts import kernel
 from bootseer.mounts.control import FILES
 from bootseer.mounts.daemon import Daemon, Waiting, start_daemon
@@ -145,19 +148,18 @@ def mount_checkpoint(
     uri, request = request.uri, replace(request, uri=_absolute(request.uri))
     record = runtime_of(runtime)
     record.remove_stale()
-    if target is not None:
-        _make_room(record, request, target)
-    folder = record.new_folder()
-    serve = partial(MountedPlace, request)
-    spec = DaemonSpec(folder, serve, label=uri, window_s=_WINDOW_S, at=target, lifeline=lifeline)
-    try:
-        daemon = start_daemon(spec, deadline_s=_START_S, waiting=waiting)
-    except BaseException:
-        with contextlib.suppress(BootseerError, OSError):
-            if kernel.is_mount(target or folder / FILES):
-                detach(target or folder / FILES, force=True)
-            record.remove_folder(folder)
-        raise
+    with nullcontext() if target is None else _mount_point(record, request, target):
+        folder = record.new_folder()
+        serve = partial(MountedPlace, request)
+        spec = DaemonSpec(folder, serve, label=uri, window_s=_WINDOW_S, at=target, lifeline=lifeline)
+        try:
+            daemon = start_daemon(spec, deadline_s=_START_S, waiting=waiting)
+        except BaseException:
+            with contextlib.suppress(BootseerError, OSError):
+                if kernel.is_mount(target or folder / FILES):
+                    detach(target or folder / FILES, force=True)
+                record.remove_folder(folder)
+            raise
     state = MountState(
         id=folder.name,
         target=str(target or folder / FILES),
@@ -180,33 +182,49 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
     removed first. Raises as `mount_checkpoint`."""
     record = runtime_of(runtime)
     record.remove_stale()
-    _make_room(record, MountRequest(uri=str(folder)), target)
-    mount = kernel.clone_mount(folder, recursive=True)
-    state = MountState(
-        id=record.new_folder().name,
-        target=str(target),
-        what=str(folder),
-        boot=record.boot,
-        daemon=ProcessId.of(os.getpid()),  # unmounts it
-        made_s=time.time(),
-        details={"access": PLAIN, "cache": ""},
-    )
-    shown = MountedCheckpoint(record, state)
-    try:
-        record.write(state)
-        kernel.attach(mount, target)
-    except BaseException:
-        shown.unmount()
-        raise
+    with _mount_point(record, MountRequest(uri=str(folder)), target):
+        mount = kernel.clone_mount(folder, recursive=True)
+        state = MountState(
+            id=record.new_folder().name,
+            target=str(target),
+            what=str(folder),
+            boot=record.boot,
+            daemon=ProcessId.of(os.getpid()),  # unmounts it
+            made_s=time.time(),
+            details={"access": PLAIN, "cache": ""},
+        )
+        shown = MountedCheckpoint(record, state)
+        try:
+            record.write(state)
+            kernel.attach(mount, target)
+        except BaseException:
+            shown.unmount()
+            raise
     return shown
 
 
+@contextlib.contextmanager
+def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterator[None]:
+    """Create the mount point, and remove a mount that a dead daemon has left there. During the block no other process
+    mounts there: the upper one of two mounts on a folder hides the other, and is unmounted in its place."""
+    lock = record.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock"
+    with flocked(lock, deadline_s=2 * _START_S):
+        try:
+            _make_room(record, request, target)
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
-    """Create the mount point, and remove a mount that a dead daemon has left there."""
     if kernel.is_mount(target):
         state = record.find(target)
         if state is None or record.health(state) != "daemon dead":
-            raise UsageError(f"{target}: something is mounted there", hint=f"bootseer ckpt umount {target}")
+            raise UsageError(
+                f"{target}: something is mounted there",
+                hint="name another folder (bootseer run without --checkpoint-dir makes one), or unmount what nobody"
+                f" uses: bootseer ckpt umount {target}",
+            )
         MountedCheckpoint(record, state).unmount()
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise UsageError(f"{target}: not a folder", hint=f"name a folder to mount on: {os.path.realpath(target)}")

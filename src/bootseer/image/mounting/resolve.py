@@ -8,6 +8,7 @@ pulled.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from bootseer.artifact.materialize import Subject
 from bootseer.artifact.places import converted_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.blocks.index import Index
-from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, SignatureError, TransientError, UsageError
 from bootseer.image.catalog import read_document
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata
@@ -25,6 +26,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.reference import SourceKind
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
+from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
@@ -32,6 +34,8 @@ from bootseer.store.store import Store
 
 _ASK_S = 20.0
 """How long a registry may take to resolve a tag before the digest of the last start is used."""
+_TURN_S = 1800.0
+"""How long to wait for another start that converts the same image."""
 
 
 class ResolvedImage(Subject, frozen=True, kw_only=True):
@@ -196,10 +200,16 @@ def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument
     from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 
     with (
-        closing(_open_source(request)) as source,
-        closing(open_store(local_uri)) as store,
         show(f"converting {request.reference}", "bytes") as on_progress,
+        contextlib.ExitStack() as opened,
     ):
+        if request.reference.kind is not SourceKind.FOLDER:
+            # Of starts at the same time one converts, and the others find its layers.
+            lock = own_folder(local_uri) / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
+            with contextlib.suppress(TransientError):
+                opened.enter_context(flocked(lock, deadline_s=_TURN_S))
+        source = opened.enter_context(closing(_open_source(request)))
+        store = opened.enter_context(closing(open_store(local_uri)))
         options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
         return convert(source, store, progress=on_progress, options=options)
 
