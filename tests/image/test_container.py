@@ -74,6 +74,19 @@ def test_streams_folder_variables_and_exit_code_pass(run: Run) -> None:
     assert (ran.stdout, ran.stderr, ran.returncode) == ("in\n/work\nhello\n", "word\n", 7)
 
 
+def test_files_as_standard_streams_keep_their_owner(run: Run, tmp_path: Path) -> None:
+    """While the program runs, the runtime gives them to its user."""
+    (tmp_path / "in").write_text("in\n")
+    os.chown(tmp_path / "in", 77, 78)
+    for user, code in (("worker", 0), ("root", 0), ("worker", 127)):
+        with (tmp_path / "in").open() as file:
+            words = ("sh", "-c", "cat; stat -L -c %u /proc/self/fd/0") if code == 0 else ("missing",)
+            ran = run(*words, options=Options(process=ProcessOptions(user=user)), stdin=file)
+        assert (ran.returncode, ran.stdout[:3]) == (code, "in\n" if code == 0 else ""), ran.stderr
+        status = (tmp_path / "in").stat()
+        assert (status.st_uid, status.st_gid) == (77, 78)
+
+
 @pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("KILL", 137), ("USR1", 138), ("INT", 130)])
 def test_the_signal_that_ended_the_program_is_told_as_a_shell_does(run: Run, name: str, code: int) -> None:
     assert run("sh", "-c", f"kill -{name} $$").returncode == code
@@ -338,6 +351,19 @@ def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Pa
         options=Options(devices=("acme.com/tool=0",)),
     )  # fmt: skip
     assert ran.stdout == f"1\n{Path('/etc/hostname').read_text()}4\n"
+
+
+def test_a_device_s_hook_that_fails_is_not_taken_for_the_program(run: Run, tmp_path: Path) -> None:
+    script = """echo 'exec: "ldconfig": executable file not found in $PATH' >&2; exit 1"""
+    hook = {"hookName": "createContainer", "path": "/bin/sh", "args": ["sh", "-c", script]}
+    (tmp_path / "cdi").mkdir()
+    (tmp_path / "cdi" / "tool.json").write_text(
+        json.dumps({"kind": "acme.com/tool", "devices": [{"name": "0", "containerEdits": {"hooks": [hook]}}]})
+    )
+    ran = run("echo", "ran", options=Options(devices=("acme.com/tool=0",)))
+    assert ran.returncode not in (0, 127)
+    assert "hook" in ran.stderr
+    assert "command not found" not in ran.stderr
 
 
 def test_a_folder_of_devices_brings_all_of_them(run: Run, tmp_path: Path) -> None:

@@ -71,11 +71,15 @@ def main() -> int:
         else:
             _print_error(f"the container sees the processes of this machine: {reason}")
     cgroups = _lines(f"{folder}/cgroups")
+    owners = _stream_owners()
     parent, runtime = os.getpid(), os.fork()
     if runtime == 0:
         _exec_runtime(command, parent, cgroups)
     failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
+    # Both runtimes give the standard streams to the container's user, also files of the host.
+    changed = owners - _stream_owners()
     if failed:
+        _restore_owners(changed)
         # A signal for the process group of this script reaches the runtime and its children, too.
         if received := signal.sigpending() & _ENDING:
             return 128 + int(min(received))
@@ -84,10 +88,27 @@ def main() -> int:
         pid = int(file.read())
     while (code := _reap(pid)) is None:
         _forward_signal(pid, signal.sigwaitinfo(awaited).si_signo)
+    _restore_owners(changed)
     if first is not None:
         _kill_namespace(first)
     _report_out_of_memory([os.path.dirname(path) for path in cgroups])  # noqa: PTH120
     return code
+
+
+def _stream_owners() -> set[tuple[int, int, int]]:
+    """Descriptor, user and group of each standard stream that is open."""
+    found = set()
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            status = os.fstat(number)
+            found.add((number, status.st_uid, status.st_gid))
+    return found
+
+
+def _restore_owners(owners: set[tuple[int, int, int]]) -> None:
+    for number, user, group in owners:
+        with contextlib.suppress(OSError):
+            os.fchown(number, user, group)
 
 
 def _report_out_of_memory(folders: Sequence[str]) -> None:
@@ -120,7 +141,7 @@ def _start_failure_code(folder: str) -> int:
             "crun cannot start containers where both versions of cgroups have controllers\n"
             "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
         )
-    if "exec: " in last or "executable" in last:
+    if ("exec: " in last or "executable" in last) and "running hook" not in last:  # of a device, such as a GPU
         is_missing = "not found" in last or "no such file" in last
         # The runtimes' messages are longer, and crun's do not always name the program.
         with open(f"{folder}/config.json") as file:  # noqa: PTH123
