@@ -64,6 +64,8 @@ def test_a_right_that_we_do_not_have_is_told_at_once() -> None:
         "from bootseer.image.containers.limits import Limits, capabilities_of\n"
         "assert ctypes.CDLL(None).prctl(24, 19, 0, 0, 0) == 0\n"  # PR_CAPBSET_DROP, CAP_SYS_PTRACE
         "assert 'CAP_SYS_PTRACE' not in capabilities_of(Limits(capabilities=('ALL',)))\n"
+        "assert ctypes.CDLL(None).prctl(24, 5, 0, 0, 0) == 0\n"  # CAP_KILL, one of the default ones
+        "assert 'CAP_KILL' not in capabilities_of(Limits())\n"
         "try: capabilities_of(Limits(capabilities=('SYS_PTRACE',)))\n"
         "except Exception as error: print(error)\n"
     )

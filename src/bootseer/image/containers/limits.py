@@ -67,11 +67,10 @@ def capabilities_of(limits: Limits) -> list[str]:
     for name in added - {"ALL"}:
         if not ours >> _ALL.index(name) & 1:
             raise UsageError(f"--cap-add {name}: bootseer does not have it itself", hint="start it with that right")
-    if "ALL" in added:
-        usual: Collection[str] = [name for number, name in enumerate(_ALL) if ours >> number & 1]
-    else:
-        usual = () if "ALL" in dropped else CAPABILITIES
-    return [f"CAP_{name}" for name in _ALL if (name in usual or name in added) and name not in dropped]
+    usual: Collection[str] = _ALL if "ALL" in added else () if "ALL" in dropped else CAPABILITIES
+    wanted = {*usual, *added} - dropped
+    # Those that this process lacks would make the runtime fail, as where a pod's security context drops all but some.
+    return [f"CAP_{name}" for number, name in enumerate(_ALL) if name in wanted and ours >> number & 1]
 
 
 def _names(option: str, words: Collection[str]) -> set[str]:
