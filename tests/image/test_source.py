@@ -316,6 +316,26 @@ def test_a_download_that_breaks_goes_on_where_it_stopped(registry: Registry, tmp
 
 @needs_registry
 @needs_skopeo
+def test_a_registry_that_sends_whole_blobs_only_is_read(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Harbor's proxy does with a blob that it does not have yet."""
+    write_layout(tmp_path / "layout", [layer(file("noise", os.urandom(1_000_000)))], compression="")
+    _push(tmp_path / "layout", registry, "a:latest")
+    monkeypatch.setattr("bootseer.image.sources.registry._RANGE_BYTES", 300_000)
+    with FaultProxy(registry.host) as proxy:
+        source = _open(f"{proxy.host}/a")
+        (found,) = source.layers
+        whole = b"".join(found.read(0))
+        proxy.plan = lambda request: Fault(send={"range": ""})
+        for start in (0, 1, 700_000, found.size_bytes - 1):
+            assert b"".join(found.read(start)) == whole[start:]
+        assert b"".join(read_resumed(found)) == whole
+        source.close()
+
+
+@needs_registry
+@needs_skopeo
 def test_a_registry_that_is_away_for_many_attempts_is_waited_for(registry: Registry, tmp_path: Path) -> None:
     write_layout(tmp_path / "layout", [BASE])
     _push(tmp_path / "layout", registry, "a:latest")

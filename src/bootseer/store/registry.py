@@ -157,6 +157,10 @@ _MAX_ADDRESSES = 1024
 _MAX_PAGES = 10_000
 
 
+class RangeIgnoredError(TransientError):
+    """The whole blob was sent instead of a part, as by some registries, and by proxies that do not have it yet."""
+
+
 class Manifest(Struct, frozen=True):
     """A manifest with its exact bytes."""
 
@@ -375,7 +379,7 @@ class Registry:
         self.expect(answer, f"blob {digest}", 200, 206)
         if answer.status == 200:
             if start > 0 or answer.length is None or length not in (None, answer.length):
-                raise TransientError(f"{self}: blob {digest}: the registry, or a proxy before it, ignores the range")
+                raise RangeIgnoredError(f"{self}: blob {digest}: the registry, or a proxy before it, ignores the range")
             return answer.length
         span = answer.content_range
         if span is None or span[0] != start:

@@ -19,11 +19,12 @@ from bootseer.image.sources.manifest import (
 from bootseer.image.sources.source import ImageSource, SourceLayer
 from bootseer.io.retry import retrying
 from bootseer.store.open import open_registry
-from bootseer.store.registry import Registry
+from bootseer.store.registry import RangeIgnoredError, Registry
 
 _RANGE_BYTES = 32 << 20
 _RANGE_TIMEOUT_S = 120.0
 """32 MiB in two minutes is 2 Mbit/s; anything slower counts as broken. A range that times out is resumed."""
+_WHOLE_TIMEOUT_S = 1800.0
 
 
 def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> ImageSource:
@@ -63,10 +64,18 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Image
 
 
 def _read_blob(registry: Registry, blob: Descriptor, start: int) -> Generator[bytes, None, None]:
-    """Read in ranges, each with a deadline of its own, so that a stalled connection is detected early."""
-    while start < blob.size_bytes:
-        length = min(_RANGE_BYTES, blob.size_bytes - start)
-        with closing(registry.blob(blob.digest, start, length, timeout_s=_RANGE_TIMEOUT_S)) as pieces:
+    """Read in ranges, each with a deadline of its own, so that a stalled connection is detected early. Where ranges
+    are ignored, the whole blob is read again, without what was read before."""
+    try:
+        while start < blob.size_bytes:
+            length = min(_RANGE_BYTES, blob.size_bytes - start)
+            with closing(registry.blob(blob.digest, start, length, timeout_s=_RANGE_TIMEOUT_S)) as pieces:
+                for piece in pieces:
+                    start += len(piece)
+                    yield piece
+    except RangeIgnoredError:
+        with closing(registry.blob(blob.digest, timeout_s=_WHOLE_TIMEOUT_S)) as pieces:
             for piece in pieces:
-                start += len(piece)
-                yield piece
+                if start < len(piece):
+                    yield piece[start:]
+                start = max(start - len(piece), 0)
