@@ -100,7 +100,19 @@ def test_a_job_that_a_runs_command_submits_is_not_part_of_the_run(tmp_path: Path
     assert from_environment({**submitted, "SLURM_HET_SIZE": "2"}) is not None
 
 
-def test_the_number_of_a_pod_of_kubeflow_is_not_a_rank() -> None:
+def test_the_script_of_a_batch_job_is_no_task() -> None:
+    """sbatch sets SLURM_PROCID and SLURM_NTASKS for it, srun the variables of steps."""
+    batch = {"SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}
+    assert discover(batch, hostname="box")[5:8] == (-1, 1, None)
+    step = {**batch, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}
+    assert discover(step, hostname="box")[5:8] == (3, 1, 8)
+
+
+def test_the_number_of_a_pod_is_not_a_rank() -> None:
+    """Kubeflow's and Volcano's variables, and others'; torchrun gets it as the node's number."""
+    volcano = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "w-0", "MASTER_PORT": "29500"}
+    assert discover(volcano, hostname="box").rank == -1
+    assert discover({**volcano, "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}, hostname="box").rank == 9
     pod = {"RANK": "1", "WORLD_SIZE": "16", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
     assert discover(pod, hostname="box")[5:8] == (-1, 2, 16)
     assert discover({**pod, "RANK": "9", "LOCAL_RANK": "1"}, hostname="box").rank == 9

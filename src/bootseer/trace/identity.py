@@ -98,8 +98,8 @@ def _node(env: Env, hostname: str) -> str:
 
 def _rank(env: Env) -> tuple[int | None, int | None]:
     """Rank and world size if the launcher starts one process per rank: torchrun, mpirun, srun."""
-    # The RANK of Kubeflow's PyTorchJob is the pod's number, which torchrun replaces for its processes.
-    is_pods = bool(env.get("PET_NODE_RANK")) and not env.get("LOCAL_RANK")
+    # The RANK of Kubeflow's PyTorchJob, Volcano and others is the pod's number; torchrun replaces it for its processes.
+    is_pods = bool(env.get("PET_NODE_RANK") or env.get("MASTER_ADDR")) and not env.get("LOCAL_RANK")
     for rank, size in (
         ("" if is_pods else "RANK", "WORLD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -107,8 +107,9 @@ def _rank(env: Env) -> tuple[int | None, int | None]:
     ):
         if number(env, rank) is not None:
             return number(env, rank), number(env, size)
-    # One task per node is a launcher such as torchrun; several are ranks.
-    tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    # One task per node is a launcher such as torchrun; several are ranks. The script of sbatch is no task, although it
+    # has SLURM_PROCID and SLURM_NTASKS: many jobs request tasks to get processors.
+    tasks = number(env, "SLURM_STEP_NUM_TASKS")
     nodes = number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     if tasks is not None and nodes is not None and tasks > nodes and number(env, "SLURM_PROCID") is not None:
         return number(env, "SLURM_PROCID"), tasks
