@@ -1,5 +1,7 @@
 """Training programs for the hook's tests. None of them knows of BootSeer."""
 
+import textwrap
+
 import warm
 
 MARKED = warm.Parent("hook.marked_torch", PYTHONPATH=warm.python_path)
@@ -54,6 +56,20 @@ for _ in range(12):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     time.sleep(0.05)  # steps of one length, however loaded the machine is
+"""
+
+FORKS_RANKS = f"""
+import os, sys, torch, torch.distributed as dist
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        dist.init_process_group("gloo", init_method=f"file://{{sys.argv[1]}}", rank=rank, world_size=2)
+        dist.barrier()
+{textwrap.indent(TWELVE_STEPS, 8 * " ")}
+        dist.destroy_process_group()
+        os._exit(0)
+assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0, 0]
 """
 
 HOOKED_BY_OTHERS = f"""

@@ -18,6 +18,7 @@ from conftest_launch import stages
 from hook.jobs import (
     COMPILED,
     DIES_IN_FIRST_STEP,
+    FORKS_RANKS,
     HOOKED_BY_OTHERS,
     INITIALIZES_OPTIMIZER,
     KEEPS_THE_READER,
@@ -164,6 +165,15 @@ def test_making_optimizer_state_is_no_step(hooked, events):
     found = [event for event in events() if event.stage in ("first_step", "training_began")]
     assert [event.phase for event in found] == ["begin", "end", "instant"]
     assert initialized_ns < found[0].mono_ns < found[2].mono_ns < first_ns  # it was the first of the three
+
+
+def test_ranks_that_are_forks_are_marked(hooked, events, tmp_path):
+    """As accelerate's notebook_launcher and Lightning's ddp_fork start them."""
+    done = hooked(FORKS_RANKS, str(tmp_path / "store"))
+    assert done.returncode == 0, done.stderr
+    began = [event for event in events() if event.stage == "training_began"]
+    assert sorted(event.rank for event in began) == [0, 1]
+    assert len({event.pid for event in began}) == 2
 
 
 def test_launchers_of_few_nodes_ask_often_whether_all_have_joined(hooked):

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.hook.connections import mark_groups, ranks_connected
-from bootseer.hook.state import STAGE, active, compiling, guarded
+from bootseer.hook.state import STAGE, active, compiling, guarded, join
 from bootseer.hook.wrap import replace, replace_decorated, spanned
 from bootseer.trace.event import INSTANT
 
@@ -51,6 +51,7 @@ def mark_process_group(c10d: ModuleType) -> None:
         marked = spanned(STAGE + "process_group", describe)(original)
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            join()
             result = marked(*args, **kwargs)
             _await_first_collective(c10d)
             return result

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bootseer.trace.event import BEGIN, END, INSTANT, OK
-from bootseer.trace.tracer import TRAINING_BEGAN, Tracer
+from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK
+from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, from_environment
 
 if TYPE_CHECKING:
     from bootseer.hook.programs import Recorder
@@ -72,7 +72,7 @@ class State:
 
 
 def active() -> State | None:
-    """The state; None if marking is over or this is a forked child (a data loader, not a rank)."""
+    """The state; None if marking is over or this is a forked child (a data loader; see `join`)."""
     state = _state
     return state if state is not None and state.pid == os.getpid() else None
 
@@ -105,6 +105,18 @@ def guarded(function: F) -> F:
             return None
 
     return call  # type: ignore[return-value]
+
+
+@guarded
+def join() -> None:
+    """Mark this process, too, if it is a fork that joins a process group, of a process without a rank: then it is a
+    rank, as accelerate's `notebook_launcher` and Lightning's `ddp_fork` start them."""
+    state = _state
+    if state is None or state.pid == os.getpid() or state.began or state.tracer.identity.rank != NO_RANK:
+        return
+    tracer = from_environment(os.environ)
+    if tracer is not None:  # the launcher may have set the variables of ranks and restarts
+        state.tracer.identity, state.pid = tracer.identity, os.getpid()
 
 
 def raised_by_signal(error: BaseException) -> bool:
