@@ -289,6 +289,21 @@ def test_a_folder_without_latest_stays_as_it_is(job: Job) -> None:
     assert len(list((job.cache / "checkpoints").iterdir())) == 1
 
 
+def test_without_latest_the_highest_step_is_the_next_checkpoint(job: Job) -> None:
+    """As transformers (`checkpoint-500`), Megatron (`iter_0000500`) and Orbax (`500`) write them."""
+    job.place.inner.delete("latest")
+    (job.folder / "place/step-2").rename(job.folder / "place/hidden")
+    job.record("0 of 2", ("step-1/used", 0, MIB))
+    (job.folder / "place/hidden").rename(job.folder / "place/step-10")
+    job.opened.clear()
+    job.start("0 of 2")[0].begin()
+    assert job.opened == ["step-10/meta", "step-10/used"]
+    job.opened.clear()
+    job.start("", node="new")[0].begin()
+    assert sorted(job.opened) == ["step-10/meta", "step-10/unused", "step-10/used"]
+    assert job.hot() == [], "lists are published for `latest` only"
+
+
 def test_an_invalid_record_is_logged_and_replaced(job: Job) -> None:
     first, _ = job.start()
     first.note("step-1/used", 0, MIB)

@@ -36,6 +36,9 @@ _STARTS_KEPT = 3
 class HotLists:
     """The hot lists of one slot of a job. For one thread at a time."""
 
+    has_latest = True
+    """Whether `latest` names the checkpoint. Otherwise the place gets and has no lists."""
+
     def __init__(self, place: Place, slot: str, cache: Path | None, on_error: OnError) -> None:
         """`slot`: `<position> of <nodes>`, "" for the only node; `cache`: the cache's root."""
         self._place = place
@@ -52,9 +55,9 @@ class HotLists:
     def load(self, checkpoint: str) -> list[Range]:
         """What this slot read in its last start, or what two other slots both read; empty if neither is known.
 
-        `checkpoint`: the folder that `latest` names; "" without one.
+        `checkpoint`: the folder that will be read; "" without one.
         """
-        if checkpoint:
+        if checkpoint and self.has_latest:
             self._published = self._in_place(self._name, checkpoint)
         self._own = self._published or self._on_node(checkpoint)
         return self._own or self._of_other_slots(checkpoint)
@@ -71,7 +74,7 @@ class HotLists:
             except OSError as error:  # often a full disk
                 self._on_error(f"{self._path}: {error.strerror}; the hot list is not kept on this node")
         # Most starts of a job read the same, so that a thousand nodes write nothing.
-        if not checkpoint or sorted(ranges) == sorted(self._published):
+        if not (checkpoint and self.has_latest) or sorted(ranges) == sorted(self._published):
             return
         try:
             make_folder_like_parent(self._place, HOT)
@@ -121,7 +124,7 @@ class HotLists:
         That is everything for replicas of a model, and `.metadata` and the tensors that all nodes hold for a sharded
         one. The list of a single slot would bring another node's shard to this node.
         """
-        if not checkpoint or self._num_nodes == _ONE_NODE:
+        if not (checkpoint and self.has_latest) or self._num_nodes == _ONE_NODE:
             return []
         entries: list[Entry] = []
         with self._as_hint(f"{self._place.uri}/{HOT}"):

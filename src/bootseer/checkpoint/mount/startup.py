@@ -1,7 +1,8 @@
 """What the start of a job reads of its checkpoint: prefetched, and recorded for the next start.
 
-The checkpoint is the one that `latest` names, or the mounted folder itself. Image and environment come over the same
-link and are needed first, so that the prefetch takes what they leave (`PrefetchWindow`).
+The checkpoint is the one that `latest` names, else the folder with the highest step, and what lies beside it. Image
+and environment come over the same link and are needed first, so that the prefetch takes what they leave
+(`PrefetchWindow`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import contextlib
 import shutil
 import threading
 import time
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
 
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.hot_list import PIECE_BYTES, PrefetchWindow, Range, Recorder, plan
-from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.latest import STEP_NAME, read_latest, step_of
 from bootseer.checkpoint.mount.hot_lists import HotLists
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
@@ -58,10 +60,13 @@ class Startup:
 
     def begin(self) -> None:
         """Prefetch what the start will read, in order of need, until all is requested or the start is over."""
-        self._checkpoint = read_latest(self._files.place, "") or ""
-        found = walk(self._files, self._checkpoint) if self._checkpoint else self._files.list("")
+        latest = read_latest(self._files.place, "") or ""
+        top = [] if latest else list(self._files.list(""))
+        self._checkpoint = latest or _newest_step(info.path for info in top if info.is_folder)
+        found = chain(top, walk(self._files, self._checkpoint) if self._checkpoint else ())
         infos = islice((info for info in found if not info.is_folder), _MAX_FILES)
         files = [(info.path, info.size_bytes) for info in infos]
+        self._hot_lists.has_latest = bool(latest)
         hot = self._hot_lists.load(self._checkpoint)
         wanted = plan(
             files, hot, alone=not self._slot, budget_bytes=self._budget_bytes(), position=self._reading.position
@@ -156,3 +161,9 @@ class Startup:
             with contextlib.suppress(OSError):
                 return shutil.disk_usage(self._cache).free // 2
         return self._memory_bytes
+
+
+def _newest_step(folders: Iterable[str]) -> str:
+    """The folder with the highest step: most frameworks write no `latest`. Empty if none is named by its step."""
+    steps = [(step_of(name) or 0, name) for name in folders if STEP_NAME.match(name) or name.isdecimal()]
+    return max(steps, default=(0, ""))[1]
