@@ -19,7 +19,10 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import filesystem  # noqa: E402
 from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
+from torch.distributed.checkpoint.default_planner import (  # noqa: E402
+    DefaultLoadPlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
@@ -342,6 +345,14 @@ def test_registered_classes_of_the_job_are_loaded(tmp_path: Path) -> None:
         state = empty()
         load(state, tmp_path)
     assert_same(state, full())
+
+
+def test_metadata_with_the_plans_of_the_save_is_read(tmp_path: Path) -> None:
+    """Megatron keeps there what its ranks planned to write."""
+    save_plainly(full(), tmp_path)
+    plan = create_default_local_save_plan(full(), is_coordinator=True)
+    change_metadata(tmp_path, lambda metadata: setattr(metadata, "all_local_plans", [plan]))
+    assert_same(full(), load(empty(), tmp_path))
 
 
 def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) -> None:

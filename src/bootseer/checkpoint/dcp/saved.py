@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as former
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, planner
 from torch.distributed.checkpoint import metadata as current
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -112,7 +112,9 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     **_classes(current, "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     **_classes(current, "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
     **_classes(former, "TensorProperties", "MEM_FORMAT_ENCODING"),
-    **_classes(filesystem, "_StorageInfo"),
+    **_classes(filesystem, "_StorageInfo", "_StoragePrefix"),
+    # Megatron keeps the ranks' plans there. Its own `MCoreSavePlan` has to be declared.
+    **_classes(planner, "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): OrderedDict,
