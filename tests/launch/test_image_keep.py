@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import Action, Decision
 from bootseer.errors import PermanentError
-from bootseer.image.containers.container import Options
+from bootseer.image.containers.container import Container, Options
 from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.setup import SetupResult
@@ -62,13 +63,13 @@ def writable(tmp_path: Path) -> Iterator[Path]:
         kernel.unmount(folder / "root", lazy=True)
 
 
-def keeping(writable: Path, mount: Mounts) -> tuple[UpperLayer, EnvironmentStart]:
+def keeping(writable: Path, mount: Mounts, options: Options | None = None) -> tuple[UpperLayer, EnvironmentStart]:
     wanted = EnvironmentOptions(writable.parent / "cache", writable.parent / "runtime")
     task = Task("setup.sh", [], wanted, {})
     start = EnvironmentStart(task, ["true"])
     mounted = mount(writable, lambda digest: ())
     (writable / UPPER / "tool").write_text("what the setup wrote")
-    setup = ImageSetupHost(task, mounted, Options(), setup_paths("/work", [], []), task.folder.path, {})
+    setup = ImageSetupHost(task, mounted, options or Options(), setup_paths("/work", [], []), task.folder.path, {})
     return UpperLayer(start, setup, mount, Decision(Action.BUILD, "no-snapshot", "")), start
 
 
@@ -91,6 +92,26 @@ def test_a_layer_that_cannot_be_mounted_becomes_the_upper_one_again(writable: Pa
     assert mount.asked == [(), (start.task.folder.path / "layer",), ()]
     assert (writable / UPPER / "tool").read_text() == "what the setup wrote"
     assert (start.publishing, start.task.outcome["why_not"]) == (None, "no overlay takes it")
+
+
+def test_what_devices_mount_is_not_part_of_the_layer(writable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime makes an empty file to mount a driver's library on: elsewhere it would be taken for the library."""
+    edits = {"mounts": [{"hostPath": "/etc/hostname", "containerPath": "/usr/lib/libdriver.so.1"}]}
+    cdi = writable.parent / "cdi"
+    cdi.mkdir()
+    (cdi / "tool.json").write_text(
+        json.dumps({"kind": "acme.com/tool", "devices": [{"name": "0", "containerEdits": edits}]})
+    )
+    monkeypatch.setattr(Container.__init__, "__kwdefaults__", {"cdi_folders": [cdi]})
+    keep, _ = keeping(writable, Mounts(writable), Options(devices=("acme.com/tool=0",)))
+    with keep._host._container(["true"], {}, []):
+        pass
+    (writable / UPPER / "usr" / "lib").mkdir(parents=True)
+    for name in ("libdriver.so.1", "libother.so.1"):
+        (writable / UPPER / "usr" / "lib" / name).write_text("")
+    paths = [change.path for change in keep._changes(writable / UPPER)]
+    assert "/usr/lib/libother.so.1" in paths
+    assert "/usr/lib/libdriver.so.1" not in paths
 
 
 def test_an_image_in_use_stays_as_it_is(writable: Path) -> None:

@@ -122,6 +122,7 @@ class Container:
             config = runtime_config(first, root, binds, edits, options.limits)
             if not is_host():
                 config = without_root(config, num_owners(), self.process.user)
+            self.mount_points = {mount["destination"].rstrip("/") for mount in config["mounts"]}
             self._config = config
             self._write_config()
             self._limits = options.limits

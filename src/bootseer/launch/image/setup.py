@@ -57,7 +57,6 @@ Mount = Callable[[Path, LayersAbove, bool], MountedImage]
 UPPER = "upper"
 """The upper layer, below a mount's folder for changes (`image.mounting.mount`)."""
 _UNSAFE = "this setup is not snapshot-safe"
-_OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 _MAX_LOOKED_AT = 20_000
 _CLOCK_S = 0.1
 """Tolerance for file times, which are of the kernel's last tick, or of a server's clock."""
@@ -87,6 +86,8 @@ class ImageSetupHost(SetupHost):
         self.mounted = mounted
         self.places = places
         self.env = {}  # of the last container
+        self.mount_points: set[str] = set()
+        """Of all containers: where the runtime made files and folders to mount on."""
         self._options = options
         self._folder = folder
         self._host_env = dict(env)
@@ -234,6 +235,7 @@ class ImageSetupHost(SetupHost):
             self._folder / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._host_env
         )
         self.env = dict(container.process.env)
+        self.mount_points |= container.mount_points
         try:
             container.start_guard([self.mounted.undo_command()])
             yield container
@@ -337,8 +339,7 @@ class UpperLayer:
             leave_out=options.leave_out,
             keep=options.keep,
         )
-        mounted = {bind.target.rstrip("/") for bind in self._host.places.shown} | set(_OF_RUNTIME)
-        changes, self._left_out = container_changes(layer, exclusions=exclusions, mounted=mounted)
+        changes, self._left_out = container_changes(layer, exclusions=exclusions, mounted=self._host.mount_points)
         for line in self._left_out.warnings:
             say(line)
         return changes
