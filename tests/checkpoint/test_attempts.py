@@ -13,6 +13,8 @@ import pytest
 
 from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect, lease_bytes
 from bootseer.checkpoint.head import STRIPES
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import Entry, Place
@@ -316,3 +318,15 @@ def test_a_lease_with_a_name_that_nothing_can_have_stops_no_collector(place: Pla
     place.make_folder(".attempts/1.gone")
     assert collect(place, "") == 1
     assert (job / ".attempts/0.old").is_dir()
+
+
+def test_space_that_a_router_does_not_know_is_not_needed(place: FolderPlace, tmp_path: Path) -> None:
+    """It is the sum over all clusters: while another one was down, nothing could be put into this one."""
+
+    def ask() -> tuple[int, int]:
+        raise TransientError("no NameNode of another cluster is active")
+
+    place.uri, place.space = "hdfs://router/job", ask  # type: ignore[method-assign]
+    (tmp_path / "model").write_bytes(b"x")
+    put = put_checkpoint(place, tmp_path / "model", "step-1", settings=PutSettings(policy=Policy(stripes=1)))
+    assert put.num_files == 1

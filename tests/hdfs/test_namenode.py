@@ -13,12 +13,15 @@ import pytest
 
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import UnreachableError
+from bootseer.places import open_place
 from hdfs.peers import FakeNameNode, block, located
 from registry import free_port
 
@@ -89,6 +92,20 @@ def test_a_message_of_several_lines_is_read_as_a_whole(peer: FakeNameNode) -> No
 def test_what_a_router_has_no_cluster_for_is_not_tried_again(peer: FakeNameNode, said: str) -> None:
     peer.answers["getBlockLocations"] = lambda _: ("java.io.IOException", said)
     assert isinstance(error_of(asked(peer.port)), PermanentError)
+
+
+def test_a_job_behind_a_router_has_a_policy_though_no_mount_covers_the_folders_above(peer: FakeNameNode) -> None:
+    """Nothing could be written there."""
+
+    def refused(request: Message) -> tuple[str, str]:
+        path = request.text(1)
+        is_covered = path.startswith("/mounted/")
+        return ("FileNotFoundException", path) if is_covered else ("IOException", f"Cannot find locations for {path}")
+
+    peer.answers["getBlockLocations"] = refused
+    with closing(open_place(f"hdfs://127.0.0.1:{peer.port}/mounted/job")) as place:
+        assert Files(place).policy("") == Policy()
+    assert peer.asked.count("getBlockLocations") == 3
 
 
 def test_a_file_that_is_not_there_may_also_be_an_empty_answer(peer: FakeNameNode) -> None:

@@ -36,6 +36,7 @@ from bootseer.errors import (
     NoSpaceNowError,
     NotFoundError,
     PermanentError,
+    TransientError,
     UsageError,
     os_errors_as,
 )
@@ -123,8 +124,10 @@ def put_checkpoint(
         collect(place, folder, lease_s=settings.lease_s)
         _check_free(files, target, found, settings.replace)
         # Fail early if it cannot fit. Local file systems may compress, so their free space does not tell.
-        if not leftovers and place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
-            raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
+        if not leftovers and place.uri.startswith("hdfs://"):
+            with suppress(TransientError):  # routers do not know it while one of their clusters is down
+                if needed > (free := place.space()[1]):
+                    raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
         inside = Files(place, within=attempt.path)
         all_bytes = found.size_bytes * (2 if settings.read_back else 1)
         writing = _shifted(progress, 0, all_bytes)

@@ -62,7 +62,8 @@ class UnsupportedError(PermanentError):
 
 
 _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
-    AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
+    # The last one: a router's, for a path that no mount covers, such as that of a policy above a job.
+    AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError", "Cannot find locations for"),
     NotEmptyError: ("PathIsNotEmptyDirectoryException", "is not empty"),
     NotFolderError: ("ParentNotDirectoryException", "Current inode is not a directory"),  # the second one: Hadoop 2
     IsFolderError: ("Path is not a file", "already exists as a directory", "must both be directories"),
@@ -83,9 +84,7 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
         "is a directory or file under",
         "block size is less than",
         "equested replication",
-        # Routers': no mount covers the path, or a name would move to another cluster.
-        "Cannot find locations for",
-        "no eligible destination",
+        "no eligible destination",  # a router's: the name would move to another cluster
     ),
 }
 """Substrings of a NameNode's error, in order: the first match decides. HDFS has no error codes."""
