@@ -16,7 +16,7 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import NotEmptyError
+from bootseer.errors import NotEmptyError, NotFolderError
 from bootseer.places import objects
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, join
@@ -56,6 +56,16 @@ def test_a_checkpoint_that_replaces_one_of_another_tool_stays_when_that_is_remov
     put_checkpoint(place, tmp_path / "step-1", "step-1", settings=PutSettings(policy=Policy(stripes=1), replace=True))
     assert not verify(Files(place), "step-1").problems
     assert content(place, "step-1") == {"step-1/weights": b"new"}
+
+
+def test_an_address_that_names_a_file_is_no_empty_folder(place: ObjectPlace) -> None:
+    """A job that was started with `s3://…/latest` found no checkpoint, and began anew."""
+    assert place.stat("").is_folder
+    obstore.put(place._bucket.writer, "jobs", b"step-1")
+    with pytest.raises(NotFolderError):
+        place.stat("")
+    put_by_another_tool(place, "step-1/model")
+    assert place.stat("").is_folder
 
 
 def test_what_was_moved_out_of_a_folder_stays_when_its_name_was_given_again(place: ObjectPlace) -> None:

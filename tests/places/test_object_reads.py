@@ -14,13 +14,15 @@ from contextlib import closing
 import obstore
 import pytest
 
-from bootseer.errors import PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NoSpaceError, PermanentError, TransientError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import object_data, open_place
+from bootseer.places.bucket import Bucket
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import Place
 from fault_proxy import Fault, FaultProxy, once
 from places.contract import opened, read
+from s3_server import environment_for
 
 pytestmark = pytest.mark.slow
 
@@ -148,6 +150,30 @@ def test_a_bucket_in_another_region_is_called_so_at_once(proxy: FaultProxy, uri:
     proxy.plan = lambda _: Fault(status=301)
     with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="set AWS_REGION"):
         place.stat("file")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "said"),
+    [
+        (403, "InvalidObjectState", PermanentError, "cold storage"),
+        (409, "BlobArchived", PermanentError, "cold storage"),
+        (403, "QuotaExceeded", NoSpaceError, "no space"),
+        (507, "XMinioStorageFull", NoSpaceError, "no space"),
+        (400, "RequestTimeout", TransientError, "RequestTimeout: the reason"),
+        (403, "AccessDenied", AccessError, "AccessDenied: the reason; check the credentials"),
+    ],
+)
+def test_a_refusal_is_not_always_about_the_login(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, kind: type[BootseerError], said: str
+) -> None:
+    body = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>the reason</Message></Error>".encode()
+    with FaultProxy("", lambda _: Fault(status=status, body=body)) as server:
+        for name, value in environment_for(server.host).items():
+            monkeypatch.setenv(name, value)
+        asked = Bucket("s3://jobs")
+        with pytest.raises(BootseerError, match=said) as caught:
+            asked.call("file", lambda: obstore.get(asked.reader, "file"))
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("tag", ["", 'W/"1"'], ids=["ignored", "weak"])

@@ -19,7 +19,15 @@ import obstore
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    NoSpaceError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
 from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
 from bootseer.io.retry import retrying
@@ -59,7 +67,8 @@ _AT_ONCE = 1000
 _REMOVALS_AT_ONCE = 16
 """Of single objects."""
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>(?:<Message>([ -;=-~]{1,300}))?")
+"""The code of an error, and the server's reason, such as the right that is missing."""
 _OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
 _ABOUT_LOGINS = {
     "ExpiredToken": "the credentials have expired; get new ones",
@@ -279,9 +288,13 @@ class Bucket:
         is_no_bucket = "NoSuchBucket" in str(error)
         if is_no_bucket or isinstance(error, FileNotFoundError):
             return NotFoundError(f"{self.uri}: no such bucket" if is_no_bucket else f"{self.uri} has no object {name}")
-        refusal = _CODE.search(str(error))
-        if refusal is not None and refusal[1] in _ABOUT_LOGINS:
-            return AccessError(f"{self.uri}: {name}: {refusal[1]}: {_ABOUT_LOGINS[refusal[1]]}")
+        code = (_CODE.findall(str(error)) or [("", "")])[0][0]
+        if code in _ABOUT_LOGINS:
+            return AccessError(f"{self.uri}: {name}: {code}: {_ABOUT_LOGINS[code]}")
+        if code in ("InvalidObjectState", "BlobArchived"):
+            return PermanentError(f"{self.uri}: {name}: {code}: it was moved to cold storage; restore it first")
+        if code.endswith(("QuotaExceeded", "StorageFull")):  # of Ceph and MinIO
+            return NoSpaceError(f"{self.uri}: {name}: {code}: no space; make room and try again")
         if "169.254.169.254" in said:
             # Without any credentials, obstore asks the machine's own cloud for some.
             names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else LOGIN
@@ -296,7 +309,9 @@ class Bucket:
             return PermanentError(f"{said}; an endpoint of http needs AWS_ALLOW_HTTP=true")
         if "redirect without LOCATION" in said:
             return PermanentError(f"{said}; set AWS_REGION to the bucket's region")
-        if status is not None and 400 <= status < 500 and status not in (408, 409, 416, 425, 429):
+        # S3 answers with 400 if nothing came over the connection for long.
+        is_late = code == "RequestTimeout" or status in (408, 409, 416, 425, 429)
+        if status is not None and 400 <= status < 500 and not is_late:
             return PermanentError(said)
         return TransientError(said)
 
@@ -319,4 +334,4 @@ def status_of(error: Exception) -> int | None:
 def _first_line(error: Exception) -> str:
     """Without what stands behind a question mark in an address: it may be a signature; with the code of the answer."""
     line, code = re.sub(r"\?\S+", "?…", str(error).partition("\n")[0]).partition("<")[0], _CODE.search(str(error))
-    return f"{line[:300].rstrip(': ')}{f': {code[1]}' if code else ''}"
+    return ": ".join(filter(None, (line[:300].rstrip(": "), *(code.groups() if code else ()))))

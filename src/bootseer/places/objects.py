@@ -114,8 +114,9 @@ class ObjectPlace(SmallReads):
             with suppress(NotFoundError):
                 return entry_of(path, self._bucket.head(self._key(path)))
         folder = self._folder(path, is_file=False)
-        if not path:
-            self._bucket.has_any(folder.prefix)  # nothing else tells whether the bucket is there, and may be read
+        if not path:  # nothing else tells whether the bucket is there, and may be read
+            if not self._bucket.has_any(folder.prefix) and self._is_file(folder.prefix.rstrip("/")):
+                raise NotFolderError(f"{self.uri} is not a folder")
             return folder_entry(path, folder.mtime_ns)
         with self._lock:
             until_s, found = self._known.get(whole, (0.0, None))
@@ -293,16 +294,17 @@ class ObjectPlace(SmallReads):
             raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
         folder = _Folder(data or plain, link, e_tag, mtime_ns, is_closed=is_closed)
         if e_tag is None and not (is_above or is_closed) and not self._bucket.has_any(plain):
-            try:
-                is_file = is_file and bool(self._bucket.head(plain.rstrip("/")))
-            except NotFoundError:
-                is_file = False
-            if is_file:
+            if is_file and self._is_file(plain.rstrip("/")):
                 raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
             raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
         with self._lock:
             self._known[path] = (time.monotonic() + _BELIEVED_S, folder)
         return folder
+
+    def _is_file(self, key: str) -> bool:
+        with suppress(NotFoundError, AccessError):  # see `_Folder.is_closed`
+            return bool(key) and bool(self._bucket.head(key))
+        return False
 
     def _recall(self, path: str) -> _Folder | None:
         with self._lock:
