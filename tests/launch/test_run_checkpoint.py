@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_what_the_command_writes_is_published(run: Run, job: Path, tmp_path: Pat
     assert run("ckpt", "get", f"{job}/step-2", str(tmp_path / "back")).returncode == 0
     assert (tmp_path / "back/weights").read_bytes() == (tmp_path / "step-1/weights").read_bytes()
     nothing_is_mounted(tmp_path)
+
+
+_KILLED = """
+import os, shutil, sys
+os.mkdir(os.environ["BOOTSEER_CHECKPOINT"] + "/new")
+file = os.open(os.environ["BOOTSEER_CHECKPOINT"] + "/new/half", os.O_WRONLY | os.O_CREAT)
+os.write(file, bytes(1 << 20))
+shutil.rmtree(sys.argv[1] + "/new")  # by another program
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_command_wrote_and_could_not_be_published_is_told(run: Run, job: Path) -> None:
+    """Only the daemon's log said so, which is removed with the mount."""
+    ran = run("run", "-q", "--no-hook", "--checkpoint", str(job), "--", sys.executable, "-c", _KILLED, str(job))
+    assert ran.returncode == 137
+    assert f"bootseer: NOT published to {job} when their programs were killed: new/half" in ran.stderr
 
 
 def test_the_next_start_finds_what_this_one_read_in_the_cache(run: Run, events: Events, job: Path) -> None:

@@ -21,6 +21,7 @@ from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_erro
 from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
+from bootseer.units import listed
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.mounted import MountedCheckpoint, Way
@@ -120,7 +121,9 @@ class CheckpointStart:
         with reporting_errors("the checkpoint was not unmounted"):
             try:
                 with interruptible(), self._show(mounted.ending(), "") as on_progress:
-                    mounted.unmount(waiting=lambda: on_progress(0, 0))
+                    lost = mounted.unmount(waiting=lambda: on_progress(0, 0)).get("lost")
+                if lost:
+                    say(f"NOT published to {uri} when their programs were killed: {listed(lost)}")
             except TransientError as busy:
                 say(f"{busy}; it is unmounted anyway, and processes that still use it get errors")
             except Interrupted as interrupted:
