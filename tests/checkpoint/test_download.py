@@ -13,6 +13,7 @@ from bootseer.checkpoint.download import DownloadResult, get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.mounts import kernel
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from stepwise_place import StepwisePlace
 
@@ -136,6 +137,38 @@ def test_a_folder_with_what_is_read_or_where_the_user_is_is_never_replaced(
     assert files.place.read_bytes("model", 9) == b"x"
     get_checkpoint(files, reading, "model", Path("../new"))
     assert (tmp_path / "here" / "new").read_bytes() == b"x"
+
+
+def test_a_mount_point_is_not_replaced(
+    files: Files, reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses that, after all was copied to the file system above it."""
+    files.place.write_bytes("model", b"x")
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(kernel, "mount_points", lambda: [str(tmp_path / "volume")])
+    with pytest.raises(UsageError, match="is a mount point") as refused:
+        get_checkpoint(files, reading, "model", tmp_path / "volume", replace=True)
+    assert refused.value.hint == f"name a folder in it: {tmp_path}/volume/NAME"
+
+
+def test_a_copy_does_not_become_a_part_of_what_is_copied(files: Files, reading: Reading, job: Path) -> None:
+    """The copy was called changed by itself, and stayed in the checkpoint."""
+    files.make_folder("step-1")
+    files.place.write_bytes("step-1/model", b"x")
+    with pytest.raises(UsageError, match="lies in what is copied"):
+        get_checkpoint(files, reading, "step-1", job / "step-1" / "step-1")
+    assert [path.name for path in (job / "step-1").iterdir()] == ["model"]
+    get_checkpoint(files, reading, "step-1", job / "step-2")
+
+
+def test_a_file_that_another_program_moved_without_its_parts_is_told_apart(
+    files: Files, reading: Reading, job: Path, tmp_path: Path
+) -> None:
+    put_striped(files.place, "model", content_of(4 * _MIB), stripes=2)
+    (job / "archive").mkdir()
+    (job / "model").rename(job / "archive" / "model")
+    with pytest.raises(TransientError, match="it came from another folder without its parts"):
+        get_checkpoint(files, reading, "archive/model", tmp_path / "out")
 
 
 def test_a_name_as_long_as_can_be_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from bootseer.errors import BootseerError, Interrupted, NotFoundError, Permanent
 from bootseer.io.files import discard, write_all
 from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
+from bootseer.mounts.kernel import is_mount
 from bootseer.places.place import folder_of
 
 PREFIX = ".bootseer-get-"
@@ -154,6 +155,8 @@ def get_checkpoint(
     _check_free(target, replace)
     if replace and target.is_dir():
         _check_harmless(files, target)
+    if files.place.is_local and target.parent.is_relative_to(Path("/", files.place.uri.removeprefix("file://"), path)):
+        raise UsageError(f"{target} lies in what is copied", hint="name a folder outside of it")
     info = files.stat(path)
     found = sorted(walk(files, path, folders=True), key=lambda info: info.path)
     infos = [info for info in found if not info.is_folder]
@@ -239,7 +242,9 @@ def _absolute(target: Path) -> Path:
 
 
 def _check_harmless(files: Files, target: Path) -> None:
-    """Refuse to replace a folder that contains the place itself or the working directory."""
+    """Refuse to replace a folder that contains the place itself or the working directory, or a mount point."""
+    if is_mount(target):  # the kernel refuses it, but only after all was copied to the file system above it
+        raise UsageError(f"{target} is a mount point: it is not replaced", hint=f"name a folder in it: {target}/NAME")
     scheme, _, root = files.place.uri.partition("://")
     inside = [Path.cwd(), *([Path(root or "/")] if scheme == "file" else [])]
     for one in inside:

@@ -86,7 +86,10 @@ class LazyPart:
                     f"{self._part.size_bytes}"
                 )
         except NotFoundError:
-            problem = TransientError(f"{self.path}: this part is gone; the file was replaced or removed: open it again")
+            problem = TransientError(
+                f"{self.path}: this part is gone: the file was replaced or removed (open it again), or it came from "
+                "another folder without its parts, as by `hdfs dfs -mv`"
+            )
         except Exception as error:  # readers wait for this part, whatever the error
             problem = failure(error, self.path)
         if file is not None and problem is not None:
