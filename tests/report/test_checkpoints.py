@@ -75,7 +75,7 @@ def test_trouble_is_told_and_silence_is_not() -> None:
     trouble = {**READ, "retries": 2, "hedges": 3, "rebuilt": 4, "refused": 1, "fallback": "it wants Kerberos"}
     lines = checkpoint_summary(starts(event("n0", **trouble), datanode("n0", "dn0:1", 9, failures=7)))
     assert (
-        "reads retried after an error: 2; hedged to a second DataNode because the first was slow: 3; "
+        "reads retried after an error: 2; hedged because the first request was slow: 3; "
         "rebuilt from parity: 4; repeated elsewhere because of wrong bytes: 1" in lines
     )
     assert "DataNodes with failed reads: dn0:1 (7)" in lines
@@ -87,7 +87,7 @@ def test_nodes_that_read_plainly_and_those_that_mounted_are_told_apart_with_the_
     rows = starts(
         event("n0", mode="plain", reason="it lies on this machine (ext4)"),
         event("n1", **READ, mode="mounted", reason="its file system (nfs4) may be far away"),
-        datanode("n1", "", 5),  # a folder has no names of nodes to tell
+        datanode("n1", "", 5, failures=2),  # a folder and a bucket have no DataNodes
         event("n2", mode=7),
     )
     assert [row.mode for row in rows] == ["plain", "mounted", "mounted"]

@@ -73,6 +73,7 @@ def checkpoint_starts(startup: StartupSpans) -> list[CheckpointStart]:
     found = []
     for node, last, marks in _last_marks(startup, CHECKPOINT_START):
         named = {str(one.attrs.get("datanode") or ""): one.attrs for one in marks if one.stage == CHECKPOINT_DATANODE}
+        named.pop("", None)  # a bucket or a folder has no DataNodes
         served = [DataNode(**{**_row(DataNode, "", attrs), "name": name}) for name, attrs in named.items()]
         served.sort(key=lambda one: (-one.bytes, one.name))
         mode = PLAIN if last.get("mode") == PLAIN else "mounted"
@@ -370,8 +371,7 @@ def _served(group: Sequence[CheckpointStart]) -> list[str]:
     bytes_of: dict[str, int] = defaultdict(int)
     for one in group:
         for datanode in one.datanodes:
-            if datanode.name:  # a folder counts as one DataNode without a name
-                bytes_of[datanode.name] += datanode.bytes
+            bytes_of[datanode.name] += datanode.bytes
     if not any(bytes_of.values()):
         return []
     most = max(bytes_of, key=lambda name: (bytes_of[name], name))
@@ -387,7 +387,7 @@ def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
     lines = []
     counts = (
         ("retried after an error", sum(one.retries for one in group)),
-        ("hedged to a second DataNode because the first was slow", sum(one.hedges for one in group)),
+        ("hedged because the first request was slow", sum(one.hedges for one in group)),
         ("rebuilt from parity", sum(one.rebuilt for one in group)),
         ("repeated elsewhere because of wrong bytes", sum(one.refused for one in group)),
     )
