@@ -386,6 +386,14 @@ def test_the_parent_goes_with_its_launcher_or_before_it_waits_for_any_child(laun
         assert launcher.reasons() == ["the launcher waits for any child"]
 
 
+def test_a_rank_starts_no_warm_parent_although_its_program_is_a_launchers(launcher: Launcher):
+    """Ranks of Lightning are further starts of the launcher's program; others start a program for an evaluation."""
+    launcher.remember(launcher.write("child.py", "print('ran')"))
+    launcher.env["LOCAL_RANK"] = "1"
+    assert launcher.run((["child.py"], {})) == [(0, "ran\n", "")]
+    assert launcher.told() == []
+
+
 @pytest.mark.root
 def test_a_socket_of_another_user_is_refused(tmp_path: Path):
     program = f"""

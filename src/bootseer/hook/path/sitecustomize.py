@@ -100,7 +100,8 @@ def _watch_imports() -> None:
             from bootseer.hook import imports
 
             imports.start()
-        if warm and is_launcher():
+        # Not a rank: it may have the launcher's program, or start one once, and each would import all modules again.
+        if warm and not os.environ.get("LOCAL_RANK") and is_launcher():
             Package.install()
             from bootseer.hook import warm_launcher
 
