@@ -36,6 +36,7 @@ def test_a_file_is_known_by_name_and_content(name: str, text: str, kind: str) ->
     ("name", "text", "words", "hint"),
     [
         ("poetry.lock", "", "files of this kind are not supported", "poetry export"),
+        ("pixi.toml", '[project]\nname = "x"\n', "files of this kind are not supported", "pixi workspace export"),
         ("setup.py", "", "files of this kind are not supported", "-e ."),
         ("pyproject.toml", "[tool.ruff]", "no table [project]", "export"),
         ("pyproject.toml", '[project]\ndynamic = ["dependencies"]', "its dependencies are dynamic", "uv lock"),

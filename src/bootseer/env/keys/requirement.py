@@ -142,6 +142,7 @@ _OTHERS = {
     "Pipfile": _PIPENV,
     "Pipfile.lock": _PIPENV,
     "conda-lock.yml": "conda-lock render --kind env",
+    **dict.fromkeys(("pixi.lock", "pixi.toml"), "pixi workspace export conda-environment environment.yml"),
     "setup.py": _PROJECT,
     "setup.cfg": _PROJECT,
 }
