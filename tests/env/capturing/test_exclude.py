@@ -38,6 +38,8 @@ RULE = Exclusions(homes=["/root", "/data/people/me"], own=["/data/spool"], cache
         ("/root/.docker/config.json", "credentials"),
         ("/root/.cache/huggingface/token", "credentials"),
         ("/etc/shadow", "credentials"),
+        ("/etc/apt/auth.conf.d/corp.conf", "credentials"),
+        ("/srv/app/train.keytab", "credentials"),
         ("/etc/hosts", "names of machines"),
         ("/etc/machine-id", "machine identity"),
         ("/etc/ssh/ssh_host_rsa_key", "machine identity"),

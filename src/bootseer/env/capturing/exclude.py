@@ -144,13 +144,14 @@ RULES: tuple[Rule, ...] = (
             ~/.neptune/credentials ~/.mlflow/credentials ~/.databrickscfg ~/.modal.toml ~/.config/dagshub
             ~/.snowflake ~/.config/snowflake ~/.clearml.conf ~/clearml.conf ~/.config/replicate
             ~/.runpod/config.toml ~/.lambda_cloud ~/.cdsapirc ~/.ecmwfapirc ~/.pypirc ~/.gem/credentials
-            ~/.cargo/credentials ~/.cargo/credentials.toml ~/.conda/token ~/.config/pypoetry/auth.toml
+            ~/.cargo/credentials ~/.cargo/credentials.toml ~/.conda/token ~/.continuum/anaconda-client/tokens
+            ~/.anaconda/keyring ~/.config/pypoetry/auth.toml ~/.smbcredentials
             ~/.local/share/uv/credentials ~/.m2/settings-security.xml ~/.gnupg ~/.password-store
             ~/.local/share/keyrings ~/.local/share/python_keyring ~/.config/chromium ~/.mozilla
-            /etc/shadow /etc/gshadow /etc/krb5.keytab
+            /etc/shadow /etc/gshadow /etc/krb5.keytab /etc/apt/auth.conf /etc/apt/auth.conf.d
             """.split()  # noqa: SIM905 - a list of this length reads better as text
         ),
-        pattern=r"~/\.ssh/(id_[^/]*|[^/]*\.(pem|key))(?<!\.pub)",
+        pattern=r"~/\.ssh/(id_[^/]*|[^/]*\.(pem|key))(?<!\.pub)|.*\.keytab",
         warn=True,
         secret=True,
     ),

@@ -29,7 +29,7 @@ _WRITTEN_BY_INSTALLERS = re.compile(r".*/(direct_url\.json|pip\.conf|\.git/confi
 _SETTINGS = re.compile(
     r".*\.(conf|cfg|ini|toml|ya?ml|json|env|sh|bash|zsh|fish|profile|properties|xml|list|repo|sources|rc|cnf|auth|netrc|txt|in|ps1)"
     r"|.*/\.?(env|environment|netrc|_netrc|npmrc|pypirc|condarc|bashrc|profile|bash_profile|zshrc|zshenv|credentials|config"
-    r"|git-credentials|gitconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|Renviron|token|activate)(\.\w+)?~?",
+    r"|git-credentials|gitconfig|kubeconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|Renviron|token|activate)(\.\w+)?~?",
     re.IGNORECASE,
 )
 _SHELL_LIKE = re.compile(
@@ -60,6 +60,8 @@ _ADDRESS = re.compile(
 )
 _NPM = re.compile(r"^[^#;\n]*:_(?:authToken|auth|password)\s*=\s*(?P<value>\S+)", re.MULTILINE)
 _LOGIN = re.compile(r"\bpassword\s+(?P<value>\S+)")
+_GIT = re.compile(r"\bextraheader\s*=\s*\"?authorization:\s*\w+\s+(?P<value>\S+)", re.IGNORECASE)
+_KUBE = re.compile(r"\bclient-key-data[\"']?\s*:\s*[\"']?(?P<value>LS0tLS1CRUdJTi)")  # -----BEGIN
 _DOCKER = re.compile(r'"auth"\s*:\s*"(?P<value>[A-Za-z0-9+/=]{8,})"')
 _ASSIGNED = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*[\"']?(?P<value>[^\s\"'#;]+)", re.MULTILINE
@@ -107,9 +109,12 @@ def find_secret(path: str, data: bytes) -> str | None:
         return None
     name = posixpath.basename(path).lstrip(".")
     called_so = "." not in name and looks_secret(name.replace("-", "_"))
-    if not by_installer and not called_so and not _SETTINGS.fullmatch(path):
-        return None
-    return next(_secrets_in(path, data.decode("utf-8", "replace")), None)
+    if by_installer or called_so or _SETTINGS.fullmatch(path):
+        return next(_secrets_in(path, data.decode("utf-8", "replace")), None)
+    # Settings, too, have names without an ending (`apt.conf.d/80proxy`, `Pipfile`); lock files list addresses.
+    if b"://" in data and ("." not in name or name.endswith(".lock")):
+        return _login_kind(data.decode("utf-8", "replace"))
+    return None
 
 
 def secret_kind(value: str) -> str | None:
@@ -150,13 +155,14 @@ def _secrets_in(path: str, text: str) -> Iterator[str]:
     name = posixpath.basename(path)
     if "netrc" in name and any(_is_literal(match["value"]) for match in _LOGIN.finditer(text)):
         yield "a password"
-    special = {
-        ".npmrc": (_NPM, "a token of npm"),
-        "config.json": (_DOCKER, "a login of a registry"),
-        ".dockercfg": (_DOCKER, "a login of a registry"),
-    }.get(name)
-    if special is not None and any(_is_literal(match["value"]) for match in special[0].finditer(text)):
-        yield special[1]
+    forms = {_GIT: "a login of git", _KUBE: "a private key"}
+    if name == ".npmrc":
+        forms[_NPM] = "a token of npm"
+    if name in ("config.json", ".dockercfg"):
+        forms[_DOCKER] = "a login of a registry"
+    for form, kind in forms.items():
+        if any(_is_literal(match["value"]) for match in form.finditer(text)):
+            yield kind
     if looks_secret(name.strip(".").partition(".")[0].replace("-", "_")) and is_random(text.strip()):
         yield "a random word, and is called like a secret"
     if _SHELL_LIKE.fullmatch(path):
