@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
 from bootseer.trace.event import INSTANT, KINDS, PHASES, Event
-from startups import EPOCH_S, began, moment, report, row, span
+from startups import EPOCH_S, NS, began, moment, report, row, span
 
 TORCH = "model_initialization.import_torch"
 INSTALL = "environment_setup.install"
@@ -141,6 +141,18 @@ def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it(new, left):
     assert told.overhead.gpu_hours == pytest.approx(2 * 8 * 30 / 3600)
 
 
+def test_two_replaced_nodes_belong_to_one_restart_whatever_follows():
+    """Their own counts are one behind in each later restart: one of the two was a start of its own, of one node."""
+    first = [_run(node, 0) + _start(node, rank, 10) for rank, node in enumerate("abc")]
+    second = [_start("a", 0, 3700, restart=1), _run("d", 3680), _start("d", 1, 3700), _run("e", 3690)]
+    second += [_start("e", 2, 3705), _start("a", 0, 7000, restart=2), _start("e", 2, 7000, restart=1)]
+    third = [_run("f", 6990), _start("f", 1, 7000)]  # in the place of d, which was a replacement
+    for restart, nodes in ((0, "abc"), (1, "ade"), (2, "aef")):
+        told = report(*first, *second, *third, restart=restart)
+        assert "".join(node.node for node in told.nodes) == nodes
+    assert len(told.startups) == 3
+
+
 def test_nodes_that_start_while_others_train_are_another_start():
     """The launcher counted no restart, or the scheduler's second try has the same attempt number."""
     first = _run("a", 0) + _start("a", 0, 10) + _run("b", 0) + _start("b", 1, 10)
@@ -149,6 +161,31 @@ def test_nodes_that_start_while_others_train_are_another_start():
         told = report(first, second, restart=restart)
         assert (told.overhead.startup_s, told.headlines) == (pytest.approx(startup_s), [])
         assert "".join(node.node for node in told.nodes) == nodes
+
+
+def test_new_starts_are_numbered_by_their_time():
+    """Tries of one attempt on new pods, the last of which restarts in place; files are read by the names of nodes."""
+    tries = [_run("m", 0) + _start("m", 0, 10), _run("z", 5000) + _start("z", 0, 5010)]
+    tries += [_run("a", 6000) + _start("a", 0, 6010) + _start("a", 0, 7000, restart=1)]
+    told = report(*reversed(tries))
+    assert [one.restart for one in told.startups] == [0, 1, 2, 3]
+    assert [one.begin_ns // NS - EPOCH_S for one in told.startups] == [0, 5000, 6000, 7000]
+    assert (told.startup.restart, [node.node for node in told.nodes]) == (3, ["a"])
+
+
+def test_a_second_run_in_an_allocation_did_not_wait_for_it():
+    """Loops of `srun` in a job's script: the scheduler's times are those of the first run, and its training is none of
+    the second one's start."""
+
+    def run(from_s, name):
+        times = span(-600, 0, "queue", parent=name) + span(0, from_s, "allocation", parent=name)
+        return span(from_s, from_s + 9000, "run", span=name, attrs={"gpus": 8}) + times + began(from_s + 30)
+
+    first, second = run(5, "a" * 16), run(18_000, "b" * 16)
+    assert report(first).overhead.job_level_s == pytest.approx(635)
+    told = report(first, second)
+    assert (told.overhead.startup_s, told.scheduler) == (pytest.approx(30), [])
+    assert told.overhead.job_level_s is None
 
 
 def test_a_reused_attempt_tells_the_last_run():

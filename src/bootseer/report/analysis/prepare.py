@@ -141,20 +141,33 @@ def with_replaced_nodes(found: Iterable[StartupSpans]) -> list[StartupSpans]:
     A launcher's agent counts the restarts that it has seen itself, so that of a replaced node begins at 0.
     """
     by_key = {startup.key: startup for startup in found}
+    with_new: set[tuple[str, int]] = set()
+    times = {id(node): _times_of(node) for startup in by_key.values() for node in startup.nodes.values()}
     for startup in sorted(by_key.values(), key=lambda startup: startup.key):
-        for name in _joined_later(startup.nodes):
+        late = _joined_later(startup.nodes)
+        unmoved = set(late)  # their later restarts are not where they belong yet
+        for name in late:
             own = sorted(key for key in by_key if key[:2] == startup.key[:2] and key >= startup.key)
-            met = next((key for key in own[1:] if _meet(by_key[key].nodes, name, startup.nodes[name])), None)
+            others = ([times[id(one)] for n, one in by_key[key].nodes.items() if n not in unmoved] for key in own[1:])
+            own_times = times[id(startup.nodes[name])]
+            met = next((key for key, each in zip(own[1:], others, strict=True) if _meet(each, own_times)), None)
             if met is None:
                 met = own[-1]._replace(restart=own[-1].restart + 1)
                 by_key[met] = StartupSpans(met, startup.kind, {}, startup.run_attrs)
+                with_new.add((met.job, met.attempt))
             for key in reversed(own):
                 later = by_key.get(key._replace(restart=key.restart + met.restart - startup.key.restart))
                 if later is not None and name in by_key[key].nodes and name not in later.nodes:
                     later.nodes[name] = by_key[key].nodes.pop(name)
+            unmoved.discard(name)
     # Not the earliest: one clock may be wrong by years.
     found = [startup for startup in by_key.values() if startup.nodes]
-    return sorted(found, key=lambda startup: median(map(begin_of, startup.nodes.values())))
+    found.sort(key=lambda startup: median(map(begin_of, startup.nodes.values())))
+    for attempt in with_new:  # the nodes of a new startup count their own restarts from 0, too
+        of_attempt = [startup for startup in found if startup.key[:2] == attempt]
+        for startup, key in zip(of_attempt, sorted(startup.key for startup in of_attempt), strict=True):
+            startup.key = key
+    return found
 
 
 def _joined_later(nodes: Mapping[str, NodeSpans]) -> list[str]:
@@ -175,11 +188,14 @@ def _joined_later(nodes: Mapping[str, NodeSpans]) -> list[str]:
     return late
 
 
-def _meet(nodes: Mapping[str, NodeSpans], name: str, node: NodeSpans) -> bool:
-    """Whether `node` started while the median of the other nodes did."""
-    others = [other for key, other in nodes.items() if key != name]
-    *ends, end_ns = [min(began_of(one).values(), default=one.last_ns) for one in (*others, node)]
-    return bool(others) and median(map(begin_of, others)) <= end_ns and begin_of(node) <= median(ends)
+def _times_of(node: NodeSpans) -> tuple[int, int]:
+    """When a node's start began and ended."""
+    return begin_of(node), min(began_of(node).values(), default=node.last_ns)
+
+
+def _meet(others: Sequence[tuple[int, int]], own: tuple[int, int]) -> bool:
+    """Whether a node started while the median of the other nodes did."""
+    return bool(others) and median(one[0] for one in others) <= own[1] and own[0] <= median(one[1] for one in others)
 
 
 def _gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:

@@ -229,11 +229,14 @@ def _last_run(events: list[Event], first: Iterable[Event]) -> tuple[list[Event],
     last = {rank: max(of_rank, key=lambda event: event.wall_ns) for rank, of_rank in runs.items()}
     # Events outside the runs of ranks belong to the last round of runs if they came after the first of these.
     earliest = min(last.values(), key=lambda event: event.wall_ns)
-    # The scheduler's stages are earlier than the run that reports them: they belong to it by their parent.
+    # The scheduler's stages are earlier than the run that reports them: they belong to it by their parent. Those from
+    # before an earlier run were that one's, as of the first `srun` in an allocation.
+    first_ns = min(event.wall_ns for of_rank in runs.values() for event in of_rank)
     kept = [
         event
         for event in events
-        if event.wall_ns >= (run := last.get(event.rank, earliest)).wall_ns or event.parent == run.span
+        if event.wall_ns >= (run := last.get(event.rank, earliest)).wall_ns
+        or (event.parent == run.span and event.wall_ns > first_ns)
     ]
     return kept, num_runs
 
