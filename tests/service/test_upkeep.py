@@ -30,6 +30,7 @@ from bootseer.service.histogram import CLASSES, bound_s, class_of, quantile_s
 from bootseer.service.raw import LOG, parse_name
 from bootseer.service.rows import DAY_NS
 from bootseer.service.upkeep import Upkeep, forget, reconcile, reindex, roll_up
+from bootseer.units import NS_PER_S
 from fleet import EPOCH_NS, INSTALL, Fleet
 from service.test_derive import Place, contents
 from waiting import until
@@ -272,6 +273,20 @@ def test_starts_outlive_their_raw_lines(place: Place) -> None:
     assert derive_attempt(place.raw, place.database, Attempt("fleet", 0), late, late_ns).starts == 0
     assert contents(place) == whole
     assert [row.done for row in place.rows(schema.batch)] == [True]
+
+
+def test_a_later_run_with_the_same_attempt_number_replaces_a_start_whose_lines_are_gone(place: Place) -> None:
+    """A job of each month, whose attempts are not numbered: only its first run was ever shown."""
+    place.put(Fleet(2).lines())
+    derive_all(place)
+    forget(place.database, place.raw, 14, (DAY + 30) * DAY_NS)
+    (before,) = place.rows(schema.start)
+    place.put(Fleet(3, begin_s=(before.computed_ns - EPOCH_NS) / NS_PER_S + 30 * 86_400).lines())
+    at_ns = before.computed_ns + 31 * DAY_NS
+    later = [(place.batches[-1][0], at_ns)]
+    assert derive_attempt(place.raw, place.database, Attempt("fleet", 0), later, at_ns).starts == 1
+    (row,) = place.rows(schema.start)
+    assert (row.nodes_heard, row.began_ns > before.computed_ns) == (3, True)
 
 
 def test_what_is_old_is_forgotten(place: Place) -> None:

@@ -34,7 +34,7 @@ from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name
 from bootseer.service.rows import BEGAN, Rows, move_to_arrival, rows_of, set_run_s
-from bootseer.trace.event import OK, Event
+from bootseer.trace.event import BEGIN, OK, Event
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
@@ -85,7 +85,8 @@ def derive_attempt(
     patterns: patterns of stages in a site's own logs.
 
     If earlier lines of the attempt were removed, by retention or by hand, late lines change nothing: otherwise the rows
-    of a complete start would be replaced by those of a part. Such a start is closed.
+    of a complete start would be replaced by those of a part. Such a start is closed. A later run of the same number
+    replaces it.
 
     Raises `BootseerError` if lines cannot be read or rows cannot be written, `TransientError` if another process has
     analysed more lines meanwhile; then nothing is changed.
@@ -100,7 +101,7 @@ def derive_attempt(
     moment = json.dumps(live.moment(now_ns).to_json())
     with database.write() as connection:
         _only_one(database, connection, attempt, {name for name, _ in batches})
-        if _has_all(connection, attempt, batches, gone):
+        if _has_all(connection, attempt, min(arrived.values(), default=0), gone, events):
             days = _replace(database, connection, attempt, rows, now_ns)
             live_row = update(schema.live).where(attempt.of(schema.live))
             connection.execute(live_row.values(moment=moment, updated_ns=now_ns))
@@ -155,12 +156,14 @@ def _only_one(database: Database, connection: Connection, attempt: Attempt, name
         raise TransientError("another process has analysed more of its lines")
 
 
-def _has_all(connection: Connection, attempt: Attempt, batches: Sequence[tuple[str, int]], gone: set[str]) -> bool:
-    """Whether the lines that the attempt was derived from still exist: they arrived before that, and can be read."""
+def _has_all(connection: Connection, attempt: Attempt, first_ns: int, gone: set[str], events: list[Event]) -> bool:
+    """Whether the lines that the attempt was derived from still exist, as they arrived before that and can be read; or
+    all are of a run that began later."""
     computed = select(func.min(schema.start.c.computed_ns)).where(attempt.of(schema.start))
     computed_ns = connection.execute(computed).scalar_one()
-    first_ns = min((received_ns for _, received_ns in batches), default=0)
-    return computed_ns is None or (not gone and first_ns < computed_ns + _CLOCKS_DIFFER_NS)
+    has_run = any(event.stage == RUN and event.phase == BEGIN for event in events)
+    is_later_run = has_run and min(event.wall_ns for event in events) > (computed_ns or 0)
+    return computed_ns is None or (not gone and (is_later_run or first_ns < computed_ns + _CLOCKS_DIFFER_NS))
 
 
 def _own(found: Scanned, attempt: Attempt) -> list[Event]:
