@@ -62,6 +62,21 @@ def test_docker_s_certificates_are_trusted_and_shown(tls: Registry, tmp_path: Pa
     assert isinstance(asked(tls.host), NotFoundError)
 
 
+def test_certificates_that_are_replaced_are_read_again(tls: Registry, tmp_path: Path, certificates: Path) -> None:
+    """A mount lasts for weeks, and certificates of clients for days."""
+    folder = certificates / tls.host
+    folder.mkdir(parents=True)
+    make_certificate(folder / "client.key", folder / "client.cert")  # it is not trusted
+    (folder / "ca.crt").write_bytes(tls.certificate.read_bytes())
+    with closing(open_registry(tls.host, "a/b")) as client:
+        with pytest.raises(PermanentError, match="client certificate"):
+            client.manifest_digest("latest")
+        for old, new in (("client.key", "client.key"), ("client.cert", "client.crt")):
+            (folder / old).write_bytes((tmp_path / new).read_bytes())
+        with pytest.raises(NotFoundError):
+            client.manifest_digest("latest")
+
+
 def test_a_certificate_goes_to_its_own_host_alone(tls: Registry, certificates: Path) -> None:
     name, _, port = tls.host.partition(":")
     (certificates / name).mkdir(parents=True)
