@@ -256,6 +256,22 @@ def test_a_tokens_file_is_for_its_owner_alone(tmp_path):
     assert target("https://h/base/", env) == (True, "h", 443, "/base", "bst_x")
 
 
+def test_a_token_that_is_replaced_in_its_file_is_read_again(tmp_path, monkeypatch):
+    """An agent runs for months: it sent nothing more once its first token was revoked."""
+    path = tmp_path / "token"
+    path.write_text("bst_old")
+    path.chmod(0o600)
+    answers = [(401, {}, b"{}"), (202, {}, b"{}")]
+    with collector(lambda number: answers[number]) as server:
+        monkeypatch.setenv("BOOTSEER_SERVICE_TOKEN_FILE", str(path))
+        link = Link(target(server.url, os.environ))
+        path.write_text("bst_new")
+        assert [link.send(b"x", "s", 0) for _ in answers] == [False, True]
+        link.close()
+        tokens = [headers["authorization"] for _, headers, _ in server.requests]
+    assert tokens == ["Bearer bst_old", "Bearer bst_new"]
+
+
 def test_spools_of_many_jobs_are_sent_and_gone_ones_forgotten(service, tmp_path, link):
     lines = [line for job in ("a", "b", "c") for line in spool(tmp_path / "spool", job)[1]]
     sender = Spools([str(tmp_path / "spool")], link(service.url))

@@ -147,6 +147,9 @@ class Link:
             self.batches += 1
             return True
         self.is_refused = status < 500 and status not in (408, 429)
+        if status == http.client.UNAUTHORIZED:  # its file may have a new token
+            with contextlib.suppress(UsageError):
+                self._where = self._where._replace(token=_token(os.environ) or self._where.token)
         self._note_failure(f"HTTP {status}{': ' if message else ''}{message}", retry_after)
         return False
 
