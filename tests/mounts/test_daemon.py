@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError, PermanentError
+from bootseer.io.locks import try_flock
 from bootseer.mounts import control, kernel
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.layers import mount_erofs
@@ -60,6 +61,8 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
     assert (said["pid"], said["figure"], said["recording"]) == (daemon.process.pid, 42, True)
     assert program.communicate("\n", timeout=DEADLINE_S)[0] == "", "no stream of the program is held open"
     assert daemon.process.alive, "it outlives who started it"
+    with opened(daemon.folder) as folder:  # below /tmp, systemd-tmpfiles deletes what is old and not locked
+        assert not try_flock(folder)
     assert Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
     with pytest.raises(PermanentError, match="busy"):
         daemon.stop()

@@ -7,6 +7,7 @@ descriptors of its parent, and reports through a pipe when it serves, or why it 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from msgspec import Struct
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, as_message, from_message
+from bootseer.io.locks import try_flock
 from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.control import FILES, LOG
@@ -168,6 +170,9 @@ def _daemonize(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: 
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
         send_line(report, {"pid": os.getpid()})
         drop_descriptors(spec.folder / LOG, lambda number: number not in (report, lifeline))
+        with contextlib.suppress(OSError):  # a file system without locks
+            # Below /tmp, systemd-tmpfiles deletes what is older than ten days, unless its folder is locked.
+            try_flock(os.open(spec.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), shared=True)
         os.chdir("/")
         os.umask(0o077)
         os._exit((serve if spec.reopen is None else serve_with_restarts)(spec, report, lifeline))
