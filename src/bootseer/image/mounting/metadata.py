@@ -44,7 +44,7 @@ class Metadata:
         self._objects = LocalObjects(self._folder, say)
         self._say = say
         self.is_cached = False
-        """Whether the last `document` was read from the store long ago."""
+        """Whether the last `document` was read long ago, or from another store."""
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
         """The current digest of a name in a registry, of a manifest or an index. `ask` queries the registry.
@@ -78,15 +78,18 @@ class Metadata:
 
         A cached document is verified again at each start, against the keys that are trusted now.
         """
+        read_from = _name("read", f"{digest} {store.uri}")  # another store may not have the image
         with contextlib.suppress(BootseerError):
             document, _ = read_document(self._objects.store, digest, signatures)
+            self.is_cached = True
             with contextlib.suppress(OSError):
-                age_s = time.time() - (self._folder / document.name).stat().st_mtime
+                age_s = time.time() - (self._folder / read_from).stat().st_mtime
                 self.is_cached = age_s > _FRESH_S
             return document
         self.is_cached = False
         document, data = read_document(store, digest, signatures)
         self._objects.keep(document.name, data)
+        self._objects.keep(read_from, b"")
         return document
 
     def is_outdated(self, document: ImageDocument, store: Store, signatures: Signatures) -> bool:
