@@ -14,7 +14,7 @@ from contextlib import closing
 import obstore
 import pytest
 
-from bootseer.errors import AccessError, BootseerError, NoSpaceError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NoSpaceError, PermanentError, TransientError, UsageError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import object_data, open_place
 from bootseer.places.bucket import Bucket
@@ -174,6 +174,14 @@ def test_a_refusal_is_not_always_about_the_login(
         with pytest.raises(BootseerError, match=said) as caught:
             asked.call("file", lambda: obstore.get(asked.reader, "file"))
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("endpoint", ["minio:9000", "", "http://minio:9000 "])
+def test_an_endpoint_that_is_no_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """It was a panic of Rust code with two tracebacks."""
+    monkeypatch.setenv("AWS_ENDPOINT", endpoint)
+    with pytest.raises(UsageError, match="AWS_ENDPOINT is not the address of a server"):
+        Bucket("s3://jobs")
 
 
 @pytest.mark.parametrize("tag", ["", 'W/"1"'], ids=["ignored", "weak"])

@@ -116,6 +116,9 @@ class Bucket:
         self.scheme, _, rest = self.uri.partition("://")
         if not rest or ".." in rest.split("/"):
             raise UsageError(f"{uri!r} names no bucket", hint="use s3://bucket/prefix")
+        for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # obstore panics at a wrong one
+            if self.scheme == "s3" and not re.fullmatch(r"https?://\S+", os.environ.get(name, "https://unset")):
+                raise UsageError(f"{name} is not the address of a server", hint="write https://host:port, or unset it")
         options: Any = {**_CLIENT, "allow_http": allow_http or allows_http()}
         try:
             self.reader: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 0})
