@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -10,6 +11,7 @@ import pytest
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import MissingBlocks
+from bootseer.cache.states import LiveMap
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
 from cached import BLOCK, BOOT, Child, content, fetch, hold, index_of, put
 
@@ -336,3 +338,20 @@ def test_an_entry_that_cannot_be_repaired_is_given_up(root, index):
     (root / "files").symlink_to("/proc/self")
     with pytest.raises((PermanentError, TransientError), match=index.identity):
         cache.open(index)
+
+
+def test_machines_that_see_only_their_own_locks_create_an_entry_at_once(cache, index, data, monkeypatch):
+    """As on BeeGFS, and Lustre with `localflock`."""
+    other, created = Cache(cache.root, boot="another"), []
+
+    def create(*of):
+        monkeypatch.undo()
+        created.append(other.open(index))
+        LiveMap.create(*of)
+
+    monkeypatch.setattr(LiveMap, "create", create)
+    monkeypatch.setattr(Cache, "_lock", lambda self: contextlib.nullcontext(-1))
+    with contextlib.closing(cache.open(index)) as cached, contextlib.closing(*created) as same:
+        put(same, data)
+        assert fetch(cached, data, 0, len(data)) == data
+    assert leavings(cache) == []

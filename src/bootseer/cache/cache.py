@@ -9,6 +9,7 @@ of all steps are in docs/formats/cache.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -131,6 +132,9 @@ class Cache:
             done = [step for step in steps if self._evict(step)]
             for path in (self.root / disk.TRASH).iterdir():
                 discard(path)
+            with self._lock():
+                for path in (self.root / disk.NEW).iterdir():
+                    discard(path)
             after = sum(one.disk_bytes for one in self.entries())
         _LOG.info("%s: %d bytes, %d after the eviction of %d entries or parts", self.root, used, after, len(done))
         return Pruned(used, max(used - after, 0), tuple(done), in_use)
@@ -215,9 +219,10 @@ class Cache:
             if os.path.lexists(entry):
                 return
             new = self.root / disk.NEW
-            for leaving in new.iterdir():  # of processes that died while they held the lock
+            ours = f"{self._boot[:8]}-"  # machines that share the cache may see only their own locks
+            for leaving in new.glob(f"{ours}*"):  # of processes that died while they held the lock
                 discard(leaving)
-            made = new / entry.name
+            made = new / f"{ours}{entry.name}"
             made.mkdir(mode=0o700)
             try:
                 disk.write_file(made / disk.INDEX, index.encode())
@@ -229,9 +234,10 @@ class Cache:
                 LiveMap.create(made, index, self._boot, zeros)
                 made.rename(entry)
                 _LOG.debug("%s: a new entry of %d bytes", entry, index.size_bytes)
-            except BaseException:
+            except BaseException as error:
                 discard(made)
-                raise
+                if not (isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)):
+                    raise  # else another machine was faster
 
     def _discard_damaged(self, entry: Path, folder: int) -> None:
         """Remove a damaged entry. Processes that have it open keep its files."""
