@@ -40,7 +40,6 @@ _OTHERS_S = 30 * 86_400.0
 """How long a tree stays that other machines used: their mounts are not known here."""
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
-_MAX_BYTES = 1 << 20
 _BATCH = 64
 _PIECE = 1 << 20
 
@@ -59,10 +58,9 @@ def unpack_once(cache: Path, identities: Sequence[str], write: Callable[[Path], 
     """
     tree = own_folder(unpacked_folder(cache)) / tree_name(identities)
     with _locked(tree, _LOCK_S) as lock:
-        known = os.pread(lock, _MAX_BYTES, 0)
-        if machine() not in known.decode(errors="replace").split():
+        if machine() not in (users := lock.read_text()):
             with contextlib.suppress(OSError):  # a full disk prevents no start
-                os.pwrite(lock, f"{machine()}\n".encode(), len(known))
+                lock.write_text(f"{users}{machine()}\n")
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
             delete_tree(new)
@@ -88,8 +86,7 @@ def delete_idle_trees(cache: Path, runtime: Runtime, *, idle_s: float, needed: s
     for lock in sorted(folder.glob("*.lock")):
         tree = lock.with_suffix("")
         with contextlib.suppress(BootseerError, OSError):
-            users = lock.read_text(errors="replace").split()
-            wait_s = idle_s if all(map(is_ours, users)) else max(idle_s, _OTHERS_S)
+            wait_s = idle_s if all(map(is_ours, lock.read_text().split())) else max(idle_s, _OTHERS_S)
             # Read the mtime before taking the lock, which updates it.
             if tree.name == needed or time.time() - lock.stat().st_mtime < wait_s or _is_used(tree, runtime):
                 continue
@@ -113,11 +110,12 @@ def _is_used(tree: Path, runtime: Runtime) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(tree: Path, deadline_s: float) -> Iterator[int]:
-    """Serialize writing and deleting; notes the use. The lock is released when its holder dies. Yields its file."""
-    with locks.flocked(tree.with_name(f"{tree.name}.lock"), deadline_s=deadline_s) as lock:
+def _locked(tree: Path, deadline_s: float) -> Iterator[Path]:
+    """Serialize writing and deleting; notes the use. The lock, which is yielded, is released when its holder dies."""
+    path = tree.with_name(f"{tree.name}.lock")
+    with locks.flocked(path, deadline_s=deadline_s) as lock:
         os.utime(lock)
-        yield lock
+        yield path
 
 
 def _sync(folder: Path) -> None:

@@ -28,10 +28,6 @@ def report(error: BaseException) -> None:
         tracer.emit("import_failed", INSTANT, attrs=attrs)
 
 
-tell = report
-"""The name by which `bootseer run` of version 0.2 calls it."""
-
-
 def _failed_import(error: BaseException | None) -> BaseException | None:
     for _ in range(_MAX_CHAIN):
         if isinstance(error, ImportError):

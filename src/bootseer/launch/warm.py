@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,9 +171,9 @@ class WarmStart:
             for path, content in ((self._path, after), (self.shared_path, shared(after))):
                 replace_file(path, _text(content).encode())
             self._give(after)  # to the launcher of a restart
-            with suppress(FileNotFoundError):  # another run has just replaced or deleted it
-                for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
-                    path.unlink()
+            # Without the temporary files of other runs.
+            for path in sorted(folder.glob("[!.]*"), key=lambda path: -path.stat().st_mtime_ns)[_MAX_KEPT:]:
+                path.unlink(missing_ok=True)
 
     def _give(self, known: Known) -> None:
         """Write a record where launchers find it, also a container's. A link in its place is not followed."""
@@ -190,8 +189,6 @@ class WarmStart:
                     data = file.read(MAX_BYTES + 1)
                 found.append(document.decode(data, Record, "record of imports", limit=MAX_BYTES, schema=SCHEMA))
                 path.unlink()
-            except FileNotFoundError:  # another run of this node has it
-                continue
             except (BootseerError, OSError) as error:
                 say(f"what the program imported is not recorded: {error}")
         return found

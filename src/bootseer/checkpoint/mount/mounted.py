@@ -14,7 +14,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +147,7 @@ def mount_checkpoint(
     uri, request = request.uri, replace(request, uri=_absolute(request.uri))
     record = runtime_of(runtime)
     record.remove_stale()
-    with nullcontext() if target is None else _mount_point(record, request, target):
+    with contextlib.nullcontext() if target is None else _mount_point(record, request, target):
         folder = record.new_folder()
         serve = partial(MountedPlace, request)
         spec = DaemonSpec(folder, serve, label=uri, window_s=_WINDOW_S, at=target, lifeline=lifeline)
@@ -205,38 +204,27 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
 
 @contextlib.contextmanager
 def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterator[None]:
-    """Create the mount point, and remove a mount that a dead daemon has left there. During the block no other process
-    mounts there: the upper one of two mounts on a folder hides the other, and is unmounted in its place."""
-    lock = record.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock"
-    with flocked(lock, deadline_s=2 * _START_S):
-        try:
-            _make_room(record, request, target)
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-
-
-def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
-    if kernel.is_mount(target):
-        state = record.find(target)
-        if state is None or record.health(state) != "daemon dead":
-            raise UsageError(
-                f"{target}: something is mounted there",
-                hint="name another folder (bootseer run without --checkpoint-dir makes one), or unmount what nobody"
-                f" uses: bootseer ckpt umount {target}",
-            )
-        MountedCheckpoint(record, state).unmount()
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UsageError(f"{target}: not a folder", hint=f"name a folder to mount on: {os.path.realpath(target)}")
-    # The daemon would access its own mount, and deadlock.
-    place = request.uri.removeprefix("file://")
-    if "://" not in place and _lies_in(target, place):
-        raise UsageError(f"{target} lies in {place}", hint="mount it outside of what is mounted")
-    for own in (None if "://" in place else place, request.cache, request.spool, record.root):
-        if own is not None and _lies_in(own, target):
-            raise UsageError(f"{own} lies in {target}", hint="mount it beside what the mount itself needs")
-    with os_errors_as(PermanentError, target):
-        target.mkdir(parents=True, exist_ok=True)
+    """Create the mount point, and remove a mount that a dead daemon has left there. Other processes mount there before
+    or after the block: the upper one of two mounts hides the other, and is unmounted in its place."""
+    with flocked(record.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock", deadline_s=2 * _START_S):
+        if kernel.is_mount(target):
+            state = record.find(target)
+            if state is None or record.health(state) != "daemon dead":
+                hint = f"name another folder, or none in bootseer run; if unused: bootseer ckpt umount {target}"
+                raise UsageError(f"{target}: something is mounted there", hint=hint)
+            MountedCheckpoint(record, state).unmount()
+        if target.is_symlink() or (target.exists() and not target.is_dir()):
+            raise UsageError(f"{target}: not a folder", hint=f"name a folder to mount on: {os.path.realpath(target)}")
+        # The daemon would access its own mount, and deadlock.
+        place = request.uri.removeprefix("file://")
+        if "://" not in place and _lies_in(target, place):
+            raise UsageError(f"{target} lies in {place}", hint="mount it outside of what is mounted")
+        for own in (None if "://" in place else place, request.cache, request.spool, record.root):
+            if own is not None and _lies_in(own, target):
+                raise UsageError(f"{own} lies in {target}", hint="mount it beside what the mount itself needs")
+        with os_errors_as(PermanentError, target):
+            target.mkdir(parents=True, exist_ok=True)
+        yield
 
 
 def _absolute(uri: str) -> str:

@@ -79,8 +79,8 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import import_errors
 
-                # Its name in version 0.2 is `tell`.
-                _call(getattr(import_errors, "report", None) or import_errors.tell, error)
+                # In version 0.2 it is `tell`.
+                _call(vars(import_errors).get("report") or vars(import_errors)["tell"], error)
             except Exception:
                 pass
 

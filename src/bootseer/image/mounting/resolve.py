@@ -35,7 +35,6 @@ from bootseer.store.store import Store
 _ASK_S = 20.0
 """How long a registry may take to resolve a tag before the digest of the last start is used."""
 _TURN_S = 1800.0
-"""How long to wait for another start that converts the same image."""
 
 
 class ResolvedImage(Subject, frozen=True, kw_only=True):
@@ -199,14 +198,10 @@ def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument
     from bootseer.image.conversion.convert import convert  # few starts need it
     from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 
-    with (
-        show(f"converting {request.reference}", "bytes") as on_progress,
-        contextlib.ExitStack() as opened,
-    ):
+    lock = own_folder(local_uri) / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
+    with show(f"converting {request.reference}", "bytes") as on_progress, contextlib.ExitStack() as opened:
         if request.reference.kind is not SourceKind.FOLDER:
-            # Of starts at the same time one converts, and the others find its layers.
-            lock = own_folder(local_uri) / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
-            with contextlib.suppress(TransientError):
+            with contextlib.suppress(OSError, TransientError):  # of starts at once one converts; the others find layers
                 opened.enter_context(flocked(lock, deadline_s=_TURN_S))
         source = opened.enter_context(closing(_open_source(request)))
         store = opened.enter_context(closing(open_store(local_uri)))
