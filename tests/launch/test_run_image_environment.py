@@ -107,6 +107,12 @@ def test_variables_that_the_setup_took_away_are_gone(job: Callable[..., Any], tm
         assert (ran.stdout, start["mode"]) == ("none good\n", mode)
 
 
+def test_what_the_setup_of_another_user_exports_reaches_the_command(job: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "project" / "mood.sh").write_text("export MOOD=good\n")
+    ran, start = job("--user", "1000", "--", "sh", "-c", 'echo "$MOOD"', setup="mood.sh")
+    assert (ran.stdout, start["mode"]) == ("good\n", "captured")
+
+
 def test_a_mounted_working_folder_is_where_the_setup_runs(job: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "project" / "where.sh").write_text("pwd > /where\n")
     ran, start = job("--mount", f"{tmp_path}:/data:ro", "--", "cat", "/where", setup="where.sh")

@@ -123,7 +123,8 @@ class ImageSetupHost(SetupHost):
         run = prepare_script(script, as_it_is, folder, {"PATH": _SHELL_PATH if bash else ""})
         if run.folder is None:
             return replace(run, env={})
-        folder.chmod(0o777)  # for any user of the image
+        for one in (folder, *folder.iterdir()):
+            one.chmod(0o777)  # for any user of the image
         hook = folder / "hook.bash"
         if hook.exists():
             text = hook.read_text(errors="surrogateescape").replace(str(folder), _EXPORTS)
