@@ -350,6 +350,14 @@ def test_a_spool_that_another_user_prepared_is_not_used(
     assert list(victim.iterdir()) == []
 
 
+def test_mounts_are_for_the_container_s_user_whatever_the_umask(run: Run, image: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    script = "cd /new/data; > /run/bootseer/spool/x; umask"
+    words = ("--user", "worker", "--mount", f"{tmp_path}:/new/data", "--", "sh", "-c", script)
+    ran = run("run", "-q", "--image", image, *words, umask=0o077)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0022\n", "")
+
+
 def test_in_a_shared_spool_each_user_has_folders_of_their_own(run: Run, image: str, open_folder: Path) -> None:
     open_folder.chmod(0o1777)
     words = ["run", "-q", "--spool", str(open_folder), "--job", "moe", "--attempt", "0", "--image", image]

@@ -164,6 +164,7 @@ def _exec_runtime(command: list[str], parent: int, cgroups: Sequence[str]) -> No
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        os.umask(0o022)  # the folders that it makes for mounts are for any user of the container
         # `closerange` tries a billion numbers where nothing limits them and the C library is older than `close_range`.
         for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
             if descriptor > 2:
