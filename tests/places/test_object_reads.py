@@ -176,11 +176,14 @@ def test_a_refusal_is_not_always_about_the_login(
     assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize("endpoint", ["minio:9000", "", "http://minio:9000 "])
-def test_an_endpoint_that_is_no_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_ENDPOINT", "minio:9000"), ("AWS_ENDPOINT_URL", ""), ("AWS_SESSION_TOKEN", "key\n"), ("AWS_REGION", " eu")],
+)
+def test_a_malformed_variable_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     """It was a panic of Rust code with two tracebacks."""
-    monkeypatch.setenv("AWS_ENDPOINT", endpoint)
-    with pytest.raises(UsageError, match="AWS_ENDPOINT is not the address of a server"):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} is malformed"):
         Bucket("s3://jobs")
 
 

@@ -62,6 +62,7 @@ _CLIENT = {
     "pool_max_idle_per_host": "64",
 }
 LOGIN = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _AT_ONCE = 1000
 """Objects that are listed or removed by one request."""
 _REMOVALS_AT_ONCE = 16
@@ -116,9 +117,10 @@ class Bucket:
         self.scheme, _, rest = self.uri.partition("://")
         if not rest or ".." in rest.split("/"):
             raise UsageError(f"{uri!r} names no bucket", hint="use s3://bucket/prefix")
-        for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # obstore panics at a wrong one
-            if self.scheme == "s3" and not re.fullmatch(r"https?://\S+", os.environ.get(name, "https://unset")):
-                raise UsageError(f"{name} is not the address of a server", hint="write https://host:port, or unset it")
+        for name, value in os.environ.items():  # obstore panics at such values
+            is_wrong = value != value.strip() or (name in _ENDPOINTS and not re.match(r"https?://[^/]", value))
+            if self.scheme == "s3" and name.startswith("AWS_") and is_wrong:
+                raise UsageError(f"{name} is malformed", hint="no white space around it; endpoints begin with https://")
         options: Any = {**_CLIENT, "allow_http": allow_http or allows_http()}
         try:
             self.reader: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 0})
