@@ -327,10 +327,11 @@ def test_a_registry_that_sends_whole_blobs_only_is_read(
         source = _open(f"{proxy.host}/a")
         (found,) = source.layers
         whole = b"".join(found.read(0))
-        proxy.plan = lambda request: Fault(send={"range": ""})
-        for start in (0, 1, 700_000, found.size_bytes - 1):
-            assert b"".join(found.read(start)) == whole[start:]
-        assert b"".join(read_resumed(found)) == whole
+        for fault in (Fault(send={"range": ""}), Fault(send={"range": ""}, chunked=True)):
+            proxy.plan = lambda request, fault=fault: fault
+            for start in (0, 1, 700_000, found.size_bytes - 1):
+                assert b"".join(found.read(start)) == whole[start:]
+            assert b"".join(read_resumed(found)) == whole
         source.close()
 
 

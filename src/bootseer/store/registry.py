@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import threading
 import time
@@ -252,7 +253,7 @@ class Registry:
         if length == 0:
             return
         until = time.monotonic() + timeout_s
-        # Also for a whole blob: the answer then states its size, even if it comes in chunks.
+        # Also for a whole blob: the answer then states its size, in most cases also if it comes in chunks.
         headers = {"Range": f"bytes={start}-" if length is None else f"bytes={start}-{start + length - 1}"}
         answer = self._blob_answer(digest, headers, until)
         try:
@@ -266,7 +267,7 @@ class Registry:
                     if expected < 0:
                         raise TransientError(f"{self}: more bytes of blob {digest} arrived than were asked for")
                     yield piece
-            if expected:
+            if 0 < expected < math.inf:
                 raise TransientError(f"{self}: {expected} bytes of blob {digest} are missing from the answer")
         finally:
             answer.close()
@@ -367,8 +368,9 @@ class Registry:
                 self._addresses[digest] = (answer.url, time.monotonic() + _ADDRESS_S)
         return answer
 
-    def _checked_length(self, answer: Answer, digest: str, start: int, length: int | None) -> int:
-        """The number of bytes that will arrive. Raises unless exactly the requested range is sent."""
+    def _checked_length(self, answer: Answer, digest: str, start: int, length: int | None) -> float:
+        """The number of bytes that will arrive; infinite for a whole blob whose size the answer does not state. Raises
+        unless exactly the requested range is sent."""
         if answer.status == 416:
             total = (answer.content_range or (0, 0, None))[2]
             answer.finish()
@@ -378,9 +380,9 @@ class Registry:
             raise PermanentError(f"{self}: blob {digest} {size}; bytes from {start} on were asked for")
         self.expect(answer, f"blob {digest}", 200, 206)
         if answer.status == 200:
-            if start > 0 or answer.length is None or length not in (None, answer.length):
+            if start > 0 or length not in (None, answer.length):
                 raise RangeIgnoredError(f"{self}: blob {digest}: the registry, or a proxy before it, ignores the range")
-            return answer.length
+            return math.inf if answer.length is None else answer.length
         span = answer.content_range
         if span is None or span[0] != start:
             raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends another part")
