@@ -202,6 +202,20 @@ class TestKeys:
         key.chmod(0o400)
         Signatures((str(key),)).check()
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    def test_a_key_of_root_may_be_for_the_users_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As Kubernetes gives it to pods with an `fsGroup`; anything wider is refused."""
+        path = make_key(tmp_path / "key")
+        os.chown(path, 0, 64321)
+        monkeypatch.setattr(os, "geteuid", lambda: 64321)
+        for mode in (0o440, 0o640):
+            path.chmod(mode)
+            Signatures((str(path),)).check()
+        for mode in (0o444, 0o460):
+            path.chmod(mode)
+            with pytest.raises(UsageError, match="may be read by others"):
+                Signatures((str(path),)).check()
+
     def test_trusted_keys_that_others_may_write_are_refused(self, folder: Path, tmp_path: Path) -> None:
         path = Path(trust(tmp_path / "keys", folder / "a"))
         path.chmod(0o664)

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 
 from bootseer.artifact.document import readable
 from bootseer.errors import CorruptError, SignatureError, UsageError, needs_extra, os_errors_as
-from bootseer.io.trusted_folder import open_trusted, trusted_uids
+from bootseer.io.trusted_folder import is_secret, open_trusted, trusted_uids
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -210,7 +210,7 @@ def _read(path: Path, forbidden: int, reason: str, mend: str) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise UsageError(f"{path}: not a file", hint=_MAKE)
             _check_owner(path, status)
-            if status.st_mode & forbidden:
+            if status.st_mode & forbidden and not is_secret(status):
                 raise UsageError(f"{path}: this key {reason}", hint=f"chmod {mend} {path}")
             return file.read(_MAX_KEY_BYTES)
 
