@@ -105,8 +105,9 @@ def test_a_requirements_file_that_may_not_be_read_is_said(run, tmp_path):
 def test_events_are_their_user_s_or_the_group_s_and_hold_no_output(run, events, tmp_path, mode):
     (tmp_path / "spool").mkdir()
     (tmp_path / "spool").chmod(mode)
-    ran = run("run", "-q", "--began-pattern", "step 1", "--", "echo", "step 1 token=s3cret")
-    assert ran.returncode == 0
+    words = ("--", "sh", "-c", "umask; echo step 1 token=s3cret")
+    ran = run("run", "-q", "--began-pattern", "step 1", *words, umask=0o077)
+    assert (ran.returncode, ran.stdout) == (0, "0077\nstep 1 token=s3cret\n")
     files = list((tmp_path / "spool").rglob("*.events"))
     assert files
     for path in files:

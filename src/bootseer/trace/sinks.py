@@ -80,6 +80,8 @@ class SpoolSink:
         name = f"{self._node}.{os.getpid()}.{time.monotonic_ns()}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(os.path.join(folder, name), flags, mode)
+        if mode & stat.S_IRGRP:
+            os.fchmod(self._fd, mode)  # whatever the umask
         status = os.fstat(self._fd)
         self._file, self._pid = (status.st_ino, status.st_dev), os.getpid()
 

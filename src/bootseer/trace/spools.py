@@ -52,9 +52,13 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
     else:
         os.makedirs(root, mode=0o700, exist_ok=True)
         above = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    mode = 0o750 if os.fstat(above).st_mode & stat.S_ISGID else 0o700
+    umask = os.umask(0o777 - mode)  # the group may read whatever the user's own is; there are no threads yet
     try:
-        mode = 0o750 if os.fstat(above).st_mode & stat.S_ISGID else 0o700
         folder = open_own(above, name, path, mode=mode, otherwise=f"give another --job, or {_OTHERWISE}")
+    except BaseException:
+        os.umask(umask)
+        raise
     finally:
         os.close(above)
     try:
@@ -66,6 +70,7 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
             except FileExistsError:  # created by another node, or a link: then opening fails
                 os.close(os.open(name, _FOLDER, dir_fd=folder))
     finally:
+        os.umask(umask)
         os.close(folder)
     return os.path.join(path, name), number
 
