@@ -187,6 +187,13 @@ def test_a_malformed_variable_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, 
         Bucket("s3://jobs")
 
 
+def test_a_login_that_cannot_be_read_is_not_blamed_on_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere")
+    with pytest.raises(UsageError, match="/nowhere") as refused:
+        Bucket("gs://jobs")
+    assert refused.value.hint.endswith("the variables with the login")
+
+
 @pytest.mark.parametrize("tag", ["", 'W/"1"'], ids=["ignored", "weak"])
 def test_a_server_whose_conditions_are_of_no_use_sends_no_other_version(proxy: FaultProxy, uri: str, tag: str) -> None:
     """Bytes of the new version were delivered as the old one's; a weak tag, which never matches, failed each read."""

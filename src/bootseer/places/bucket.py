@@ -128,7 +128,8 @@ class Bucket:
             self.writer: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 4})
             """Tries the parts of an upload, which cannot be begun again, more often."""
         except Exception as error:
-            raise UsageError(f"{self.uri}: {_first_line(error)}", hint="use s3://bucket/prefix") from error
+            hint = f"check the address, {self.scheme}://bucket/prefix, and the variables with the login"
+            raise UsageError(f"{self.uri}: {_first_line(error)}", hint=hint) from error
         self._skipped: set[str] = set()
         """Keys that were logged already."""
         self._silent_at_s: float | None = None
