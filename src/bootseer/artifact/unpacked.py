@@ -2,8 +2,7 @@
 
     <cache>/unpacked/<name>             the tree; renamed to this name when it is complete and synced
     <cache>/unpacked/<name>.new         being written, or left by a killed process
-    <cache>/unpacked/<name>.lock        flocked while a process writes or deletes; mtime: last use; content: the
-                                        machines that used it, which may share the cache
+    <cache>/unpacked/<name>.lock        flocked while a process writes or deletes; mtime: last use; content: machines
 
 The name is derived from the identities of the unpacked block files, and from the owner where files cannot have their
 own owners. The image's digest is not used: documents map it to block files, and two documents may differ.
@@ -37,7 +36,7 @@ from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owne
 UNPACKED = "unpacked"
 """Key in a mount's details: the name of its unpacked tree."""
 _OTHERS_S = 30 * 86_400.0
-"""How long a tree stays that other machines used: their mounts are not known here."""
+"""How long a tree stays that other machines, which share the cache, have used: their mounts are not known here."""
 _LOCK_S = 1800.0
 """How long to wait for another process that writes the same tree."""
 _BATCH = 64
@@ -58,9 +57,9 @@ def unpack_once(cache: Path, identities: Sequence[str], write: Callable[[Path], 
     """
     tree = own_folder(unpacked_folder(cache)) / tree_name(identities)
     with _locked(tree, _LOCK_S) as lock:
-        if machine() not in (users := lock.read_text()):
-            with contextlib.suppress(OSError):  # a full disk prevents no start
-                lock.write_text(f"{users}{machine()}\n")
+        if machine() not in lock.read_text().split():
+            with contextlib.suppress(OSError), lock.open("a") as users:  # a full disk prevents no start
+                users.write(f"{machine()}\n")
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
             delete_tree(new)

@@ -9,7 +9,6 @@ of all steps are in docs/formats/cache.md.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -236,8 +235,8 @@ class Cache:
                 _LOG.debug("%s: a new entry of %d bytes", entry, index.size_bytes)
             except BaseException as error:
                 discard(made)
-                if not (isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)):
-                    raise  # else another machine was faster
+                if not (isinstance(error, OSError) and os.path.lexists(entry)):  # else another machine was faster
+                    raise
 
     def _discard_damaged(self, entry: Path, folder: int) -> None:
         """Remove a damaged entry. Processes that have it open keep its files."""

@@ -34,7 +34,6 @@ from bootseer.store.store import Store
 
 _ASK_S = 20.0
 """How long a registry may take to resolve a tag before the digest of the last start is used."""
-_TURN_S = 1800.0
 
 
 class ResolvedImage(Subject, frozen=True, kw_only=True):
@@ -201,8 +200,8 @@ def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument
     lock = own_folder(local_uri) / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
     with show(f"converting {request.reference}", "bytes") as on_progress, contextlib.ExitStack() as opened:
         if request.reference.kind is not SourceKind.FOLDER:
-            with contextlib.suppress(OSError, TransientError):  # of starts at once one converts; the others find layers
-                opened.enter_context(flocked(lock, deadline_s=_TURN_S))
+            with contextlib.suppress(OSError, TransientError):  # of starts at once one converts, for the others to find
+                opened.enter_context(flocked(lock, deadline_s=1800.0))
         source = opened.enter_context(closing(_open_source(request)))
         store = opened.enter_context(closing(open_store(local_uri)))
         options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
