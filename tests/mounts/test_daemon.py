@@ -211,6 +211,14 @@ def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
+def test_one_that_does_not_end_is_killed_and_that_is_told(image: Path, start: Start) -> None:
+    """Otherwise an unmount would end as if all had been sent."""
+    daemon, _ = start(image)
+    daemon.process.signal(signal.SIGSTOP)
+    assert daemon.stop(timeout_s=0.3) == {"lost": ["what was not sent within 0.3 s"]}
+    assert not daemon.process.alive
+
+
 def test_with_a_lifeline_it_ends_with_who_started_it(image: Path, start: Start) -> None:
     daemon, program = start(image, lifeline=True)
     assert (daemon.files / "image").exists()

@@ -89,6 +89,7 @@ class Daemon(Struct, frozen=True):
         if not self._has_ended(deadline):
             _LOG.warning("mount daemon %d of %s did not end in %g s: killed", self.process.pid, self.folder, timeout_s)
             self.process.signal(signal.SIGKILL)
+            reply = reply or {"lost": [f"what was not sent within {timeout_s:g} s"]}
             if not self._has_ended(time.monotonic() + 1.0):
                 raise TransientError(f"the mount daemon {self.process.pid} does not end")
         return reply
