@@ -20,7 +20,7 @@ from starlette.requests import HTTPConnection
 from bootseer.errors import TransientError, UsageError
 from bootseer.report.inputs import Source
 from bootseer.report.log_scan import scan
-from bootseer.service import schema
+from bootseer.service import app, schema
 from bootseer.service.access import COOKIE, READ, Gate, Tokens, needed, networks
 from bootseer.service.app import Settings, _bound, _check_access
 from bootseer.service.database import Database
@@ -277,6 +277,21 @@ def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
         server.kill()
         server.wait()
         server.stderr.close()
+
+
+def test_clients_that_send_no_request_do_not_keep_their_connections(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "_IDLE_S", 0.1)
+    with running_service(tmp_path) as service, contextlib.ExitStack() as held:
+        address = service.settings.listen
+        silent, slow, reader = (held.enter_context(socket.create_connection(address, timeout=10)) for _ in range(3))
+        slow.sendall(b"GET /healthz HTTP/1.1\r\n")
+        reader.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert silent.recv(1) == slow.recv(1) == b""
+        assert reader.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        reader.settimeout(0.3)
+        with pytest.raises(TimeoutError):  # its answer goes on
+            while reader.recv(1 << 16):
+                pass
 
 
 def test_there_may_be_more_senders_than_the_usual_limit_of_descriptors(env, tmp_path):

@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bootseer.errors import UsageError, os_errors_as
 from bootseer.io.locks import claim
@@ -43,6 +45,7 @@ from bootseer.store.open import is_loopback, open_store
 
 DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
 _MAX_CONNECTIONS = 10_000  # 8 KiB each; each node that starts has one
+_IDLE_S = 75
 _END_S = 10
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _OTHERWISE = "give --data another folder"
@@ -271,12 +274,28 @@ def _configured(settings: Settings, service: Service) -> uvicorn.Config:
         proxy_headers=False,  # `access` decides which proxies to trust
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_END_S,
-        timeout_keep_alive=75,
+        timeout_keep_alive=_IDLE_S,
+        http=_Protocol,
         h11_max_incomplete_event_size=64 << 10,
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.key,
         ws="none",
     )
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection without a request for some time, also before the first one, for which uvicorn waits for ever:
+    `_MAX_CONNECTIONS` of such clients would shut all others out."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._close_if_idle(self)
+
+    def _close_if_idle(self, before: object) -> None:
+        if self.conn.their_state is h11.IDLE and self.cycle is before:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(_IDLE_S, self._close_if_idle, self.cycle)
 
 
 class _Server(uvicorn.Server):
