@@ -47,6 +47,18 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
+def test_a_copy_is_as_private_as_the_umask_says(files: Files, reading: Reading, tmp_path: Path) -> None:
+    files.make_folder("ckpt")
+    files.place.write_bytes("ckpt/model", b"x", mode=0o664)
+    before = os.umask(0o077)
+    try:
+        get_checkpoint(files, reading, "ckpt", tmp_path / "out")
+        get_checkpoint(files, reading, "ckpt/model", tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model", tmp_path / "out" / "model")} == {0o600}
+
+
 def test_only_files_that_a_pattern_matches_are_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
     for name in ("rank-0/a", "rank-0/b/c", "rank-1/a", "config.json", "sub/more.json"):
         files.place.make_folder(f"step-1/{name}".rpartition("/")[0], parents=True)

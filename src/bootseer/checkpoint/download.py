@@ -32,6 +32,7 @@ from bootseer.checkpoint.head import Head
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, Interrupted, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io import proc
 from bootseer.io.files import discard, write_all
 from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
@@ -277,6 +278,7 @@ def _copy_all(
     """Copy all files; returns the bytes that were there already."""
     total = sum(info.size_bytes for info in infos)
     done, kept = Count(total, progress), Count(total, None)
+    allowed = 0o777 & ~int(proc.status().get("Umask", "022"), 8)
     own = threading.local()
 
     def copy_piece(file: CheckpointFile, head: Head | None, local: Path, offset: int) -> None:
@@ -313,7 +315,7 @@ def _copy_all(
             with reading.open(info.path) as file:
                 deque(each(partial(copy_piece, file, head, local), range(0, file.size_bytes, _PIECE_BYTES)), maxlen=0)
             os.fsync(copy.fileno())
-            os.fchmod(copy.fileno(), info.entry.mode & 0o777)
+            os.fchmod(copy.fileno(), info.entry.mode & allowed)
             os.utime(copy.fileno(), ns=(info.entry.mtime_ns, info.entry.mtime_ns))
             os.fsync(copy.fileno())
 
