@@ -285,6 +285,18 @@ def test_spools_of_many_jobs_are_sent_and_gone_ones_forgotten(service, tmp_path,
     sender.close()
 
 
+def test_a_folder_with_a_huge_file_does_not_hold_up_the_others(service, tmp_path, link):
+    huge = tmp_path / "spool" / "a" / "attempt-0"
+    huge.mkdir(parents=True)
+    with (huge / "a.7.9.events").open("wb") as file:
+        file.truncate(2 * ship._MOST_BATCHES * ship.BATCH_BYTES)  # a hole
+    _, lines = spool(tmp_path / "spool")
+    sender = Spools([str(tmp_path / "spool")], link(service.url))
+    assert sender.step()
+    assert sorted(b"".join(service.raw().values()).splitlines()) == lines
+    assert sender.waiting() == 1
+
+
 def test_a_run_arrives_with_its_end_and_the_command_sees_no_token(service, run, tmp_path):
     _, token = service.service.tokens.add("ingest", team="llm")
     more = {"BOOTSEER_SERVICE_TOKEN": token, "BOOTSEER_SERVICE": service.url}

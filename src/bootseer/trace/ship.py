@@ -48,6 +48,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REFUSED_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 600.0
 _MAX_POSITIONS = 64 << 20
+_MOST_BATCHES = 64
 _OPEN_S, _IDLE_S, _POLL_IDLE_S = 10.0, 600.0, 60.0
 """A folder without new events is closed after `_OPEN_S`; after `_IDLE_S` it is polled only every `_POLL_IDLE_S`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -407,7 +408,9 @@ class Spools:
                 continue
             shipper = self._shippers.setdefault(folder, Shipper(folder, self._link))
             sent = False
-            while shipper.step():
+            for _ in range(_MOST_BATCHES):  # then the others have their turn
+                if not shipper.step():
+                    break
                 sent = True
             any_sent |= sent
             if sent or shipper.pending:
