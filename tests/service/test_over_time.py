@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warm
-from bootseer.errors import UsageError
+from bootseer.cli.fleet import _from_service
+from bootseer.errors import PermanentError, UsageError
 from bootseer.service.deadlines import Deadlines
 from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.over_time import band, exported, now, since_day
@@ -133,6 +136,19 @@ def test_what_is_usual_lies_within_the_band(values: list[float]) -> None:
     middle, limit = band(values)
     assert min(values) <= middle <= max(values)
     assert limit >= middle * 1.1 * (1 - 1e-9)
+
+
+def test_an_answer_of_another_server_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(PermanentError, match="is not a BootSeer service"):
+            _from_service("fleet", {}, f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 def test_names_that_are_no_hosts_are_not_exported() -> None:

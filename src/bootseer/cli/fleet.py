@@ -282,7 +282,7 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
         raise TransientError(f"{shown} does not answer: {getattr(error, 'strerror', None) or error}") from error
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     document = found if isinstance(found, dict) else {}
     reason = str(document.get("error", f"status {status}"))[:500]
