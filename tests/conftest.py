@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("store.contract")
 pytest_plugins = [
     "once",  # before what imports it
     "conftest_launch",

@@ -48,12 +48,18 @@ def test_cold_blocks_are_punched_out_and_the_others_stay(cache, index, data):
     cached.close()
 
 
-def test_where_holes_cannot_be_punched_no_more_entries_go_than_needed(cache, index, data, monkeypatch):
+@pytest.mark.parametrize("shared", [True, False])
+def test_where_holes_cannot_be_punched_no_more_entries_go_than_needed(cache, index, data, monkeypatch, shared):
+    """On a network file system readers on other nodes, whose locks may not be seen, would read zeros."""
+
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr(files, "punch", refuse)
-    monkeypatch.setattr(evict, "punch", refuse)
+    if shared:
+        monkeypatch.setattr(files, "_SHARED", b"")  # all types
+    else:
+        monkeypatch.setattr(files, "punch", refuse)
+        monkeypatch.setattr(evict, "punch", refuse)
     fill(cache, index, data, read=range(12))  # its cold blocks, the last one, do not suffice
     later = content(9)
     fill(cache, index_of(later), later, read=[0, 5])

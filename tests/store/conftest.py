@@ -9,7 +9,6 @@ import pytest
 
 from registry import Registry
 
-pytest.register_assert_rewrite("store.contract")
 _numbers = itertools.count()
 
 

@@ -29,7 +29,7 @@ from bootseer.cache.eviction_plan import Step, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
-from bootseer.io.files import can_punch, discard
+from bootseer.io.files import can_punch, discard, may_be_shared
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -121,7 +121,7 @@ class Cache:
         steps = [Step(one.identity, True, one.disk_bytes) for one in found if one.damaged and not one.in_use]
         if goal is not None:
             sound = [one for one in found if not one.damaged]
-            if not self._punches():  # whole entries only: blocks cannot be evicted
+            if not self._punches():  # whole entries only
                 sound = [replace(one, cold_bytes=0) for one in sound]
             steps += plan(sound, used - sum(step.num_bytes for step in steps), goal)
         in_use = tuple(one.identity for one in found if one.in_use)
@@ -258,11 +258,12 @@ class Cache:
         return goal_bytes(used, limit)
 
     def _punches(self) -> bool:
-        """Whether the file system can punch holes."""
+        """Whether blocks can be evicted: readers on other machines, whose locks may not be seen here, would read zeros.
+        A file that is deleted gives them an error at worst."""
         with mapped("examine", self.root):
             lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                return can_punch(lock)
+                return can_punch(lock) and not may_be_shared(lock)
             finally:
                 os.close(lock)
 

@@ -11,6 +11,11 @@ from pathlib import Path
 
 _KEEP_SIZE = 0x01  # <linux/falloc.h>
 _PUNCH_HOLE = 0x02
+_SHARED = (
+    *(b"9p", b"afs", b"beegfs", b"ceph", b"cifs", b"fuse", b"gfs", b"glusterfs", b"gpfs", b"lustre", b"nfs", b"ocfs"),
+    *(b"orangefs", b"panfs", b"smb", b"virtiofs", b"wekafs"),
+)
+"""Types of network and cluster file systems, as mountinfo begins them."""
 
 
 def replace_file(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = False) -> None:
@@ -77,6 +82,14 @@ def can_punch(fd: int) -> bool:
             return False
         raise
     return True
+
+
+def may_be_shared(fd: int) -> bool:
+    """Whether other machines may use the file system of an open file, by its type."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return any(line.split(b" ", 3)[2] == number and line.partition(b" - ")[2].startswith(_SHARED) for line in lines)
 
 
 def punch(fd: int, offset: int, length: int) -> None:
