@@ -106,6 +106,13 @@ def test_a_trap_of_the_script_itself_runs_with_its_exit_code(tmp_path: Path, tra
     assert ran.told == [("A", "set", "1")]
 
 
+@pytest.mark.parametrize("source", ["source", "[[ -z ${A-} ]] && ."])
+def test_a_trap_of_a_file_that_the_script_sources_keeps_the_exports(tmp_path: Path, source: str) -> None:
+    (tmp_path / "common.sh").write_text("cleanup() { echo end; }\ntrap cleanup EXIT\n")
+    ran = run(tmp_path, f'{BASH}set -eu\n{source} "$(dirname "$0")/common.sh"\nexport A=1\n')
+    assert (ran.told, ran.output) == ([("A", "set", "1")], "end\n")
+
+
 def test_a_trap_that_ends_the_script_decides_its_exit_code(tmp_path: Path) -> None:
     ran = run(tmp_path, f"{BASH}trap 'exit 9' EXIT\nexport A=1\n")
     assert (ran.code, ran.told) == (9, [("A", "set", "1")])

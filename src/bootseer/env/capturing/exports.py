@@ -7,8 +7,8 @@ setup is not snapshot-safe.
 
 How they are found: the shell writes its environment to a file in an EXIT trap, invisibly for the script.
 
-- Bash reads the file in BASH_ENV before a script, so that the trap is set before the script's first line. If the text
-  of the script sets an EXIT trap itself, which would replace ours, `trap` is made a function that keeps both.
+- Bash reads the file in BASH_ENV before a script, so that the trap is set before the script's first line. If the
+  script sets an EXIT trap, or sources a file that may do so, `trap` is made a function that keeps both.
 - Other shells get the trap by `-c` and source the script; `$0`, arguments, standard input and exit code stay the same.
 - The hook uses only shell builtins (for sh: one `env`), so that a setup that breaks PATH does not break it. A failing
   hook has no effect. Programs that are not shell scripts export nothing.
@@ -32,7 +32,7 @@ OUTPUT = "environment"
 _HOOK = "hook.bash"
 _OTHER_SHELLS = ("sh", "dash", "ash")
 _MAX_SCRIPT = 1 << 20
-_SETS_TRAP = re.compile(r"\btrap\b[^\n]*\b(EXIT|exit|0)\b")
+_MAY_SET_TRAP = re.compile(r"\btrap\b[^\n]*\b(EXIT|exit|0)\b|(^|[;&|\s])(source|\.)[ \t]", re.MULTILINE)
 # A function cannot change these traps for its caller.
 _SETS_OTHER_TRAP = re.compile(r"\btrap\b[^\n]*\b(ERR|DEBUG|RETURN)\b")
 
@@ -112,7 +112,7 @@ def capture_command(script: str, folder: Path, env: Mapping[str, str]) -> tuple[
 def _hook(head: bytes, output: Path, bash_env: str) -> str:
     text = head.decode("utf-8", "replace")
     hook = _BASH_HOOK.format(output=shlex.quote(str(output)))
-    if _SETS_TRAP.search(text) and not _SETS_OTHER_TRAP.search(text):
+    if _MAY_SET_TRAP.search(text) and not _SETS_OTHER_TRAP.search(text):
         hook += _TRAP_FUNCTION
     if not bash_env:
         return f"{hook}unset BASH_ENV\n"
