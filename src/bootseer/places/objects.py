@@ -4,16 +4,14 @@ Buckets have keys and no folders: a file has its path as its key, and what other
 a folder must get another name in one step, for a checkpoint is shown by that, and copying a terabyte is no step. So a
 folder may have a *link*: a small object `.attempts-links/NAME` beside it, which says under which prefix the folder's
 objects lie. Without one they lie under the folder's own name. To rename a folder is to make a link for the new name and
-to remove that of the old one; where the objects lie under the old name itself, an empty link there says that they do
-not belong to it any more (docs/adr/0049-checkpoints-in-buckets.md).
+to remove that of the old one; an empty link hides objects under the old name (docs/adr/0049-checkpoints-in-buckets.md).
 
 - Links are made by conditional writes (`If-None-Match`, `If-Match`), so that of many who want a name one gets it.
 - A folder whose renaming was cut short has two links. `.attempts-owner` among its objects says which counts, and is
   changed first, by a conditional write: what is not the owner may be read, but neither renamed nor removed.
 - Keys in links are of the whole bucket: what a place shows may lie outside of its own root.
 - Objects have no rights, owners or times that can be set: those calls do nothing.
-
-Safe to use from many threads; not in the child of a fork, which obstore's threads do not follow.
+- Safe to use from many threads; not in the child of a fork, which obstore's threads do not follow.
 """
 
 from __future__ import annotations
@@ -76,6 +74,7 @@ class _Folder:
     """Whether no file is called so, which would hide it."""
     is_closed: bool = False
     """Whether the credentials may be for a folder in it alone, as with a policy for `bucket/jobs/*`."""
+    way: tuple[str, ...] = ()  # the prefixes of the folders down to it
 
 
 class ObjectPlace(SmallReads):
@@ -292,7 +291,9 @@ class ObjectPlace(SmallReads):
             data, e_tag, mtime_ns, is_closed = "", None, 0, True
         if e_tag is not None and not data:
             raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
-        folder = _Folder(data or plain, link, e_tag, mtime_ns, is_closed=is_closed)
+        if data in parent.way:  # where a tool has copied a folder into itself
+            raise PermanentError(f"{self._bucket.uri}/{path} is a folder above it: remove the object {link}")
+        folder = _Folder(data or plain, link, e_tag, mtime_ns, is_closed=is_closed, way=(*parent.way, data or plain))
         if e_tag is None and not (is_above or is_closed) and not self._bucket.has_any(plain):
             if is_file and self._is_file(plain.rstrip("/")):
                 raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
