@@ -16,7 +16,7 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import NotEmptyError, NotFolderError
+from bootseer.errors import NotEmptyError, NotFolderError, PermanentError
 from bootseer.places import objects
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, join
@@ -56,6 +56,15 @@ def test_a_checkpoint_that_replaces_one_of_another_tool_stays_when_that_is_remov
     put_checkpoint(place, tmp_path / "step-1", "step-1", settings=PutSettings(policy=Policy(stripes=1), replace=True))
     assert not verify(Files(place), "step-1").problems
     assert content(place, "step-1") == {"step-1/weights": b"new"}
+
+
+def test_a_folder_that_another_tool_has_copied_into_itself_is_told(place: ObjectPlace) -> None:
+    place.make_folder("job")
+    place.write_bytes("job/file", b"x")
+    for key in ("job/file", f"{TEMPORARY_PREFIX}links/job"):
+        obstore.copy(place._bucket.writer, f"jobs/{key}", f"jobs/job/backup/{key}")
+    with pytest.raises(PermanentError, match="job/backup/job is a folder above it: remove the object"):
+        content(place)
 
 
 def test_an_address_that_names_a_file_is_no_empty_folder(place: ObjectPlace) -> None:

@@ -19,7 +19,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, from_url
 
-from bootseer.checkpoint.catalog import checkpoints, remove, walk
+from bootseer.checkpoint.catalog import checkpoints, remove
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
@@ -232,16 +232,6 @@ def test_what_has_moved_out_of_a_folder_stays_when_that_is_removed(place: Place,
     for path in ("job", "kept"):
         place.delete(path, recursive=True)
     assert all("/.attempts-links/" in f"/{key}" for key in keys(server, uri))
-
-
-def test_a_folder_that_a_tool_has_copied_into_itself_is_told(place: Place, server: S3Server, uri: str) -> None:
-    place.make_folder("job")
-    place.write_bytes("job/file", b"x")
-    store, root = from_url(f"s3://{uri.split('/')[2]}"), uri.split("/", 3)[3]
-    for key in ("job/file", ".attempts-links/job"):
-        obstore.copy(store, f"{root}/{key}", f"{root}/job/backup/{key}")
-    with pytest.raises(PermanentError, match="job/backup/job is a folder above it: remove the object"):
-        list(walk(Files(place), "job"))
 
 
 def test_a_conditional_write_during_another_one_is_repeated_as_s3_demands(
