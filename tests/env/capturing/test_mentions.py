@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from bootseer.env.capturing.effects import mentions
+from bootseer.env.capturing.effects import files_of_node, mentions
+from bootseer.env.capturing.exports import node_patterns
 from bootseer.env.changes import Action, Change
 
 
@@ -21,3 +23,21 @@ def test_links_into_scratch_folders_and_import_paths_are_told(tmp_path: Path) ->
         "MAPPING = {'app': '/tmp/app'}\n",
         "/var/tmp/data",
     ]
+
+
+def test_files_with_names_of_the_node_or_the_job_are_told_if_the_setup_names_such_variables(tmp_path: Path) -> None:
+    texts = {
+        "hostfile": "gpu-a12 slots=8\n",
+        "job.yaml": "job: 987654\n",
+        "setup.log": "gpu-a12\n",
+        "o.txt": "gpu-a123",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link").symlink_to("hostfile")
+    os.mkfifo(tmp_path / "pipe")
+    changes = [Change(f"/p/{name}", Action.ADDED, str(tmp_path / name)) for name in [*texts, "link", "pipe", "gone"]]
+    env = {"SLURM_JOB_ID": "987654", "SLURM_JOB_NODELIST": "gpu-a[12-13]", "USER": "gpu"}
+    patterns = node_patterns("gpu-a12.example", ["SLURM_JOB_ID", "USER"], env)
+    assert files_of_node([*changes, Change("/p/x", Action.DELETED)], patterns) == ["/p/hostfile", "/p/job.yaml"]
+    assert files_of_node(changes, node_patterns("gpu-a12.example", ["USER", "SLURM_JOB_NODELIST_"], env)) == []

@@ -18,6 +18,7 @@ import contextlib
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -159,6 +160,22 @@ def mentions(changes: Iterable[Change]) -> list[str]:
                     found.append(file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace"))
             elif (target := os.readlink(change.source)).startswith(SCRATCH):  # noqa: PTH115 - half as long
                 found.append(target)
+    return found
+
+
+_LOG = re.compile(r".*/((\.git|CMakeFiles)/.*|CMakeCache\.txt|config\.(log|status)|[^/]*\.(log|out|err))", re.DOTALL)
+"""Files that may contain the node's name as information only."""
+
+
+def files_of_node(changes: Iterable[Change], patterns: Sequence[re.Pattern[str]]) -> list[str]:
+    """Files, such as lists of hosts, that contain one of these names of the node or the job."""
+    found = []
+    for change in changes if patterns else ():
+        with contextlib.suppress(OSError):
+            if change.source and not _LOG.fullmatch(change.path) and stat.S_ISREG(os.lstat(change.source).st_mode):
+                with Path(change.source).open("rb") as file:
+                    text = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace")
+                found += [change.path] if any(pattern.search(text) for pattern in patterns) else []
     return found
 
 

@@ -242,6 +242,12 @@ def reason_not_kept(value: str, node_words: Iterable[str] = ()) -> str:
     return _reason_not_kept(Export("value", "set", value), _patterns(node_words))
 
 
+def node_patterns(node: str, names: Iterable[str], env: Mapping[str, str]) -> list[re.Pattern[str]]:
+    """Patterns for this node's name and the values of variables that differ between nodes; none without such names."""
+    values = [env[name] for name in names if name in env and _NODE_VARIABLE.fullmatch(name)]
+    return _patterns([node.partition(".")[0], *values]) if values else []
+
+
 def _patterns(node_words: Iterable[str]) -> list[re.Pattern[str]]:
     return [re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w-])") for word in node_words if len(word) >= _MIN_WORD]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,8 @@ from pathlib import Path
 import bootseer
 from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.daemons import SetupContext
-from bootseer.env.capturing.effects import Baseline, mentions
+from bootseer.env.capturing.effects import Baseline, files_of_node, mentions
+from bootseer.env.capturing.exports import node_patterns
 from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.reads import Reads, not_watched
 from bootseer.env.changes import Change
@@ -134,7 +136,7 @@ def capture(
         with interruptible():
             with task.stage("capture") as facts:
                 division = divide(captured.changes, TreeFolders(str(view.root)))
-                reasons = captured.unsafe_reasons(command)
+                reasons = captured.unsafe_reasons(command, division)
                 prepared = PreparedEnvironment("captured", decision, apply_exports(captured.done.exports, task.env))
                 prepared.undo.push(opened.pop_all())  # from here on the command needs what was opened
                 if captured.daemons and not reasons:
@@ -211,7 +213,7 @@ class _CapturedSetup:
         self.done = replace(done, packages=packages).ending_now()
         return True
 
-    def unsafe_reasons(self, command: Sequence[str]) -> list[str]:
+    def unsafe_reasons(self, command: Sequence[str], division: Division) -> list[str]:
         """Reasons why restoring the files alone would not be enough."""
         done = self.done
         used = [*command, self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
@@ -221,6 +223,11 @@ class _CapturedSetup:
         self.daemons = tuple(daemons)
         for line in self._view.left_out.warnings:
             say(line)
+        # Build logs contain the node's name, too: only setups that name such variables are searched.
+        named = re.findall(r"\w+", " ".join(self._key.details.get("variables left out", ())))
+        patterns = node_patterns(self._task.node, named, self._task.env)
+        if lists := files_of_node([one for one in self.changes if division.is_loose(one.path)], patterns):
+            unsafe.append(f"it wrote names of this node or job to {listed(lists)}: let the command write such files")
         return [*done.reasons, *unsafe, *self._packages_outside()]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
