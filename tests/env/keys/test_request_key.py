@@ -188,6 +188,14 @@ def test_credentials_in_an_index_address_are_neither_in_the_key_nor_in_its_words
     assert found[0].components["variable PIP_EXTRA_INDEX_URL"] == "=https://index.test/simple?token="
 
 
+def test_a_renewed_login_in_a_requirement_file_does_not_change_the_key(project: Project) -> None:
+    keys = set()
+    for login, host in (("me:old", "x"), ("me:new", "x"), ("me:new", "y")):
+        project.write("nested/base.txt", f"--extra-index-url https://{login}@{host}.test/simple\nidna==3.7\n")
+        keys.add(project.key().digest)
+    assert len(keys) == 2  # another host counts
+
+
 def test_no_secret_is_in_a_key_even_when_the_script_puts_it_into_an_address(project: Project) -> None:
     project.env |= {"GIT_TOKEN": "s3cr3t", "API_KEY": "s3cr3t", "DB_PASSWORD": "s3cr3t"}
     project.write(

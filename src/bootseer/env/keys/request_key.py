@@ -25,6 +25,7 @@ from bootseer.env.keys.script import Inputs, gather
 from bootseer.env.keys.sources import commits_of, read_tree
 from bootseer.errors import BootseerError
 from bootseer.logs import logger
+from bootseer.store.addresses import without_credentials
 
 _MAX_LISTED = 40
 _log = logger(__name__)
@@ -221,7 +222,7 @@ class _Collector:
             if lines and path not in inputs.files:  # the script may do more with it than install it
                 self._add(
                     f"requirements {self._display_name(path)}",
-                    f"sha256:{digest_of(lines)} {len(lines):,} lines",
+                    f"sha256:{digest_of(map(without_credentials, lines))} {len(lines):,} lines",
                     [path],
                 )
                 self._accounted.add(path)
