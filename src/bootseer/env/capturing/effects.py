@@ -163,8 +163,8 @@ def mentions(changes: Iterable[Change]) -> list[str]:
     return found
 
 
+# They may contain the node's name as information only.
 _LOG = re.compile(r".*/((\.git|CMakeFiles)/.*|CMakeCache\.txt|config\.(log|status)|[^/]*\.(log|out|err))", re.DOTALL)
-"""Files that may contain the node's name as information only."""
 
 
 def files_of_node(changes: Iterable[Change], patterns: Sequence[re.Pattern[str]]) -> list[str]:

@@ -160,6 +160,8 @@ _NODE_VARIABLE = re.compile(
     r"|GPG_AGENT_INFO|CUDA_VISIBLE_DEVICES|DISPLAY"
 )
 _MIN_WORD = 4
+# Not `localhost`, 127.0.0.1 or 29500, which any repository may contain.
+_DISTINCT = re.compile(r"[A-Za-z].*\d|\d.*[A-Za-z]|\d{6}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,8 @@ def reason_not_kept(value: str, node_words: Iterable[str] = ()) -> str:
 def node_patterns(node: str, names: Iterable[str], env: Mapping[str, str]) -> list[re.Pattern[str]]:
     """Patterns for this node's name and the values of variables that differ between nodes; none without such names."""
     values = [env[name] for name in names if name in env and _NODE_VARIABLE.fullmatch(name)]
-    return _patterns([node.partition(".")[0], *values]) if values else []
+    words = [node.partition(".")[0], *values] if values else []
+    return _patterns(word for word in words if _DISTINCT.search(word))
 
 
 def _patterns(node_words: Iterable[str]) -> list[re.Pattern[str]]:
