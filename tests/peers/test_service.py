@@ -126,6 +126,21 @@ def test_the_first_node_knows_who_is_ready_although_one_of_its_interfaces_is_dow
     assert job.readiness().nodes == 1
 
 
+def test_a_node_that_has_ended_is_not_one_that_never_answered(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    other = Node(tmp_path / "other", Limits())
+    one = Node(tmp_path / "one", Limits(), [other.address, "127.0.0.1:1"])
+    with contextlib.closing(one.service):
+        one.service._membership.refresh()
+        one.service._write_members()
+        other.service.close()
+        one.service._membership._again_s.clear()
+        one.service._membership.refresh()
+    state = one.job.state()
+    assert (state["peers"], state["unreachable"]) == (sorted([one.address, other.address]), ["127.0.0.1:1"])
+
+
 def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: Index, source: BlockSource) -> None:
     node.job.register_blocks(source)
     with pytest.raises(TransientError, match="could not get it"):

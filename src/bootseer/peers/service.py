@@ -376,7 +376,8 @@ class Service:
             "name": own.name if own else "",
             "addresses": own.addresses if own else (),
             "peers": sorted(self._seen),
-            "unreachable": self._membership.unreachable,
+            # Not those that only ended earlier: of the others the report says that ports may be closed.
+            "unreachable": [name for name in self._membership.unreachable if name not in self._seen],
             "training": self._training,
             "sent_bytes": served.bytes_sent if served else 0,
             "requests": served.requests if served else 0,
