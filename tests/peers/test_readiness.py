@@ -22,8 +22,18 @@ def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_s
     # 0 is no node of this job, then.
     assert told.missing(3) == "b (image_loading, silent for 30 s), c (environment_setup.install)"
     for name in ("0", "b", "c"):
-        told = Readiness.of(roll.answer(StartReport(name, READY), [], 31.0))
+        told = Readiness.of(roll.answer(StartReport(name, READY), ["0", "a", "b", "c"], 31.0))
     assert (told.ready, told.others, told.missing(4)) == (4, {}, "")
+
+
+def test_a_ready_node_that_is_listed_no_more_does_not_count() -> None:
+    """As a pod that is replaced, by one with another address."""
+    roll = RollCall()
+    for name, stage in (("10.0.0.1", READY), ("10.0.0.2", READY), ("10.0.0.3", "image_loading"), ("client", READY)):
+        told = Readiness.of(roll.answer(StartReport(name, stage), ["10.0.0.1", "10.0.0.2", "10.0.0.3"], 0.0))
+    assert told.ready == 3
+    told = Readiness.of(roll.answer(StartReport("10.0.0.1", READY), ["10.0.0.1", "10.0.0.9"], 1.0))
+    assert told == Readiness(2, {"10.0.0.3": ("image_loading", 1.0), "10.0.0.9": ("", 0.0)})
 
 
 def test_of_many_nodes_a_few_are_named() -> None:

@@ -14,7 +14,7 @@ few of the other nodes by name, those without a report, of stage "", last. Decid
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -91,11 +91,18 @@ class RollCall:
 
     def __init__(self) -> None:
         self._stages: dict[str, tuple[str, float]] = {}
+        self._listed: set[str] = set()
 
-    def answer(self, report: StartReport, listed: Iterable[str], now_s: float) -> bytes:
-        """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
+    def answer(self, report: StartReport, listed: Collection[str], now_s: float) -> bytes:
+        """Record a report. Returns the state of all nodes, including `listed` ones without a report. A ready node that
+        is listed no more has ended, or is not ready under its new name yet."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
+        left, self._listed = self._listed.difference(listed), set(listed)
+        for name in left:
+            # A pod that is replaced has a new name, its address. A stage is kept: it tells where the node failed.
+            if self._stages.get(name, ("",))[0] == READY:
+                del self._stages[name]
         late = sorted((name, (stage, now_s - at_s)) for name, (stage, at_s) in self._stages.items() if stage != READY)
         num_ready = len(self._stages) - len(late)
         late += sorted((name, ("", 0.0)) for name in listed if name not in self._stages)
