@@ -190,6 +190,20 @@ def test_a_node_that_does_not_come_is_told_and_the_command_starts_with_enough_no
     assert "missing: 1 that nothing was heard of" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("least", "code", "said"),
+    [("1", 0, "without peers the command does not wait"), ("2", 1, "no other node is known without peers")],
+)
+def test_without_peers_no_more_nodes_than_this_one_are_ready(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, least: str, code: int, said: str
+) -> None:
+    words = ["--peers", "127.0.0.1:1", "--peers-secret", str(tmp_path / "missing"), "--num-nodes", "2"]
+    ran = run("run", "-q", *words, "--wait-for-nodes", "3600", "--min-nodes", least, "--", "echo", "started")
+    assert (ran.returncode, ran.stdout) == (code, "" if code else "started\n"), ran.stderr
+    assert "no peers: " in ran.stderr
+    assert said in ran.stderr
+
+
 @pytest.mark.parametrize(("words", "said"), [(["--num-nodes", "1"], ""), ([], "no other node is known after 1 s")])
 def test_a_command_does_not_wait_for_nodes_that_are_not_listed(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, words: list[str], said: str

@@ -140,7 +140,12 @@ class PeersStart:
         Raises `TransientError` for fewer than `min_nodes` then, and `Interrupted`. Signals must be blocked.
         """
         options, num_nodes = self._options, self._session.tracer.identity.num_nodes or 0
-        if not options.wait_s or self._folder is None or num_nodes == 1:
+        if not options.wait_s or num_nodes == 1:
+            return
+        if self._folder is None:
+            if options.min_nodes > 1:
+                raise TransientError(f"no other node is known without peers, and --min-nodes is {options.min_nodes}")
+            say("without peers the command does not wait for other nodes")
             return
         began_s = time.monotonic()
         next_message_s = began_s + _FIRST_MESSAGE_S
