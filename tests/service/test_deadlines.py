@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from unittest.mock import Mock
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+import startups
+from bootseer.report.analysis.compose import Analysis
+from bootseer.report.analysis.live import Live
+from bootseer.report.analysis.prepare import Options
 from bootseer.service.deadlines import Day, Deadlines, words
 from bootseer.service.histogram import CLASSES, class_of
+from bootseer.service.ingest import Ingest
+from startups import EPOCH_S, NS, began, span
 
 INSTALL = "environment_setup.install"
 
@@ -34,6 +43,25 @@ def test_a_cold_start_is_not_judged_by_warm_ones_where_there_are_cold_ones() -> 
     warm, cold = day(*[2.0] * 20), day(*[60.0] * 6, cache="miss")
     assert Deadlines([warm, cold]).late(moment(a=50.0), 2, "full", "miss") == []
     assert Deadlines([warm]).late(moment(a=50.0), 2, "full", "miss"), "the scale is all that is known"
+
+
+def test_the_stack_of_a_replaced_node_is_asked_for_and_counted_in_the_restart_that_it_joined() -> None:
+    """It was in the restart after that, and the report had lost all other events of the node."""
+    first = [event for node in "ab" for event in (*span(0, None, "run", node=node), *began(60, node=node, rank=0))]
+    again = span(3700, 3740, "model_initialization", node="a", rank=0, restart=1)
+    events = [*first, *again, *span(3710, None, "run", node="c"), *span(3711, None, INSTALL, node="c")]
+    live = Live(None, None, None)
+    live.feed(events)
+    late = Deadlines([day(*[2.0] * 9)]).late(live.moment((EPOCH_S + 3800) * NS).to_json(), 2, "full", "hit")
+    ingest = Ingest(Mock(), Mock())
+    ingest.ask_stacks([{"job": "j", "attempt": 0, "restart": 1, "late": [asdict(one) for one in late]}])
+    (wanted,) = ingest._stacks({("j", 0): [b'"c"']})
+    attrs = {"in_stage": INSTALL, "of_rank": -1, "stack": "here (x.py:1)"}
+    stack = startups.moment(3801, "stack_sample", node="c", restart=wanted["restart"], attrs=attrs)
+    live.feed([stack])
+    assert live.moment((EPOCH_S + 3802) * NS).missing[0].stack == "here (x.py:1)"
+    joined = Analysis([*events, stack, *began(3900, node="c", rank=1)], Options()).startups[1].nodes["c"]
+    assert INSTALL in [each.stage for each in joined.spans]
 
 
 def test_a_stage_of_hours_is_not_late_before_its_usual_time() -> None:

@@ -34,6 +34,8 @@ class Late:
     pid: int = 0
     stack: str = ""
     """The stack of the process, innermost frame first, if it was asked for."""
+    restart: int = 0
+    """As the node's launcher counts: its events, of which the stack is one, have this number."""
 
     def __str__(self) -> str:
         where = f", in {self.stack.partition(' < ')[0]}" if self.stack else ""
@@ -67,8 +69,8 @@ class Deadlines:
             stage, took_s = missing["stage"], missing["seconds"]
             limit_s = self.limit_s(bucket, kind, cache_state, stage) if stage and took_s is not None else None
             if limit_s is not None and took_s > limit_s:
-                pid, stack = missing.get("pid", 0), missing.get("stack", "")
-                found.append(Late(missing["node"], missing["rank"], stage, took_s, limit_s, pid, stack))
+                more = {name: missing[name] for name in ("pid", "stack", "restart") if name in missing}
+                found.append(Late(missing["node"], missing["rank"], stage, took_s, limit_s, **more))
         return sorted(found, key=lambda one: one.limit_s - one.seconds)
 
 

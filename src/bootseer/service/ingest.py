@@ -167,7 +167,7 @@ class Ingest:
         self._late = {
             (row["job"], row["attempt"]): [
                 StackRequest(
-                    row["job"], row["attempt"], row["restart"], one["node"], one["rank"], one["stage"], one["pid"]
+                    row["job"], row["attempt"], one["restart"], one["node"], one["rank"], one["stage"], one["pid"]
                 )
                 for one in row["late"]
                 if one["pid"] and not one["stack"]

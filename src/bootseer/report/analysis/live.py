@@ -36,6 +36,8 @@ class Missing:
     """The process that reported the stage; 0 if none did."""
     stack: str = ""
     """Its stack in this stage, innermost frame first, if the service asked for it."""
+    restart: int = 0
+    """As its launcher counts, which begins at 0 on a node that joined later."""
 
     def __str__(self) -> str:
         since = "" if self.seconds is None else f", {format_seconds(self.seconds)}"
@@ -245,7 +247,8 @@ class Live:
         if inside:
             event, rank = min(inside, key=lambda found: _begin(found[0]))
             stack = self._stacks.get((self._restart, node, str(rank), event.stage), "")
-            return Missing(node, rank, event.stage, _since(event, now_ns), event.pid, stack)
+            own_restart = self._restart - self._before.get(node, 0)
+            return Missing(node, rank, event.stage, _since(event, now_ns), event.pid, stack, own_restart)
         rank, lane = lanes[0]
         if lane.last is None:
             return Missing(node, rank, "", None)
