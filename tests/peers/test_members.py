@@ -193,6 +193,18 @@ def test_a_node_of_another_job_is_not_believed() -> None:
     other.close()
 
 
+def test_a_node_with_another_secret_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    other = Server([sock := socket.create_server(("127.0.0.1", 0))], b"o" * 32, lambda _: None, name="a")
+    address = f"127.0.0.1:{sock.getsockname()[1]}"
+    members = Membership(Listed(SECRET, lambda: [Peer(address, (address,))]), probe)
+    for _ in range(2):
+        members._again_s.clear()
+        members.refresh()
+    other.close()
+    said = f"{address}: {address} does not know this job's secret"
+    assert [one.message for one in caplog.records if one.levelname == "WARNING"] == [said]
+
+
 def free_ports(number: int) -> list[int]:
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [sock.getsockname()[1] for sock in held]

@@ -160,7 +160,9 @@ class Membership:
             try:
                 name = self._probe(address)
             except BootseerError as error:
-                _LOG.debug("%s: %s", peer.name, error)
+                # Once: a list of a whole fleet may name many nodes of other jobs.
+                is_new = isinstance(error, AccessError) and peer not in self._answers
+                (_LOG.warning if is_new else _LOG.debug)("%s: %s", peer.name, error)
                 continue
             if name == peer.name:
                 good.append(address)

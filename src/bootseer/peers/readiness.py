@@ -94,8 +94,7 @@ class RollCall:
         self._listed: set[str] = set()
 
     def answer(self, report: StartReport, listed: Collection[str], now_s: float) -> bytes:
-        """Record a report. Returns the state of all nodes, including `listed` ones without a report. A ready node that
-        is listed no more has ended, or is not ready under its new name yet."""
+        """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
         left, self._listed = self._listed.difference(listed), set(listed)
