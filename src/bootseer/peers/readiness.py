@@ -91,17 +91,18 @@ class RollCall:
 
     def __init__(self) -> None:
         self._stages: dict[str, tuple[str, float]] = {}
-        self._listed: set[str] = set()
+        self._listed: Collection[str] = ()
 
     def answer(self, report: StartReport, listed: Collection[str], now_s: float) -> bytes:
         """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
-        left, self._listed = self._listed.difference(listed), set(listed)
-        for name in left:
-            # A pod that is replaced has a new name, its address. A stage is kept: it tells where the node failed.
-            if self._stages.get(name, ("",))[0] == READY:
-                del self._stages[name]
+        if listed is not self._listed:  # the same for many reports
+            for name in set(self._listed).difference(listed):
+                # A pod that is replaced has a new name, its address. A stage is kept: it tells where the node failed.
+                if self._stages.get(name, ("",))[0] == READY:
+                    del self._stages[name]
+            self._listed = listed
         late = sorted((name, (stage, now_s - at_s)) for name, (stage, at_s) in self._stages.items() if stage != READY)
         num_ready = len(self._stages) - len(late)
         late += sorted((name, ("", 0.0)) for name in listed if name not in self._stages)
