@@ -247,6 +247,11 @@ def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp
         assert 0 < stages < every
         parts = [get(running, f"/api/v1/fleet?team={team}").json()["stages"] for team in teams]
         assert sum(row["gpu_s"] for rows in parts for row in rows) == pytest.approx(every)
+        with running.service.database.write() as connection:  # no node says how many it has
+            connection.execute(schema.start.update().values(gpus=None, gpu_s=0.0))
+        job = get(running, "/api/v1/starts?limit=1").json()["starts"][0]["job"]
+        page = get(running, f"/job/{job}").text
+        assert [f'{name}</h3><p class="big">–<' in page for name in ("GPU-hours", "Cost")] == [True, True]
 
 
 def test_two_starts_are_compared(service: RunningService) -> None:

@@ -85,7 +85,9 @@ class Pages:
             "bytes": lambda value: "–" if value is None else format_bytes(value),
             "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
             "hours": lambda value: "–" if value is None else f"{value / S_PER_H:,.1f}",
-            "money": lambda gpu_s: format_money((gpu_s or 0.0) / S_PER_H * settings.price, settings.currency),
+            "money": lambda gpu_s: (
+                "–" if gpu_s is None else format_money(gpu_s / S_PER_H * settings.price, settings.currency)
+            ),
             "moment": lambda ns: datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             "count": lambda value: "–" if value is None else f"{value:,.0f}",
             "dotted": lambda text: Markup(dotted(text)),  # noqa: S704 - escaped by `dotted`

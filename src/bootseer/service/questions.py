@@ -362,12 +362,14 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
             failed=func.sum(cast(_FAILED, Integer)),
             restarts=func.sum(cast(start.c.kind != "full", Integer)),
             latest_ns=func.max(start.c.began_ns),
+            knows_gpus=func.count(start.c.gpus),
         )
         .order_by(func.sum(start.c.gpu_s).desc(), start.c.job)
         .limit(limit)
     ).mappings()
     found = [{name: _plain(value) for name, value in row.items()} for row in rows]
     for values in found:
+        values["gpu_s"] = values["gpu_s"] if values.pop("knows_gpus") else None
         values["share"] = _share(values["ended_s"], values["run_s"])
         values["wait_share"] = _share(values["wait_s"], values["wait_s"] + values["work_s"])
     return found
