@@ -195,7 +195,7 @@ def test_a_node_that_knows_an_image_notices_that_its_blocks_were_deleted(removed
                 with closing(open_source(parse_reference(image.reference))) as source:
                     convert(source, store, options=ConvertOptions(block_size=1 << 20))
             assert prune(catalog, time.time() + 10, grace_s=1).deleted
-        for known in metadata_folder(image.request().cache).iterdir():
+        for known in metadata_folder(image.request().cache).rglob("*"):
             os.utime(known, (0, 0))  # an earlier start has read it
         said: list[str] = []
         mounted = mount_image(image.request(), image.folder / "second", say=said.append)
