@@ -108,6 +108,7 @@ def test_a_file_that_was_replaced_elsewhere_is_appended_to_and_truncated_as_it_i
             if not held:
                 stack.close()
             (one.target / "f").write_bytes(new)
+            until(lambda: one.shown.facts()["open_files"] == held, "the writer's end is told")
             with (other.target / "f").open("ab") as file:
                 file.write(b"+")
             os.truncate(one.target / "f", len(new) + 2)
