@@ -108,7 +108,7 @@ def test_what_a_killed_command_wrote_and_could_not_be_published_is_told(run: Run
     """Only the daemon's log said so, which is removed with the mount."""
     ran = run("run", "-q", "--no-hook", "--checkpoint", str(job), "--", sys.executable, "-c", _KILLED, str(job))
     assert ran.returncode == 137
-    assert f"bootseer: NOT published to {job} when their programs were killed: new/half" in ran.stderr
+    assert f"bootseer: NOT published to {job} when their programs, or the mount, were killed: new/half" in ran.stderr
 
 
 def test_the_next_start_finds_what_this_one_read_in_the_cache(run: Run, events: Events, job: Path) -> None:

@@ -123,7 +123,7 @@ class CheckpointStart:
                 with interruptible(), self._show(mounted.ending(), "") as on_progress:
                     lost = mounted.unmount(waiting=lambda: on_progress(0, 0)).get("lost")
                 if lost:
-                    say(f"NOT published to {uri} when their programs were killed: {listed(lost)}")
+                    say(f"NOT published to {uri} when their programs, or the mount, were killed: {listed(lost)}")
             except TransientError as busy:
                 say(f"{busy}; it is unmounted anyway, and processes that still use it get errors")
             except Interrupted as interrupted:

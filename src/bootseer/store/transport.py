@@ -304,9 +304,11 @@ class Transport:
         """The connection pool with the TLS settings of this origin."""
         folder = certificates(origin.host, origin.port) if origin.scheme == "https" else None
         proxy = proxy_of(origin, os.environ)
-        # A mount may outlast its certificates.
-        written = [path.lstat().st_mtime_ns for path in folder.glob("*")] if folder is not None else []
-        written += [Path(path).stat().st_mtime_ns for path in (ssl.get_default_verify_paths().cafile,) if path]
+        written: list[int] = []  # a mount may outlast its certificates
+        with contextlib.suppress(OSError):  # they are being replaced: the next request sees it
+            written += [path.lstat().st_mtime_ns for path in folder.glob("*")] if folder is not None else []
+            authorities = ssl.get_default_verify_paths().cafile if origin.scheme == "https" else None
+            written += [Path(authorities).stat().st_mtime_ns] if authorities else []
         name = f"{origin.scheme} {folder or ''} {proxy} {written}"
         with self._lock:
             pool = self._pools.get(name)

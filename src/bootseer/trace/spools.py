@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from bootseer.io.trusted_folder import home_of, open_own, open_trusted
 from bootseer.trace.sinks import SUFFIX, safe_name
@@ -53,15 +53,12 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
         os.makedirs(root, mode=0o700, exist_ok=True)
         above = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     mode = 0o750 if os.fstat(above).st_mode & stat.S_ISGID else 0o700
-    umask = os.umask(0o777 - mode)  # the group may read whatever the user's own is; there are no threads yet
-    try:
+    with ExitStack() as opened:
+        opened.callback(os.close, above)
+        # The group may read whatever the user's own umask is; there are no threads yet.
+        opened.callback(os.umask, os.umask(0o777 - mode))
         folder = open_own(above, name, path, mode=mode, otherwise=f"give another --job, or {_OTHERWISE}")
-    except BaseException:
-        os.umask(umask)
-        raise
-    finally:
-        os.close(above)
-    try:
+        opened.callback(os.close, folder)
         number = attempt if attempt is not None else _new_attempt(folder, path, mode)
         name = f"{_ATTEMPT}{number}"
         if attempt is not None:
@@ -69,9 +66,6 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
                 os.mkdir(name, mode, dir_fd=folder)
             except FileExistsError:  # created by another node, or a link: then opening fails
                 os.close(os.open(name, _FOLDER, dir_fd=folder))
-    finally:
-        os.umask(umask)
-        os.close(folder)
     return os.path.join(path, name), number
 
 
