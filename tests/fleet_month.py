@@ -110,7 +110,7 @@ class Month:
         with database.write() as connection:
             if database.is_postgres:
                 connection.execute(text("SELECT setval(pg_get_serial_sequence('start', 'id'), max(id)) FROM start"))
-            connection.execute(text("ANALYZE"))
+                connection.execute(text("ANALYZE"))  # as its autovacuum does; a service with SQLite has no statistics
         return self.truth
 
     def _day(self, database: Database, day: int) -> None:

@@ -38,6 +38,7 @@ from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
 _LOOK_EVERY_S: Final = 0.25
+_MOST_POLLED: Final = 1_000_000
 _QUIET_S: Final = 0.5
 """Time without batches after which an analysis begins."""
 _PACE: Final = 4
@@ -190,14 +191,18 @@ class Deriver:
     def _take(self) -> None:
         """Poll for new batches of attempts that no other service has claimed."""
         batch, live = schema.batch, schema.live
-        claim = (live.c.job == batch.c.job) & (live.c.attempt == batch.c.attempt)
+        to_do = select(batch.c.job, batch.c.attempt, batch.c.received_ns).where(batch.c.done.is_(False))
+        # Without the limit SQLite reads all batches in the order of the groups, if the database has been analysed.
+        to_do = to_do.order_by(batch.c.received_ns).limit(_MOST_POLLED)
+        waits = to_do.subquery().c
+        claim = (live.c.job == waits.job) & (live.c.attempt == waits.attempt)
         with self._database.read() as connection:
             rows = connection.execute(
-                select(batch.c.job, batch.c.attempt, func.count(), func.max(batch.c.received_ns))
+                select(waits.job, waits.attempt, func.count(), func.max(waits.received_ns))
                 .outerjoin(live, claim)
-                .where(batch.c.done.is_(False), live.c.owner.is_(None) | self._is_free())
-                .group_by(batch.c.job, batch.c.attempt)
-                .order_by(func.min(batch.c.received_ns))
+                .where(live.c.owner.is_(None) | self._is_free())
+                .group_by(waits.job, waits.attempt)
+                .order_by(func.min(waits.received_ns))
             ).all()
         for job, number, count, newest_ns in rows:
             attempt, waiting = Attempt(job, number), (count, newest_ns)
