@@ -25,7 +25,7 @@ from bootseer.service.database import Database
 from bootseer.service.deadlines import LEARNED_DAYS, Deadlines, words
 from bootseer.service.questions import Filter
 from bootseer.service.rows import BEGAN, day_of
-from bootseer.service.schema import CLOSED, node_start, stage, stage_day, start
+from bootseer.service.schema import OPEN, node_start, stage, stage_day, start
 from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
@@ -41,7 +41,8 @@ _BAND: Final = 0.1
 _CHANCE: Final = 1e-3
 """Probability that any node is on the list of lemons by chance."""
 _LEAST_LAST: Final = 3
-_IS_CLOSED: Final = start.c.state == CLOSED  # of an open start, another node may still be the last one
+# Of an open start, another node may still be the last one. With ==, SQLite without statistics would read all starts.
+_IS_CLOSED: Final = start.c.state != OPEN
 _COMPARED: Final = _IS_CLOSED & (start.c.nodes_heard > 1) & start.c.last_node_id.is_not(None)
 _MAX_AGE_S: Final = 7 * 86_400
 """If a stage seems to have lasted longer, a clock is wrong."""
