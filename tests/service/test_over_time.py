@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -109,6 +110,11 @@ def test_a_start_in_progress_is_open_in_the_history(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")}
     shown = warm.bootseer(["history", "moe", str(tmp_path)], cwd=Path.cwd(), env=env).stdout
     assert ("open" in shown, "truncated" in shown) == (True, False)
+    unknown = b"".join(fleet.lines()).replace(b'"gpus"', b'"other"')  # a bill of 0.0 GPU-hours was false
+    (tmp_path / "0.events").write_bytes(unknown)
+    told_by_team = warm.bootseer(["fleet", str(tmp_path)], cwd=Path.cwd(), env=env).stdout
+    assert "; 1 of them without a GPU count" in told_by_team
+    assert re.search(r"^- +1 +- +- *$", told_by_team, re.MULTILINE), told_by_team
 
 
 def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:

@@ -247,11 +247,34 @@ def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp
         assert 0 < stages < every
         parts = [get(running, f"/api/v1/fleet?team={team}").json()["stages"] for team in teams]
         assert sum(row["gpu_s"] for rows in parts for row in rows) == pytest.approx(every)
-        with running.service.database.write() as connection:  # no node says how many it has
-            connection.execute(schema.start.update().values(gpus=None, gpu_s=0.0))
-        job = get(running, "/api/v1/starts?limit=1").json()["starts"][0]["job"]
-        page = get(running, f"/job/{job}").text
+        with running.service.database.write() as connection:  # no node says how many GPUs it has
+            unknown = {"gpus": None, "gpu_s": 0.0, "wait_gpu_s": 0.0}
+            connection.execute(schema.start.update().where(schema.start.c.team != "llm").values(unknown))
+        rows = {row["team"]: row for row in get(running, "/api/v1/fleet?since=7d").json()["by_team"]}
+        assert {row["team"]: row["gpu_s"] for row in rows.values() if row["gpu_s"] is not None} == {
+            "llm": pytest.approx(teams["llm"])
+        }
+        assert {team: row["gpus_unknown"] for team, row in rows.items()} == {
+            team: 0 if team == "llm" else row["starts"] for team, row in rows.items()
+        }
+        num, every = (sum(row[name] for row in rows.values()) for name in ("gpus_unknown", "starts"))
+        page = get(running, "/?since=7d").text
+        assert f"; {num} of {every} starts without a GPU count</p>" in page
+        figures = get(running, "/metrics").text
+        assert re.findall(r'bootseer_start_gpu_seconds_total{team="(\w+)"}', figures) == ["llm"]
+        with running.service.database.write() as connection:
+            connection.execute(schema.start.update().values(unknown))
+            day = schema.stage_day
+            connection.execute(day.update().values(bucket=-1 - day.c.bucket, gpu_s=0.0))
+        start = get(running, "/api/v1/starts?limit=1").json()["starts"][0]
+        assert start["gpu_s"] is None
+        page = get(running, f"/job/{start['job']}").text
         assert [f'{name}</h3><p class="big">–<' in page for name in ("GPU-hours", "Cost")] == [True, True]
+        found = get(running, "/api/v1/fleet?since=90d").json()
+        parts = [row for name in ("by_team", "stages", "days", "jobs", "failures") for row in found[name]]
+        assert {row["gpu_s"] for row in parts} == {row["straggler_gpu_s"] for row in found["straggling"]} == {None}
+        page = get(running, "/?since=90d").text
+        assert f'GPU-hours in starts</h3><p class="big">–</p><p class="sub">unknown; {every} of {every} starts' in page
 
 
 def test_two_starts_are_compared(service: RunningService) -> None:

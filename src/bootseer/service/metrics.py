@@ -86,7 +86,8 @@ def _stages(made: Figures, connection: Connection, where: Filter) -> None:
         made.histogram("bootseer_stage_seconds", bounds, [*counts, above], None, stage=name, scale=scale, cache=cache)
     made.family("bootseer_stage_gpu_seconds_total", "counter", "GPU time in stages of starts.")
     for (name, scale, cache), seconds in gpu_s.items():
-        made.value("bootseer_stage_gpu_seconds_total", seconds, stage=name, scale=scale, cache=cache)
+        if scale:  # else the number of GPUs is unknown, or 0
+            made.value("bootseer_stage_gpu_seconds_total", seconds, stage=name, scale=scale, cache=cache)
 
 
 def _teams(made: Figures, connection: Connection, where: Filter) -> None:
@@ -104,7 +105,8 @@ def _teams(made: Figures, connection: Connection, where: Filter) -> None:
     ):
         sums: dict[str, float] = defaultdict(float)
         for row in rows:
-            sums[names[row["team"]]] += row[column] or 0.0
+            if row[column] is not None:
+                sums[names[row["team"]]] += row[column]
         made.family(family, "counter", about)
         for name, value in sums.items():
             made.value(family, value, team=name)

@@ -145,7 +145,7 @@ class Pages:
         return {
             **chosen,
             "teams": [team] if (team := _grant(request).team) else questions.teams(connection),
-            "by_team": questions.cost(connection, where, "team"),
+            "by_team": questions.cost(connection, where),
             "buckets": questions.buckets(connection, where),
             "stages": questions.stages(connection, where)[:15],
             "jobs": questions.jobs(connection, where, limit=20),

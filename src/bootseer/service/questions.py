@@ -50,6 +50,8 @@ _LEAST_STARTS: Final = 3
 _FAILED: Final = start.c.outcome.in_((FAILED, TRUNCATED)) & (start.c.state == CLOSED)
 own_s: Final = start.c.overhead_s - func.coalesce(start.c.queue_s, 0.0)
 """Duration without the queue, in which a job has no GPUs."""
+_UNKNOWN: Final = func.count() - func.count(start.c.gpus)
+"""Starts whose number of GPUs is unknown. They are in no sum of GPU time; sums of only such starts are null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +95,25 @@ def bucket_name(number: int) -> str:
     return BUCKETS[number][1] if 0 <= number < len(BUCKETS) else ""
 
 
-def cost(connection: Connection, where: Filter, by: str = "team") -> Rows:
-    """Cost of starts by `team`, `queue`, `user`, `kind`, `job` or `bucket`, and their share of GPU time."""
-    ran = start.c.run_s.is_not(None)
+def _known(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    """The sum of a column over starts whose number of GPUs is known; null if there are none, as 0 is a false bill."""
+    return func.sum(case((start.c.gpus.is_not(None), column)))
+
+
+def cost(connection: Connection, where: Filter) -> Rows:
+    """Cost of starts by team, and their share of GPU time."""
     rows = connection.execute(
         _grouped(
             where,
-            start.c[by],
-            *("gpu_s", "wait_gpu_s", "overhead_s"),
-            ended_gpu_s=func.sum(case((ran, start.c.gpu_s), else_=0.0)),
-            run_gpu_s=func.sum(case((ran, start.c.run_s * func.coalesce(start.c.gpus, 0)), else_=0.0)),
+            start.c.team,
+            "overhead_s",
+            gpu_s=_known(start.c.gpu_s),
+            wait_gpu_s=_known(start.c.wait_gpu_s),
+            ended_gpu_s=_known(case((start.c.run_s.is_not(None), start.c.gpu_s))),
+            run_gpu_s=func.sum(start.c.run_s * start.c.gpus),
         )
     ).mappings()
-    found = [dict(row) for row in rows]
-    for row in found:
-        row["share"] = _share(row["ended_gpu_s"], row["run_gpu_s"])
+    found = [{**row, "share": _share(row["ended_gpu_s"], row["run_gpu_s"])} for row in rows]
     return sorted(found, key=lambda row: -(row["gpu_s"] or 0))
 
 
@@ -116,8 +122,9 @@ def stages(connection: Connection, where: Filter) -> Rows:
     # The sums of days are not split by team, queue and job: with such a filter the rows of starts are summed.
     of = stage_start if where.needs_starts(stage_day) else stage_day
     where = replace(where, state=CLOSED)  # as in these sums
-    known, summed = names(connection, stage), ("work_s", "wait_s", "gpu_s")
-    columns = (of.c.stage_id, *(func.sum(of.c[name]).label(name) for name in summed))
+    known, summed = names(connection, stage), ("work_s", "wait_s")
+    gpu_s = func.sum(case((of.c.bucket >= 0, of.c.gpu_s))).label("gpu_s")  # the other starts have no scale
+    columns = (of.c.stage_id, gpu_s, *(func.sum(of.c[name]).label(name) for name in summed))
     hists: dict[int, list[int]] = defaultdict(lambda: [0] * CLASSES)
     if of is stage_day:  # all histograms of a stage as one text: thousands of small ones take longer to parse
         totals = select(*columns, func.sum(of.c.n).label("n"), func.aggregate_strings(of.c.hist, ",").label("hists"))
@@ -135,7 +142,7 @@ def stages(connection: Connection, where: Filter) -> Rows:
             hist = hists[row.stage_id]
         quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
         added = {name: row._mapping[name] or 0.0 for name in summed}
-        found.append({"stage": known[row.stage_id], "n": int(row.n), **added, **quantiles})
+        found.append({"stage": known[row.stage_id], "n": int(row.n), "gpu_s": row.gpu_s, **added, **quantiles})
     return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
 
 
@@ -238,6 +245,7 @@ def starts(
     found = [dict(row) for row in rows]
     for values in found:
         values["bucket"] = bucket_name(values.pop("bucket_"))
+        values.update({"gpu_s": None, "wait_gpu_s": None} if values["gpus"] is None else {})
         values["fingerprint"] = json.loads(values["fingerprint"] or "{}")
     return found
 
@@ -342,7 +350,7 @@ def by_day(connection: Connection, where: Filter) -> Rows:
     """Starts by day and kind, with their overhead and GPU time."""
     query = (
         select(start.c.day, start.c.kind, func.count().label("starts"),
-               func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"),
+               func.sum(start.c.overhead_s).label("overhead_s"), _known(start.c.gpu_s).label("gpu_s"),
                func.sum(cast(_FAILED, Integer)).label("failed"))
         .where(*where.of(start)).group_by(start.c.day, start.c.kind).order_by(start.c.day, start.c.kind)
     )  # fmt: skip
@@ -357,19 +365,18 @@ def jobs(connection: Connection, where: Filter, *, limit: int = 200) -> Rows:
         _grouped(
             where,
             start.c.job,
-            *("overhead_s", "run_s", "work_s", "wait_s", "gpu_s"),
+            *("overhead_s", "run_s", "work_s", "wait_s"),
+            gpu_s=_known(start.c.gpu_s),
             ended_s=func.sum(case((ran, own_s), else_=0.0)),
             failed=func.sum(cast(_FAILED, Integer)),
             restarts=func.sum(cast(start.c.kind != "full", Integer)),
             latest_ns=func.max(start.c.began_ns),
-            knows_gpus=func.count(start.c.gpus),
         )
         .order_by(func.sum(start.c.gpu_s).desc(), start.c.job)
         .limit(limit)
     ).mappings()
     found = [{name: _plain(value) for name, value in row.items()} for row in rows]
     for values in found:
-        values["gpu_s"] = values["gpu_s"] if values.pop("knows_gpus") else None
         values["share"] = _share(values["ended_s"], values["run_s"])
         values["wait_share"] = _share(values["wait_s"], values["wait_s"] + values["work_s"])
     return found
@@ -381,13 +388,12 @@ def straggling(connection: Connection, where: Filter) -> Rows:
         where,
         start.c.bucket,
         *("overhead_s", "straggler_s"),
-        straggler_gpu_s=func.sum(start.c.straggler_s * func.coalesce(start.c.gpus, 0)),
+        straggler_gpu_s=func.sum(start.c.straggler_s * start.c.gpus),
     ).where(start.c.outcome == BEGAN)
-    found = [dict(row) for row in connection.execute(query.order_by(start.c.bucket)).mappings()]
-    for row in found:
-        row["bucket"] = bucket_name(row["bucket"])
-        row["share"] = _share(row["straggler_s"], row["overhead_s"])
-    return found
+    return [
+        {**row, "bucket": bucket_name(row["bucket"]), "share": _share(row["straggler_s"], row["overhead_s"])}
+        for row in connection.execute(query.order_by(start.c.bucket)).mappings()
+    ]
 
 
 def origin(connection: Connection, where: Filter) -> Rows:
@@ -430,7 +436,8 @@ def failures(connection: Connection, where: Filter) -> Rows:
     """Starts without training: the stage in which they stopped, and what they cost."""
     query = (
         select(start.c.outcome, stage.c.name.label("stage"), func.count().label("starts"),
-               func.sum(start.c.overhead_s).label("overhead_s"), func.sum(start.c.gpu_s).label("gpu_s"))
+               func.sum(start.c.overhead_s).label("overhead_s"), _known(start.c.gpu_s).label("gpu_s"),
+               _UNKNOWN.label("gpus_unknown"))
         .outerjoin_from(start, stage, stage.c.id == start.c.last_stage_id)
         .where(*where.of(start), start.c.outcome != BEGAN, start.c.state == CLOSED)
         .group_by(start.c.outcome, stage.c.name).order_by(func.count().desc(), start.c.outcome, stage.c.name)
@@ -472,7 +479,7 @@ def coverage(connection: Connection, where: Filter, now_ns: int) -> dict[str, An
 
 def _grouped(where: Filter, by: ColumnElement[Any], *summed: str, **sums: ColumnElement[Any]) -> Select[Any]:
     """The number of starts by a column, the sums of their columns `summed`, and other `sums`."""
-    columns = [func.sum(start.c[name]).label(name) for name in summed]
+    columns = [_UNKNOWN.label("gpus_unknown"), *(func.sum(start.c[name]).label(name) for name in summed)]
     columns += [value.label(name) for name, value in sums.items()]
     return select(by, func.count().label("starts"), *columns).where(*where.of(start)).group_by(by)
 
