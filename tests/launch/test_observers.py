@@ -1,15 +1,18 @@
 """What watches a start beside its command."""
 
+import os
 import sys
 import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bootseer.launch.observers import COMMAND_ENDED, TRAINING_BEGAN, Observers, Shipping, StartReport
-from bootseer.launch.session import RunEvents, Unmeasured
+from bootseer.launch.session import RunEvents, Unmeasured, _run_attributes
 from bootseer.trace.event import Event
 from bootseer.trace.identity import Identity
 from bootseer.trace.sinks import FanOut
@@ -61,6 +64,16 @@ def test_a_second_report_waits_until_the_first_one_is_written() -> None:
     assert written == [TRAINING_BEGAN]
     watcher.join()
     ender.join()
+
+
+@pytest.mark.parametrize(("devices", "gpus"), [(["null", "nvidia0", "nvidiactl"], 1), (["null"], 0), (["kfd"], None)])
+def test_gpus_that_are_not_counted_are_unknown(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], gpus: int | None
+) -> None:
+    """With 0 on nodes with AMD's, reports and sums said that starts cost no GPU-hours."""
+    monkeypatch.setattr(os, "listdir", lambda path: devices)
+    options: Any = SimpleNamespace(hook=True, requirements=())
+    assert _run_attributes(["true"], Identity(job="moe", node="a"), options, {})["gpus"] == gpus
 
 
 def test_a_run_owns_its_events_although_the_clock_was_set_back_and_none_of_before_a_boot() -> None:

@@ -287,7 +287,9 @@ def _run_attributes(
 
     gpus = identity.gpus
     if gpus is None:
-        gpus = sum(name.startswith("nvidia") and name[6:].isdecimal() for name in os.listdir("/dev"))
+        devices = os.listdir("/dev")
+        gpus = sum(name.startswith("nvidia") and name[6:].isdecimal() for name in devices)
+        gpus = None if not gpus and "kfd" in devices else gpus  # AMD's are not counted
     facts: dict[str, object] = {
         "bootseer": __version__,
         "program": os.path.basename(command[0]),
