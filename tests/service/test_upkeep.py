@@ -295,6 +295,7 @@ def test_what_is_old_is_forgotten(place: Place) -> None:
     assert forget(place.database, place.raw, 14, 20_000 * DAY_NS) == 0
     assert forget(place.database, place.raw, 0, (DAY + 2) * DAY_NS) == 1
     assert list(place.raw.names()) == []
+    assert list(place.folder.iterdir()) == [], "folders without lines stayed for ever"
     assert len(place.rows(schema.start)) == len(place.rows(schema.start_report)) == 1
 
 

@@ -17,14 +17,14 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Final, NamedTuple
 
 import zstandard
 
-from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.io.tasks import Tasks
-from bootseer.store.file import STORE_GROUP, FileStore
+from bootseer.store.file import STORE_GROUP, FileStore, PlaceStore
 from bootseer.store.store import MAX_CREATE_BYTES, Store
 from bootseer.trace.sinks import SUFFIX, safe_name
 from bootseer.trace.spools import fingerprint, folder_name
@@ -157,9 +157,15 @@ class RawStore:
                         yield name, lines
 
     def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, and the folders that are empty then."""
         with Tasks("bootseer-raw", _READERS) as pool:
             for first in range(0, len(names), _AT_ONCE):
                 list(pool.map(self.store.delete, names[first : first + _AT_ONCE]))
+        if isinstance(self.store, PlaceStore):  # a bucket has no folders
+            folders = {folder for name in names for folder in accumulate(name.split("/")[:-1], "{}/{}".format)}
+            for folder in sorted(folders, reverse=True):  # those within it first
+                with contextlib.suppress(BootseerError):  # it has other objects
+                    self.store.place.delete(folder)
 
 
 def job_folder(job: str) -> str:
