@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.image.sources.open import this_platform
-from bootseer.launch import supervise
+from bootseer.io import proc
+from bootseer.launch import restart_request, supervise
 from bootseer.launch.restart import is_elastic
+from bootseer.launch.restart_request import Run as Asked
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
 from busybox import running
@@ -203,6 +205,19 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     assert (code, requested) == (137, [True])
+
+
+def test_roots_own_run_is_restarted_not_that_of_a_user_who_has_a_job_of_this_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a process that claims to be one: the request then failed after its whole limit."""
+    own, other = Asked(11, 12, "moe", 0), Asked(21, 22, "moe", 0)
+    again, signalled = Asked(11, 13, "moe", 1), list[int]()
+    looks = iter([[other, own], [other, again]])
+    monkeypatch.setattr(restart_request, "find_runs", lambda job: next(looks))
+    monkeypatch.setattr(proc, "status", lambda pid: {"Uid": f"{os.getuid() + (pid != 11)}\t0\t0\t0"})
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
+    assert (restart_request.restart("moe", 5), signalled) == ([again], [11])
 
 
 def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run: Run) -> None:

@@ -64,9 +64,9 @@ def find_runs(job: str = "") -> list[Run]:
 def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: None) -> list[Run]:
     """Have the commands of the job's runs on this node started again; returns the runs, with their new commands.
 
-    Without a name, the only job that there is. `waiting` is called often meanwhile. Raises `UsageError` if no run, or
-    more than one job, is meant, `TransientError` if a new command has not started within `within_s` seconds,
-    `PermanentError` if a run has ended.
+    Without a name, the only job that there is; runs of other users only if this user has none of the job. `waiting` is
+    called often meanwhile. Raises `UsageError` if no run, or more than one job, is meant, `TransientError` if a new
+    command has not started within `within_s` seconds, `PermanentError` if a run has ended.
     """
     runs = find_runs(job)
     jobs = sorted({run.job for run in runs})
@@ -77,6 +77,8 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
         raise UsageError(f"{what} on this node can be restarted", hint=hint)
     if len(jobs) > 1:
         raise UsageError(f"several jobs can be restarted: {', '.join(jobs)}", hint="name one")
+    # Root may signal those of all users: another one's may have this name by chance, or a process may claim it.
+    runs = [run for run in runs if proc.status(run.pid).get("Uid", "").split()[:1] == [str(os.getuid())]] or runs
     until_s = time.monotonic() + within_s
     for run in runs:
         with contextlib.suppress(ProcessLookupError):
@@ -91,6 +93,7 @@ def restart(job: str, within_s: float, waiting: Callable[[], None] = lambda: Non
         if gone:
             raise PermanentError(f"job {jobs[0]} was not restarted: its run has ended (process {gone[0]})")
         if time.monotonic() > until_s:
-            raise TransientError(f"a command of job {jobs[0]} was not started again within {within_s:.0f} s")
+            late = min(old.keys() - {run.pid for run in new})
+            raise TransientError(f"run {late} of job {jobs[0]} did not start its command again within {within_s:.0f} s")
         waiting()
         time.sleep(_POLL_S)
