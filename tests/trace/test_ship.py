@@ -379,6 +379,28 @@ def test_a_file_is_given_up_if_the_service_wants_it_only_after_the_time_is_over(
     assert (done.returncode, "not sent completely: HTTP 503" in done.stderr) == (1, True)
 
 
+def test_a_service_that_never_answers_holds_the_verb_no_longer_than_the_limit(run, env, hung):
+    """It was 10 s, however short the limit."""
+    spool(Path(env["BOOTSEER_SPOOL"]), num_nodes=1)
+    began = time.monotonic()
+    done = run("ship", "--to", hung, "--within", "1")
+    assert (done.returncode, "timed out" in done.stderr) == (1, True)
+    assert time.monotonic() - began < 8
+
+
+def test_a_file_is_tried_again_for_as_long_after_a_part_as_at_first(run, tmp_path):
+    """A service that was busy for a moment, minutes after the file's first batch, got no second try."""
+    (tmp_path / "job.log").write_bytes(b"x" * 79 + b"\n" + b"y" * (2 << 20) + b"\n")
+
+    def answer(number: int) -> tuple[int, dict[str, str], bytes]:
+        time.sleep(0.7 * (number == 0))
+        return 503 if number == 1 else 202, {"Retry-After": "0"}, b"{}"
+
+    with collector(answer) as server:
+        done = run("ship", "--to", server.url, "--within", "1", "--job", "moe", "job.log")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_log_of_a_job_without_bootseer_becomes_a_start(service, run, tmp_path):
     source = Path(__file__).parents[1] / "golden" / "megatron" / "setup.log"
     done = run("ship", "--to", service.url, "--job", "ungemessen/7", str(source))

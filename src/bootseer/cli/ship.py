@@ -20,6 +20,7 @@ from bootseer.report.inputs import Source
 from bootseer.trace import spools
 from bootseer.trace.ship import (
     BATCH_BYTES,
+    REQUEST_S,
     Link,
     Spools,
     Target,
@@ -61,7 +62,7 @@ def ship_command(
     The token comes from $BOOTSEER_SERVICE_TOKEN, or from the file (0600) that $BOOTSEER_SERVICE_TOKEN_FILE names.
     """
     where = target(url, os.environ)
-    link = Link(where)
+    link = Link(where, min(max(within, 1.0), REQUEST_S))  # a request that is not answered ends within the limit, too
     named = list(places) or [spools.default_root(os.environ)]
     # A spool that is followed may be created later.
     folders = [one for one in named if not job and (Path(one).is_dir() or (follow and not Path(one).exists()))]
@@ -75,16 +76,16 @@ def ship_command(
         lines = _follow(sender, files, job, link, where, stop_event(), alone=named == ["-"])
         waiting = 0
     else:
-        until = time.monotonic() + within
-        lines = sum(_send_file(source, job, link, until, quiet, damaged) for source in inputs.sources(files))
+        lines = sum(_send_file(source, job, link, within, quiet, damaged) for source in inputs.sources(files))
         try:
-            waiting = _send_spools(sender, link, until, quiet) if folders else 0
+            waiting = _send_spools(sender, link, time.monotonic() + within, quiet) if folders else 0
         finally:
             sender.close()
     if waiting and quiet:
         raise SystemExit(1)
     if waiting:
-        cause = f" to {link.service}: {link.problem}" if link.problem else "; another process is sending them"
+        other = f" within {within:g} s; another process may be sending them"
+        cause = f" to {link.service}: {link.problem}" if link.problem else other
         raise TransientError(f"{plural(waiting, 'folder')} could not be sent completely{cause}. The spools keep them")
     if not quiet:
         has = "what is before the damage" if damaged else "everything"
@@ -198,15 +199,18 @@ def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
         time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
 
 
-def _send_file(source: Source, job: str, link: Link, until: float, quiet: bool, damaged: list[str]) -> int:
+def _send_file(source: Source, job: str, link: Link, within: float, quiet: bool, damaged: list[str]) -> int:
     """Send a file's event lines, or with `job` all its lines; returns their number. A file that is truncated or damaged
     is sent up to there, and its name added to `damaged`."""
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
     blocks, reported = _blocks(source, damaged), ""
     sent = _Lines(name, lambda: next(blocks), job, link)
+    accepted, until = link.batches, time.monotonic() + within
     while not sent.step():
         if link.is_refused:
             raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
+        if accepted != link.batches:  # it has taken some since
+            accepted, until = link.batches, time.monotonic() + within
         if max(time.monotonic(), link.not_before) >= until:
             raise TransientError(f"{source.name}: not sent completely: {link.problem}")
         if not reported and not quiet:

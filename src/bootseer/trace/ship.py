@@ -43,7 +43,7 @@ SERVICE: Final = "BOOTSEER_SERVICE"
 
 _POSITIONS = ".shipped"
 _VERSION = 1
-_REQUEST_S = 10.0
+REQUEST_S: Final = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _REFUSED_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 600.0
@@ -107,7 +107,7 @@ def _token(env: Mapping[str, str]) -> str:
 class Link:
     """The connection to a service, with backoff and the pauses that the service requests. For one thread."""
 
-    def __init__(self, where: Target, timeout_s: float = _REQUEST_S) -> None:
+    def __init__(self, where: Target, timeout_s: float = REQUEST_S) -> None:
         self.problem = ""
         """Why the last request failed; empty after a success, and before the first."""
         self.is_refused = False
