@@ -4,8 +4,9 @@ a one-line overview of each, and their share of the job's time.
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -140,34 +141,47 @@ def with_replaced_nodes(found: Iterable[StartupSpans]) -> list[StartupSpans]:
 
     A launcher's agent counts the restarts that it has seen itself, so that of a replaced node begins at 0.
     """
-    by_key = {startup.key: startup for startup in found}
-    with_new: set[tuple[str, int]] = set()
-    times = {id(node): _times_of(node) for startup in by_key.values() for node in startup.nodes.values()}
-    for startup in sorted(by_key.values(), key=lambda startup: startup.key):
-        late = _joined_later(startup.nodes)
-        unmoved = set(late)  # their later restarts are not where they belong yet
+    attempts: dict[tuple[str, int], dict[int, StartupSpans]] = defaultdict(dict)
+    for startup in found:
+        attempts[startup.key[:2]][startup.key.restart] = startup
+    return sorted([startup for restarts in attempts.values() for startup in _moved(restarts)], key=_begin_of_most)
+
+
+def _begin_of_most(startup: StartupSpans) -> float:
+    """Not of the earliest: one clock may be wrong by years."""
+    return median(map(begin_of, startup.nodes.values()))
+
+
+def _moved(restarts: dict[int, StartupSpans]) -> list[StartupSpans]:
+    """The starts of one attempt, by time, with each node in the one that it joined."""
+    times = {id(node): _times_of(node) for startup in restarts.values() for node in startup.nodes.values()}
+
+    def times_in(number: int, without: set[str]) -> list[tuple[int, int]]:
+        return [times[id(node)] for name, node in restarts[number].nodes.items() if name not in without]
+
+    numbers = sorted(restarts)
+    for number in numbers:
+        unmoved = set(late := _joined_later(restarts[number].nodes))  # they may not belong to later restarts, either
         for name in late:
-            own = sorted(key for key in by_key if key[:2] == startup.key[:2] and key >= startup.key)
-            others = ([times[id(one)] for n, one in by_key[key].nodes.items() if n not in unmoved] for key in own[1:])
-            own_times = times[id(startup.nodes[name])]
-            met = next((key for key, each in zip(own[1:], others, strict=True) if _meet(each, own_times)), None)
-            if met is None:
-                met = own[-1]._replace(restart=own[-1].restart + 1)
-                by_key[met] = StartupSpans(met, startup.kind, {}, startup.run_attrs)
-                with_new.add((met.job, met.attempt))
-            for key in reversed(own):
-                later = by_key.get(key._replace(restart=key.restart + met.restart - startup.key.restart))
-                if later is not None and name in by_key[key].nodes and name not in later.nodes:
-                    later.nodes[name] = by_key[key].nodes.pop(name)
+            own, later = times[id(restarts[number].nodes[name])], [one for one in sorted(restarts) if one > number]
+            met = next((one for one in later if _meet(times_in(one, unmoved), own)), None)
+            _move(name, restarts, number, max(restarts) + 1 if met is None else met)
             unmoved.discard(name)
-    # Not the earliest: one clock may be wrong by years.
-    found = [startup for startup in by_key.values() if startup.nodes]
-    found.sort(key=lambda startup: median(map(begin_of, startup.nodes.values())))
-    for attempt in with_new:  # the nodes of a new startup count their own restarts from 0, too
-        of_attempt = [startup for startup in found if startup.key[:2] == attempt]
-        for startup, key in zip(of_attempt, sorted(startup.key for startup in of_attempt), strict=True):
+    found = sorted([startup for startup in restarts.values() if startup.nodes], key=_begin_of_most)
+    if len(restarts) > len(numbers):  # the nodes of a new start count their own restarts from 0, too
+        for startup, key in zip(found, sorted(startup.key for startup in found), strict=True):
             startup.key = key
     return found
+
+
+def _move(name: str, restarts: dict[int, StartupSpans], begin: int, to: int) -> None:
+    """Move a node from one restart to another, which may be new, and those after it by as many."""
+    old = restarts[begin]
+    restarts.setdefault(to, StartupSpans(old.key._replace(restart=to), old.kind, {}, old.run_attrs))
+    for number in sorted(restarts, reverse=True):
+        here, there = restarts[number].nodes, restarts.get(number + to - begin)
+        if number >= begin and there is not None and name in here and name not in there.nodes:
+            there.nodes[name] = here.pop(name)
 
 
 def _joined_later(nodes: Mapping[str, NodeSpans]) -> list[str]:
@@ -175,17 +189,17 @@ def _joined_later(nodes: Mapping[str, NodeSpans]) -> list[str]:
     train."""
     began = {name: marks for name, node in nodes.items() if (marks := began_of(node))}
     first = dict(sorted((mark for marks in began.values() for mark in marks.items()), key=lambda mark: -mark[1]))
-    first_ns = min(first.values(), default=None)
-    late = []
-    for name, node in nodes.items():
-        if first_ns is not None and (begin_ns := begin_of(node)) > first_ns:
-            ranks = {span.rank for span in (*node.spans, *node.instants)} - {NO_RANK}
-            others = [min(marks.values()) for other, marks in began.items() if other != name and node.num_runs > 1]
-            if any(
-                known and max(known) < begin_ns for known in ([first.get(rank, begin_ns) for rank in ranks], others)
-            ):
-                late.append(name)
-    return late
+    first_ns = min(first.values(), default=math.inf)
+
+    def is_late(name: str, node: NodeSpans) -> bool:
+        if (begin_ns := begin_of(node)) <= first_ns:
+            return False
+        ranks = {span.rank for span in (*node.spans, *node.instants)} - {NO_RANK}
+        others = [min(marks.values()) for other, marks in began.items() if other != name and node.num_runs > 1]
+        both = [first.get(rank, begin_ns) for rank in ranks], others
+        return any(known and max(known) < begin_ns for known in both)
+
+    return [name for name, node in nodes.items() if is_late(name, node)]
 
 
 def _times_of(node: NodeSpans) -> tuple[int, int]:
