@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import time
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -20,7 +19,8 @@ import yaml
 from sqlalchemy import func, select
 
 from bootseer.errors import UsageError
-from bootseer.service.alerts import Alerts, Finding, Limits, of_weeks, settle, urgent, webhook
+from bootseer.service import alerts
+from bootseer.service.alerts import Alerts, Finding, of_weeks, settle, urgent, webhook
 from bootseer.service.database import Database
 from bootseer.service.metrics import text_of
 from bootseer.service.over_time import OverTime, learned, now
@@ -63,7 +63,7 @@ def test_figures_and_rules_of_a_month(month: Any) -> None:
         of_open = connection.execute(select(func.sum(start.c.gpu_s)).where(start.c.state == "open")).scalar_one()
     with database.read() as connection:
         text = text_of(connection, OverTime(database), made.now_ns - 1)
-        found = of_weeks(connection, Limits(), made.now_ns - 1)
+        found = of_weeks(connection, made.now_ns - 1)
     figures = samples(text)
     counts = sum(value for name, value in figures.items() if name.startswith("bootseer_start_seconds_count"))
     assert counts == sum(map(len, made.truth.overheads.values()))
@@ -105,17 +105,19 @@ def test_labels_of_stages_stay_whatever_they_cost(month: Any) -> None:
     assert "other" in labels()
 
 
-def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
+def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fact is changed for each rule; what it finds is gone when the fact is."""
     made, database = month
-    now_ns, limits, hour_ns = made.now_ns - 1, Limits(), 3600 * 10**9
+    now_ns, hour_ns = made.now_ns - 1, 3600 * 10**9
 
     def found(**of: Any) -> dict[str, str]:
-        with database.read() as connection:
+        with database.read() as connection, monkeypatch.context() as patched:
+            for name, limit in of.items():
+                patched.setattr(alerts, name, limit)
             deadlines = learned(connection, made.last_day)
             both = [
-                *urgent(connection, now(connection, deadlines), limits, now_ns),
-                *of_weeks(connection, replace(limits, **of), now_ns),
+                *urgent(connection, now(connection, deadlines), now_ns),
+                *of_weeks(connection, now_ns),
             ]
             return {one.rule: one.text for one in both if one.rule != "node_often_last"}
 
@@ -127,18 +129,19 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
     roll_up(database, made.last_day)
     change(batch, batch.c.day > 0, received_ns=now_ns)
     change(start, start.c.nodes_heard < start.c.nodes_expected, nodes_heard=start.c.nodes_expected)
-    quiet = found(share=1.0, hit_share=0.0)
+    quiet = found(_SHARE=1.0, _HIT_SHARE=0.0)
     assert set(quiet) <= {"slower"}
-    said = found(share=1e-6, hit_share=1.0)
+    said = found(_SHARE=1e-6, _HIT_SHARE=1.0)
     assert {"share", "cache_misses"} <= set(said)
-    with database.read() as connection:
+    with database.read() as connection, monkeypatch.context() as patched:
         newest = connection.execute(
             select(start).where(start.c.outcome == "training_began").order_by(start.c.began_ns.desc())
         ).first()
         today = (technique_start.c.day == made.last_day) & (technique_start.c.technique == "image")
         columns = (func.sum(technique_start.c.hits), func.sum(technique_start.c.misses))
         hits, misses = map(int, connection.execute(select(*columns).where(today)).one())
-        all_ = {one.text for one in of_weeks(connection, replace(limits, hit_share=1.0), now_ns)}
+        patched.setattr(alerts, "_HIT_SHARE", 1.0)
+        all_ = {one.text for one in of_weeks(connection, now_ns)}
     assert newest is not None
     num = hits + misses
     assert f"image: ready on {hits / num:.0%} of {num:,} nodes that started today" in all_
@@ -179,7 +182,10 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any) -> None:
     assert "n7" in said["nodes_late"]
 
 
-def test_the_share_of_starts_is_that_of_commands_that_ended_lately_also_of_long_ones(month: Any) -> None:
+def test_the_share_of_starts_is_that_of_commands_that_ended_lately_also_of_long_ones(
+    month: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerts, "_SHARE", 0.001)
     made, database = month
     now_ns = made.now_ns - 1
     with database.write() as connection:
@@ -191,7 +197,7 @@ def test_the_share_of_starts_is_that_of_commands_that_ended_lately_also_of_long_
             values |= {"began_ns": now_ns - round(began_h * 3600e9), "day": made.last_day, "queue_s": None}
             values |= {"run_s": run_h * 3600, "gpus": 8, "gpu_s": 8 * 300.0}
             connection.execute(start.insert().values(values))
-        found = of_weeks(connection, Limits(share=0.001), now_ns)
+        found = of_weeks(connection, now_ns)
     # 10 minutes of 18.5 hours: the command that ended 18 hours ago does not count.
     assert [one.text[:18] for one in found if one.rule == "share"] == ["startup took 0.9% "]
 
@@ -249,7 +255,7 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
     database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
     try:
         hooks = [webhook(f"slack={address}/secret"), webhook(f"alertmanager={address}")]
-        alerts = Alerts(database, OverTime(database), hooks, Limits())
+        alerts = Alerts(database, OverTime(database), hooks)
         now_ns = time.time_ns()
         with database.write() as connection:
             settle(connection, ["slower"], [Finding("slower", "moe", "<!channel>\nmoe")], now_ns)
@@ -287,7 +293,7 @@ def test_a_webhook_that_is_away_repeats_nothing_at_the_others(tmp_path: Path) ->
         away = f"alertmanager=http://127.0.0.1:{free.getsockname()[1]}"
     database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
     hooks = [webhook(f"slack=http://127.0.0.1:{server.server_port}/"), webhook(away)]
-    alerts = Alerts(database, OverTime(database), hooks, Limits())
+    alerts = Alerts(database, OverTime(database), hooks)
     for number, found in enumerate([[Finding("slower", "a", "a")], [Finding("slower", "b", "b")], []]):
         with database.write() as connection:
             settle(connection, ["slower"], found, number + 1)
@@ -314,7 +320,7 @@ def test_alerts_are_left_for_the_service_that_has_webhooks(tmp_path: Path) -> No
             settle(connection, ["slower"], [Finding("slower", key, key)], at_ns)
     hook = webhook(f"slack=http://127.0.0.1:{server.server_port}/")
     for hooks in ([], [hook]):
-        Alerts(database, OverTime(database), hooks, Limits())._send_changes(now_ns)
+        Alerts(database, OverTime(database), hooks)._send_changes(now_ns)
     assert [said["text"] for _, said in server.got] == ["over (slower): old\nalert (slower): new"]
     database.close()
     server.shutdown()
@@ -327,7 +333,7 @@ def test_a_new_alert_is_sent_however_many_are_open(tmp_path: Path, monkeypatch: 
     server.got, server.status = [], 200
     Thread(target=server.serve_forever, daemon=True).start()
     database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
-    alerts = Alerts(database, OverTime(database), [webhook(f"slack=http://127.0.0.1:{server.server_port}/")], Limits())
+    alerts = Alerts(database, OverTime(database), [webhook(f"slack=http://127.0.0.1:{server.server_port}/")])
     found: list[Finding] = []
     for number in range(4):
         found.append(Finding("slower", f"job-{number}", f"job-{number}"))
@@ -361,7 +367,7 @@ def test_the_thread_of_alerts_goes_on_after_any_error(tmp_path: Path, monkeypatc
             raise ValueError("not an error of BootSeer")
         again.set()
 
-    alerts = Alerts(database, OverTime(database), [], Limits(), seen)
+    alerts = Alerts(database, OverTime(database), [], seen)
     alerts.thread.start()
     went_on = again.wait(60)
     alerts.thread.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from unittest.mock import Mock
 
 from hypothesis import given
@@ -35,7 +34,7 @@ def moment(**of_nodes: float) -> dict[str, object]:
 def test_what_lasts_longer_than_it_did_is_late_the_latest_first() -> None:
     deadlines = Deadlines([day(*[10.0] * 9), day(*[10.0] * 9, 400.0)])
     late = deadlines.late(moment(a=9.0, b=60.0, c=20.0), 2, "full", "hit")
-    assert [one.node for one in late] == ["b", "c"]
+    assert [one["node"] for one in late] == ["b", "c"]
     assert words(moment(), late).startswith("1,438 of 1,440 at process_group; missing: b (environment_setup.install, 4")
 
 
@@ -54,7 +53,7 @@ def test_the_stack_of_a_replaced_node_is_asked_for_and_counted_in_the_restart_th
     live.feed(events)
     late = Deadlines([day(*[2.0] * 9)]).late(live.moment((EPOCH_S + 3800) * NS).to_json(), 2, "full", "hit")
     ingest = Ingest(Mock(), Mock())
-    ingest.ask_stacks([{"job": "j", "attempt": 0, "restart": 1, "late": [asdict(one) for one in late]}])
+    ingest.ask_stacks([{"job": "j", "attempt": 0, "restart": 1, "late": late}])
     (wanted,) = ingest._stacks({("j", 0): [b'"c"']})
     attrs = {"in_stage": INSTALL, "of_rank": -1, "stack": "here (x.py:1)"}
     stack = startups.moment(3801, "stack_sample", node="c", restart=wanted["restart"], attrs=attrs)
@@ -69,7 +68,7 @@ def test_a_stage_of_hours_is_not_late_before_its_usual_time() -> None:
     short = (2, "full", "hit", INSTALL, [0] * 40 + [1] + [0] * 23)
     deadlines = Deadlines([day(*[7200.0] * 9), short])
     assert deadlines.late(moment(a=7000.0), 2, "full", "hit") == []
-    assert [one.node for one in deadlines.late(moment(a=9000.0), 2, "full", "hit")] == ["a"]
+    assert [one["node"] for one in deadlines.late(moment(a=9000.0), 2, "full", "hit")] == ["a"]
 
 
 def test_few_starts_prove_nothing() -> None:

@@ -21,6 +21,9 @@ from sqlalchemy import select
 
 from bootseer.service import ingest, schema
 from bootseer.service.database import Database
+from bootseer.service.ingest import Batch, Ingest
+from bootseer.service.raw import RawStore
+from bootseer.store.open import open_store
 from bootseer.trace.event import decode
 from fleet import Fleet
 from registry import free_port
@@ -147,29 +150,30 @@ def test_lines_that_cannot_be_kept_are_not_acknowledged(service):
     assert httpx.get(f"{service.url}/healthz").status_code == 200
 
 
-def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch):
+def test_the_writer_of_rows_ends_while_the_database_is_unreachable(monkeypatch, tmp_path):
     monkeypatch.setattr(ingest, "_MAX_ROWS", 1)
     database = Database(f"postgresql://bootseer@127.0.0.1:{free_port()}/none")
-    registrar = ingest._Registrar(database, lambda: None)
-    registrar.thread.start()
+    taking = Ingest(RawStore(open_store(str(tmp_path))), database)
+    taking.start()
     until = time.monotonic() + 3 * ingest._GATHER_S
     while time.monotonic() < until:
-        registrar.add([{"raw_key": "x"}])
-    assert len(registrar._rows) == 1
-    registrar.thread.close(60)
-    assert not registrar.thread.thread.is_alive()
+        taking.keep(Batch("n", 0, "", {("moe", 0): [b"x"]}))
+    assert len(taking._rows) == 1
+    taking.close()
+    assert not taking._thread.thread.is_alive()
     database.close()
 
 
 def test_rows_that_wait_when_the_service_ends_are_written(tmp_path):
     database = Database.open(f"sqlite:///{tmp_path / 'd.sqlite'}")
-    registrar = ingest._Registrar(database, lambda: None)
-    registrar.thread.start()
-    row = {"raw_key": "x", "day": 1, "job": "moe", "attempt": 0, "received_ns": 1, "done": False}
-    registrar.add([row])
-    registrar.thread.close(60)
+    raw = RawStore(open_store(str(tmp_path / "raw")))
+    taking = Ingest(raw, database)
+    taking.start()
+    taking.keep(Batch("n", 0, "", {("moe", 0): [b"x"]}))
+    taking.close()
     with database.read() as connection:
-        assert [found._asdict() for found in connection.execute(select(schema.batch))] == [row]
+        rows = [(row.raw_key, row.job, row.attempt, row.done) for row in connection.execute(select(schema.batch))]
+    assert rows == [(name, "moe", 0, False) for name in raw.names()]
     database.close()
 
 

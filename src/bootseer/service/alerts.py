@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, NamedTuple
@@ -43,6 +42,14 @@ _MOST: Final = 200
 """Maximum number of alerts of a rule."""
 _SHOWN: Final = 20
 _TEXT: Final = 500
+_SHARE: Final = 0.05
+"""Of GPU time in starts, over the commands that ended in the last six hours."""
+_HIT_SHARE: Final = 0.8
+_HEARD_SHARE: Final = 0.95
+_LAG_S: Final = 60.0
+_SILENT_S: Final = 3600.0
+_LEAST_USES: Final = 20
+"""Uses of a cache within a day for its hit rate to be meaningful."""
 
 
 class Webhook(NamedTuple):
@@ -68,20 +75,6 @@ def webhook(given: str) -> Webhook:
     return Webhook(form, url)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Thresholds of the rules."""
-
-    share: float = 0.05
-    """Share of GPU time spent in starts, over the commands that ended in the last six hours."""
-    hit_share: float = 0.8
-    heard_share: float = 0.95
-    lag_s: float = 60.0
-    silent_s: float = 3600.0
-    least_uses: int = 20
-    """Uses of a cache within a day for its hit rate to be meaningful."""
-
-
 class Finding(NamedTuple):
     """What a rule found."""
 
@@ -90,9 +83,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def urgent(
-    connection: Connection, open_starts: Sequence[Mapping[str, Any]], limits: Limits, now_ns: int
-) -> list[Finding]:
+def urgent(connection: Connection, open_starts: Sequence[Mapping[str, Any]], now_ns: int) -> list[Finding]:
     """The rules about the present: late nodes, and whether the service receives and analyses events.
 
     `open_starts`: from `over_time.now`.
@@ -103,20 +94,20 @@ def urgent(
         if row["late"]
     ]
     seen = questions.coverage(connection, Filter(day_of(now_ns - _RECENT_NS)), now_ns)
-    if seen["lag_s"] > limits.lag_s:
+    if seen["lag_s"] > _LAG_S:
         waits = f"{seen['batches_waiting']:,} batches wait to be analysed, the oldest for"
         found.append(Finding("ingest_lag", "", f"{waits} {format_seconds(seen['lag_s'])}"))
-    if open_starts and (seen["silent_s"] or 0.0) > limits.silent_s:
+    if open_starts and (seen["silent_s"] or 0.0) > _SILENT_S:
         silent = format_seconds(seen["silent_s"])
         found.append(Finding("silent", "", f"no event for {silent}, while {len(open_starts)} starts are open"))
     heard = seen["heard_share"]
-    if heard is not None and heard < limits.heard_share:
+    if heard is not None and heard < _HEARD_SHARE:
         text = f"only {seen['nodes_heard']:,} of {seen['nodes_expected']:,} expected nodes sent events today"
         found.append(Finding("nodes_not_heard", "", text))
     return found
 
 
-def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Finding]:
+def of_weeks(connection: Connection, now_ns: int) -> list[Finding]:
     """The rules that compare with earlier days: slower jobs, nodes too often last, cache misses, lost GPU time."""
     today, found = day_of(now_ns), []
     closed = [start.c.outcome == BEGAN, start.c.state != OPEN]
@@ -126,7 +117,7 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
     ended = [start.c.day >= today - _WEEK, ended_ns >= now_ns - _RECENT_NS, *closed]
     whole = select(func.sum(start.c.gpu_s), func.sum(start.c.run_s * start.c.gpus)).where(*ended)
     lost, used = connection.execute(whole).one()
-    if lost and used and lost / used > limits.share:
+    if lost and used and lost / used > _SHARE:
         text = f"startup took {lost / used:.1%} of the GPU time of commands that ended in the last six hours"
         found.append(Finding("share", "", text))
     for row in connection.execute(select(start.c.job).where(*recent).distinct().limit(_MOST)):
@@ -141,7 +132,7 @@ def of_weeks(connection: Connection, limits: Limits, now_ns: int) -> list[Findin
         found.append(Finding("node_often_last", node["node"], text))
     for cache in questions.uses(connection, Filter(today)):
         num = cache["hits"] + cache["misses"]
-        if num >= limits.least_uses and cache["hit_share"] < limits.hit_share:
+        if num >= _LEAST_USES and cache["hit_share"] < _HIT_SHARE:
             text = f"{cache['technique']}: ready on {cache['hit_share']:.0%} of {num:,} nodes that started today"
             found.append(Finding("cache_misses", cache["technique"], text))
     return found
@@ -220,7 +211,6 @@ class Alerts:
         database: Database,
         known: over_time.OverTime,
         to: Sequence[Webhook],
-        limits: Limits,
         seen: Callable[[Sequence[Mapping[str, Any]]], None] = lambda open_starts: None,
     ) -> None:
         """`seen` is called with the open starts at each evaluation."""
@@ -228,7 +218,6 @@ class Alerts:
         self._seen = seen
         self._known = known
         self._to = tuple(to)
-        self._limits = limits
         self._weeks_s = float("-inf")
         self._delivered: dict[Webhook, set[tuple[int, int | None]]] = {}
         """Changes that a webhook has received, while another one has not: number and end of the alert."""
@@ -242,9 +231,9 @@ class Alerts:
         with self._database.read() as connection:
             open_starts = over_time.now(connection, deadlines)
             self._seen(open_starts)
-            rules, found = list(URGENT), urgent(connection, open_starts, self._limits, now_ns)
+            rules, found = list(URGENT), urgent(connection, open_starts, now_ns)
             if time.monotonic() - self._weeks_s >= _SLOW_RULES_S:
-                rules, found = [*rules, *OF_WEEKS], [*found, *of_weeks(connection, self._limits, now_ns)]
+                rules, found = [*rules, *OF_WEEKS], [*found, *of_weeks(connection, now_ns)]
                 self._weeks_s = time.monotonic()
         with self._database.write() as connection:
             if self._database.is_postgres:

@@ -31,7 +31,7 @@ from bootseer.errors import UsageError, os_errors_as
 from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import state_folder, trusted_folder
 from bootseer.service.access import LOGIN, READ, Gate, Network, Tokens, login
-from bootseer.service.alerts import Alerts, Limits, Webhook
+from bootseer.service.alerts import Alerts, Webhook
 from bootseer.service.database import Database, default_url
 from bootseer.service.derive import Derived, Patterns
 from bootseer.service.deriver import Deriver
@@ -121,7 +121,7 @@ class Service:
         self.tokens.any()  # known from now on, also while the database is away
         self.answers = Answers()
         self.over_time = OverTime(self.database)
-        self.alerts = Alerts(self.database, self.over_time, settings.alert_to, Limits(), self.ingest.ask_stacks)
+        self.alerts = Alerts(self.database, self.over_time, settings.alert_to, self.ingest.ask_stacks)
         self.pages = Pages(self)
         self._parts = (self.ingest, self.deriver, self.upkeep, self.alerts.thread)
 

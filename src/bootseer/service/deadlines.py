@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from bootseer.report.analysis.lanes import TRAINING_BEGAN
@@ -20,28 +19,8 @@ _LEAST: Final = 5
 """Minimum number of starts."""
 _STARTS: Final = 0.9
 _SHOWN: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A node that should have finished its stage."""
-
-    node: str
-    rank: int
-    stage: str
-    seconds: float
-    limit_s: float
-    pid: int = 0
-    stack: str = ""
-    """The stack of the process, innermost frame first, if it was asked for."""
-    restart: int = 0
-    """As the node's launcher counts: its events, of which the stack is one, have this number."""
-
-    def __str__(self) -> str:
-        where = f", in {self.stack.partition(' < ')[0]}" if self.stack else ""
-        return f"{self.node} ({self.stage}, {format_seconds(self.seconds - self.limit_s)} over p99{where})"
-
-
+_OLDER: Final = {"pid": 0, "stack": "", "restart": 0}
+"""Of a node in a moment that an earlier service stored."""
 Day = tuple[int, str, str, str, Sequence[int]]
 """Scale, kind, cache state and stage, and the histogram of the starts' 99th percentiles over nodes on one day."""
 
@@ -62,24 +41,28 @@ class Deadlines:
                 return quantile_s(hist, _STARTS)
         return None
 
-    def late(self, moment: Mapping[str, Any], bucket: int, kind: str, cache_state: str) -> list[Late]:
-        """The late nodes of a start, latest first. `moment`: `live.Moment.to_json()`."""
+    def late(self, moment: Mapping[str, Any], bucket: int, kind: str, cache_state: str) -> list[dict[str, Any]]:
+        """The late nodes of a start, latest first: of those missing in `moment` (`live.Moment.to_json()`) the ones that
+        should have finished their stage, with its `limit_s`."""
         found = []
         for missing in moment.get("missing", ()):
             stage, took_s = missing["stage"], missing["seconds"]
             limit_s = self.limit_s(bucket, kind, cache_state, stage) if stage and took_s is not None else None
             if limit_s is not None and took_s > limit_s:
-                more = {name: missing[name] for name in ("pid", "stack", "restart") if name in missing}
-                found.append(Late(missing["node"], missing["rank"], stage, took_s, limit_s, **more))
-        return sorted(found, key=lambda one: one.limit_s - one.seconds)
+                found.append({**_OLDER, **missing, "limit_s": limit_s})
+        return sorted(found, key=lambda one: one["limit_s"] - one["seconds"])
 
 
-def words(moment: Mapping[str, Any], late: Iterable[Late]) -> str:
+def words(moment: Mapping[str, Any], late: Sequence[Mapping[str, Any]]) -> str:
     """A summary line: `1,438 of 1,440 at process_group; missing: node-17 (STAGE, 41 s over p99)`."""
     where = {"": "seen", TRAINING_BEGAN: "began training"}.get(moment["barrier"], f"at {moment['barrier']}")
     line = f"{moment['arrived']:,} of {moment['expected']:,} {where}"
-    names = list(late)
-    if names:
-        more = f", {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-        line += f"; {'missing' if moment['barrier'] else 'late'}: {', '.join(map(str, names[:_SHOWN]))}{more}"
+    if late:
+        more = f", {len(late) - _SHOWN:,} more" if len(late) > _SHOWN else ""
+        line += f"; {'missing' if moment['barrier'] else 'late'}: {', '.join(map(_one, late[:_SHOWN]))}{more}"
     return line
+
+
+def _one(late: Mapping[str, Any]) -> str:
+    where = f", in {late['stack'].partition(' < ')[0]}" if late["stack"] else ""
+    return f"{late['node']} ({late['stage']}, {format_seconds(late['seconds'] - late['limit_s'])} over p99{where})"

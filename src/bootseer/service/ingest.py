@@ -156,7 +156,14 @@ class Ingest:
         self.problem = ""
         """Why batches cannot be stored now; empty if they can."""
         self._raw = raw
-        self._registrar = _Registrar(database, arrived)
+        self._database = database
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._rows: list[dict[str, Any]] = []
+        self._oldest_s: float | None = None
+        """Since when rows wait."""
+        self._thread = Repeated("rows", self._write_rows, _RETRY_S, once_more=True)
+        self.start = self._thread.start
         self._held = 0
         self._seen: dict[str, float] = {}
         self._threads: anyio.CapacityLimiter | None = None
@@ -184,17 +191,15 @@ class Ingest:
                     found.append(one._asdict())
         return found[:MAX_REQUESTS]
 
-    def start(self) -> None:
-        self._registrar.thread.start()
-
     def close(self) -> None:
         """Write the pending rows and stop."""
-        self._registrar.thread.close(_END_S)
+        self._thread.close(_END_S)
 
     @property
     def lag_s(self) -> float:
         """How long the oldest row has waited for the database."""
-        return self._registrar.lag_s
+        oldest_s = self._oldest_s
+        return 0.0 if oldest_s is None else time.monotonic() - oldest_s
 
     async def answer(self, request: Request) -> Response:
         """The response to a batch of lines."""
@@ -305,8 +310,30 @@ class Ingest:
                              "received_ns": now_ns, "done": False})  # fmt: skip
         self.problem = ""
         if rows:
-            self._registrar.add(rows)
+            with self._lock:
+                if len(self._rows) < _MAX_ROWS:  # otherwise `upkeep.reconcile` finds the objects without rows later
+                    self._rows += rows
+                self._oldest_s = self._oldest_s or time.monotonic()
+            self._thread.wake()
         return Outcome(accepted, rejected, is_new or not rows)
+
+    def _write_rows(self) -> None:
+        self._thread.ended.wait(_GATHER_S)  # one transaction for all that come meanwhile
+        with self._lock:
+            rows = list(self._rows)
+        if not rows:
+            return
+        try:
+            with self._database.write() as connection:
+                connection.execute(self._database.insert(schema.batch).on_conflict_do_nothing(), rows)
+        except TransientError:  # tried again
+            raise
+        except Exception:  # `upkeep.reconcile` creates the rows later
+            _LOG.exception("rows of %d batches cannot be written", len(rows))
+        with self._lock:
+            del self._rows[: len(rows)]
+            self._oldest_s = time.monotonic() if self._rows else None
+        self._arrived()
 
 
 def _pieces(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
@@ -356,46 +383,3 @@ def unpacked(packed: bytes, encoding: str) -> bytes:
     if not ended:
         raise Refused(400, f"the body is not complete {encoding}")
     return data
-
-
-class _Registrar:
-    """Writes the rows of batches in a background thread."""
-
-    def __init__(self, database: Database, arrived: Callable[[], None]) -> None:
-        self._database = database
-        self._arrived = arrived
-        self._lock = threading.Lock()
-        self._rows: list[dict[str, Any]] = []
-        self._oldest_s: float | None = None
-        """Since when rows wait."""
-        self.thread = Repeated("rows", self._write, _RETRY_S, once_more=True)
-
-    @property
-    def lag_s(self) -> float:
-        oldest_s = self._oldest_s
-        return 0.0 if oldest_s is None else time.monotonic() - oldest_s
-
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        with self._lock:
-            if len(self._rows) < _MAX_ROWS:  # otherwise `upkeep.reconcile` finds the objects without rows later
-                self._rows += rows
-            self._oldest_s = self._oldest_s or time.monotonic()
-        self.thread.wake()
-
-    def _write(self) -> None:
-        self.thread.ended.wait(_GATHER_S)  # one transaction for all that come meanwhile
-        with self._lock:
-            rows = list(self._rows)
-        if not rows:
-            return
-        try:
-            with self._database.write() as connection:
-                connection.execute(self._database.insert(schema.batch).on_conflict_do_nothing(), rows)
-        except TransientError:  # tried again
-            raise
-        except Exception:  # `upkeep.reconcile` creates the rows later
-            _LOG.exception("rows of %d batches cannot be written", len(rows))
-        with self._lock:
-            del self._rows[: len(rows)]
-            self._oldest_s = time.monotonic() if self._rows else None
-        self._arrived()

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
@@ -238,7 +238,7 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
     """The open starts, each with the state of its nodes (`moment`), its `late` nodes, and a summary line."""
     found = []
     for row in questions.open_starts(connection, job):
-        moment, late = row["moment"], []
+        moment, late = row["moment"], list[dict[str, Any]]()
         if moment:
             # The moment is from the last line: since then the stages have gone on.
             more_s = max(time.time_ns() - row["updated_ns"], 0) / NS_PER_S
@@ -246,7 +246,7 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
                 if one["seconds"] is not None:
                     one["seconds"] += more_s
             late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
-        found.append({**row, "late": [asdict(one) for one in late], "line": words(moment, late) if moment else ""})
+        found.append({**row, "late": late, "line": words(moment, late) if moment else ""})
     return found
 
 

@@ -18,11 +18,9 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist, median
 from typing import Any, NamedTuple
 
-from bootseer.report.analysis.spans import TRUNCATED
-from bootseer.report.analysis.stages import enclosing
+from bootseer.report.analysis.stages import enclosing, times_of
 from bootseer.report.analysis.verdict import ENDS
-from bootseer.report.model import WAIT, Report, plain
-from bootseer.trace.event import FAILED
+from bootseer.report.model import Report, plain
 from bootseer.units import listed, plural
 
 SCHEMA = "bootseer.diff/2"
@@ -249,20 +247,9 @@ def _name(side: Sequence[Report]) -> str:
 
 def _samples(report: Report) -> dict[str, list[float]]:
     """Seconds of work by stage, one value for each node that completed it."""
-    samples: dict[str, list[float]] = {}
-    for node in report.nodes:
-        totals: dict[str, float] = {}
-        broken: set[str] = set()
-        for segment in node.segments:
-            for name in enclosing(segment.stage):
-                if segment.kind != WAIT:
-                    totals[name] = totals.get(name, 0.0) + segment.end_s - segment.start_s
-                if segment.outcome in (TRUNCATED, FAILED):
-                    broken.add(name)
-        for name, value in totals.items():
-            if name not in broken:
-                samples.setdefault(name, []).append(value)
-    return samples
+    by_stage = times_of(report.nodes)
+    found = {name: [one.work_s for one in by_stage[name].values() if one.work_s and one.is_whole] for name in by_stage}
+    return {name: samples for name, samples in found.items() if samples}
 
 
 def _nested(names: Iterable[str]) -> list[str]:

@@ -108,12 +108,16 @@ def enclosing(stage: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Times:
+class Times:
     """One stage's time on one node, seconds."""
 
     work_s: float = 0.0
     wait_s: float = 0.0
     outcomes: set[str] = field(default_factory=set)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.outcomes & {TRUNCATED, FAILED}
 
 
 def stage_order(nodes: Sequence[Node]) -> list[str]:
@@ -132,26 +136,30 @@ def stage_order(nodes: Sequence[Node]) -> list[str]:
     return sorted(first, key=key)
 
 
-def stages(nodes: Sequence[Node], price_per_gpu_hour: float | None) -> list[Stage]:
-    """One row for each stage, including those that only contain others."""
-    by_stage: dict[str, dict[str, _Times]] = defaultdict(dict)
+def times_of(nodes: Sequence[Node]) -> dict[str, dict[str, Times]]:
+    """The times of each stage, including those that only contain others, by node."""
+    by_stage: dict[str, dict[str, Times]] = defaultdict(dict)
     for node in nodes:
         for segment in node.segments:
             length = segment.end_s - segment.start_s
             for name in enclosing(segment.stage):
-                times = by_stage[name].setdefault(node.node, _Times())
+                times = by_stage[name].setdefault(node.node, Times())
                 times.work_s += length if segment.kind != WAIT else 0.0
                 times.wait_s += length if segment.kind == WAIT else 0.0
                 times.outcomes.add(segment.outcome)
-    gpus = {node.node: node.gpus for node in nodes}
+    return by_stage
+
+
+def stages(nodes: Sequence[Node], price_per_gpu_hour: float | None) -> list[Stage]:
+    """One row for each stage."""
+    by_stage, gpus = times_of(nodes), {node.node: node.gpus for node in nodes}
     return [_row(name, by_stage[name], gpus, price_per_gpu_hour) for name in stage_order(nodes)]
 
 
-def _row(name: str, times: dict[str, _Times], gpus: dict[str, int | None], price: float | None) -> Stage:
-    whole = {node: t for node, t in times.items() if not t.outcomes & {TRUNCATED, FAILED}}
+def _row(name: str, times: dict[str, Times], gpus: dict[str, int | None], price: float | None) -> Stage:
     # A stage that is only waiting is represented by its waiting time, any other by its work.
     only_wait = all(t.work_s == 0 for t in times.values())
-    values = sorted((t.wait_s if only_wait else t.work_s, node) for node, t in whole.items())
+    values = sorted((t.wait_s if only_wait else t.work_s, node) for node, t in times.items() if t.is_whole)
     middle = median(value for value, _ in values) if values else None
     known = [count for node in times if (count := gpus[node]) is not None]
     hours = None

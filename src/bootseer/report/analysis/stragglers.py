@@ -175,12 +175,6 @@ def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
     return ways / math.comb(total, drawn)
 
 
-def _price(ready: Prepared, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
-    """GPU-hours of `length_ns` on all nodes but some, and their price; None if unknown."""
-    hours = ready.gpu_hours(length_ns, without)
-    return hours, ready.cost(hours)
-
-
 def critical_chain(ready: Prepared) -> list[model.Link]:
     """For each barrier the node that arrived last, and the stage in which it lost the most time."""
     links = [_link(ready, barrier) for barrier in ready.barriers if barrier.passed]
@@ -281,17 +275,19 @@ def straggler_groups(
         members = staged.pop(key)
         before, out = joint, out.union(members)
         alone, joint = replay.savings_ns(frozenset(members)), replay.savings_ns(out)
-        prices = _price(ready, alone, frozenset(members)), _price(ready, joint, out)
+        hours, joint_hours = ready.gpu_hours(alone, frozenset(members)), ready.gpu_hours(joint, out)
         found.append(
             model.StragglerGroup(
                 *key,
                 members,
                 places(members, ways),
                 seconds(alone),
-                *prices[0],
+                hours,
+                ready.cost(hours),
                 seconds(joint - before),
                 seconds(joint),
-                *prices[1],
+                joint_hours,
+                ready.cost(joint_hours),
             )
         )
     return found
