@@ -48,10 +48,10 @@ def test_no_extra_is_needed() -> None:
 
 
 def test_values_are_compared(run: Run) -> None:
-    words = ["simulate", "--nodes", "2", "--arm", "lazy", *SMALL, "--what-if", "links.node-gbit=1,10", "--json"]
+    words = ["simulate", "--nodes", "2", "--arm", "lazy", *SMALL, "--what-if", "links.node-gbit=0.5,1.5", "--json"]
     document = json.loads(run(*words).stdout)
     slow, fast = document["starts"]
-    assert (slow["arm"], fast["arm"]) == ("lazy, node-gbit=1", "lazy, node-gbit=10")
+    assert (slow["arm"], fast["arm"]) == ("lazy, node-gbit=0.5", "lazy, node-gbit=1.5")
     assert slow["parameters"] != fast["parameters"]
     assert slow["startup_s"] > fast["startup_s"]
 

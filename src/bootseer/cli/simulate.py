@@ -170,7 +170,8 @@ def _variants(changes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]
         values = value.split(",") if separator and value.lstrip()[:1] not in ("[", "{", '"', "'") else [value]
         several.append([f"{path}{separator}{one}" for one in values])
     for chosen in product(*several):
-        compared = [one.rpartition(".")[2] for one, values in zip(chosen, several, strict=True) if len(values) > 1]
+        changed = [one.partition("=") for one, values in zip(chosen, several, strict=True) if len(values) > 1]
+        compared = [f"{path.rpartition('.')[2]}={value}" for path, _, value in changed]
         yield ", ".join(compared), chosen
 
 
