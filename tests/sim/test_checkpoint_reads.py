@@ -32,7 +32,7 @@ def rate(
         reads = Reads(cluster, lambda link: (link,), 1e9, Policy(stripes=stripes, parity=parity))
         reads.read(1 << 30, ended, in_order=in_order)
     else:
-        cluster.plain(1 << 30, lambda link: (link,), engine.link("stream", 1e9), ended)
+        cluster.plain(1 << 30, lambda link: (link,), engine.link(1e9), ended)
     engine.run(1e3)
     (seconds,) = ends
     for link in cluster.links.values():
@@ -75,7 +75,7 @@ def test_what_four_nodes_read_of_the_same_checkpoint_is_predicted(peers: bool, m
 
     for at in range(4):
         reads = Reads(cluster, lambda link: (link,), 1e9, Policy(stripes=4))
-        up = engine.link(f"up{at}", 1e9)
+        up = engine.link(1e9)
         if peers:
             shared.read(f"node{at}", at / 4, 1, reads.read, lambda name, up=up: (up,), ended)  # type: ignore[misc]
         else:

@@ -23,7 +23,7 @@ FLOWS = st.lists(
 
 def played(rates: list[float], flows: list[tuple[float, float, set[int]]], quantum_s: float) -> list[Any]:
     engine = Engine(quantum_s)
-    links = [engine.link(f"link{at}", rate) for at, rate in enumerate(rates)]
+    links = [engine.link(rate) for rate in rates]
     ends: list[Any] = []
     expected = [0.0] * len(links)
 
@@ -62,7 +62,7 @@ def test_bytes_are_conserved_and_no_link_is_above_its_rate(
 
 def test_what_a_narrow_link_leaves_is_for_the_others() -> None:
     engine = Engine()
-    wide, narrow = engine.link("wide", 100.0), engine.link("narrow", 10.0)
+    wide, narrow = engine.link(100.0), engine.link(10.0)
     ends: dict[str, float] = {}
     engine.start([wide, narrow], 10.0, lambda: ends.setdefault("a", engine.now))
     engine.start([wide], 90.0, lambda: ends.setdefault("b", engine.now))
@@ -72,7 +72,7 @@ def test_what_a_narrow_link_leaves_is_for_the_others() -> None:
 
 def test_a_flow_that_is_stopped_leaves_its_room() -> None:
     engine = Engine()
-    link = engine.link("link", 10.0)
+    link = engine.link(10.0)
     ends: list[float] = []
     stopped = engine.start([link], 1000.0, lambda: ends.append(-1.0))
     engine.start([link], 10.0, lambda: ends.append(engine.now))

@@ -37,8 +37,7 @@ def load(
     engine = Engine()
     store = Store(engine, origin * MBIT, 0.002)
     nodes = [
-        Node(f"n{at}", *(engine.link(f"{way}{at}", node * MBIT) for way in ("up", "down")),
-             engine.link(f"cpu{at}", 500e6))
+        Node(f"n{at}", engine.link(node * MBIT), engine.link(node * MBIT), engine.link(500e6))
         for at in range(num_nodes)
     ]  # fmt: skip
     job = Job(engine, store, nodes, [BlockFile("a" * 64, 1024, 64 << 10)], peers=peers, patience=patience)
@@ -109,7 +108,7 @@ def test_a_scheduler_that_prefers_cold_blocks_loses(monkeypatch: pytest.MonkeyPa
     def startup_s() -> float:
         """Until a program has read the hot tenth of a file of which all is wanted."""
         engine = Engine()
-        node = Node("n0", *(engine.link(name, 100 * MBIT) for name in ("up", "down")), engine.link("cpu", 1e9))
+        node = Node("n0", engine.link(100 * MBIT), engine.link(100 * MBIT), engine.link(1e9))
         Job(engine, Store(engine, 100 * MBIT, 0.002), [node], [BlockFile("a" * 64, 1024, 64 << 10)], peers=False)
         blocks = random.Random(0).sample(range(1024), 100)
         loader = node.loaders[0]

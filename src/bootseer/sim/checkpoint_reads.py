@@ -51,7 +51,7 @@ class Cluster:
 
     def __init__(self, engine: Engine, num: int, bytes_per_s: float, seed: int, replicas: int = 3) -> None:
         self.engine = engine
-        self.links = {f"datanode{at}": engine.link(f"datanode{at}", bytes_per_s) for at in range(num)}
+        self.links = {f"datanode{at}": engine.link(bytes_per_s) for at in range(num)}
         self.hung: set[str] = set()
         self.memory = memoryview(mmap.mmap(-1, _SETTINGS.direct_bytes))
         """The buffer for reads; it is never touched, so it costs no memory."""
@@ -170,7 +170,7 @@ class Reads:
         while len(self._transfers) < ReadSettings().max_threads and (run := schedule.take(now)) is not None:
             transfer = _Transfer(self, run)
             run.connection = transfer
-            pace = self._paces.pop() if self._paces else self.engine.link("stream", self._stream_bytes_per_s)
+            pace = self._paces.pop() if self._paces else self.engine.link(self._stream_bytes_per_s)
             self._transfers[transfer] = pace
             if schedule.claim(run, min(_PACKET_BYTES, run.length)) is None:
                 self.end(transfer, None)

@@ -22,10 +22,9 @@ _REST: Final = 1e-6
 class Link:
     """One direction of a link, or a processor."""
 
-    __slots__ = ("bytes_per_s", "carried", "flows", "free", "name", "number", "unfixed")
+    __slots__ = ("bytes_per_s", "carried", "flows", "free", "number", "unfixed")
 
-    def __init__(self, name: str, bytes_per_s: float, number: int = 0) -> None:
-        self.name = name
+    def __init__(self, bytes_per_s: float, number: int) -> None:
         self.bytes_per_s = bytes_per_s
         self.carried = 0.0
         """Bytes so far."""
@@ -54,10 +53,10 @@ class Engine:
         """`quantum_s`: minimum length of a step. Flows that end within a step are completed together, slightly late.
         Rates are computed once per step, which dominates the cost of a simulation of many nodes."""
         self.now = 0.0
-        self.links: list[Link] = []
         self._quantum_s = quantum_s
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
+        self._link_numbers = count()
         self._flows: dict[Flow, None] = {}
         self._busy: dict[Link, None] = {}
         """Links with flows."""
@@ -65,9 +64,8 @@ class Engine:
         self._changed = False
         self._halted = False
 
-    def link(self, name: str, bytes_per_s: float) -> Link:
-        self.links.append(Link(name, bytes_per_s, len(self.links)))
-        return self.links[-1]
+    def link(self, bytes_per_s: float) -> Link:
+        return Link(bytes_per_s, next(self._link_numbers))
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._calls, (max(time_s, self.now), next(self._numbers), call))

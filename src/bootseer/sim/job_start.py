@@ -175,13 +175,13 @@ class _Start:
         asked = 1.0 if self.peers else self._each  # with peers, the registry is asked once for all, folded or not
         links, image, environment = scenario.links, scenario.image, scenario.environment
         installs = 1.0 if self.techniques.first else self._each
-        self.index = engine.link("index", links.index_gbit * _GBIT / installs)
+        self.index = engine.link(links.index_gbit * _GBIT / installs)
         self.datanodes = Cluster(engine, links.datanodes, links.datanode_gbit * _GBIT / self._each, seed,
                                   scenario.checkpoint.replicas)  # fmt: skip
         store = Store(engine, links.registry_gbit * _GBIT / asked, links.registry_latency_ms / 1e3,
                       links.registry_requests_per_s / asked)  # fmt: skip
         self._asked = asked
-        self.pulls = store.link if asked == self._each else engine.link("pulls", store.link.bytes_per_s / self._each)
+        self.pulls = store.link if asked == self._each else engine.link(store.link.bytes_per_s / self._each)
         """The registry's link for runtimes that pull whole images: each node pulls for itself."""
         self._from_servers: list[Link] = []
         """Per rack, the link for bytes from servers that each of its nodes requests separately."""
@@ -224,16 +224,15 @@ class _Start:
         for at in range(num_groups):
             if 0 < links.rack_nodes < self.num_nodes and at % (links.rack_nodes // self._fold) == 0:
                 rate = links.rack_nodes * links.node_gbit * _GBIT / links.rack_oversubscription
-                names = [f"rack{len(racks)} {way}" for way in ("up", "down", "from servers")]
-                up, down = (engine.link(name, rate / self._asked) for name in names[:2])
+                up, down = (engine.link(rate / self._asked) for _ in range(2))
                 # With peers, one node of a rack fetches from another rack for all its nodes, folded or not; but each
                 # node requests from servers for itself.
-                servers = engine.link(names[2], rate / self._each) if self.peers and self._fold > 1 else down
+                servers = engine.link(rate / self._each) if self.peers and self._fold > 1 else down
                 racks.append(Rack(up, down))
                 self._from_servers.append(servers)
-            name, rate = _name(at), links.node_gbit * _GBIT
-            yield Node(name, engine.link(f"{name} up", rate), engine.link(f"{name} down", rate),
-                       engine.link(f"{name} cpu", load_mb_s * 1e6), racks[-1] if racks else None)  # fmt: skip
+            rate = links.node_gbit * _GBIT
+            yield Node(_name(at), engine.link(rate), engine.link(rate), engine.link(load_mb_s * 1e6),
+                       racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
         for at, (node, draw) in enumerate(zip(self.nodes, self._draws, strict=True)):
@@ -314,7 +313,7 @@ class _NodeStart:
                 hot += [(IMAGE, block) for block in start.hot[IMAGE]]
             loader.prefetch(hot)
         if not techniques.image:
-            unpack = self._engine.link(f"{self._node.name} unpack", self._scenario.processors.unpack_mb_s * 1e6)
+            unpack = self._engine.link(self._scenario.processors.unpack_mb_s * 1e6)
             yield partial(self._engine.start, (*self._down(start.pulls), unpack), image.gb * 1e9)
         elif start.peers and not techniques.warm:
             # Each node needs the index of all blocks before it can mount, and caches it.
@@ -394,7 +393,7 @@ class _NodeStart:
             if self._techniques.checkpoint:
                 reads.read(max(num_bytes, 1), ended, in_order=checkpoint.in_order)
             else:
-                pace = self._engine.link("stream", stream_bytes_per_s)
+                pace = self._engine.link(stream_bytes_per_s)
                 start.datanodes.plain(max(num_bytes, 1), self._down, pace, ended)
 
     def _way_from(self, name: str) -> Sequence[Link]:

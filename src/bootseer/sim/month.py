@@ -120,7 +120,9 @@ def simulate_month(scenario: Scenario, month: Month, policy: Policy, times: Time
         needed, missed = needed + hot_gb * len(chosen), missed + lost
         kind = job.nodes, number % month.draws
         if kind not in times:
-            times[kind] = _seconds(scenario, *kind)
+            arms = ("bootseer", "warm", "today")
+            cold_s, warm_s, today_s = (simulate(scenario, job.nodes, arm, kind[1]).began_s for arm in arms)
+            times[kind] = cold_s, warm_s, today_s
         cold_s, warm_s, today_s = times[kind]
         share = lost / (hot_gb * len(chosen)) if hot_gb else 0.0
         built_s = scenario.environment.install_s if decision.action is Action.BUILD else 0.0
@@ -158,8 +160,3 @@ def _starts(random: Random, month: Month, jobs: list[_Job]) -> Iterator[tuple[fl
         job.image += random.random() < 1 / (month.image_days * mean)
         job.environment += random.random() < 1 / (month.environment_days * mean)
         yield time_s, job
-
-
-def _seconds(scenario: Scenario, nodes: int, seed: int) -> tuple[float, float, float]:
-    cold, warm, today = (simulate(scenario, nodes, arm, seed).began_s for arm in ("bootseer", "warm", "today"))
-    return cold, warm, today

@@ -53,7 +53,7 @@ class Store:
         """`requests_per_s`: 0 is unlimited, less than 1 is one request in several seconds. Above the limit it answers
         429 with a Retry-After of one second.
         """
-        self.link = engine.link(STORE, bytes_per_s)
+        self.link = engine.link(bytes_per_s)
         self.latency_s = latency_s
         self.refused = 0
         self._window_s = max(1 / requests_per_s, 1.0) if requests_per_s else 1.0
@@ -101,11 +101,6 @@ class Node:
         if self.rack is None or other.rack is None or self.rack is other.rack:
             return other.up, self.down, self.cpu
         return other.up, other.rack.up, self.rack.down, self.down, self.cpu
-
-    def way_from_store(self, store: Store) -> tuple[Link, ...]:
-        """The links of a transfer from the store."""
-        rack = (self.rack.down,) if self.rack is not None else ()
-        return (store.link, *rack, self.down, self.cpu)
 
     def loaded(self, key: Key, by: Loader) -> None:
         """A block is in the cache now."""
@@ -327,7 +322,7 @@ class Loader:
             self._ask_store(request)
 
     def _ask_store(self, request: _Request) -> None:
-        store, fetch = self.job.store, request.fetch
+        store, fetch, node = self.job.store, request.fetch, self.node
         file = self.job.files[fetch.file % self._num_files]
 
         def flows() -> None:
@@ -337,7 +332,8 @@ class Loader:
                 self._end(request, TransientError("too many requests", retry_after_s=1.0))
                 return
             num_bytes = len(request.mine) * file.stored_block_bytes
-            way = self.node.way_from_store(store)
+            rack = (node.rack.down,) if node.rack is not None else ()
+            way = (store.link, *rack, node.down, node.cpu)
             request.flow = self._engine.start(way, num_bytes, lambda: self._arrived(request))
 
         self._engine.after(store.latency_s, flows)
