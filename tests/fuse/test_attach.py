@@ -16,13 +16,21 @@ from fuse.memory_tree import MemoryTree
 
 pytestmark = pytest.mark.fuse
 
+
+def ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mounts and unmounts as this user's are made by fusermount3."""
+    if shutil.which(attach.HELPER) is None:
+        pytest.skip("fusermount3 is not installed")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
 needs_device = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse cannot be opened")
 
 
 @needs_device
-@pytest.mark.skipif(shutil.which(attach.HELPER) is None, reason="fusermount3 is not installed")
-def test_mounting_through_the_helper(tmp_path: Path) -> None:
-    session = mount(MemoryTree({b"f": b"content"}), tmp_path, helper=True)
+def test_mounting_through_the_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary_user(monkeypatch)
+    session = mount(MemoryTree({b"f": b"content"}), tmp_path)
     try:
         assert (tmp_path / "f").read_bytes() == b"content"
     finally:
@@ -32,22 +40,24 @@ def test_mounting_through_the_helper(tmp_path: Path) -> None:
 
 @needs_device
 @pytest.mark.parametrize("helper", [False, True])
-def test_a_mount_that_fails_says_why_and_leaves_no_descriptor(tmp_path: Path, helper: bool) -> None:
-    if helper and shutil.which(attach.HELPER) is None:
-        pytest.skip("fusermount3 is not installed")
+def test_a_mount_that_fails_says_why_and_leaves_no_descriptor(
+    tmp_path: Path, helper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if helper:
+        ordinary_user(monkeypatch)
     # Threads of other tests of this process may close theirs meanwhile.
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
     with pytest.raises(BootseerError, match="none"):
-        attach.attach(tmp_path / "none", label="bootseer", helper=helper)
+        attach.attach(tmp_path / "none", label="bootseer")
     assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
 
 
 @needs_device
 @pytest.mark.parametrize("helper", [False, True])
-def test_a_label_adds_no_options(tmp_path: Path, helper: bool) -> None:
-    if helper and shutil.which(attach.HELPER) is None:
-        pytest.skip("fusermount3 is not installed")
-    session = mount(MemoryTree({}), tmp_path, "oci:./lr=0.1,bs=32,allow_other x\\", helper=helper)
+def test_a_label_adds_no_options(tmp_path: Path, helper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if helper:
+        ordinary_user(monkeypatch)
+    session = mount(MemoryTree({}), tmp_path, "oci:./lr=0.1,bs=32,allow_other x\\")
     try:
         shown = [row.source for row in mount_table() if row.path == str(tmp_path)]
         assert shown == ["oci:./lr=0.1_bs=32_allow_other_x_"]

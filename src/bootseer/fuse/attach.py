@@ -23,16 +23,14 @@ _HELPER_DEADLINE_S = 10.0
 READ_AHEAD_KIB = MAX_READ // 1024
 
 
-def attach(target: Path, *, label: str, helper: bool | None = None, writable: bool = False, shared: bool = True) -> int:
+def attach(target: Path, *, label: str, writable: bool = False, shared: bool = True) -> int:
     """Mount on `target`; returns the descriptor that requests arrive on. `label` is shown in the mount table.
 
     Unless `writable`, the kernel refuses all changes itself. A mount made by root is accessible to other users,
-    according to mode bits, if it is `shared`; other mounts never are. `helper` forces or forbids fusermount3, which by
-    default is used by all users but root.
+    according to mode bits, if it is `shared`; other mounts never are.
     """
     label = re.sub(r"[,\\\s]", "_", label)  # they would end it in the mount options
-    by_helper = os.geteuid() != 0 if helper is None else helper
-    return _by_helper(target, label, writable) if by_helper else _by_kernel(target, label, writable, shared)
+    return _by_helper(target, label, writable) if os.geteuid() else _by_kernel(target, label, writable, shared)
 
 
 def _by_kernel(target: Path, label: str, writable: bool, shared: bool) -> int:

@@ -392,16 +392,14 @@ def mount(
     label: str = "bootseer",
     on_error: OnError = lambda message: None,
     device: int | None = None,
-    *,
-    helper: bool | None = None,
 ) -> Session:
     """Mount a read-only `tree` on the folder `target`; it is readable when this returns.
 
-    `on_error` is called with errors, one line each, from any thread. `helper`: see `attach`. `device`: the descriptor
-    of an existing mount whose process is dead; the tree must be the same.
+    `on_error` is called with errors, one line each, from any thread. `device`: the descriptor of an existing mount
+    whose process is dead; the tree must be the same.
     """
     if device is None:
-        session = Session(TreeRequests(tree), target, attach.attach(target, label=label, helper=helper), on_error)
+        session = Session(TreeRequests(tree), target, attach.attach(target, label=label), on_error)
     else:
         session = Session(TreeRequests(tree), target, device, on_error)
         session.resend()
@@ -416,13 +414,12 @@ def mount_writable(
     read_only: bool = False,
     shared: bool = True,
     on_error: OnError = lambda message: None,
-    helper: bool | None = None,
 ) -> Session:
     """Mount a writable file system; it is usable when this returns. `read_only`: the kernel refuses changes.
 
-    `shared`, `helper`: see `attach`. `on_error`: see `mount`.
+    `shared`: see `attach`. `on_error`: see `mount`.
     """
-    device = attach.attach(target, label=label, helper=helper, writable=not read_only, shared=shared)
+    device = attach.attach(target, label=label, writable=not read_only, shared=shared)
     return _started(Session(FileRequests(files), target, device, on_error), READ_AHEAD_KIB)
 
 
