@@ -34,7 +34,7 @@ def test_after_one_run_the_plan_is_what_it_needed_in_its_order():
 def test_a_block_that_one_of_three_runs_needed_is_not_hot():
     hot_set = merged(run(1, [1, 2, 3]), run(2, [1, 2, 4]), run(3, [1, 2, 5]))
     assert planned(hot_set) == [1, 2]
-    assert hot_set.confidence()[FILE, 3] == 1 / 3
+    assert hot_set.statistics()[FILE, 3] == (20, 1 / 3)
 
 
 def test_with_two_runs_all_that_any_of_them_needed_is_hot():
@@ -62,8 +62,8 @@ def test_a_run_that_ended_early_has_no_say_about_later_blocks():
 
 def test_a_run_that_ended_just_when_others_needed_a_block_counts():
     hot_set = merged(run(1, [1, 2, 3]), run(2, [1, 2], duration_ms=20))
-    assert hot_set.confidence()[FILE, 3] == 1 / 2
-    assert merged(run(1, [1, 2, 3]), run(2, [1, 2], duration_ms=19)).confidence()[FILE, 3] == 1
+    assert hot_set.statistics()[FILE, 3] == (20, 1 / 2)
+    assert merged(run(1, [1, 2, 3]), run(2, [1, 2], duration_ms=19)).statistics()[FILE, 3] == (20, 1)
 
 
 def test_what_the_newer_run_imported_is_kept_and_else_what_any_did():
@@ -162,11 +162,11 @@ def test_the_plan_holds_each_hot_block_once_by_its_confidence_and_is_stable(list
     plan = hot_set.plan()
     assert len(set(plan)) == len(plan)
     assert HotSet("image", "workload", hot_set.records).plan() == plan
-    confidence = hot_set.confidence()
-    for block, share in confidence.items():
+    known = hot_set.statistics()
+    for block, (_, share) in known.items():
         assert share == sum(block in record.blocks for record in hot_set.records) / len(hot_set.records)
         assert (block in plan) == (share >= 0.5)
-    assert set(plan) <= set(confidence)
+    assert set(plan) <= set(known)
 
 
 @settings(max_examples=100)

@@ -23,7 +23,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import Struct, field
@@ -210,9 +210,9 @@ class Reads:
         self._pending.wait(read, missing)
         return self._advance(now)
 
-    def _advance(self, now: float) -> _Actions:
-        """Collect the scheduler's decisions, and the reads past their deadline."""
-        actions = _Actions()
+    def _advance(self, now: float, complete: Sequence[PendingRead] = ()) -> _Actions:
+        """Collect the scheduler's decisions, the `complete` reads, and those past their deadline."""
+        actions = _Actions(complete=list(complete))
         for read, missing in self._pending.take_expired(now):
             actions.failed.append((read, self._timeout_error(read, missing)))
             self._scheduler.reader_timed_out(read.file, missing, now)
@@ -325,8 +325,7 @@ class Reads:
                 self._scheduler.claim_released(*key)
             else:
                 return
-            actions = self._advance(now)
-        actions.complete += complete
+            actions = self._advance(now, complete)
         self._run_actions(actions)
 
     def _is_overdue(self, key: Key, now: float) -> bool:
@@ -386,8 +385,7 @@ class Reads:
                     self._scheduler.claimed_elsewhere(fetch.number, block, now)
             else:
                 complete = self._arrived(fetch, step, now)
-            actions = self._advance(now)
-        actions.complete += complete
+            actions = self._advance(now, complete)
         self._run_actions(actions)
         if could_cache and self._cache_error is not None:
             self._report_problem(f"blocks are served without being cached: {self._cache_error}")

@@ -68,12 +68,14 @@ class Fetcher(Reads):
                     if is_here:
                         complete += self._block_available((file, block), None, now)
                     self._scheduler.want(file, (block,), Purpose.HOT, now)
-                actions = self._advance(now)
-            actions.complete += complete
+                actions = self._advance(now, complete)
             self._run_actions(actions)
-        for number, each in enumerate(self._files):
+        hot: dict[int, list[int]] = {}
+        for file, block in known:
+            hot.setdefault(file, []).append(block)
+        for file, numbers in hot.items():
             try:
-                each.cached.mark_hot([block for other, block in known if other == number])
+                self._files[file].cached.mark_hot(numbers)
             except BootseerError as error:
                 self._report_problem(f"hot blocks may be evicted as early as others: {error}")
 
@@ -120,7 +122,8 @@ class Fetcher(Reads):
                 if progress is not None:
                     progress(num_ready, total)
             if not is_idle and now - since > self._settings.stall_s:
-                error = self._scheduler.origin_error or self._scheduler.prefetch_error
+                paces = (origin.pace for origin in self._scheduler.origins.values())
+                error = next((pace.error for pace in paces if pace.error), self._scheduler.prefetch_error)
                 raise TransientError(f"no block came in {self._settings.stall_s:.0f} s{f': {error}' if error else ''}")
         for file in self._files:
             if not file.cached.complete:

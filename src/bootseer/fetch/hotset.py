@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Annotated
@@ -137,22 +137,24 @@ class HotSet(Struct, frozen=True):
 
     def plan(self) -> list[Block]:
         """The hot blocks, those needed earliest first. Deterministic."""
-        early = {block: _early(at) for block, at in self._times().items()}
-        hot = [block for block, share in self.confidence().items() if share >= _MIN_CONFIDENCE]
-        return sorted(hot, key=lambda block: (early[block], block))
+        known = self.statistics()
+        hot = [block for block, (_, confidence) in known.items() if confidence >= _MIN_CONFIDENCE]
+        return sorted(hot, key=lambda block: (known[block][0], block))
 
-    def confidence(self) -> Mapping[Block, float]:
-        """For each needed block, the share of the runs that needed it."""
-        durations = [record.duration_ms for record in self.records]
-        return {block: _confidence(len(at), _early(at), durations) for block, at in self._times().items()}
-
-    def _times(self) -> dict[Block, list[int]]:
-        """The times in ms at which each block was needed, one per run that needed it."""
+    def statistics(self) -> dict[Block, tuple[int, float]]:
+        """For each needed block: the early quantile of the times at which runs needed it, in ms, which is soon enough
+        for most runs, but not determined by a single fast one; and the share of the runs that needed it, without those
+        that ended before that time."""
         times: dict[Block, list[int]] = {}
         for record in self.records:
             for need in record.needs:
                 times.setdefault((need.file, need.block), []).append(need.t_ms)
-        return times
+        known = {}
+        for block, at in times.items():
+            early_ms = sorted(at)[int(_EARLY * (len(at) - 1))]
+            num_runs = sum(record.duration_ms >= early_ms for record in self.records)
+            known[block] = early_ms, len(at) / max(len(at), num_runs)
+        return known
 
 
 def coverage(plan: Sequence[Block], record: Record) -> float:
@@ -160,16 +162,6 @@ def coverage(plan: Sequence[Block], record: Record) -> float:
     planned = frozenset(plan)
     covered = sum((need.file, need.block) in planned for need in record.needs)
     return covered / len(record.needs) if record.needs else 1.0
-
-
-def _early(times: list[int]) -> int:
-    """The early quantile: soon enough for most runs, but not determined by a single fast one."""
-    return sorted(times)[int(_EARLY * (len(times) - 1))]
-
-
-def _confidence(num_needed: int, early_ms: int, durations: Sequence[int]) -> float:
-    """The share of runs that needed a block. Runs that ended before `early_ms` are not counted."""
-    return num_needed / max(num_needed, sum(duration >= early_ms for duration in durations))
 
 
 def _overlap(one: frozenset[Block], other: frozenset[Block]) -> float:

@@ -157,13 +157,8 @@ class Pace:
 
     def hedge_after_s(self) -> float:
         """How long a reader's block may be in flight before it is hedged."""
-        return max(self._settings.hedge_s, self._settings.hedge_factor * self._quantile())
-
-    def _quantile(self) -> float:
-        """The 90th percentile of recent times to the first block."""
-        if len(self._latencies) < _MIN_SAMPLES:
-            return 0.0
-        return sorted(self._latencies)[int(0.9 * (len(self._latencies) - 1))]
+        known = sorted(self._latencies) if len(self._latencies) >= _MIN_SAMPLES else [0.0]
+        return max(self._settings.hedge_s, self._settings.hedge_factor * known[int(0.9 * (len(known) - 1))])
 
 
 class Wanted(Struct):

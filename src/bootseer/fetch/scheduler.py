@@ -175,11 +175,6 @@ class Scheduler(Routed):
         paces = [origin.pace for origin in self.files[file].origins]
         return paces[-1].error if all(pace.is_down(now) and pace.paused_until > until for pace in paces) else None
 
-    @property
-    def origin_error(self) -> BootseerError | None:
-        """The latest error of an origin that fails."""
-        return next((origin.pace.error for origin in self.origins.values() if origin.pace.error), None)
-
     # What to start
 
     def tick(self, now: float) -> Plan:
