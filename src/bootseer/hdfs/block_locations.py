@@ -160,8 +160,6 @@ class FileStatus(Struct, frozen=True):
     """Permission bits."""
     owner: str
     group: str
-    replication: int
-    """0 for folders and for files of erasure coding."""
     block_size: int
     """0 for folders."""
 
@@ -175,7 +173,6 @@ def parse_status(path: str, message: Message) -> FileStatus:
         mode=message.message(4).number(1) & 0o7777,
         owner=message.text(5),
         group=message.text(6),
-        replication=message.number(10, 0),
         block_size=message.number(11, 0),
     )
 

@@ -140,13 +140,9 @@ class BlockWriter:
         while (answer := self._next_answer()) is None:
             self._receive(asked_s)
         status, bad, message = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
-        if status != _SUCCESS or bad:
-            raise PipelineError(message or f"{bad or self._first}: status {status}", self._failed_node(bad))
-
-    def _failed_node(self, bad: str) -> str:
-        """The node that another one reports as failed; the first one if it reports none."""
-        known = {name: node.host_port for node in self.nodes for name in _names(node)}
-        return known.get(bad, self._first if not bad else "")
+        if status != _SUCCESS or bad:  # without the name of another node, the first one has failed
+            known = {"": self._first} | {name: node.host_port for node in self.nodes for name in _names(node)}
+            raise PipelineError(message or f"{bad or self._first}: status {status}", known.get(bad, ""))
 
     def _packet_header(self, length: int, sums: bytes, *, last: bool = False) -> bytes:
         fields = _FIELDS.pack(0x09, self.size_bytes, 0x11, self._sequence, 0x18, last, 0x25, length)

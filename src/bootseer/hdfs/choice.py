@@ -168,8 +168,7 @@ class NodeChoice:
 
         Its pause stays: a node that answers probes but serves nothing is retried less and less often.
         """
-        stats = self._stats.setdefault(node, _NodeStats())
-        self._stats[node] = _NodeStats(pause_s=stats.pause_s)
+        self._stats[node] = _NodeStats(pause_s=self._stats[node].pause_s)
         self._open.discard(node)
 
 

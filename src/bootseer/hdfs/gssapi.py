@@ -117,8 +117,7 @@ class KerberosContext:
             self._minor, None, self._context, self._name, self._mechanism,
             wanted, 0, None, asked, None, answer, flags, None,
         )  # fmt: skip
-        token = self._taken(answer)
-        self._check(status)
+        token = self._taken(answer, status)
         self.is_open = not status & _CONTINUE_NEEDED
         if self.is_open and not flags.value & _MUTUAL:
             raise AccessError(f"{self._peer}: Kerberos: the server has not proved its name")
@@ -129,21 +128,19 @@ class KerberosContext:
         given, _alive = _as_buffer(data)
         out = _Buffer()
         status = self._lib.gss_wrap(self._minor, self._context, seal, 0, given, None, out)
-        wrapped = self._taken(out)
-        self._check(status)
-        return wrapped
+        return self._taken(out, status)
 
     def unwrap(self, data: bytes) -> bytes:
         given, _alive = _as_buffer(data)
         out = _Buffer()
         status = self._lib.gss_unwrap(self._minor, self._context, given, out, None, None)
-        unwrapped = self._taken(out)
-        self._check(status)
-        return unwrapped
+        return self._taken(out, status)
 
-    def _taken(self, buffer: _Buffer) -> bytes:
+    def _taken(self, buffer: _Buffer, status: int) -> bytes:
+        """The result of a call that ended with this status."""
         data = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
         self._lib.gss_release_buffer(ctypes.c_uint32(), buffer)
+        self._check(status)
         return data
 
     def _check(self, status: int) -> None:
@@ -157,7 +154,7 @@ class KerberosContext:
         while status and len(texts) < _MAX_TEXTS:
             if self._lib.gss_display_status(ctypes.c_uint32(), status, kind, self._mechanism, more, out) & _ERRORS:
                 break
-            texts.append(self._taken(out).decode(errors="replace"))
+            texts.append(self._taken(out, 0).decode(errors="replace"))
             if not more.value:
                 break
         return texts

@@ -307,8 +307,9 @@ class ReadThreads:
                 run.connection = connection
                 if run.stopped:
                     connection.stop()
+                is_alone = is_new and not self._schedule.should_give_up(run, 0.0)
             if is_new:
-                connection.connect(self._connect_s(run))
+                connection.connect(self.settings.reconnect_s if is_alone else self.settings.silent_s)
             is_whole = self._receive(run, connection)
         except (RefusedError, SilentError, UnevenError, WrongBytesError):
             raise
@@ -355,11 +356,6 @@ class ReadThreads:
         with self._lock:
             if self._schedule.should_give_up(run, silent_s):
                 raise_silent(silent_s)
-
-    def _connect_s(self, run: Run) -> float:
-        with self._lock:
-            alone = not self._schedule.should_give_up(run, 0.0)
-        return self.settings.reconnect_s if alone else self.settings.silent_s
 
     def _locate(self, source: HdfsSource) -> None:
         answer: LocatedFile | BootseerError
