@@ -24,7 +24,6 @@ from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
 
 _SLOW_S = 1.0
-_GROUP_FUNCTIONS = ("new_group", "split_group")
 
 
 def mark_stores(module: ModuleType) -> None:
@@ -80,7 +79,7 @@ def mark_groups(c10d: ModuleType) -> None:
 
         return new_group
 
-    for name in _GROUP_FUNCTIONS:
+    for name in ("new_group", "split_group"):
         replace_decorated(getattr(c10d, name, None), make)
 
 

@@ -34,7 +34,6 @@ class State:
         self.marked = 0
         """Number of marked calls."""
         self.step_span = ""
-        self.steps = 0
         self.step_ends_ns: list[int] = []
         self.optimizer: object = None
         self.undo: list[Callable[[], Any]] = []

@@ -51,7 +51,7 @@ def mark_steps(torch: ModuleType) -> None:
 
     state.undo.append(undo)
     _mark_backward(torch, state)
-    _mark_forward(torch)
+    _mark_forward(torch, state)
 
 
 def _compiler_probe(torch: ModuleType) -> Callable[[], bool]:
@@ -60,10 +60,7 @@ def _compiler_probe(torch: ModuleType) -> Callable[[], bool]:
     return probe
 
 
-def _mark_forward(torch: ModuleType) -> None:
-    state = active()
-    if state is None:
-        return
+def _mark_forward(torch: ModuleType, state: State) -> None:
     is_compiling, has_gradients = _compiler_probe(torch), torch.is_grad_enabled
 
     # It stays through all of a job's inference, and is called for each layer.
@@ -106,11 +103,11 @@ def mark_compilation(callbacks: ModuleType) -> None:
     if ours is None:
         return
     handler = callbacks.callback_handler
-    span = ""
+    span = stage = ""
 
     @guarded
     def started(*_: Any) -> None:  # older versions of torch pass nothing
-        nonlocal span
+        nonlocal span, stage
         state = active()
         if state is None or state.began:
             return
@@ -130,7 +127,6 @@ def mark_compilation(callbacks: ModuleType) -> None:
         nonlocal span
         state = active()
         if state is not None and span:
-            stage = "first_step.compile" if state.step_span else STAGE + "compile"
             state.tracer.emit(stage, END, span=span, outcome=OK)
         span = ""
 

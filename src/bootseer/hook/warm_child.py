@@ -112,7 +112,9 @@ def become(
             answer.send(marshal.dumps({"pid": os.getpid(), "why_not": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     answer.close()
-    _write_output(output)
+    for number, text in zip((1, 2), output, strict=True):
+        with contextlib.suppress(OSError):
+            os.write(number, text)
     hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
     if hook is not None:  # it marks this process as started then
         with contextlib.suppress(Exception):
@@ -136,13 +138,6 @@ def _captured_output() -> list[bytes]:
             stream.flush()
         found.append(os.pread(number, 1 << 20, 0))
     return found
-
-
-def _write_output(texts: Sequence[bytes]) -> None:
-    """Write the imports' output to the program's stdout and stderr."""
-    for number, text in zip((1, 2), texts, strict=True):
-        with contextlib.suppress(OSError):
-            os.write(number, text)
 
 
 def _kernel(request: dict[str, Any], fds: Sequence[int], launcher: int, kept: Sequence[socket.socket]) -> None:
