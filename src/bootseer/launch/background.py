@@ -108,12 +108,12 @@ def start_background(work: Callable[[Send], None], *, name: str, log: Path, nice
     parent = os.getpid()
     with os_errors_as(PermanentError, "no helper process can be started"):
         pipe, report = os.pipe2(os.O_CLOEXEC)
-    try:
-        pid = os.fork()
-    except OSError as error:
-        os.close(pipe)
-        os.close(report)
-        raise PermanentError(f"no helper process can be started: {error.strerror}") from error
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(pipe)
+            os.close(report)
+            raise
     if pid == 0:
         _run_in_child(work, name, log, niceness, report, parent)
     os.close(report)

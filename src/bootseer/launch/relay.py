@@ -80,7 +80,7 @@ class Relay:
             os.close(self._read)  # if the reader has gone, the command's next write gets EPIPE, as without the relay
 
     def _forward(self) -> None:
-        line, poll = b"", select.poll()
+        rest, poll = b"", select.poll()
         poll.register(self._read, select.POLLIN)
         while True:
             self._is_forwarding = False
@@ -95,7 +95,10 @@ class Relay:
             if not self._write(data):
                 return
             if self._pattern is not None:
-                line = self._match(line + data)
+                *lines, rest = re.split(rb"[\r\n]", rest + data)
+                for line in lines:
+                    self._search(line[-_KEEP_BYTES:])
+                rest = rest[-_KEEP_BYTES:]
 
     def _write(self, data: bytes) -> bool:
         """Forward data; False when the reader is gone. Data that does not fit on a full disk is lost."""
@@ -108,12 +111,6 @@ class Relay:
             except OSError as error:
                 return error.errno not in (errno.EPIPE, errno.EIO)
         return True
-
-    def _match(self, text: bytes) -> bytes:
-        *lines, rest = re.split(rb"[\r\n]", text)
-        for line in lines:
-            self._search(line[-_KEEP_BYTES:])
-        return rest[-_KEEP_BYTES:]
 
     def _search(self, line: bytes) -> None:
         if self._pattern is None:

@@ -112,7 +112,9 @@ class Restarts:
             say(f"interrupted by {signal.Signals(info.si_signo).name} before the command was started again")
             return _SIGNALLED + info.si_signo
         session, kind = self._session, "hot_update" if requested_ns else "restart"
-        self._restart_number = self._last_restart() + 1
+        # An elastic launcher counts its own restarts, too.
+        earlier = (event.restart for event in session.tail().poll(last=True))
+        self._restart_number = max([self._restart_number, *earlier]) + 1
         env.update({RESTART: str(self._restart_number), KIND: kind})
         try:
             if self._renew is not None:
@@ -147,10 +149,6 @@ class Restarts:
         wait = f" in {self._delay_s:g} s" if self._delay_s else ""
         say(f"{how}; starting it again{wait} (restart {self._num_restarts} of {self._max_restarts})")
         return True
-
-    def _last_restart(self) -> int:
-        """The number of the last restart of the command's processes; an elastic launcher counts its own too."""
-        return max([self._restart_number, *(event.restart for event in self._session.tail().poll(last=True))])
 
     def spawn_warm(
         self, env: Mapping[str, str], streams: Mapping[int, int | None], *, own_group: bool | None = None

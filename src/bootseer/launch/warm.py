@@ -163,7 +163,10 @@ class WarmStart:
         events = [event for event in self._session.tail().poll(last=True) if event.stage == EVENT]
         refusals = [event.attrs for event in events if "why_not" in event.attrs]
         if self._mode == "on":
-            self._say(len(events) - len(refusals), [str(attrs["why_not"]) for attrs in refusals])
+            if len(events) > len(refusals):
+                say(f"{plural(len(events) - len(refusals), 'Python program')} started warm")
+            for reason in dict.fromkeys(str(attrs["why_not"]) for attrs in refusals):
+                say(f"not warm: {reason}")
         known = self._known()
         after = merge_records(known, self._records(), refusals)
         if after != known:
@@ -192,12 +195,6 @@ class WarmStart:
             except (BootseerError, OSError) as error:
                 say(f"what the program imported is not recorded: {error}")
         return found
-
-    def _say(self, num_warm: int, reasons: Sequence[str]) -> None:
-        if num_warm:
-            say(f"{plural(num_warm, 'Python program')} started warm")
-        for reason in dict.fromkeys(reasons):
-            say(f"not warm: {reason}")
 
 
 def _text(known: Known) -> str:
