@@ -44,7 +44,7 @@ def show_command(folder: Path | None, output: Output) -> None:
             format_bytes(entry.disk_bytes),
             f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-",
             format_bytes(entry.hot_bytes),
-            _ago(entry.last_use_ns / 1e9),
+            f"{format_seconds(max(time.time() - entry.last_use_ns / 1e9, 0))} ago" if entry.last_use_ns else "never",
             styled(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
         )
     names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "hot_bytes", "cold_bytes", "in_use", "damaged",
@@ -133,7 +133,3 @@ def _root(folder: Path | None) -> Path:
 def _state(damaged: bool, in_use: bool, trusted: bool) -> str:
     words = [word for word, is_so in (("damaged", damaged), ("in use", in_use), ("complete", trusted)) if is_so]
     return ", ".join(words)
-
-
-def _ago(moment: float) -> str:
-    return f"{format_seconds(max(time.time() - moment, 0))} ago" if moment else "never"

@@ -12,7 +12,6 @@ import click
 
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import Problem, verify
@@ -70,10 +69,9 @@ def put_command(
     began_s = time.monotonic()
     label = "writing and reading back" if read_back else "writing"
     with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress(label) as progress:
-        policy: Policy | None = changed(files.policy(""), stripes)
         settings = PutSettings(
             replace=replace,
-            policy=policy,
+            policy=changed(files.policy(""), stripes),
             move_latest=latest,
             read_back=read_back,
             keep_last=keep_last,

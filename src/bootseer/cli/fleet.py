@@ -158,17 +158,13 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
         with watched(True, as_json, "auto") as show:
             read_report(logs or (job,), Options(job=job if logs else None), os.environ, watch=show, wait=wait)
         return
-    _watch_service(job, service, wait, as_json)
-
-
-def _watch_service(job: str, service: str, wait: bool, as_json: bool) -> None:
     with ExitStack() as stack:
-        show: Callable[[str, object], None] | None = None
+        redraw: Callable[[str, object], None] | None = None
         if not as_json:
             from bootseer.report.render.terminal import following
 
-            show = stack.enter_context(following(stack.enter_context(terminal())))
-        _shown_until_over(job, service, wait, show)
+            redraw = stack.enter_context(following(stack.enter_context(terminal())))
+        _shown_until_over(job, service, wait, redraw)
     latest = _from_service("history", {"job": job}, service)["starts"][:1]
     for row in latest if not as_json else ():
         Output("", as_json=False)({}, f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")

@@ -38,12 +38,9 @@ def main() -> None:
         if isinstance(error, UsageError) and error.hint:
             _say(f"hint: {error.hint}")
         code = error.exit_code
-    except Interrupted as error:
+    except (Interrupted, KeyboardInterrupt) as error:
         _say("bootseer: interrupted")
-        code = error.exit_code
-    except KeyboardInterrupt:
-        _say("bootseer: interrupted")
-        code = 130
+        code = error.exit_code if isinstance(error, Interrupted) else 130
     except BrokenPipeError:  # `bootseer report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141

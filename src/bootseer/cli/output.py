@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from bootseer.errors import PermanentError, os_errors_as
@@ -213,9 +212,7 @@ class Progress:
         # A line that wraps cannot be erased.
         _write("\r\x1b[K" + f"{self._what} {bar}{amount}{suffix}"[: _columns() - 1])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._shown:
             _write("\r\x1b[K")
 
