@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from io import FileIO
 from pathlib import Path
 
@@ -108,11 +109,38 @@ def test_a_file_that_was_replaced_elsewhere_is_appended_to_and_truncated_as_it_i
             if not held:
                 stack.close()
             (one.target / "f").write_bytes(new)
-            until(lambda: one.shown.facts()["open_files"] == held, "the writer's end is told")
             with (other.target / "f").open("ab") as file:
                 file.write(b"+")
             os.truncate(one.target / "f", len(new) + 2)
             assert (other.target / "f").read_bytes() == new + b"+\0"
+
+
+def test_what_another_node_writes_right_after_a_close_is_appended_to_and_keeps_its_attributes(
+    one: MountedPlace, other: MountedPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel tells the end of a writer after close(2) has returned: here when all is over.
+    may_end, release = threading.Event(), one.shown.release
+    monkeypatch.setattr(one.shown, "release", lambda *handle: may_end.wait(60) and release(*handle))
+    f = one.target / "f"
+    try:
+        f.write_bytes(b"one")
+        f.chmod(0o640)
+        os.utime(f, (0, 10**9))
+        found = (other.target / "f").stat()
+        assert (found.st_mode, found.st_mtime) == (0o100640, 10**9)
+        for mounted, added in ((other, b"+other"), (one, b"+one"), (other, b"+again")):
+            with (mounted.target / "f").open("ab") as file:
+                file.write(added)
+        os.truncate(f, 18)
+        (other.target / "f").unlink()
+        assert number_of(f.read_bytes) == errno.ENOENT
+        (other.target / "f").write_bytes(b"anew")
+        assert f.read_bytes() == b"anew"
+    finally:
+        may_end.set()
+    until(lambda: one.shown.facts()["open_files"] == 0, "told")
+    assert (one.root / "f").read_bytes() == b"anew"
+    assert one.shown.lost() == []
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_APPEND, os.O_RDWR])

@@ -59,8 +59,9 @@ class Content:
         self._turn = threading.RLock()
         self.handles: set[int] = set()
         """Handles of the file; maintained by `open_files`."""
-        self.num_writers = 0
-        """How many of them can write; maintained by `open_files`."""
+        self.writers: set[int] = set()
+        """Those of them that can write and are not closed yet. The kernel reports the end of a handle (RELEASE) after
+        close(2) has returned, when another machine may have written the file. Maintained by `open_files`."""
         self._node = node
         self._context = context
         self._detach = detach
@@ -83,7 +84,7 @@ class Content:
     @property
     def is_live(self) -> bool:
         """Whether this content, and not the place's, is what the file's name leads to."""
-        return self._writer is not None and not self.is_removed and (self._is_dirty or self.num_writers > 0)
+        return self._writer is not None and not self.is_removed and (self._is_dirty or bool(self.writers))
 
     @property
     def is_published(self) -> bool:
@@ -276,6 +277,8 @@ class Content:
     def touched(self) -> None:
         """The time of the published file was set here. On places where that makes another version of it, reads go on
         with that one."""
+        if self._read is None:
+            return
         with contextlib.suppress(BootseerError):  # the old reader may have all it needs open
             fresh = self._open_version()
             with self.lock:
@@ -293,20 +296,14 @@ class Content:
             while self.is_dirty and writer is not None:
                 self._publish_once(writer, check)
 
-    def publish_at_once(self) -> None:
-        """Publish if no other thread is changing the content: such a thread publishes everything."""
-        if self._turn.acquire(blocking=False):
-            try:
-                self.publish()
-            finally:
-                self._turn.release()
-
     def _publish_once(self, writer: FileWriter, check: Check = no_check) -> None:
         """Publish the current content. Attributes set meanwhile make it dirty again."""
-        num_changes = self._num_changes
+        path, num_changes = self._node.path, self._num_changes
+        if path is None:  # closed, replaced elsewhere, and written again through memory or a copy of the descriptor
+            raise os_error(errno.ESTALE)
         before, self._published = self._published, writer.sync(check)
         # An older entry of the place may be outdated: attributes were set since, or the file was renamed.
-        info = self._apply_attributes(None if self._published is before else self._published.entry)
+        info = self._apply_attributes(path, None if self._published is before else self._published.entry)
         with self.lock:
             if num_changes == self._num_changes:
                 self._node.info = info
@@ -421,12 +418,10 @@ class Content:
             self._context.on_error(f"{self._node.info.path} is too large to be changed or appended to: write it anew")
             raise os_error(errno.EOPNOTSUPP)
 
-    def _apply_attributes(self, entry: Entry | None) -> FileInfo:
+    def _apply_attributes(self, path: str, entry: Entry | None) -> FileInfo:
         """Apply the wanted owner, mode and mtime to the published file; returns its attributes. `entry`: those right
         after publication, if known."""
-        path, files = self._node.path, self._context.files
-        if path is None:
-            raise os_error(errno.ESTALE)
+        files = self._context.files
         with self.lock:
             wanted, mtime_ns = self._node.info.entry, self._mtime_ns
         info = files.stat(path) if entry is None else FileInfo(entry, entry.size_bytes, is_striped=False)

@@ -72,7 +72,8 @@ class CheckpointFiles:
             node = self._nodes.at(path)
             if node is not None and node.is_live:
                 return self._acquired(path, node.info)
-            info = self._listings.recall(path)
+            # A listing may be older than what was published here a moment ago.
+            info = self._listings.recall(path) if node is None or node.content is None else None
             if info is None:
                 with suppress(NotFoundError):
                     info = self._files.stat(path)
@@ -145,14 +146,11 @@ class CheckpointFiles:
             content = found.content
             if content is not None:
                 with content.lock:
-                    is_later = content.is_live or content.is_removed
-                    if is_later:
+                    if content.is_live or content.is_removed:
                         # Unpublished content gets its attributes when it is published.
                         found.info = _changed(found.info, changes)
                         content.attributes_changed(changes.mtime_ns)
-                if is_later:
-                    self._open.publish_if_closed(content)
-                    return self._attributes(found)
+                        return self._attributes(found)
             self._change_published(found, changes)
         return self._attributes(found)
 
@@ -160,7 +158,7 @@ class CheckpointFiles:
         if node.is_folder:
             raise os_error(errno.EISDIR)
         opened = node.content
-        if size_bytes and (opened is None or not (opened.num_writers or opened.is_dirty)):
+        if size_bytes and (opened is None or not (opened.writers or opened.is_dirty)):
             self._open.check_version(node)  # readers here may have an older one open
         with self._open.changing(node) as content:
             if size_bytes == 0:
@@ -364,8 +362,8 @@ class CheckpointFiles:
     def _end_writing_below(self, source: str, target: str) -> None:
         """Before a folder is renamed: wait until no file there, or below the folder that it replaces, is being written.
 
-        Files being written there would be published under their old path. A file whose last descriptor was just closed
-        counts until the kernel has released it, shortly after `close` has returned.
+        Files being written there would be published under their old path. A killed program's file counts until the
+        kernel has released it, shortly after its end.
         """
         until = time.monotonic() + _RELEASE_S
         while self._nodes.live_below(source):

@@ -115,13 +115,12 @@ class Listings:
 class Handle(Struct, eq=False):
     """One open file description, shared by all descriptors that were duplicated from it."""
 
+    number: int
     node: Node
     content: Content
     writes: bool
     opener: int
     """The pid of the opening process; 0 if unknown."""
-    is_done: bool = False
-    """Whether its last descriptor seems to be closed."""
 
     @property
     def only_reads(self) -> bool:
@@ -129,7 +128,7 @@ class Handle(Struct, eq=False):
         return not (self.writes or self.content.is_live or self.content.is_published)
 
     def write(self, offset: int, data: memoryview, check: Check) -> None:
-        self.is_done = False
+        self.content.writers.add(self.number)  # its last descriptor only seemed to be closed
         self.content.write(offset, data, check)
 
 
@@ -149,11 +148,13 @@ class OpenFiles:
         `thread` is the caller's; `check` raises when it is being killed.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
+        known = node.content
+        if known is not None and known.is_published:
+            self.check_version(node)
         if flags & os.O_TRUNC and not writes:
             # This handle cannot write, so its close would not report errors: published at once.
             with self.changing(node) as emptied:
                 emptied.begin_empty(check)
-        was_published = node.content is not None and node.content.is_published
         handle = self._new_handle(node, writes, thread)
         try:
             content = self._handles[handle].content
@@ -162,7 +163,7 @@ class OpenFiles:
                 content.begin_empty(check)
             else:
                 is_read = flags & os.O_ACCMODE != os.O_WRONLY
-                if was_published or not (is_read or content.is_live or content.is_removed):
+                if not (is_read or content.is_live or content.is_removed):
                     self.check_version(node)
                 if writes and flags & os.O_APPEND:
                     content.begin_appending()
@@ -190,8 +191,9 @@ class OpenFiles:
             if content is None:
                 content = node.content = Content(node, self._context, self._nodes.detach)
             content.handles.add(number)
-            content.num_writers += writes
-            self._handles[number] = Handle(node, content, writes, opener)
+            if writes:
+                content.writers.add(number)
+            self._handles[number] = Handle(number, node, content, writes, opener)
         return number
 
     @contextlib.contextmanager
@@ -199,11 +201,11 @@ class OpenFiles:
         """The content of a file, open or not, to be changed in the block. Published at the end if the file was not
         open."""
         number = self._new_handle(node, writes=True, thread=0)
-        handle = self._handles[number]
-        handle.is_done = True
+        content = self._handles[number].content
+        content.writers.discard(number)
         try:
-            yield handle.content
-            self._publish_if_last(handle.content, discard=True)
+            yield content
+            self._publish_if_last(content, discard=True)
         finally:
             self.close(number)
 
@@ -223,46 +225,33 @@ class OpenFiles:
         with opened.content.lock:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
                 return
-            opened.is_done = True
+            opened.content.writers.discard(opened.number)
         self._publish_if_last(opened.content, check, discard=True)
 
     def _may_be_written(self, opened: Handle, processes: set[int]) -> bool:
         """Whether these processes have more writable descriptors of the file than its other open handles explain."""
         name = (opened.node.path or "").rpartition("/")[2]
-        others = sum(
-            other is not opened and other.writes and not other.is_done and other.opener in processes
-            for other in self._handles_of(opened.content)
-        )
-        return sum(num_writers(process, name, opened.node.number) for process in processes) > others
-
-    def _handles_of(self, content: Content) -> list[Handle]:
         with self._lock:
-            return [self._handles[number] for number in content.handles]
+            numbers = opened.content.writers - {opened.number}
+            others = sum(self._handles[number].opener in processes for number in numbers)
+        return sum(num_writers(process, name, opened.node.number) for process in processes) > others
 
     def _publish_if_last(self, content: Content, check: Check = no_check, *, discard: bool = False) -> None:
         """Publish, unless another handle may still write, whose close publishes then. `discard`: drop content that
         could not be published, unless a handle may write by then."""
-        if self._has_writer(content):
+        if content.writers:
             return
         # Under one `changing`: content written by a program that opens the file meanwhile must not be dropped.
         with content.changing(check):
-            if self._has_writer(content):
+            if content.writers:
                 return
             try:
                 content.publish(check)
             except BootseerError as error:
                 # The program got the error, and cannot retry: its handle is closed.
-                if discard and not self._has_writer(content):
+                if discard and not content.writers:
                     content.discard(error)
                 raise
-
-    def publish_if_closed(self, content: Content) -> None:
-        """Attributes were set: publish them if all writers have closed the file, which the kernel reports late."""
-        if not self._has_writer(content):
-            content.publish_at_once()
-
-    def _has_writer(self, content: Content) -> bool:
-        return any(handle.writes and not handle.is_done for handle in self._handles_of(content))
 
     def close(self, handle: int) -> None:
         """The last descriptor of a handle was closed. The last writer's close publishes."""
@@ -271,7 +260,7 @@ class OpenFiles:
         with self._lock:
             del self._handles[handle]
             content.handles.discard(handle)
-            content.num_writers -= opened.writes
+            content.writers.discard(handle)
             is_last = not content.handles
         if not is_last:
             if opened.writes:
