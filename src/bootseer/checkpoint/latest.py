@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
@@ -131,7 +132,15 @@ def _check_published(files: Files, folder: str, name: str) -> None:
     files.stat(join(folder, name))
 
 
+def check_no_link(place: Place, *paths: str) -> None:
+    """Refuse to replace a user's symbolic link (`latest -> step-100`), which a place that is a folder does not show."""
+    for path in paths:
+        if place.is_local and Path("/", place.uri.removeprefix("file://"), path).is_symlink():
+            raise PermanentError(f"{place.uri}/{path} is a symbolic link, which is not replaced; remove it first")
+
+
 def _write(place: Place, folder: str, name: str) -> None:
+    check_no_link(place, join(folder, LATEST))
     _LOG.info("%s/%s: `latest` names %s", place.uri, folder, name)
     place.write_bytes(join(folder, LATEST), f"{name}\n".encode())
 

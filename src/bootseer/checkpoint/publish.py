@@ -20,7 +20,7 @@ from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
 from bootseer.checkpoint.catalog import is_job, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hidden, parts_folder, peek
-from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
+from bootseer.checkpoint.latest import LATEST, can_be_checkpoint, check_no_link, move_latest, step_of
 from bootseer.checkpoint.layout import Policy, encode_policy
 from bootseer.checkpoint.verify import verify
 from bootseer.checkpoint.writing.lane import WritingSettings
@@ -109,6 +109,7 @@ def put_checkpoint(
             f"{name!r} does not end with a step number: older checkpoints cannot be determined", hint="--name step-100"
         )
     _check_not_inside(place, source)
+    check_no_link(place, target, join(folder, LATEST if settings.move_latest else name))
     found = _files_of(source, name)
     _check_names(place, name, found)
     policy = settings.policy or files.policy(folder)
@@ -139,7 +140,8 @@ def put_checkpoint(
         if settings.read_back:
             reading = _shifted(progress, found.size_bytes, all_bytes)
             if problems := verify(inside, attempt.path, progress=reading).problems:
-                raise PermanentError(f"{place.uri}/{problems[0].path}: {problems[0].what}; put it again")
+                path = problems[0].path.removeprefix(f"{attempt.path}/")
+                raise PermanentError(f"{place.uri}/{target}: {path}: {problems[0].what}; put it again")
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
