@@ -85,17 +85,17 @@ class LateChunk:
         self.ended.release()
 
 
-def context_of(settings, facts, timer, buffer):
+def context_of(segment, settings, facts, timer, buffer):
     return SimpleNamespace(
         path="file", settings=settings, facts=facts, timer=timer, buffer=buffer, cache_writer=None, peers=None,
-        retain=lambda segment: None, release=lambda segment: None,
+        acquire=lambda chunk: segment, retain=lambda segment: None, release=lambda segment: None,
     )  # fmt: skip
 
 
 def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = context_of(ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer)
+    context = context_of(segment, ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer)
     row = Row(context, range(1))
     job = LateChunk(row, segment)
     row.add(job)
@@ -120,7 +120,7 @@ class Refused(LateChunk):
 def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_memory_taken():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = context_of(ReadingSettings(), facts, timer, buffer)
+    context = context_of(segment, ReadingSettings(), facts, timer, buffer)
     row = Row(context, range(1))
     job = Refused(row, segment)
     row.add(job)
@@ -136,7 +136,7 @@ def test_a_callback_that_raises_leaves_no_memory_reserved(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    context = context_of(ReadingSettings(row_check_s=0.01), facts, timer, buffer)
+    context = context_of(segment, ReadingSettings(row_check_s=0.01), facts, timer, buffer)
     row = Row(context, range(1))
     job = Refused(row, segment)
 
@@ -177,7 +177,7 @@ class HeldParity(OneChunk):
 def test_parity_that_was_cancelled_is_read_again_for_a_chunk_that_starts_before_the_cancelled_read_has_ended():
     segment, timer, facts = HeldParity(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    row = Row(context_of(ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer), range(2))
+    row = Row(context_of(segment, ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer), range(2))
     late, failed = LateChunk(row, segment), Refused(row, segment)
     failed.chunk, failed.started_s = 1, 0.0
     row.add(late)

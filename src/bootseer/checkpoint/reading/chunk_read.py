@@ -15,7 +15,7 @@ from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, reworded
 from bootseer.checkpoint.reading.peer_chunks import PeerRead, Unit
-from bootseer.checkpoint.reading.transfer import Done, RangeRequest, failure
+from bootseer.checkpoint.reading.transfer import RangeRequest, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.executor import report_exception
 from bootseer.io.pooled_reads import ReadOutcome
@@ -167,7 +167,7 @@ class ChunkRead:
         """Wait a moment for another process of this node that is already fetching the chunk."""
         context, segment = self._context, self.segment
         self._claimed = self._shared and segment.claim(self.chunk)
-        if segment.cached is not None and self._shared and not self._claimed and not self._stopped:
+        if self._shared and segment.cached is not None and not self._claimed and not self._stopped:
             if segment.is_cached(self.chunk):
                 if segment.read_cached(self.chunk, 0, self.into):
                     context.facts.add("cache_bytes", self.num_bytes)
@@ -267,20 +267,10 @@ class ChunkRead:
 
 
 class ParityRead(ChunkRead):
-    """The parity of a row. It has no digest: it is verified by the chunk that is rebuilt from it."""
+    """The parity of a row, requested as the row's first chunk, which has its length. It has no digest: the chunk
+    that is rebuilt from it verifies it."""
 
     _is_chunk = False
-
-    def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, done: Done) -> None:
-        """`first_chunk`: of the row, the longest one. `segment`: held by the row."""
-        data = memoryview(bytearray(segment.length(first_chunk)))
-        super().__init__(context, RangeRequest(first_chunk * CHUNK_BYTES, data, done), 0, shared=False)
-        self._held = segment
-
-    def _begin(self) -> None:
-        self._context.retain(self._held)
-        self._opened = self._held
-        self._ready()
 
     def is_right(self, data: memoryview) -> bool:
         return True

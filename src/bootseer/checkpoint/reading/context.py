@@ -63,10 +63,6 @@ class LazyPart:
             except TransientError as error:
                 self._opened(None, error)
 
-    def nodes(self, offset: int) -> tuple[str, ...]:
-        file = self._file
-        return self._part.nodes if file is None else file.nodes(offset)
-
     def delay_s(self, offset: int, length: int) -> float:
         file = self._file
         return self._place.delay_s(self._part.nodes, length) if file is None else file.delay_s(offset, length)
@@ -252,11 +248,6 @@ class Engine:
         self.timer.close()
         if self.peers is not None:
             self.peers.close()
-
-    def settle(self) -> None:
-        """At exit of the process: wait briefly for the cache writer."""
-        if self.cache_writer is not None:
-            self.cache_writer.settle(self.settings.keep_s, self.settings.keep_still_s)
 
 
 class ReadContext:

@@ -1,4 +1,11 @@
-"""An open file of a checkpoint, striped or ordinary: the interface for readers."""
+"""An open file of a checkpoint, striped or ordinary: the interface for readers.
+
+The way of one read: `CheckpointFile` passes it to the `SharedFile` of its version. A small one takes pieces from the
+`ChunkBuffer`, which loads missing ones (`_load`); a large one is a `Transfer` into the caller's memory (`_fetch`). Both
+get their `Job`s from the `Source` in `reading.reading`: of an ordinary file a `_Piece`, of a striped one a `ChunkRead`,
+which tries the node's cache, peers and its part, in a `Row` if there is parity. Each job ends with
+`RangeRequest.done`, from there the piece or the transfer ends, and with the last one its `Gather`.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +100,10 @@ class SharedFile:
     ) -> None:
         """See `CheckpointFile.read_async`; the range lies inside the file and is not empty."""
         engine = self._engine
+        if length >= self.direct_min_bytes:
+            whole = memoryview(bytearray(length))
+            self.read_large(offset, whole, Gather(lambda error: done(error or whole)))
+            return
         engine.facts.add("reads")
         if length == self.size_bytes <= engine.settings.at_once_bytes and not self._source.whole_units:
             data = memoryview(bytearray(length))
@@ -101,10 +112,7 @@ class SharedFile:
             )
             return
         advice = self._advise(offset, length)
-        if length >= self.direct_min_bytes:
-            whole = memoryview(bytearray(length))
-            self.read_ranges([(offset, whole)], Gather(lambda error: done(error or whole)))
-        elif not self._read_local(offset, length, done, room):
+        if not self._read_local(offset, length, done, room):
             requests = self._requests(offset, length)
             if not (
                 advice.sequential
@@ -415,12 +423,8 @@ class CheckpointFile:
         try:
             begin(waiting)
             waiting.wait(self.path, self._shared.stall_s)
-        except BaseException:
-            if (
-                not waiting.is_over
-            ):  # after a signal, or for a read whose end was lost: threads may still write into the buffers
-                waiting.cancel(TransientError(f"{self.path}: the read was interrupted"))
-                waiting.wait_ended()
+        except BaseException:  # a signal perhaps, or a read whose end was lost
+            waiting.stop(TransientError(f"{self.path}: the read was interrupted"))
             raise
 
     def _length(self, offset: int, length: int) -> int:

@@ -10,6 +10,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 
@@ -213,28 +214,22 @@ class Reading:
         if self._closed:
             raise self._after_close(path)
         file = self._place.open(path)
-        try:
+        with ExitStack() as unused:
+            unused.callback(file.close)
             head, version = _read_head(file, path, self._engine.settings.deadline_s)
-        except BaseException:
-            file.close()
-            raise
-        if head is None:
             make: Callable[[Engine], Source] = partial(OrdinarySource, file)
-        else:
-            file.close()
-            make = partial(StripedSource, path, head, version)
-        key = (path, version)
-        with self._lock:
-            if self._closed:  # closed by another thread meanwhile
-                if head is None:
-                    file.close()
-                raise self._after_close(path)
-            shared = self._files.get(key)
-            if shared is None:
-                shared = self._files[key] = SharedFile(next(self._numbers), path, self._engine, make)
-            elif head is None:
-                file.close()
-            shared.users += 1
+            if head is not None:
+                make = partial(StripedSource, path, head, version)
+            key = (path, version)
+            with self._lock:
+                if self._closed:  # closed by another thread meanwhile
+                    raise self._after_close(path)
+                shared = self._files.get(key)
+                if shared is None:
+                    shared = self._files[key] = SharedFile(next(self._numbers), path, self._engine, make)
+                    if head is None:
+                        unused.pop_all()  # the source has taken the file over
+                shared.users += 1
         return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
 
     @property
@@ -267,8 +262,9 @@ class Reading:
 
     def settle(self) -> None:
         """At exit without `close`: wait briefly for the cache writer."""
-        if not self._closed:
-            self._engine.settle()
+        settings, cache_writer = self._engine.settings, self._engine.cache_writer
+        if not self._closed and cache_writer is not None:
+            cache_writer.settle(settings.keep_s, settings.keep_still_s)
 
     def _renew(self) -> None:
         """In a forked child: no threads of the parent, locks that may be held for ever, buffers that are not ours."""

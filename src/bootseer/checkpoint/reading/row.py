@@ -290,12 +290,9 @@ class Row:
                     self._unreadable.add(member)
             self._advance()
 
-        helper: ChunkRead
-        if member == _PARITY:
-            helper = ParityRead(self._context, segment, self._chunks.start, ended)
-        else:
-            data = memoryview(bytearray(segment.length(member)))
-            helper = ChunkRead(self._context, RangeRequest(member * CHUNK_BYTES, data, ended), 0, shared=False)
+        read, chunk = (ParityRead, self._chunks.start) if member == _PARITY else (ChunkRead, member)
+        request = RangeRequest(chunk * CHUNK_BYTES, memoryview(bytearray(segment.length(chunk))), ended)
+        helper: ChunkRead = read(self._context, request, 0, shared=False)
         return helper
 
     def _rebuild(self, job: ChunkRead, data: memoryview) -> None:

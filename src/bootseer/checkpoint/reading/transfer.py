@@ -179,9 +179,9 @@ class Transfer:
         max_lane_bytes: int,
         position: float = 0.0,
     ) -> None:
-        """Ends in `gather` once, in any thread, when no thread writes into any of the memory any more. At most
-        `max_bytes` are in flight, `max_lane_bytes` per lane. Each lane starts at the fraction `position` of its jobs
-        and wraps around."""
+        """At least one request. Ends in `gather` once, in any thread, when no thread writes into any of the memory any
+        more. At most `max_bytes` are in flight, `max_lane_bytes` per lane. Each lane starts at the fraction `position`
+        of its jobs and wraps around."""
         self._gather = gather
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, _Lane] = {}
@@ -203,12 +203,6 @@ class Transfer:
         self._max_bytes = max(max_bytes, source.num_lanes * source.unit_bytes)
         self._max_in_lane = max(min(self._max_bytes // max(len(self._lanes), 1), max_lane_bytes), source.unit_bytes)
 
-    def start(self) -> None:
-        if self._left:
-            self._start_more()
-        else:
-            self._gather.ended(None)
-
     def cancel(self, error: BootseerError) -> None:
         """Start nothing more, and end with this error when the jobs in flight have ended."""
         with self._lock:
@@ -221,7 +215,8 @@ class Transfer:
         if ended:
             self._gather.ended(error)
 
-    def _start_more(self) -> None:
+    def start_more(self) -> None:
+        """Start the next jobs, as far as the limits allow. Called once, then by the ends of jobs."""
         with self._lock:
             if self._starting:  # that thread checks again before it leaves
                 return
@@ -275,7 +270,7 @@ class Transfer:
         if ended:
             self._gather.ended(self._error)
         else:
-            self._start_more()
+            self.start_more()
 
     def _give_up(self, error: BootseerError) -> bool:
         """Returns whether nothing is left. Called with the lock held."""
@@ -314,7 +309,7 @@ class Gather:
         with self._lock:
             self._left += 1
             self._transfers.append(transfer)
-        transfer.start()
+        transfer.start_more()
 
     def on_progress(self) -> None:
         self.progress_s = time.monotonic()
@@ -337,16 +332,15 @@ class Gather:
             transfer.cancel(error)
 
 
+_STOP_S = 5.0
+
+
 class Waiting(Gather):
     """Lets a thread wait for one read, which may consist of several."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         super().__init__(lambda _: self._over.set())
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
 
     def wait(self, operation: str, limit_s: float) -> None:
         """Wait for the end, and raise the read's error. `operation` describes it in messages.
@@ -364,6 +358,7 @@ class Waiting(Gather):
         if self._error is not None:
             raise self._error
 
-    def wait_ended(self, timeout_s: float = 5.0) -> None:
-        """Wait briefly for the end, successful or not."""
-        self._over.wait(timeout_s)
+    def stop(self, error: BootseerError) -> None:
+        """Cancel, if it has not ended, and wait briefly for the end: until then threads may write into the memory."""
+        self.cancel(error)
+        self._over.wait(_STOP_S)
