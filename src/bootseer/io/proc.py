@@ -20,7 +20,7 @@ def pids() -> list[int]:
 def read(pid: int | str, name: str) -> bytes:
     """A file of a process or thread."""
     try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
             return file.read()
     except OSError:
         return b""
@@ -33,11 +33,11 @@ def stat(pid: int) -> list[bytes]:
 
 def status(pid: int | str = "self") -> dict[str, str]:
     """The fields of `status`."""
-    return _fields(pid, "status")
+    return _fields(read(pid, "status"))
 
 
-def _fields(pid: int | str, name: str) -> dict[str, str]:
-    rows = (line.partition(":") for line in read(pid, name).decode(errors="replace").splitlines())
+def _fields(text: bytes) -> dict[str, str]:
+    rows = (line.partition(":") for line in text.decode(errors="replace").splitlines())
     return {field: value.strip() for field, _, value in rows}
 
 
@@ -102,7 +102,10 @@ def num_writers(process: int, name: str, inode: int) -> int:
 
 
 def _is_open_at(process: int, number: str, name: str, inode: int) -> bool:
-    info = _fields(process, f"fdinfo/{number}")
+    text = read(process, f"fdinfo/{number}")
+    if b"\nino:" in text and b"\nino:\t%d\n" % inode not in text:  # most of a process's descriptors
+        return False
+    info = _fields(text)
     if int(info.get("flags", "0"), 8) & os.O_ACCMODE == os.O_RDONLY:
         return False
     if "ino" in info:
