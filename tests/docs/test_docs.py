@@ -98,6 +98,7 @@ def test_each_stage_that_the_code_writes_is_documented() -> None:
     assert set(compose.STAGES) <= known
     assert set(compose.STAGES) <= first_cells(section("glossary.md", "Stages of every full startup"))
     written = set(re.findall(r'\bemit\(\s*"([a-z_.]+)"', source()))
+    written |= set(re.findall(r'\bsession_stage\([^,]+, "([a-z_.]+)"', source()))
     written |= {f"model_initialization.{name}" for name in re.findall(r'STAGE \+ "(\w+)"', source())}
     written |= set(
         re.findall(r'"((?:model_initialization|environment_setup|image_loading|first_step)\.[a-z_]+)"', source())
