@@ -200,7 +200,7 @@ def restore_command(ctx: click.Context, /, key: str, folder: Path | None, output
         raise UsageError(f"{folder}: not an empty folder", hint="name a new folder")
     num_files = snapshot.copy_to(folder)
     result = {"key": document.key, "target": str(folder.absolute()), "num_files": num_files}
-    output(result, f"{folder}: {plural(num_files, 'file')} of {document.key[:12]}")
+    output(result, f"{folder}: {plural(num_files, 'path')} of {document.key[:12]}")
     return 0
 
 

@@ -17,7 +17,7 @@ from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.fetch.hotset import MAX_STORED_BYTES, HotSet, encode_hot_set, parse_hot_set
 from bootseer.image.mounting.resolve import ResolvedImage, resolve_image
 from bootseer.launch.supervise import say
-from bootseer.units import format_bytes
+from bootseer.units import format_bytes, plural
 
 _JSON = json_option("bootseer.hotsets/1")
 
@@ -65,7 +65,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
             rows.append(_row(merged, found))
     output(
         {"digest": found.document.digest, "hotsets": rows},
-        *(f"{row['workload']}: {row['runs']} runs, {row['blocks']:,} blocks, published" for row in rows),
+        *(f"{row['workload']}: {plural(row['runs'], 'run')}, {row['blocks']:,} blocks, published" for row in rows),
     )
 
 

@@ -197,7 +197,7 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["began_pattern"] = compiled(str(settings["began_pattern"]))
     _check_sinks(settings["sinks"])
     if settings["restart_delay"] and not settings["restarts"]:
-        raise UsageError("--restart-delay needs --restarts", hint="give --restarts N too")
+        raise UsageError("--restart-delay needs --restarts", hint="give --restarts N too, above 0")
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:

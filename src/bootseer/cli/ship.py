@@ -51,7 +51,7 @@ _WITHIN_S = 60.0
 def ship_command(
     places: tuple[str, ...], url: str, follow: bool, within: float, job: str, quiet: bool, output: Output
 ) -> None:
-    """Send spool folders (default: this user's) or files with event lines to the service. What it has is skipped.
+    """Send spool folders (default: this user's) or files with event lines to the service, except what it already has.
 
     \b
     bootseer ship --to http://service:8765

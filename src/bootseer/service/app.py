@@ -244,7 +244,7 @@ def locked(settings: Settings) -> Iterator[None]:
     """Lock the data folder. Raises `UsageError` if another process has locked it, or if it cannot be written."""
     path = settings.data / "lock"
     with os_errors_as(UsageError, path, hint=_OTHERWISE):
-        lock = claim(path, f"another service uses {settings.data}", _OTHERWISE)
+        lock = claim(path, f"another service uses {settings.data}", f"stop it first, or {_OTHERWISE}")
     try:
         yield
     finally:
