@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from bootseer.checkpoint import latest
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import _is_old, drop_latest, move_latest, read_latest, set_latest, step_of
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
@@ -216,3 +217,20 @@ def test_a_latest_that_is_a_large_file_is_an_error_and_a_folder_is_ignored(files
     (job / "latest").unlink()
     (job / "latest").mkdir()
     assert read_latest(files.place, "") is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("link", ["latest", "step-2"])
+def test_a_link_of_the_user_is_not_replaced(files: Files, job: Path, tmp_path: Path, kind: str, link: str) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "model").write_bytes(b"x")
+    what = tmp_path / "source" / ("." if kind == "folder" else "model")
+    put_checkpoint(files.place, what, "step-1", settings=PutSettings(move_latest=False))
+    (job / link).symlink_to("step-1")
+    for settings in (PutSettings(dry_run=True), PutSettings(replace=True)):
+        with pytest.raises(PermanentError, match=f"{link} is a symbolic link"):
+            put_checkpoint(files.place, what, "step-2", settings=settings)
+    with pytest.raises(PermanentError, match="latest is a symbolic link") if link == "latest" else nullcontext():
+        set_latest(files, "", "step-1")
+    put_checkpoint(files.place, what, "step-3", settings=PutSettings(move_latest=False))
+    assert (job / link).readlink() == Path("step-1")

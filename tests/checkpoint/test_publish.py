@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -254,21 +254,6 @@ def test_links_to_files_are_followed_and_other_special_things_refused(files: Fil
     (source / "dangling").symlink_to(source / "nowhere")
     with pytest.raises(BootseerError, match="dangling"):
         put_checkpoint(files.place, source, "step-2")
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-@pytest.mark.parametrize("link", ["latest", "step-2"])
-def test_a_link_of_the_user_is_not_replaced(files: Files, job: Path, source: Path, kind: str, link: str) -> None:
-    what, replace = source if kind == "folder" else source / "model", PutSettings(replace=True)
-    put_checkpoint(files.place, source, "step-1", settings=PutSettings(move_latest=False))
-    (job / link).symlink_to("step-1")
-    for settings in (PutSettings(dry_run=True), replace):
-        with pytest.raises(PermanentError, match=f"{link} is a symbolic link"):
-            put_checkpoint(files.place, what, "step-2", settings=settings)
-    with pytest.raises(PermanentError, match="latest is a symbolic link") if link == "latest" else nullcontext():
-        set_latest(files, "", "step-1")
-    put_checkpoint(files.place, what, "step-3", settings=PutSettings(move_latest=False))
-    assert (job / link).readlink() == Path("step-1")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "latest", ".attempts", ".stripes-x"])
