@@ -26,6 +26,11 @@ class Clue(NamedTuple):
     literal: bytes
     then: bytes = b""
 
+    @property
+    def pattern(self) -> bytes:
+        """Literal and pattern as one expression."""
+        return re.escape(self.literal) + self.then
+
 
 class Search:
     """Searches for clues. If two match at the same offset, only one of them is reported."""
@@ -33,11 +38,11 @@ class Search:
     def __init__(self, clues: Sequence[Clue]) -> None:
         # Grouped by first byte, so that the library can rule out most offsets with one table lookup.
         self._order = sorted(range(len(clues)), key=lambda index: clues[index].literal)
-        ordered = [clues[index] for index in self._order]
-        self._clues = [(literal, re.compile(re.escape(literal) + then)) for literal, then in ordered]
+        self._clues = [(clues[index].literal, re.compile(clues[index].pattern)) for index in self._order]
         by_first: dict[bytes, list[bytes]] = {}
-        for literal, then in ordered:
-            by_first.setdefault(re.escape(literal[:1]), []).append(b"(" + re.escape(literal[1:]) + then + b")")
+        for index in self._order:
+            rest = re.escape(clues[index].literal[1:]) + clues[index].then
+            by_first.setdefault(re.escape(clues[index].literal[:1]), []).append(b"(" + rest + b")")
         self._all = b"|".join(first + b"(?:" + b"|".join(rests) + b")" for first, rests in by_first.items())
         self._compiled = _pcre2(self._all)
 
