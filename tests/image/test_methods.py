@@ -116,9 +116,9 @@ def test_layers_above_are_looked_for_before_this_process_uses_the_store(
         used.append("above")
         return [layer_above]
 
-    def opened(uri: str, *, plain_http: bool) -> Store:
+    def opened(uri: str, **options: bool) -> Store:
         used.append("store")
-        return open_store(uri, plain_http=plain_http)
+        return open_store(uri, **options)
 
     monkeypatch.setattr(materialize, "open_store", opened)
     mount_image(image.request(loading="pull"), image.folder / "at", above=above).close()

@@ -31,7 +31,7 @@ class Job:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("bootseer.peers.origins.RUN_BYTES", RUN)
-        monkeypatch.setattr("bootseer.peers.service.open_store", lambda uri, plain_http: self.store)
+        monkeypatch.setattr("bootseer.peers.service.open_store", lambda uri, **options: self.store)
         self.plan: Callable[[object], Fault | None] = lambda request: None
         self.inner = FileStore(folder / "store")
         self.index: Index = stored(self.inner, DATA)

@@ -278,7 +278,7 @@ class Materializer:
 
         with self.stage("pull") as facts:
             facts["reason"] = self.reason
-            origin = open_store(self.subject.store_uri, plain_http=self.options.plain_http)
+            origin = open_store(self.subject.store_uri, plain_http=self.options.plain_http, mirrored=True)
             fetcher = Fetcher(on_problem=self.say)
             peers = open_peers(self.say)
             place = (self.subject.store_uri, self.options.plain_http, self.cache.root)

@@ -17,6 +17,7 @@ from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.fetch.hotset import MAX_STORED_BYTES, HotSet, encode_hot_set, parse_hot_set
 from bootseer.image.mounting.resolve import ResolvedImage, resolve_image
 from bootseer.launch.supervise import say
+from bootseer.store.open import open_store
 from bootseer.units import format_bytes, plural
 
 _JSON = json_option("bootseer.hotsets/1")
@@ -91,8 +92,9 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
 def _opened(reference: str, store: str | None, plain_http: bool) -> Iterator[tuple[ResolvedImage, HotSets]]:
     wanted = request_of_verb(reference, store, plain_http)
     found = resolve_image(wanted, say=say)
-    with closing(found.store):
-        yield found, HotSets(wanted.cache, found.document.digest, found.store, say, wanted.signatures)
+    found.store.close()
+    with closing(open_store(found.store_uri, plain_http=plain_http)) as opened:  # not a mirror's: it is written to
+        yield found, HotSets(wanted.cache, found.document.digest, opened, say, wanted.signatures)
 
 
 def _row(hot_set: HotSet, found: ResolvedImage) -> dict[str, Any]:

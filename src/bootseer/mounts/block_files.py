@@ -82,7 +82,7 @@ class _OpenBlockFiles(Served):
         self.fetcher = Fetcher(spec.fetch, on_need=self._record_need if self.recorder else None, on_problem=on_error)
         try:
             cache = Cache(spec.cache_root)
-            self._store = open_store(spec.store, plain_http=spec.plain_http)
+            self._store = open_store(spec.store, plain_http=spec.plain_http, mirrored=True)
             for index in spec.files:
                 self._cached.append(cache.open(index))
                 peers = None

@@ -86,7 +86,7 @@ class BlockFiles:
             return None
         place = (source.store, source.plain_http)
         if place not in self._stores:
-            self._stores[place] = open_store(source.store, plain_http=source.plain_http)
+            self._stores[place] = open_store(source.store, plain_http=source.plain_http, mirrored=True)
         cached = Cache(source.cache).open(source.index)
         self._cached.append(cached)
         if not self._groups:

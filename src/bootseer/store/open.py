@@ -24,12 +24,13 @@ PLAIN_HTTP = "BOOTSEER_PLAIN_HTTP"
 _SCHEMES = "a folder, file://, oci://, s3://, gs://, az://, hdfs:// or viewfs://"
 
 
-def open_store(uri: str, *, plain_http: bool = False) -> Store:
+def open_store(uri: str, *, plain_http: bool = False, mirrored: bool = False) -> Store:
     """The store at `uri`: `/dir`, `file:///dir`, `oci://host/repository`, `s3://bucket/prefix`,
     `gs://…`, `az://…`, `hdfs://host:port/dir` or `viewfs:///dir`.
 
     `plain_http` permits unencrypted access; registries named in `BOOTSEER_PLAIN_HTTP`, and those at loopback addresses
-    without certificates here, are always accessed so. Does not connect yet. Raises `UsageError` for an invalid address.
+    without certificates here, are always accessed so. `mirrored`: it is only read, if possible from a registry's
+    mirrors (`mirrors`). Does not connect yet. Raises `UsageError` for an invalid address.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -51,7 +52,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         from bootseer.store.oci import OciStore
 
         host, _, repository = rest.partition("/")
-        return OciStore(open_registry(host, repository.rstrip("/"), plain_http=plain_http))
+        return OciStore(open_registry(host, repository.rstrip("/"), plain_http=plain_http, mirrored=mirrored))
     if scheme in ("s3", "gs", "az"):
         with needs_extra("s3", uri):
             from bootseer.store.object_store import ObjectStore
@@ -64,15 +65,17 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     raise UsageError(f"{shown(uri)!r} is not a store", hint=f"use {_SCHEMES}")
 
 
-def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Registry:
-    """A client of one repository; encrypts as described at `open_store`. `host` is `name[:port]`."""
+def open_registry(host: str, repository: str, *, plain_http: bool = False, mirrored: bool = False) -> Registry:
+    """A client of one repository, with the options of `open_store`. `host` is `name[:port]`."""
+    from bootseer.store.mirrors import MirroredRegistry
     from bootseer.store.registry import Registry
     from bootseer.store.transport import certificates
 
     named = [item.strip() for item in os.environ.get(PLAIN_HTTP, "").split(",")]
     name, _, port = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", "443")
     is_plain = is_loopback(host) and certificates(name, int(port)) is None
-    return Registry(host, repository, plain_http=plain_http or host in named or is_plain)
+    kind = MirroredRegistry if mirrored else Registry
+    return kind(host, repository, plain_http=plain_http or host in named or is_plain)
 
 
 def _open_file(uri: str, path: str) -> Store:

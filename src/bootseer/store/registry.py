@@ -1,7 +1,7 @@
 """A client of one repository of an OCI registry: manifests, tags, blobs and ranges of blobs.
 
 Implements the OCI distribution protocol only; BootSeer's objects are in `oci`, and `image.sources` reads images through
-it. Referrers are in `oci`, logins in `tokens`.
+it. Referrers are in `oci`, logins in `tokens`, mirrors in `mirrors`.
 
 Many registries redirect blobs to an object storage. The target address is cached for a minute, so that a thousand
 ranges of a blob cost the registry a few requests instead of a thousand. One lock guards the table of addresses;
@@ -171,9 +171,12 @@ class Manifest(Struct, frozen=True):
 
 
 class Registry:
-    """One repository of one registry. `host` is `name[:port]`; `plain_http` sends everything unencrypted."""
+    """One repository of one registry. `host` is `name[:port]`; `plain_http` sends everything unencrypted. `address` is
+    that of another server, with the query of each request, reached `via` this transport."""
 
-    def __init__(self, host: str, repository: str, *, plain_http: bool = False) -> None:
+    def __init__(
+        self, host: str, repository: str, *, plain_http: bool = False, address: str = "", via: Transport | None = None
+    ) -> None:
         if not HOST.fullmatch(host):
             raise UsageError(f"{host[:200]!r} is not the name of a registry", hint="use host or host:port")
         if len(repository) > 255 or not REPOSITORY.fullmatch(repository):
@@ -183,9 +186,10 @@ class Registry:
         self.host = host
         self.repository = repository
         scheme = "http" if plain_http else "https"
-        self._base = f"{scheme}://{_SERVERS.get(host, host)}/v2/{repository}/"
+        self.address, _, self._query = (address or f"{scheme}://{_SERVERS.get(host, host)}/v2").partition("?")
+        self._base = f"{self.address}/{repository}/"
         self._origin = Origin.of(self._base)
-        self._transport = Transport()
+        self._transport = via or Transport()
         find = partial(find_credentials, repository=repository)
         self._authorizer = Authorizer(self._transport, host, self._origin, find)
         self._lock = threading.Lock()
@@ -308,6 +312,8 @@ class Registry:
         `action` is `pull`, `push` or `delete`. The response may have any status; `expect` maps it to an error.
         """
         url = join(self._base, path)
+        if self._query:
+            url += f"{'&' if '?' in url else '?'}{self._query}"
         mine = Origin.of(url) == self._origin
         if self._origin.scheme == "https" and Origin.of(url).scheme != "https":
             raise PermanentError(f"{self}: the registry names an http address, which is not encrypted")

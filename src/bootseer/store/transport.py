@@ -22,7 +22,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote, urljoin
@@ -225,9 +225,10 @@ class Answer:
 
 
 class Transport:
-    """Sends requests. Safe for many threads."""
+    """Sends requests. Safe for many threads. `secure` changes whom TLS trusts."""
 
-    def __init__(self) -> None:
+    def __init__(self, secure: Callable[[ssl.SSLContext], None] = lambda context: None) -> None:
+        self._secure = secure
         in_each_process(self._begin)
 
     def _begin(self) -> None:
@@ -319,6 +320,7 @@ class Transport:
                     context.sslsocket_class = TlsSocket
                     if folder is not None:
                         _load(context, folder)
+                    self._secure(context)
                 settings: dict[str, Any] = {"num_pools": 16, "maxsize": _MAX_CONNECTIONS, "ssl_context": context}
                 if proxy:
                     try:

@@ -121,7 +121,7 @@ class _ImageMount(LazyMount):
 
     def is_outdated(self) -> bool:
         request, image = self.options, self._image
-        with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http)) as store:
+        with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http, mirrored=True)) as store:
             return Metadata(request.cache, self.say).is_outdated(image.document, store, request.signatures)
 
     def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:

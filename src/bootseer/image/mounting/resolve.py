@@ -63,7 +63,7 @@ def resolve_image(
     reason = missing
     with stage("resolve"):
         asked = None if missing else request.store
-        store = None if asked is None else open_store(asked, plain_http=request.plain_http)
+        store = None if asked is None else open_store(asked, plain_http=request.plain_http, mirrored=True)
         try:
             document, uri = _document(request, metadata, local_uri, store)
         except SignatureError as error:
@@ -91,7 +91,7 @@ def resolve_image(
             say(f"{reason}; it is pulled and converted on this node")
             document, uri = _convert_here(request, local_uri, show), local_uri
     if store is None:
-        store = open_store(uri, plain_http=request.plain_http)
+        store = open_store(uri, plain_http=request.plain_http, mirrored=True)
     with stage("index"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
     # A layer that occurs twice in the stack is mounted once, at its upper position.
@@ -167,7 +167,7 @@ def _ask_registry(request: Request, store: Store | None) -> str:
         if isinstance(store, OciStore) and str(store.registry) == f"{reference.host}/{reference.repository}":
             registry = store.registry  # with one connection, and one login
         else:
-            other = open_registry(reference.host, reference.repository, plain_http=request.plain_http)
+            other = open_registry(reference.host, reference.repository, plain_http=request.plain_http, mirrored=True)
             registry = opened.enter_context(closing(other))
         try:
             return retrying(

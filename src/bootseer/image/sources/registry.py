@@ -29,7 +29,7 @@ _WHOLE_TIMEOUT_S = 1800.0
 
 def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> ImageSource:
     """The image of a tag or digest. Raises as `open.open_source` does."""
-    registry = open_registry(reference.host, reference.repository, plain_http=plain_http)
+    registry = open_registry(reference.host, reference.repository, plain_http=plain_http, mirrored=True)
     try:
         return _open(registry, reference, platform)
     except BaseException:
