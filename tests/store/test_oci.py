@@ -6,36 +6,20 @@ import base64
 import hashlib
 import http.client
 import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.oci import ARTIFACT_TYPE, Descriptor, OciStore, _entries, _tagged, tag_of
+from bootseer.store.oci import ARTIFACT_TYPE, OciStore, tag_of
 from bootseer.store.open import open_registry
-from bootseer.store.registry import MAX_MANIFEST_BYTES
-from bootseer.store.registry import Registry as Client
 from bootseer.store.store import Store, Stored
 from fault_proxy import Fault, FaultProxy, once
 from registry import Registry, needs_registry
 from store.contract import DATA, SharedStoreContract, get, put, sha256
 
 pytestmark = needs_registry
-
-
-def referrers(registry: Client, digest: str, artifact_type: str = "", *, timeout_s: float = 60.0) -> list[Descriptor]:
-    """Descriptors of the manifests about `digest`, of one artifact type or of all, as another client finds them."""
-    answer = registry.request("pull", "GET", f"referrers/{digest}", until=time.monotonic() + timeout_s)
-    if answer.status == 404:
-        answer.finish()
-        found = _tagged(registry, digest, timeout_s)
-    else:
-        registry.expect(answer, f"referrers of {digest}", 200)
-        found = _entries(answer.body(MAX_MANIFEST_BYTES), f"{registry}: referrers of {digest}")
-    return [entry for entry in found if not artifact_type or entry.get("artifactType") == artifact_type]
 
 
 class Outside:
@@ -162,22 +146,14 @@ def test_only_content_can_be_kept(store: OciStore) -> None:
         upload.commit("another", refs=[named])
 
 
-def test_objects_about_a_manifest_are_its_referrers(store: OciStore, outside: Outside) -> None:
+def test_an_object_names_the_manifest_that_it_is_about(store: OciStore, outside: Outside) -> None:
     put(store, b"image", "image")
     subject = store.registry.manifest_digest(tag_of("image"))
-    for data, name in ((b"1", "lazy/a"), (b"2", "lazy/a"), (b"3", "hot/a")):
-        upload = store.upload()
-        upload.write(data)
-        upload.commit(name, subject=subject)
-    found = referrers(store.registry, subject, ARTIFACT_TYPE)
-    assert sorted(entry["annotations"]["dev.bootseer.name"] for entry in found) == ["hot/a", "lazy/a"]
-    assert {entry["digest"] for entry in found} == {
-        store.registry.manifest_digest(tag_of(name)) for name in ("lazy/a", "hot/a")
-    }
+    upload = store.upload()
+    upload.write(b"1")
+    upload.commit("hot/a", subject=subject)
     assert outside.manifest("hot/a")["subject"]["digest"] == subject
-    assert referrers(store.registry, subject, "another/type") == []
-    store.delete("lazy/a")
-    assert [entry["annotations"]["dev.bootseer.name"] for entry in referrers(store.registry, subject)] == ["hot/a"]
+    assert set(store.registry.tags()) == {tag_of("image"), tag_of("hot/a")}
 
 
 def test_a_subject_that_is_not_there_is_not_found(store: OciStore) -> None:
@@ -185,59 +161,6 @@ def test_a_subject_that_is_not_there_is_not_found(store: OciStore) -> None:
     upload.write(b"x")
     with pytest.raises(NotFoundError):
         upload.commit("lazy/a", subject="sha256:" + "1" * 64)
-
-
-def test_writers_that_meet_lose_no_referrer(store: OciStore) -> None:
-    put(store, b"image", "image")
-    subject = store.registry.manifest_digest(tag_of("image"))
-
-    def attach(number: int) -> None:
-        upload = store.upload()
-        upload.write(b"%d" % number)
-        upload.commit(f"lazy/{number}", subject=subject)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(attach, range(3)))
-    # The registry cannot rule out that one is lost; each object itself is always there.
-    assert len(referrers(store.registry, subject)) >= 2
-    assert sorted(found.name for found in store.list("lazy/")) == ["lazy/0", "lazy/1", "lazy/2"]
-
-
-def test_a_list_with_entries_that_were_removed_since_can_still_be_changed(store: OciStore) -> None:
-    put(store, b"image", "image")
-    subject = store.registry.manifest_digest(tag_of("image"))
-    for name in ("lazy/a", "lazy/b"):
-        upload = store.upload()
-        upload.write(name.encode())
-        upload.commit(name, subject=subject)
-    # As a clean-up of the registry does, which knows nothing of the list.
-    store.registry.delete_manifest(store.registry.manifest_digest(tag_of("lazy/a")))
-    upload = store.upload()
-    upload.write(b"c")
-    upload.commit("lazy/c", subject=subject)
-    found = [entry["annotations"]["dev.bootseer.name"] for entry in referrers(store.registry, subject)]
-    assert sorted(found) == ["lazy/b", "lazy/c"]
-
-
-def test_a_registry_that_lists_referrers_itself_is_believed(registry: Registry, repository: str) -> None:
-    entry = {"mediaType": "x", "digest": sha256(b"x"), "size": 1, "artifactType": ARTIFACT_TYPE}
-    listed = Fault(status=200, body=json.dumps({"manifests": [entry, {"digest": "bad"}]}).encode())
-
-    def plan(request: object) -> Fault | None:
-        if "/referrers/" in request.path:
-            return listed
-        return Fault(headers={"OCI-Subject": "said"}) if "manifests/bootseer" in request.path else None
-
-    with FaultProxy(registry.host, plan) as proxy:
-        store = OciStore(open_registry(proxy.host, repository))
-        put(store, b"image", "image")
-        subject = store.registry.manifest_digest(tag_of("image"))
-        upload = store.upload()
-        upload.write(b"x")
-        upload.commit("lazy/a", subject=subject)
-        assert referrers(store.registry, subject) == [entry]
-        store.close()
-        assert not any("manifests/sha256-" in request.path for request in proxy.requests)
 
 
 def test_hostile_manifests_hold_no_object(store: OciStore) -> None:

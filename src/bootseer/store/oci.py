@@ -6,11 +6,8 @@ also embedded, so that reading them costs one request. The layout is specified i
 
 The only shared state is whether the registry's empty config blob is known to exist. Safe for many threads.
 
-Referrers ("this manifest is a lazy form of that image") are tracked by registries with distribution protocol 1.1. For
-older ones clients maintain them as an image index under a tag derived from the digest, as the protocol defines.
-
-Such an index has no compare-and-swap, so concurrent writers may lose an entry. Each reads back what it wrote and
-repeats if its entry is gone; an entry lost nevertheless costs only discovery: objects are found by name.
+An object may name the manifest that it is about (`subject`), for registries that list such referrers. It is found by
+its name alone.
 """
 
 from __future__ import annotations
@@ -20,16 +17,16 @@ import binascii
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 from msgspec import Struct
 
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
-from bootseer.store.registry import INDEX_TYPE, MANIFEST_TYPE, BlobUpload, Registry, parse_object
+from bootseer.store.registry import MANIFEST_TYPE, BlobUpload, Registry, parse_object
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -40,75 +37,6 @@ from bootseer.store.store import (
     name_of_upload,
     range_end,
 )
-
-Descriptor = dict[str, Any]
-
-_ATTEMPTS = 8
-_DEADLINE_S = 60.0
-
-
-def add_tagged(registry: Registry, subject: str, entry: Descriptor, replaces: Callable[[Descriptor], bool]) -> None:
-    """Add an entry to the referrers index of `subject`, replacing those that `replaces` selects."""
-
-    def changed(entries: list[Descriptor]) -> list[Descriptor]:
-        kept = [other for other in entries if other["digest"] == entry["digest"] or not replaces(other)]
-        # An existing entry keeps its position: writers that move theirs to the end would never converge.
-        return kept if any(other["digest"] == entry["digest"] for other in kept) else [*kept, entry]
-
-    _change(registry, subject, changed)
-
-
-def remove_tagged(registry: Registry, subject: str, digest: str) -> None:
-    """Remove the manifest `digest` from the referrers index of `subject`."""
-    _change(registry, subject, lambda entries: [entry for entry in entries if entry["digest"] != digest])
-
-
-def _change(registry: Registry, subject: str, changed: Callable[[list[Descriptor]], list[Descriptor]]) -> None:
-    def settle(left_s: float) -> None:
-        before = _tagged(registry, subject, left_s)
-        after = changed(before)
-        if after == before:
-            return
-        try:
-            _put(registry, subject, after, left_s)
-        except PermanentError:
-            # Registries refuse an index with entries that were deleted meanwhile.
-            _put(registry, subject, [entry for entry in after if _exists(registry, entry["digest"], left_s)], left_s)
-        # Checked again after a random pause, in which a slower writer may have restored what it had read before.
-        raise TransientError(f"{registry}: others keep changing the referrers of {subject}; try again")
-
-    retrying(settle, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
-
-
-def _tagged(registry: Registry, subject: str, timeout_s: float) -> list[Descriptor]:
-    try:
-        manifest = registry.manifest(subject.replace(":", "-"), timeout_s=timeout_s)
-    except NotFoundError:
-        return []
-    return _entries(manifest.data, f"{registry}: referrers of {subject}")
-
-
-def _put(registry: Registry, subject: str, entries: list[Descriptor], timeout_s: float) -> None:
-    index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": entries}
-    registry.put_manifest(subject.replace(":", "-"), json.dumps(index).encode(), INDEX_TYPE, timeout_s=timeout_s)
-
-
-def _entries(data: bytes, label: str) -> list[Descriptor]:
-    entries = parse_object(data, label).get("manifests")
-    return [
-        entry
-        for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict) and is_content_name(str(entry.get("digest", "")))
-    ]
-
-
-def _exists(registry: Registry, digest: str, timeout_s: float) -> bool:
-    try:
-        registry.manifest_digest(digest, timeout_s=timeout_s)
-    except NotFoundError:
-        return False
-    return True
-
 
 ARTIFACT_TYPE = "application/vnd.bootseer.object.v1"
 BLOB_TYPE = "application/vnd.bootseer.object.v1+blob"
@@ -210,8 +138,6 @@ class OciStore:
             found = self._find(name)
         except NotFoundError:
             return
-        if found.subject is not None:
-            remove_tagged(self.registry, found.subject, found.manifest_digest)
         self.registry.delete_manifest(found.manifest_digest)
 
     def has_lost_subject(self, name: str) -> bool:
@@ -220,7 +146,12 @@ class OciStore:
             subject = retrying(lambda left_s: self._find(name, left_s)).subject
         except NotFoundError:
             return False
-        return subject is not None and not retrying(lambda left_s: _exists(self.registry, subject, left_s))
+        try:
+            if subject is not None:
+                retrying(lambda left_s: self.registry.manifest_digest(subject, timeout_s=left_s))
+        except NotFoundError:
+            return True
+        return False
 
     def close(self) -> None:
         self.registry.close()
@@ -255,17 +186,7 @@ class OciStore:
         if subject is not None:
             about = self.registry.manifest(subject)
             manifest["subject"] = {"mediaType": about.media_type, "digest": about.digest, "size": len(about.data)}
-        encoded = json.dumps(manifest).encode()
-        answer = self.registry.put_manifest(tag_of(name), encoded, MANIFEST_TYPE, timeout_s=timeout_s)
-        if subject is not None and "OCI-Subject" not in answer.headers:
-            entry = {
-                "mediaType": MANIFEST_TYPE,
-                "artifactType": ARTIFACT_TYPE,
-                "digest": "sha256:" + hashlib.sha256(encoded).hexdigest(),
-                "size": len(encoded),
-                "annotations": {NAME: name},
-            }
-            add_tagged(self.registry, subject, entry, lambda other: _name_in(other) == name)
+        self.registry.put_manifest(tag_of(name), json.dumps(manifest).encode(), MANIFEST_TYPE, timeout_s=timeout_s)
 
     def _is_taken(self, name: str, timeout_s: float) -> bool:
         try:
@@ -356,8 +277,3 @@ class OciUpload:
 def tag_of(name: str) -> str:
     """The tag of the manifest of the object with this path name."""
     return "bootseer-" + hashlib.sha256(name.encode()).hexdigest()[:40]
-
-
-def _name_in(entry: Descriptor) -> str | None:
-    annotations = entry.get("annotations")
-    return annotations.get(NAME) if isinstance(annotations, dict) else None

@@ -1,7 +1,7 @@
 """A client of one repository of an OCI registry: manifests, tags, blobs and ranges of blobs.
 
 Implements the OCI distribution protocol only; BootSeer's objects are in `oci`, and `image.sources` reads images through
-it. Referrers are in `oci`, logins in `tokens`, mirrors in `mirrors`.
+it. Logins are in `tokens`, mirrors in `mirrors`.
 
 Many registries redirect blobs to an object storage. The target address is cached for a minute, so that a thousand
 ranges of a blob cost the registry a few requests instead of a thousand. One lock guards the table of addresses;
@@ -142,10 +142,9 @@ class BlobUpload:
 
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 """The size that registries promise to accept, and so the largest that can be stored."""
-INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 MANIFEST_TYPES = (
-    INDEX_TYPE,
+    "application/vnd.oci.image.index.v1+json",
     MANIFEST_TYPE,
     "application/vnd.docker.distribution.manifest.list.v2+json",
     "application/vnd.docker.distribution.manifest.v2+json",
@@ -220,15 +219,14 @@ class Registry:
         digest = answer.headers.get("Docker-Content-Digest", "")
         return digest if is_content_name(digest) else self.manifest(reference, timeout_s=timeout_s).digest
 
-    def put_manifest(self, reference: str, data: bytes, media_type: str, *, timeout_s: float = 60.0) -> Answer:
-        """Store a manifest under a tag or its own digest, atomically. Returns the registry's response."""
+    def put_manifest(self, reference: str, data: bytes, media_type: str, *, timeout_s: float = 60.0) -> None:
+        """Store a manifest under a tag or its own digest, atomically."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise PermanentError(f"{self}: a manifest of {len(data)} bytes is too large; {MAX_MANIFEST_BYTES} may be")
         path = f"manifests/{_checked_reference(reference)}"
         until = time.monotonic() + timeout_s
         answer = self.request("push", "PUT", path, until=until, headers={"Content-Type": media_type}, body=data)
         self.expect_done(answer, f"storing manifest {reference}", 201, 202)
-        return answer
 
     def delete_manifest(self, digest: str, *, timeout_s: float = 60.0) -> None:
         """Delete a manifest and its tags. Nothing happens if it does not exist."""
