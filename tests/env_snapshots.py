@@ -21,7 +21,7 @@ from bootseer.env.snapshot.manifest import Manifest
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.erofs.reader import ErofsReader
-from bootseer.image.block_reader import block_reader, open_layer
+from bootseer.image.conversion.convert import block_reader, open_layer
 from bootseer.store.store import Store, Stored
 from erofs_images import mounted
 from once import compiled_secret_rules

@@ -9,7 +9,7 @@ import zstandard
 from bootseer.artifact.objects import read_all, read_index
 from bootseer.env.document import EnvironmentDocument
 from bootseer.erofs.merged import Layer, MergedLayers
-from bootseer.image.block_reader import block_reader, open_layer
+from bootseer.image.conversion.convert import block_reader, open_layer
 from bootseer.image.document import ImageDocument
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store

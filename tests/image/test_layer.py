@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from bootseer.artifact.objects import read_index
 from bootseer.errors import BootseerError
-from bootseer.image.block_reader import block_reader
-from bootseer.image.conversion.convert import convert
+from bootseer.image.conversion.convert import block_reader, convert
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source

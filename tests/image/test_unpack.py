@@ -42,7 +42,7 @@ import os, sys
 from pathlib import Path
 import bootseer.store.file
 from bootseer.image.document import ImageDocument
-from bootseer.image.block_reader import open_layer
+from bootseer.image.conversion.convert import open_layer
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store

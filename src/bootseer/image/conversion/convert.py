@@ -13,17 +13,22 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import CancelledError as FutureCancelledError
+from contextlib import closing
 from functools import lru_cache, partial
 from pathlib import Path
 
+from bootseer.artifact.objects import read_index
 from bootseer.artifact.progress import ProgressCallback
 from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.codec import decode
+from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.merged import Layer, MergedLayers
+from bootseer.erofs.reader import ErofsReader, Read
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
-from bootseer.image.block_reader import open_layer
+from bootseer.errors import CorruptError
 from bootseer.image.catalog import converting, images_in
 from bootseer.image.conversion.layer import CancelledError, ConvertOptions, LayerJob
 from bootseer.image.conversion.layer_document import ConvertedLayer, stack_digest
@@ -32,6 +37,7 @@ from bootseer.image.sources.folder import write_folder
 from bootseer.image.sources.manifest import folder_digest
 from bootseer.image.sources.source import ImageSource
 from bootseer.io.memory import keep_freed_memory
+from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
@@ -40,6 +46,8 @@ _THREADS_PER_JOB = 4
 """Limits the layers that wait for lower ones: they are no jobs meanwhile, but each keeps an upload open."""
 _LEAVE_S = 5.0
 """How long to wait for cancelled layers: each ends at its next piece of data, or at its source's deadline."""
+_KEPT_BYTES = 16 << 20
+_BLOCK_TIMEOUT_S = 60.0
 
 
 def convert(
@@ -182,3 +190,40 @@ def _convert_folder(
     progress(file.size_bytes, file.size_bytes)
     digest = folder_digest(source.config, file.identity)
     return ImageDocument(digest, b"", source.config_data, (LayerFile("", "", file),))
+
+
+def block_reader(store: Store, index: Index) -> Read:
+    """A function that reads ranges of the file that `index` describes: exactly as many bytes as asked for. It verifies
+    every block, and raises `CorruptError` (damaged, or outside the file) and the store's errors. For metadata, or one
+    pass over a file: mounted images use `fetch` and `cache`. Safe for many threads."""
+    # Two threads that miss one block both fetch it.
+    block = lru_cache(max(2, _KEPT_BYTES // index.block_size))(partial(_read_block, store, index))
+
+    def read(offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > index.size_bytes:
+            raise CorruptError(f"{store.uri}: bytes {offset} to {offset + length} lie outside their file")
+        numbers = index.blocks_of(offset, length)
+        begin = offset - numbers.start * index.block_size
+        return b"".join(map(block, numbers))[begin : begin + length]
+
+    return read
+
+
+def _read_block(store: Store, index: Index, number: int) -> bytes:
+    place = index.place(number)
+    name = index.stripes[place.stripe].name
+
+    def fetch(left_s: float) -> bytes:
+        with closing(store.read(name, place.offset, place.length, timeout_s=min(left_s, _BLOCK_TIMEOUT_S))) as pieces:
+            return b"".join(pieces)
+
+    stored = retrying(fetch, deadline_s=2 * _BLOCK_TIMEOUT_S) if place.length else b""
+    try:
+        return bytes(decode(place.codec, stored, index.length(number), index.digest(number)))
+    except CorruptError as error:
+        raise CorruptError(f"{store.uri}: block {number} of {name}: {error}") from error
+
+
+def open_layer(store: Store, file: BlockFile) -> ErofsReader:
+    """The EROFS image in a block file; blocks are read from the store on demand. Raises the store's errors."""
+    return ErofsReader(block_reader(store, read_index(store, file)))
