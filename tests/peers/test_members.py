@@ -233,7 +233,10 @@ def test_each_node_of_a_list_finds_itself_and_others_come_later(tmp_path: Path) 
     assert one.own is not None
     assert two.own is not None
     assert {one.own.name, two.own.name} == set(names)
-    assert late.listen() == []  # all places are taken: a client only
+    said: list[str] = []
+    late.say = said.append
+    assert late.listen() == late.listen() == []  # all places are taken: a client only
+    assert said == [f"{names[0]} is taken by another program: this node sends no blocks to others until it is free"]
     members._again_s.clear()
     members.refresh()
     assert [peer.name for peer in members.peers] == sorted(names)

@@ -20,7 +20,7 @@ from bootseer.errors import AccessError, NotFoundError, TransientError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.connection import Connection
-from bootseer.peers.interfaces import address_of
+from bootseer.peers.interfaces import joined
 from bootseer.peers.protocol import Head, Request, Signer, parse_head
 from bootseer.peers.server import MAX_CONNECTIONS, Server
 from waiting import until
@@ -28,6 +28,10 @@ from waiting import until
 FILE = "ab" * 32
 SECRET = b"s" * 32
 DATA = os.urandom(3 << 20)
+
+
+def address_of(sock: socket.socket) -> str:
+    return joined(*sock.getsockname()[:2])
 
 
 class File:

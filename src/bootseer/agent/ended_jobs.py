@@ -76,7 +76,7 @@ class EndedJobs:
         _stop(job)
         job.until_s = time.monotonic() + self._keep_s
         job.files |= files
-        listening = listen_at_own(addresses)
+        listening, _ = listen_at_own(addresses)
         if not listening:
             raise PermanentError(f"cannot listen at {', '.join(addresses)}")
         job.addresses = addresses

@@ -223,7 +223,9 @@ class PeersStart:
             secret_file=options.secret,
             store=options.store,
         )
-        if isinstance(source, Listed):  # the agent may listen there, serving blocks of earlier jobs
+        if isinstance(source, Listed):
+            source.say = lambda line: send({"say": line})
+            # The agent may listen there, serving blocks of earlier jobs.
             source.before_listening = lambda addresses: _notify_agent(
                 options.runtime, {"addresses": addresses}, begins=True
             )

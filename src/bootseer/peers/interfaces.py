@@ -7,6 +7,7 @@ collective. Peers use all of the fastest class concurrently, and stop using them
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import re
@@ -96,29 +97,26 @@ def name_of(address: str) -> str:
     return names.get(address.removeprefix("::ffff:"), address)
 
 
-def address_of(sock: socket.socket) -> str:
-    """The address of a listening socket, as `host:port`."""
-    host, port = sock.getsockname()[:2]
-    return joined(host, port)
-
-
 def listen_at(host: str, port: int) -> socket.socket:
     """Listen at an address of this machine; port 0: any port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=128)
 
 
-def listen_at_own(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listen at those addresses that belong to this machine; empty if none does, or the ports are taken."""
-    listening = []
+def listen_at_own(addresses: Sequence[str]) -> tuple[list[socket.socket], list[str]]:
+    """Listen at those addresses that belong to this machine; returns also those whose ports are taken."""
+    listening, taken = [], []
     for address in addresses:
         host, _, port = address.rpartition(":")
-        with contextlib.suppress(OSError):
+        try:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
             if ipaddress.ip_address(found).is_loopback and not _is_literal(host) and host != "localhost":
                 found = "0.0.0.0"  # noqa: S104 - Debian maps a host's own name to a loopback address
             listening.append(listen_at(str(found), int(port)))
-    return listening
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                taken.append(address)
+    return listening, taken
 
 
 def joined(host: str, port: int) -> str:

@@ -53,6 +53,9 @@ class Listed:
         """The speed of the links on which this node serves; of a client: of all its links."""
         self.before_listening: Callable[[list[str]], None] = lambda addresses: None
         """Called with all listed addresses before this node listens at some of them."""
+        self.say: Callable[[str], None] = lambda line: None
+        """Gets a line, once, if all ports of this node are taken."""
+        self._told = False
         self._secret = secret
         self._read = read
         self._announced: list[str] = []
@@ -68,13 +71,19 @@ class Listed:
             self._announced = addresses
             self.before_listening(addresses)
         # The one with this node's name first: looking up a thousand others may take seconds.
-        own = _short(socket.gethostname())
+        own, taken = _short(socket.gethostname()), list[str]()
         for peer in sorted(peers, key=lambda peer: _short(peer.addresses[0]) != own):
-            listening = listen_at_own(peer.addresses)
+            listening, in_use = listen_at_own(peer.addresses)
+            taken += in_use
             if listening:
                 self.own = peer
                 self.link_bytes_s = link_bytes_s(sock.getsockname()[0] for sock in listening)
                 return listening
+        if taken and not self._told:
+            self._told = True
+            line = f"{taken[0]} is taken by another program: this node sends no blocks to others until it is free"
+            _LOG.warning("%s", line)
+            self.say(line)
         return []
 
     def poll(self) -> list[Peer]:

@@ -23,7 +23,7 @@ import msgspec
 from bootseer.errors import AccessError, AlreadyExistsError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
-from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
+from bootseer.peers.interfaces import PORT, Interface, is_address, joined, listen_at
 from bootseer.peers.job import SECRET_BYTES
 from bootseer.peers.names import MAX_HOSTS, is_host, own_addresses
 from bootseer.places import HDFS, open_place
@@ -48,9 +48,9 @@ class Rendezvous:
         """`attempt`: the folder's name, equal for all nodes of one start. `given`: a secret that they already share."""
         self.own: Peer | None = None
         self.link_bytes_s = sum(each.bytes_s for each in interfaces)
-        self._files: _PlaceFiles | _StoreFiles = (
-            _PlaceFiles(uri, attempt) if _is_place(uri) else _StoreFiles(uri, attempt)
-        )
+        scheme, separator, _ = uri.partition("://")
+        is_place = not separator or scheme in ("file", *HDFS)
+        self._files: _PlaceFiles | _StoreFiles = (_PlaceFiles if is_place else _StoreFiles)(uri, attempt)
         self._name = name
         self._rack = rack
         self._interfaces = interfaces
@@ -82,7 +82,8 @@ class Rendezvous:
                     break
         if not listening:
             return []
-        own = Peer(self._name, tuple(address_of(sock) for sock in listening), self._rack, own_addresses())
+        addresses = tuple(joined(*sock.getsockname()[:2]) for sock in listening)
+        own = Peer(self._name, addresses, self._rack, own_addresses())
         try:
             for earlier in self._files.names():
                 # Left by an earlier process of this node that was killed.
@@ -151,11 +152,6 @@ def _is_nodes(address: object) -> bool:
 def rendezvous_name(job: str, attempt: int | None) -> str:
     """The name of the folder in which the nodes of one start meet."""
     return f"{job.lstrip('-._') or 'job'}.{attempt or 0}.u{os.getuid()}"
-
-
-def _is_place(uri: str) -> bool:
-    scheme, separator, _ = uri.partition("://")
-    return not separator or scheme in ("file", *HDFS)
 
 
 class _PlaceFiles:
