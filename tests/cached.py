@@ -159,7 +159,7 @@ def kill_everywhere(pipe, name: str, before: list[str], scratch: Path) -> None:
         root = scratch / str(len(roots))
         for each in before:
             SCENARIOS[each](root, index)
-            Cache(root, boot=BOOT).unpin(index.identity, "mount")
+            Cache(root, boot=BOOT).unpin(index.identity)
         pid = os.fork()
         if pid == 0:
             _run_and_die(name, root, index, len(roots))
@@ -216,7 +216,7 @@ def _complete(root: Path, index: Index) -> None:
     put(cached, FILE)
     cached.release(7)
     cached.sync()
-    cached.pin("mount")
+    cached.pin()
     cached.close()
 
 

@@ -18,7 +18,7 @@ from bootseer.artifact.objects import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import MissingBlocks
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError
 from cached import BLOCK, BOOT, SCRATCH, Child, before, block_of, content, fetch, hold, index_of, limited, put
 from store_doubles import MemoryStore
 
@@ -188,7 +188,7 @@ def test_a_closed_file_says_so(cached, data):
         lambda: cached.claim(0),
         cached.sync,
         cached.verify_all,
-        lambda: cached.pin("x"),
+        cached.pin,
     ):
         with pytest.raises(PermanentError, match="closed"):
             call()
@@ -332,12 +332,6 @@ def test_a_file_that_was_replaced_does_not_write_into_its_successor(cache, cache
     assert cached.read(0, len(data)) == data
     assert other.num_ready == len(ZEROS)
     other.close()
-
-
-@pytest.mark.parametrize("name", ["", "../x", ".x", "a/b", "x" * 200])
-def test_a_pin_has_a_plain_name(cached, name):
-    with pytest.raises(UsageError):
-        cached.pin(name)
 
 
 def test_hot_blocks_lie_inside_the_file(cached):

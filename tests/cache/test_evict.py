@@ -118,18 +118,18 @@ def test_entries_with_a_lease_or_a_pin_stay(cache, index, data):
     fill(cache, index, data)
     cached = cache.open(index)
     assert cache.prune(0).in_use == (index.identity,)
-    cached.pin("mount")
+    cached.pin()
     cached.close()
     assert cache.prune(0).steps == ()
     assert here(cache, index) == list(range(13))
-    cache.unpin(index.identity, "mount")
+    cache.unpin(index.identity)
     assert cache.prune(0).freed_bytes > 0
     assert cache.entries() == []
 
 
 def test_a_pin_ends_with_the_boot(cache, index, data):
     cached = cache.open(index)
-    cached.pin("mount")
+    cached.pin()
     cached.close()
     later = Cache(cache.root, boot="later")
     later.prune(0)
@@ -205,7 +205,7 @@ def test_an_entry_that_came_in_the_place_of_the_one_to_evict_stays(cache, index,
     entry = cache.entries()[0].path
     replace, opened = replaced
     with before(call, replace):
-        evict.evict(entry, Step(index.identity, whole, 5 * BLOCK), cache.root, BOOT, lock_deadline_s=5)
+        evict.evict(entry, Step(index.identity, whole, 5 * BLOCK), cache.root, BOOT)
     if opened:
         assert opened[0].path.samefile(entry / "data")
         assert opened[0].complete
@@ -218,5 +218,5 @@ def test_an_entry_without_a_lease_file_that_is_replaced_meanwhile_stays(cache, i
     (entry / "lease").unlink()  # nobody can hold it
     replace, opened = replaced
     with before("flock", replace):
-        assert not evict.evict(entry, Step(index.identity, True, 0), cache.root, BOOT, lock_deadline_s=5)
+        assert not evict.evict(entry, Step(index.identity, True, 0), cache.root, BOOT)
     assert opened[0].path.samefile(entry / "data")

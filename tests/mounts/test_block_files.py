@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +23,13 @@ from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.fetch_settings import FetchSettings
+from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.record import read_record
 from bootseer.fuse.session import Session
 from bootseer.mounts.block_files import BlockFileService
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.serve import Served
-from bootseer.mounts.trees import layer_tree
+from bootseer.mounts.trees import ErofsTree
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from waiting import until
@@ -155,14 +157,14 @@ def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
     until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
 
 
-def test_the_rest_waits_until_training_began(place: Path, stored: Stored, shown: Shown) -> None:
+def test_the_rest_waits_until_training_began(
+    place: Path, stored: Stored, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nodes of a job read their checkpoints while the rest of the image would take their links."""
     hot = [(stored.index.identity, 3)]
-    eager = FetchSettings(silence_s=0.1)
+    monkeypatch.setattr("bootseer.mounts.block_files.Fetcher", partial(Fetcher, FetchSettings(silence_s=0.1)))
     shown.show(
-        BlockFileService(
-            (stored.index,), stored.store, place / "cache", fetch=eager, hot_blocks=hot, record=place / "record"
-        )
+        BlockFileService((stored.index,), stored.store, place / "cache", hot_blocks=hot, record=place / "record")
     )
     served = shown.served[0]
 
@@ -200,7 +202,7 @@ def test_the_tree_of_an_image_is_served_without_the_kernels_erofs(place: Path, s
         stored.store,
         place / "cache",
         rest=False,
-        make_tree=layer_tree,
+        make_tree=ErofsTree,
     )
     session = shown.show(what)
     (place / "at").mkdir()
@@ -249,7 +251,7 @@ def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: S
             stored.store,
             place / "cache",
             rest=False,
-            make_tree=layer_tree,
+            make_tree=ErofsTree,
         )
     )
     below = place / "below"
@@ -282,7 +284,7 @@ def test_files_that_are_no_images_are_refused(place: Path, shown: Shown) -> None
                 str(place),
                 place / "cache",
                 rest=False,
-                make_tree=layer_tree,
+                make_tree=ErofsTree,
             )
         )
 
@@ -298,7 +300,7 @@ place = Path(sys.argv[1])
 index = Index.parse((place / "index").read_bytes())
 what = BlockFileService((index,), str(place / "store"), place / "cache", record=place / "record")
 daemon = start_daemon(DaemonSpec(place / "daemon", what))
-assert (daemon.files / index.identity).read_bytes() == (place / "image").read_bytes()
+assert (daemon.folder / "files" / index.identity).read_bytes() == (place / "image").read_bytes()
 status = daemon.status()
 daemon.stop()
 try:

@@ -55,7 +55,7 @@ def opened(path: Path) -> Iterator[int]:
 def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Start) -> None:
     daemon, program = start(image)
     (place / "at").mkdir()
-    mount_erofs(daemon.files / "image", place / "at")
+    mount_erofs(daemon.folder / "files" / "image", place / "at")
     assert (place / "at" / "big").read_bytes() == BIG
     said = daemon.status()
     assert (said["pid"], said["figure"], said["recording"]) == (daemon.process.pid, 42, True)
@@ -75,7 +75,7 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
         return not daemon.process.alive
 
     until(stopped, "it stopped")
-    assert not kernel.is_mount(daemon.files)
+    assert not kernel.is_mount(daemon.folder / "files")
     assert (image.parent / "handed over").exists()
     with pytest.raises(NotFoundError):
         daemon.status()
@@ -111,7 +111,7 @@ def test_the_end_of_the_startup_hands_the_record_over_once(image: Path, start: S
 def test_a_read_that_hangs_holds_up_no_other(image: Path, start: Start) -> None:
     daemon, _ = start(image)
     size = image.stat().st_size
-    with ThreadPoolExecutor(1) as pool, opened(daemon.files / "image") as file:
+    with ThreadPoolExecutor(1) as pool, opened(daemon.folder / "files" / "image") as file:
         hangs = pool.submit(os.pread, file, 4096, size - 4096)
         until(lambda: daemon.status()["waiting"] != 0, "the read hangs")
         with image.open("rb") as original:
@@ -121,7 +121,7 @@ def test_a_read_that_hangs_holds_up_no_other(image: Path, start: Start) -> None:
         with pytest.raises(OSError):
             hangs.result(DEADLINE_S)
     until(lambda: not daemon.process.alive, "the daemon ended")
-    assert not kernel.is_mount(daemon.files)
+    assert not kernel.is_mount(daemon.folder / "files")
 
 
 def test_killed_while_somebody_reads_means_errors_at_once_and_never_zeros(
@@ -129,10 +129,10 @@ def test_killed_while_somebody_reads_means_errors_at_once_and_never_zeros(
 ) -> None:
     daemon, _ = start(image)
     (place / "at").mkdir()
-    mount_erofs(daemon.files / "image", place / "at")
+    mount_erofs(daemon.folder / "files" / "image", place / "at")
     assert (place / "at" / "a").read_bytes() == b"alpha"
     size = image.stat().st_size
-    with ThreadPoolExecutor(1) as pool, opened(daemon.files / "image") as file:
+    with ThreadPoolExecutor(1) as pool, opened(daemon.folder / "files" / "image") as file:
         waits = pool.submit(os.pread, file, 4096, size - 4096)
         until(lambda: daemon.status()["waiting"] != 0, "the read waits")
         daemon.process.signal(signal.SIGKILL)
@@ -170,9 +170,9 @@ def _stops(daemon: Daemon) -> bool:
 
 def test_readers_of_a_killed_daemon_wait_for_the_next_one(place: Path, image: Path, recovered: Daemon) -> None:
     (place / "at").mkdir()
-    mount_erofs(recovered.files / "image", place / "at")
+    mount_erofs(recovered.folder / "files" / "image", place / "at")
     size = image.stat().st_size
-    with ThreadPoolExecutor(2) as pool, opened(recovered.files / "image") as file:
+    with ThreadPoolExecutor(2) as pool, opened(recovered.folder / "files" / "image") as file:
         waits = pool.submit(os.pread, file, 4096, size - 4096)
         until(lambda: recovered.status()["waiting"] != 0, "the read waits")
         _kill(recovered)
@@ -185,7 +185,7 @@ def test_readers_of_a_killed_daemon_wait_for_the_next_one(place: Path, image: Pa
     kernel.unmount(place / "at")
     until(lambda: _stops(recovered), "the kernel has released the files")
     assert not recovered.process.alive
-    assert not kernel.is_mount(recovered.files)
+    assert not kernel.is_mount(recovered.folder / "files")
 
 
 def test_a_daemon_that_dies_again_and_again_ends_its_mount(image: Path, recovered: Daemon) -> None:
@@ -193,7 +193,7 @@ def test_a_daemon_that_dies_again_and_again_ends_its_mount(image: Path, recovere
         until(lambda wanted=restarts: _restarts(recovered) == wanted, "it serves")
         _kill(recovered)
     until(lambda: not recovered.process.alive, "it is not started again")
-    with pytest.raises(OSError), opened(recovered.files / "image") as file:
+    with pytest.raises(OSError), opened(recovered.folder / "files" / "image") as file:
         os.pread(file, 4096, image.stat().st_size - 4096)
 
 
@@ -207,7 +207,7 @@ def test_a_killed_supervisor_takes_its_daemon_along(recovered: Daemon) -> None:
 
 def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None:
     daemon, _ = start(image)
-    subprocess.run(["umount", str(daemon.files)], check=True)
+    subprocess.run(["umount", str(daemon.folder / "files")], check=True)
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
@@ -221,10 +221,10 @@ def test_one_that_does_not_end_is_killed_and_that_is_told(image: Path, start: St
 
 def test_with_a_lifeline_it_ends_with_who_started_it(image: Path, start: Start) -> None:
     daemon, program = start(image, lifeline=True)
-    assert (daemon.files / "image").exists()
+    assert (daemon.folder / "files" / "image").exists()
     program.kill()
     until(lambda: not daemon.process.alive, "the daemon ended")
-    assert not kernel.is_mount(daemon.files)
+    assert not kernel.is_mount(daemon.folder / "files")
 
 
 def test_what_keeps_it_from_serving_is_raised_where_it_was_started(image: Path, start: Start) -> None:
@@ -265,7 +265,7 @@ def test_many_daemons_at_once(place: Path, image: Path, start: Start) -> None:
     daemons = [start(image)[0] for _ in range(12)]
     for number, daemon in enumerate(daemons):
         (place / f"at{number}").mkdir()
-        mount_erofs(daemon.files / "image", place / f"at{number}")
+        mount_erofs(daemon.folder / "files" / "image", place / f"at{number}")
     with ThreadPoolExecutor(12) as pool:
         read = list(pool.map(lambda number: (place / f"at{number}" / "big").read_bytes(), range(12)))
     assert read == [BIG] * 12

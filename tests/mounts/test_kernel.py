@@ -14,7 +14,6 @@ def test_a_line_with_optional_fields_and_blanks_is_read() -> None:
     assert parse(line) == Mount(
         44, 27, "254:0", "/a b", "/mnt/c\\d", frozenset({"rw", "nosuid", "ro"}), "fuse.sshfs", "some one"
     )
-    assert parse(line).read_only
 
 
 def test_of_mounts_on_one_place_the_top_one_is_visible() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BootseerError, NotFoundError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.layers import MAX_LAYERS, mount_erofs, mount_overlay
 from mounts.images import write_image
@@ -54,7 +54,7 @@ def test_what_is_no_image_is_refused_by_name(place: Path) -> None:
 
 
 @pytest.mark.parametrize("one_option", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 130, 300, MAX_LAYERS])
+@pytest.mark.parametrize("count", [1, 2, 130, 220, MAX_LAYERS])
 def test_overlays_of_one_to_many_layers(place: Path, count: int, one_option: bool) -> None:
     lowers = []
     for number in range(count):
@@ -63,11 +63,13 @@ def test_overlays_of_one_to_many_layers(place: Path, count: int, one_option: boo
         (lower / f"own {number}").touch()
         lowers.append(lower)
     target = made(place / "at")
-    before = Path.cwd()
+    if count > 220 and not one_option:
+        with pytest.raises(PermanentError, match="longer than a page"):
+            mount_overlay(lowers, target, one_option=False)
+        return
     mount_overlay(lowers, target, one_option=one_option)
     assert (target / "same").read_text() == str(count - 1), "the last layer is the highest"
     assert len(list(target.iterdir())) == count + 1
-    assert Path.cwd() == before
     kernel.unmount(target)
 
 

@@ -39,13 +39,13 @@ class Layer:
         self.path = path
         self.pins = [] if pins is None else pins
 
-    def pin(self, name: str) -> bool:
-        is_new = name not in self.pins
-        self.pins += [name] * is_new
+    def pin(self) -> bool:
+        is_new = not self.pins
+        self.pins += ["mounted"] * is_new
         return is_new
 
-    def unpin(self, name: str) -> None:
-        self.pins.remove(name)
+    def unpin(self) -> None:
+        self.pins.remove("mounted")
 
 
 def mounted_state(runtime: Runtime, place: Path) -> MountState:
@@ -118,7 +118,7 @@ def test_a_dead_daemon_is_noticed_and_its_mount_can_be_removed(place: Path, star
     folder = runtime.new_folder()
     target = place / "at"
     target.mkdir()
-    kernel.attach(kernel.clone_mount(daemon.files), target)
+    kernel.attach(kernel.clone_mount(daemon.folder / "files"), target)
     state = MountState(folder.name, str(target), "i", runtime.boot, daemon=daemon.process)
     runtime.write(state)
     assert runtime.health(state) == "mounted"
@@ -156,7 +156,7 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
 def cache_at(root: Path, unpinned: list[str] | None = None) -> Any:
     """Stands for the cache that a layer's file is in."""
     found = [] if unpinned is None else unpinned
-    return SimpleNamespace(root=root, unpin=lambda identity, name: found.append(identity))
+    return SimpleNamespace(root=root, unpin=found.append)
 
 
 def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
@@ -296,7 +296,7 @@ from bootseer.mounts.state import Runtime
 class Layer:
     index = type("Index", (), {"identity": sys.argv[3]})
     path = Path(sys.argv[2])
-    def pin(self, name):
+    def pin(self):
         print("pinned", flush=True)
 mount_shared(Runtime(Path(sys.argv[1])), Layer())
 os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,7 @@ of all steps are in docs/formats/cache.md.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import stat
@@ -35,6 +36,8 @@ from bootseer.logs import logger
 
 _LOG = logger(__name__)
 _POLL_S = 0.005
+_CREATED_S = 600.0
+"""An entry that another machine creates is complete after this time, also on a slow file system."""
 _MAX_DAMAGED = 5  # After more replacements in a row, something damages the entry each time.
 
 
@@ -52,19 +55,15 @@ class Pruned(Struct, frozen=True):
 class Cache:
     """A folder of cached files. Its only state is the path: create as many instances as needed."""
 
-    def __init__(
-        self, root: Path, *, max_bytes: int | None = None, lock_deadline_s: float = 30.0, boot: str | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, max_bytes: int | None = None, boot: str | None = None) -> None:
         """Create the folder if it is missing. Raises `PermanentError` and `CacheFull`, with advice.
 
-        `max_bytes`: the limit of disk usage; None: all free space. `lock_deadline_s`: how long to wait for other
-        processes, whose locks are short and released when they die. `boot`: the kernel's boot id; block states of
+        `max_bytes`: the limit of disk usage; None: all free space. `boot`: the kernel's boot id; block states of
         another boot are not trusted.
         """
         with mapped("make a cache in", root):
             self.root = trusted_folder(root, otherwise="set BOOTSEER_CACHE to another folder")
         self._max_bytes = max_bytes
-        self._lock_deadline_s = lock_deadline_s
         self._files = self.root / disk.FILES
         with mapped("make a cache in", self.root):
             self._boot = boot or disk.boot_id()
@@ -131,17 +130,21 @@ class Cache:
             done = [step for step in steps if self._evict(step)]
             for path in (self.root / disk.TRASH).iterdir():
                 discard(path)
-            with self._lock():
+            with self._lock() as lock:
+                # Machines that share the cache may see only their own locks.
+                kept_s = time.time() - _CREATED_S if may_be_shared(lock) else math.inf
                 for path in (self.root / disk.NEW).iterdir():
-                    discard(path)
+                    with contextlib.suppress(FileNotFoundError):
+                        if path.name.startswith(self._boot[:8]) or path.lstat().st_mtime < kept_s:
+                            discard(path)
             after = sum(one.disk_bytes for one in self.entries())
         _LOG.info("%s: %d bytes, %d after the eviction of %d entries or parts", self.root, used, after, len(done))
         return Pruned(used, max(used - after, 0), tuple(done), in_use)
 
-    def unpin(self, identity: str, name: str) -> None:
-        """Undo `CachedFile.pin`. Nothing happens when there is no such pin."""
+    def unpin(self, identity: str) -> None:
+        """Undo `CachedFile.pin`. Nothing happens when there is no pin."""
         with mapped("unpin", self._files / identity):
-            entries.remove_pin(self._files / identity, name)
+            entries.remove_pin(self._files / identity)
 
     def _paths(self) -> list[Path]:
         with mapped("read", self._files):
@@ -149,7 +152,7 @@ class Cache:
 
     def _open(self, index: Index) -> CachedFile:
         entry = self._files / index.identity
-        until = time.monotonic() + self._lock_deadline_s
+        until = time.monotonic() + disk.LOCK_S
         num_damaged = 0
         with mapped("open", entry):
             while True:
@@ -172,7 +175,7 @@ class Cache:
                 if num_damaged > _MAX_DAMAGED:
                     raise PermanentError(f"{entry} is damaged repeatedly; check the disk, or use another folder")
                 if time.monotonic() >= until:
-                    raise TransientError(f"{entry} has been locked for {self._lock_deadline_s:.0f} s")
+                    raise TransientError(f"{entry} has been locked for {disk.LOCK_S:.0f} s")
 
     def _try_open(self, entry: Path, folder: int, index: Index) -> CachedFile | None:
         """None while another process evicts the entry. Raises `Damaged`, `OSError`."""
@@ -248,7 +251,7 @@ class Cache:
         discard(gone)
 
     def _lock(self) -> contextlib.AbstractContextManager[int]:
-        return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=self._lock_deadline_s)
+        return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=disk.LOCK_S)
 
     def _goal(self, used: int) -> int | None:
         limit = self._max_bytes
@@ -270,5 +273,5 @@ class Cache:
     def _evict(self, step: Step) -> bool:
         entry = self._files / step.identity
         with contextlib.suppress(FileNotFoundError):  # another process evicted it
-            return evict.evict(entry, step, self.root, self._boot, lock_deadline_s=self._lock_deadline_s)
+            return evict.evict(entry, step, self.root, self._boot)
         return False

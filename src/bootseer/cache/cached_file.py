@@ -218,18 +218,18 @@ class CachedFile:
                 flags[block] = entries.HOT
             entries.add_use(self.entry, flags)
 
-    def pin(self, name: str) -> bool:
+    def pin(self) -> bool:
         """Protect the entry after `close`, until `unpin`, `Cache.unpin` or a reboot: for a mount that no process
         serves. Returns whether the pin is new."""
         self._check_open()
         with mapped("pin", self.entry):
-            is_new = name not in entries.pins_of(self.entry, self._boot)
-            entries.add_pin(self.entry, name, self._boot)
+            is_new = not entries.pins_of(self.entry, self._boot)
+            entries.add_pin(self.entry, self._boot)
             return is_new
 
-    def unpin(self, name: str) -> None:
+    def unpin(self) -> None:
         with mapped("unpin", self.entry):
-            entries.remove_pin(self.entry, name)
+            entries.remove_pin(self.entry)
 
     def sync(self) -> None:
         """Make everything stored here survive a machine crash. Cheap if nothing is new. Raises `CacheFull`.

@@ -23,6 +23,8 @@ FILES = "files"
 NEW = "new"
 TRASH = "trash"
 ROOT_LOCK = "lock"
+LOCK_S = 30.0
+"""How long to wait for other processes, whose locks are short and released when they die."""
 
 INDEX = "index"
 DATA = "data"

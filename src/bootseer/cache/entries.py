@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,13 @@ from bootseer.cache import disk
 from bootseer.cache.disk import Damaged
 from bootseer.cache.eviction_plan import Candidate
 from bootseer.cache.states import MISSING, Durable, LiveMap, StatIdentity
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError
 from bootseer.io import locks
 
 HOT = 1
 READ = 2
 _BLOCK = 512  # the unit of st_blocks, whatever the file system
-_PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PIN = "mounted"
 
 # Flag columns are processed as whole byte strings: entries have hundreds of thousands of blocks.
 _ANY = bytes(value != 0 for value in range(256))
@@ -161,15 +160,15 @@ def _bytes_of(index: Index, chosen: bytes) -> int:
     return chosen.count(1) * index.block_size - chosen[last] * (index.block_size - index.length(last))
 
 
-def add_pin(entry: Path, name: str, boot: str) -> None:
+def add_pin(entry: Path, boot: str) -> None:
     folder = entry / disk.PINS
     folder.mkdir(mode=0o700, exist_ok=True)
-    disk.write_file(folder / _pin_name(name), boot.encode(), durable=False)
+    disk.write_file(folder / _PIN, boot.encode())
 
 
-def remove_pin(entry: Path, name: str) -> None:
-    """Undo `add_pin`. Nothing happens if there is no such pin. Raises `OSError`."""
-    (entry / disk.PINS / _pin_name(name)).unlink(missing_ok=True)
+def remove_pin(entry: Path) -> None:
+    """Undo `add_pin`. Nothing happens if there is no pin. Raises `OSError`."""
+    (entry / disk.PINS / _PIN).unlink(missing_ok=True)
 
 
 def pins_of(entry: Path, boot: str) -> list[str]:
@@ -188,12 +187,6 @@ def _is_pinned(path: Path, boot: str) -> bool:
         return True
     # Boot ids have equal length: a shorter content was truncated by a crash, after which no mount exists.
     return content == boot.encode()
-
-
-def _pin_name(name: str) -> str:
-    if not _PIN.fullmatch(name):
-        raise UsageError(f"{name!r} cannot name a pin", hint="use letters, digits, . _ and -")
-    return name
 
 
 def use_of(entry: Path, num_blocks: int) -> bytes:

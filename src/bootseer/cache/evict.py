@@ -23,7 +23,7 @@ from bootseer.io.files import discard, punch, sync_path
 _MISSING_RUN = re.compile(b"%c+" % MISSING)
 
 
-def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
+def evict(entry: Path, step: Step, root: Path, boot: str) -> bool:
     """Returns whether the step was done; False if the entry is in use. Raises `OSError` and `TransientError`."""
     with contextlib.ExitStack() as opened:
         # Held open: the entry may be replaced between any two steps, but the new one cannot have its inode number.
@@ -38,7 +38,7 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
             return False
         if not step.whole:
             return _punch_cold(entry, step.num_bytes, boot)
-        with locks.flocked(root / disk.ROOT_LOCK, deadline_s=lock_deadline_s):
+        with locks.flocked(root / disk.ROOT_LOCK, deadline_s=disk.LOCK_S):
             if not locks.is_same(folder, entry):
                 return False
             gone = move_to_trash(entry, root)

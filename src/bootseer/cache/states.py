@@ -111,7 +111,7 @@ class Durable(Struct, frozen=True):
     def load(cls, entry: Path, index: Index) -> Durable | None:
         """The entry's snapshot; None if there is no valid one."""
         try:
-            data = disk.read_file(entry / disk.DURABLE, durable_bytes(index))
+            data = disk.read_file(entry / disk.DURABLE, _DURABLE_HEADER.size + index.num_blocks + _DIGEST_BYTES)
         except (FileNotFoundError, Damaged):
             return None
         return cls.parse(data, index)
@@ -120,10 +120,6 @@ class Durable(Struct, frozen=True):
         """Replace the entry's snapshot durably. The data must be synced before. Raises `OSError`."""
         disk.write_file(entry / disk.DURABLE, self.encode(index.identity), durable=True)
         sync_path(entry)
-
-
-def durable_bytes(index: Index) -> int:
-    return _DURABLE_HEADER.size + index.num_blocks + _DIGEST_BYTES
 
 
 class LiveMap:

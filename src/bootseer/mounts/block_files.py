@@ -18,7 +18,6 @@ from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError
-from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
 from bootseer.fetch.record import RecordWriter
@@ -46,10 +45,9 @@ class BlockFileService(Struct, frozen=True):
     """URI of the store that holds their stripes."""
     cache_root: Path
     plain_http: bool = False
-    fetch: FetchSettings | None = None
     record: Path | None = None
     """Where to write the record of this startup; the file must not exist."""
-    on_record: Callable[[Path], None] | None = None
+    on_record: Callable[[Path], None] = lambda path: None
     """Called with the finished record."""
     hot_blocks: Sequence[tuple[str, int]] = ()
     """The blocks that earlier startups needed, as file identity and block, the earliest first."""
@@ -76,10 +74,9 @@ class _OpenBlockFiles(Served):
         self._sync_errors: set[str] = set()
         self.recorder: RecordWriter | None = None
         if spec.record is not None:
-            on_record = spec.on_record or (lambda path: None)
-            self.recorder = RecordWriter(spec.record, started_s=time.time(), on_finished=on_record)
+            self.recorder = RecordWriter(spec.record, started_s=time.time(), on_finished=spec.on_record)
         self._peers = open_peers(on_error)
-        self.fetcher = Fetcher(spec.fetch, on_need=self._record_need if self.recorder else None, on_problem=on_error)
+        self.fetcher = Fetcher(on_need=self._record_need if self.recorder else None, on_problem=on_error)
         try:
             cache = Cache(spec.cache_root)
             self._store = open_store(spec.store, plain_http=spec.plain_http, mirrored=True)

@@ -46,10 +46,6 @@ class Daemon(Struct, frozen=True):
     folder: Path
     process: ProcessId
 
-    @property
-    def files(self) -> Path:
-        return self.folder / FILES
-
     def status(self) -> dict[str, object]:
         """Its own status. Raises `NotFoundError` when it is dead."""
         return self._ask("status")

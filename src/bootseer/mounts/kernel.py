@@ -33,7 +33,7 @@ _OPEN_TREE_CLONE = 1
 _AT_FDCWD = -100
 _AT_RECURSIVE, _AT_NO_AUTOMOUNT = 0x8000, 0x800
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
-_CLONE_NEWNS, _CLONE_FS = 0x0002_0000, 0x200
+_CLONE_NEWNS = 0x0002_0000
 MAX_STRING = 255
 """The longest value of one option."""
 
@@ -128,11 +128,6 @@ def change_root(folder: Path) -> None:
     os.chdir("/")
 
 
-def unshare_working_folder() -> None:
-    """Let this thread change its working folder independently of the other threads."""
-    check(libc.unshare(_CLONE_FS), "leave the shared working folder")
-
-
 def _call(step: str, number: int, *arguments: object) -> int:
     return check(int(libc.syscall(ctypes.c_long(number), *arguments)), step)
 
@@ -171,10 +166,6 @@ class Mount(Struct, frozen=True):
     """Type of the file system: `ext4`, `fuse.sshfs`."""
     source: str = ""
     """What is mounted, as the file system shows it: a device, a file, any text."""
-
-    @property
-    def read_only(self) -> bool:
-        return "ro" in self.options
 
 
 def mount_table() -> list[Mount]:

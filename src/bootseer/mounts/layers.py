@@ -9,12 +9,10 @@ import os
 import re
 import stat
 import struct
-import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, UsageError, os_errors_as
+from bootseer.errors import AccessError, BootseerError, TransientError, UsageError, os_errors_as
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, MS_RDONLY, number_of
 from bootseer.logs import logger
@@ -92,13 +90,14 @@ def mount_overlay(
         kernel.restrict(target, attributes | MS_RDONLY, allow=MS_NOSUID & ~attributes)
         return
     attributes |= 0 if upper else MS_RDONLY
-    top_first = list(reversed(lowers))
-    with short_names([*top_first, *([upper, work] if upper and work else [])]) as names:
-        if one_option:
+    folders = [*reversed(lowers), *([upper, work] if upper and work else [])]
+    flags = [name for name, given in (("userxattr", userxattr), ("volatile", volatile)) if given]
+    if one_option:
+        with short_names(folders) as names:
             options: list[tuple[str, str | None]] = [("source", "bootseer")]
             options += [("lowerdir+", name) for name in names[: len(lowers)]]
             options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
-            options += [(name, None) for name, given in (("userxattr", userxattr), ("volatile", volatile)) if given]
+            options += [(name, None) for name in flags]
             try:
                 kernel.attach(kernel.create_mount("overlay", options, attributes=attributes), target)
                 return
@@ -106,7 +105,11 @@ def mount_overlay(
                 # EINVAL at the first layer: an older kernel does not have the option.
                 if number_of(error) != errno.EINVAL or "option lowerdir+" not in str(error):
                     raise
-        _mount_in_one_page(top_first, target, upper, work, attributes, userxattr=userxattr)
+    # mount(2) takes all options in one page: some 220 layers fit by the numbers of their descriptors.
+    with short_names(folders, plain=False) as names:
+        changes = zip(("upperdir", "workdir"), names[len(lowers) :], strict=False)
+        words = ["lowerdir=" + ":".join(names[: len(lowers)]), *map("=".join, changes), *flags]
+        syscalls.mount("overlay", "bootseer", target, flags=attributes, options=",".join(words))
 
 
 def copy_attributes(source: Path | str, upper: Path) -> None:
@@ -123,14 +126,15 @@ def copy_attributes(source: Path | str, upper: Path) -> None:
 
 
 @contextlib.contextmanager
-def short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
-    """A name for each folder that can be a mount option's value: its path, or the path of a descriptor in /proc."""
+def short_names(folders: Sequence[Path], *, plain: bool = True) -> Iterator[list[str]]:
+    """A name for each folder that can be a mount option's value: its path (if `plain`), or that of a descriptor in
+    /proc."""
     names, opened = [], []
     try:
         for folder in folders:
             name = str(folder.absolute())
             # Backslashes, commas and colons have a meaning in the options of some kernels.
-            if len(os.fsencode(name)) > kernel.MAX_STRING or not _PLAIN.fullmatch(os.fsencode(name)):
+            if not plain or len(os.fsencode(name)) > kernel.MAX_STRING or not _PLAIN.fullmatch(os.fsencode(name)):
                 opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
                 name = f"/proc/self/fd/{opened[-1]}"
             names.append(name)
@@ -140,47 +144,6 @@ def short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
     finally:
         for number in opened:
             os.close(number)
-
-
-def _mount_in_one_page(
-    top_first: Sequence[Path],
-    target: Path,
-    upper: Path | None,
-    work: Path | None,
-    attributes: int,
-    *,
-    userxattr: bool,
-) -> None:
-    """Pass all layers in the one page of options of mount(2): by short symbolic links in a temporary folder."""
-    failed: list[BaseException] = []
-
-    def from_folder(folder: str) -> None:
-        try:
-            # The working folder is shared by all threads of a process, unless a thread unshares it.
-            kernel.unshare_working_folder()
-            os.chdir(folder)
-            options = "lowerdir=" + ":".join(str(number) for number in range(len(top_first)))
-            if upper is not None and work is not None:
-                Path("u").symlink_to(upper.absolute())
-                Path("w").symlink_to(work.absolute())
-                options += ",upperdir=u,workdir=w"
-            if userxattr:
-                options += ",userxattr"
-            syscalls.mount("overlay", "bootseer", target.absolute(), flags=attributes, options=options)
-        except BaseException as error:
-            failed.append(error)
-
-    with tempfile.TemporaryDirectory(prefix="bootseer-") as folder:
-        for number, layer in enumerate(top_first):
-            Path(folder, str(number)).symlink_to(layer.absolute())
-        thread = threading.Thread(target=from_folder, args=(folder,), name="overlay")
-        thread.start()
-        thread.join()
-    if failed:
-        error = failed[0]
-        if isinstance(error, OSError):
-            raise PermanentError(f"mount overlay on {target}: {error.strerror}") from error
-        raise error
 
 
 def _attach_loop(path: Path) -> tuple[Path, int]:

@@ -34,8 +34,6 @@ from bootseer.mounts.state import Runtime
 
 _LOG = logger(__name__)
 
-PIN = "mounted"
-"""Name of the pin in the cache."""
 OWN = "layers"
 """The folder of the layers that are not shared, in the folder of a mount."""
 _LOCK_S = 20.0
@@ -80,12 +78,12 @@ def mount_shared(runtime: Runtime, file: CachedFile, *, loop: bool | None = None
             mounted = False
         if not mounted:
             target.mkdir(mode=0o755, exist_ok=True)
-            is_new = file.pin(PIN)
+            is_new = file.pin()
             try:
                 mount_erofs(file.path, target, loop=loop)
             except BaseException:
                 if is_new:
-                    file.unpin(PIN)
+                    file.unpin()
                 raise
             _LOG.info("layer %s is mounted from %s", identity, file.path)
             os.ftruncate(lock, 0)
@@ -123,7 +121,7 @@ def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Colle
                 if runtime.is_mounting():
                     continue
                 kernel.unmount(runtime.layers / identity)
-                cache.unpin(identity, PIN)
+                cache.unpin(identity)
                 (runtime.layers / identity).rmdir()
             _LOG.info("layer %s was idle and is unmounted", identity)
             unmounted.append(identity)

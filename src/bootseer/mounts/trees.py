@@ -3,7 +3,7 @@
 `LazyFiles` is one folder with a file per block file. The kernel mounts EROFS from these files, so it handles names and
 inodes itself and requests only blocks. Where the kernel cannot mount EROFS, `MergedTree` serves several layers as one
 tree, merged as by overlayfs: a lookup costs one request instead of one per layer, and only FUSE needs to be mounted.
-`layer_tree` serves one layer with its whiteouts and opaque folders, for an overlay in a user namespace.
+`ErofsTree` serves one layer with its whiteouts and opaque folders, for an overlay in a user namespace.
 
 All metadata and folders of EROFS files are read before the mount, because methods of a tree must not block; file
 contents are read on demand. Owners that the user namespace does not map would make files inaccessible, so they are
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from bootseer.erofs.format import BLOCK, MODE_OF_TYPE, Superblock
 from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
 from bootseer.erofs.reader import ErofsReader, Inode
-from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.errors import CorruptError, PermanentError
 from bootseer.fuse.filesystem import Attributes, Cancel, Listed, Reply
 from bootseer.mounts.user_namespace import num_owners
 
@@ -75,14 +75,14 @@ class LazyFiles:
 
 
 class ErofsTree:
-    """The tree of one EROFS image. Inode 1 is its root; other inode numbers are the image's nids plus 2."""
+    """The tree of one EROFS image. Inode 1 is its root; other inode numbers are the image's nids plus 2. Overlay xattrs
+    have the form that user namespaces use."""
 
-    def __init__(self, source: Fetcher, number: int, file: Index) -> None:
-        """Read all metadata of the file with this number in `source`, blocking. Raises `CorruptError` for an invalid
-        image."""
+    def __init__(self, source: Fetcher, files: Sequence[Index], number: int = 0) -> None:
+        """Read all metadata of the file with this number, blocking. Raises `CorruptError` for an invalid image."""
         self._source = source
         self._number = number
-        self._file = file
+        self._file = file = files[number]
         self._name = file.identity[:16]
         first = bytes(source.read_blocking(number, 0, BLOCK))
         self._meta_at = Superblock.parse(first).meta_block * BLOCK
@@ -183,13 +183,6 @@ class ErofsTree:
         return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
 
 
-def layer_tree(source: Fetcher, files: Sequence[Index]) -> ErofsTree:
-    """The tree of the only file in `files`, with overlay xattrs in the form that user namespaces use."""
-    if len(files) != 1:
-        raise UsageError(f"{len(files)} layers instead of one", hint="several are served by MergedTree")
-    return ErofsTree(source, 0, files[0])
-
-
 class MergedTree:
     """The merged tree of an image, with whiteouts and opaque folders applied (`erofs.merged`); the first of `files` is
     the lowest layer.
@@ -201,9 +194,7 @@ class MergedTree:
 
     def __init__(self, source: Fetcher, files: Sequence[Index]) -> None:
         """Read the metadata of all layers, blocking. Raises `CorruptError` for an invalid layer."""
-        if not files:
-            raise UsageError("an image without layers", hint="convert it again")
-        self._trees = [ErofsTree(source, number, file) for number, file in enumerate(files)][::-1]
+        self._trees = [ErofsTree(source, files, number) for number in range(len(files))][::-1]
         self._layers = [Layer(tree.reader, str(place)) for place, tree in enumerate(self._trees)]
         self._root = Node(tuple((layer, layer.reader.root()) for layer in self._layers))
         self._merged: dict[int, Node] = {}

@@ -36,7 +36,7 @@ _MAX_SPLIT = 200
 
 def takes_overlay(mount: Mount) -> bool:
     """Whether it is a writable folder on a disk of this machine that this user can reach."""
-    return mount.kind in _DISKS and not mount.read_only and os.path.isdir(mount.path)  # noqa: PTH112
+    return mount.kind in _DISKS and "ro" not in mount.options and os.path.isdir(mount.path)  # noqa: PTH112
 
 
 def attach_order(mounts: Sequence[Mount], passthrough: Sequence[str]) -> Iterator[tuple[str, Mount | None]]:
