@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
-from bootseer.errors import PermanentError
+from bootseer.artifact import owned_folder
+from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned, machine, one_at_a_time
+from bootseer.errors import PermanentError, TransientError
+from bootseer.io import locks
 
 
 def test_a_folder_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
@@ -95,3 +98,27 @@ def test_a_place_that_takes_no_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PermanentError, match="BOOTSEER_CACHE"):
         OwnedFolder.made(tmp_path / "file" / "runs", "run-")
+
+
+def test_who_is_waited_for_and_since_when_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_LONG_S", 0.0)
+    monkeypatch.setattr(owned_folder, "_WORK_S", 0.05)
+    path, said = tmp_path / "lock", list[str]()
+    path.write_text(f"{machine()}\nother@00000000\n")
+    with (
+        one_at_a_time(path, "been converting it", said.append),
+        pytest.raises(TransientError),
+        one_at_a_time(path, "been converting it", said.append),
+    ):
+        pass
+    who = f"process {os.getpid()} on {machine().partition('@')[0]} has been converting it since "
+    assert len(said) == 1
+    assert re.match(re.escape(who) + r"\d\d:\d\d:\d\d; waiting until", said[0]), said
+    # As on a network file system, where the process on the other machine is not seen.
+    monkeypatch.setattr(locks, "holders", lambda path: [])
+    with path.open() as held:
+        locks.try_flock(held.fileno())
+        path.write_text(f"{machine()}\nother@00000000\n")
+        with pytest.raises(TransientError), one_at_a_time(path, "been converting it", said.append):
+            pass
+    assert said[1].startswith("a process on other has been converting it since ")

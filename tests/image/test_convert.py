@@ -439,7 +439,11 @@ def test_of_starts_of_one_image_at_once_one_converts_it(tmp_path: Path, monkeypa
         running.pop()
 
     monkeypatch.setattr("bootseer.image.conversion.convert.convert", converts)
+    monkeypatch.setattr("bootseer.io.locks._LONG_S", 0.0)
+    said: list[str] = []
     with ThreadPoolExecutor(3) as starts:
         for _ in range(3):
-            starts.submit(resolve._convert_here, request, str(tmp_path / "store"), no_progress)
+            starts.submit(resolve._convert_here, request, str(tmp_path / "store"), said.append, no_progress)
     assert most == [1, 1, 1]
+    assert said
+    assert all(f" has been converting oci:{tmp_path}/layout since " in line for line in said)

@@ -31,9 +31,10 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import parse_reference
 from bootseer.mounts import kernel, shared_layers
-from bootseer.mounts.daemon import start_daemon
+from bootseer.mounts.daemon import Daemon, start_daemon
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.method import Facts
+from bootseer.mounts.serve import DaemonSpec
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
@@ -126,9 +127,11 @@ def test_a_start_logs_in_to_its_registry_once(converted: Node, monkeypatch: pyte
 
 def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:
     shown: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    labels: set[str] = set()
 
     @contextmanager
     def show(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+        labels.add(what)
         yield lambda done, total: shown.setdefault((what, unit), []).append((done, total))
 
     # Nobody has converted it: that is done here, and then all of it is on this node.
@@ -138,6 +141,7 @@ def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:
     mount_image(pulled, node.folder / "pulled", show=show).close()
     converting, fetching = (f"converting {node.reference}", "bytes"), (f"fetching {node.reference}", "blocks")
     assert set(shown) == {converting, fetching}
+    assert f"waiting for {store_of(node)}" in labels
     for told in shown.values():
         assert told[-1][0] == told[-1][1] > 0, "to the end"
 
@@ -494,7 +498,12 @@ def test_the_rest_of_an_image_does_not_fill_the_disk(
     free: int, expected: bool, converted: Node, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(materialize, "start_daemon", lambda spec: started.append(spec.open) or start_daemon(spec))
+
+    def start(spec: DaemonSpec, **options: Any) -> Daemon:
+        started.append(spec.open)
+        return start_daemon(spec, **options)
+
+    monkeypatch.setattr(materialize, "start_daemon", start)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 30, used=0, free=free))
     mount().close()
     assert [spec.rest for spec in started] == [expected]

@@ -45,3 +45,12 @@ def test_a_lock_that_another_process_holds_is_given_up_after_a_while(pair, tmp_p
         locks.lock(pair[1], tmp_path / "file", 0.05)
     os.close(os.dup(pair[0]))  # a copy of the descriptor: the lock stays
     assert not locks.try_flock(pair[1])
+
+
+def test_a_long_wait_is_explained_once(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_LONG_S", 0.0)
+    locks.lock(pair[0], tmp_path / "file", 0.0)
+    told = []
+    with pytest.raises(TransientError):
+        locks.lock(pair[1], tmp_path / "file", 0.05, told.append)
+    assert told == [[os.getpid()]]

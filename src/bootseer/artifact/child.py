@@ -27,10 +27,12 @@ def breaks_forks(uri: str | None) -> bool:
     return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs", "viewfs")
 
 
-def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> Any:
+def run_in_child(
+    work: Callable[[], Any], *, deadline_s: float = DEADLINE_S, waiting: Callable[[], None] = lambda: None
+) -> Any:
     """The result of `work` in a child process, passed as JSON. Raises the `BootseerError` that it raised.
 
-    The child is killed after `deadline_s` seconds: `TransientError`.
+    `waiting` is called twice a second. The child is killed after `deadline_s` seconds: `TransientError`.
     """
     answer, report = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
@@ -38,7 +40,8 @@ def run_in_child(work: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> 
         _run_and_report(work, report)
     os.close(report)
     try:
-        said: dict[str, Any] = next(json_lines(answer, time.monotonic() + deadline_s, max_bytes=_MAX_BYTES), {})
+        lines = json_lines(answer, time.monotonic() + deadline_s, waiting, _MAX_BYTES)
+        said: dict[str, Any] = next(lines, {})
         status = end_child(pid, _END_S, kill=False)
     except BaseException as error:
         end_child(pid)

@@ -20,7 +20,7 @@ from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.child import breaks_forks
 from bootseer.artifact.loading import LAZY, PULL, Loading, Prediction, choose_loading
 from bootseer.artifact.places import own_folder
-from bootseer.artifact.progress import Say, Show, Stage
+from bootseer.artifact.progress import ProgressCallback, Say, Show, Stage
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
@@ -197,13 +197,13 @@ class Materializer:
         """Verify the digests of complete layers that are not trusted yet."""
         for layer in self.stack:
             if layer.complete and not layer.trusted:
-                with self.stage("verify"):
-                    self._verify(layer)
+                with self.stage("verify"), self.show(f"verifying {self.subject.name}", "blocks") as on_progress:
+                    self._verify(layer, on_progress)
 
-    def _verify(self, layer: CachedFile) -> None:
+    def _verify(self, layer: CachedFile, on_progress: ProgressCallback) -> None:
         """Verify a layer. On a full disk the result cannot be recorded, and the daemon serves the layer instead."""
         try:
-            layer.verify_all(len(os.sched_getaffinity(0)))
+            layer.verify_all(len(os.sched_getaffinity(0)), on_progress)
         except CacheFull:
             self.space.evict()
             with contextlib.suppress(CacheFull):
@@ -257,7 +257,9 @@ class Materializer:
         label = f"bootseer:{subject.name}"
         # A restarted daemon does not record: half a startup would be taken for the needs of a whole one.
         again = replace(opened, record=None)
-        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again))
+        spec = DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again)
+        with self.show(f"waiting for the mount daemon of {subject.name}", "") as on_progress:
+            return start_daemon(spec, waiting=lambda: on_progress(0, 0))
 
     def _pull(self) -> None:
         """Fetch all that is missing at full speed, evicting other files if it does not fit. Raises `CacheFull`."""

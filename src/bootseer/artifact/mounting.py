@@ -103,9 +103,9 @@ class LazyMount(Materializer, ABC):
 
     def _find(self, store_uri: str | None) -> tuple[Subject, Sequence[Index]]:
         if breaks_forks(store_uri):
-            with self.stage("store"):
+            with self.stage("store"), self.show(f"waiting for {store_uri}", "") as on_progress:
                 try:
-                    run_in_child(self._fetch_metadata)
+                    run_in_child(self._fetch_metadata, waiting=lambda: on_progress(0, 0))
                 except NotFoundError as error:
                     self.missing = str(error)
         return self.find()

@@ -16,19 +16,22 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.artifact.places import CACHE, own_folder
+from bootseer.artifact.progress import Say
 from bootseer.cache.disk import boot_id
 from bootseer.errors import PermanentError, os_errors_as
-from bootseer.io.locks import try_flock
+from bootseer.io.files import write_all
+from bootseer.io.locks import flocked, try_flock
 from bootseer.logs import logger
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.trace.sinks import safe_name
 
 _LOCK, _NEW = "lock", "new-"
 _LEFT_OVER_S = 3600.0
+_WORK_S = 1800.0
 _log = logger(__name__)
 
 
@@ -81,6 +84,32 @@ def delete_abandoned(parent: Path, prefix: str, release: Callable[[Path], None] 
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path, work: str, say: Say) -> Iterator[None]:
+    """Lock a file during work that takes minutes, for all processes, also those of other machines that share the cache.
+
+    They wait half an hour for it at most, and `say` why: `work` is what the holder does ("been converting X"). Raises
+    `TransientError` then, and `OSError`. The file's content are the machines that have used it, the last one at the
+    end; its mtime is the time of the last use.
+    """
+
+    def explain(pids: list[int]) -> None:
+        with contextlib.suppress(OSError):  # its holder has deleted it
+            who = f"process {pids[0]}" if pids else "a process"
+            node = path.read_text().split()[-1:] or ["another machine"]
+            since = time.strftime("%H:%M:%S", time.localtime(path.stat().st_mtime))
+            say(
+                f"{who} on {node[0].partition('@')[0]} has {work} since {since}; waiting until it has finished or is"
+                " killed, half an hour at most"
+            )
+
+    with flocked(path, deadline_s=_WORK_S, on_wait=explain) as lock:
+        with contextlib.suppress(OSError):  # a full disk prevents no start
+            machines = [*(name for name in path.read_text().split() if name != machine()), machine(), ""]
+            write_all(lock, "\n".join(machines).encode(), 0)
+        yield
 
 
 def machine() -> str:

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
-from bootseer.artifact.owned_folder import is_ours, machine
+from bootseer.artifact.owned_folder import is_ours, one_at_a_time
 from bootseer.artifact.places import own_folder, unpacked_folder
+from bootseer.artifact.progress import Say
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io import locks
@@ -37,8 +38,6 @@ UNPACKED = "unpacked"
 """Key in a mount's details: the name of its unpacked tree."""
 _OTHERS_S = 30 * 86_400.0
 """How long a tree stays that other machines, which share the cache, have used: their mounts are not known here."""
-_LOCK_S = 1800.0
-"""How long to wait for another process that writes the same tree."""
 _BATCH = 64
 _PIECE = 1 << 20
 
@@ -50,16 +49,14 @@ def tree_name(identities: Sequence[str]) -> str:
     return f"sha256-{name}" + ("" if owners == ALL_IDS else f"-{max(owners, 1)}")
 
 
-def unpack_once(cache: Path, identities: Sequence[str], write: Callable[[Path], None]) -> Path:
-    """The tree of these block files; if it is missing, `write` creates it in the folder that it is given.
+def unpack_once(cache: Path, identities: Sequence[str], write: Callable[[Path], None], say: Say) -> Path:
+    """The tree of these block files; if it is missing, `write` creates it in the folder that it is given. `say` gets a
+    line when another process writes it.
 
     Raises `PermanentError` when the disk is full, `TransientError` when another process takes too long to write it.
     """
     tree = own_folder(unpacked_folder(cache)) / tree_name(identities)
-    with _locked(tree, _LOCK_S) as lock:
-        if machine() not in lock.read_text().split():
-            with contextlib.suppress(OSError), lock.open("a") as users:  # a full disk prevents no start
-                users.write(f"{machine()}\n")
+    with one_at_a_time(tree.with_name(f"{tree.name}.lock"), f"been writing {tree}", say):
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
             delete_tree(new)
@@ -86,10 +83,9 @@ def delete_idle_trees(cache: Path, runtime: Runtime, *, idle_s: float, needed: s
         tree = lock.with_suffix("")
         with contextlib.suppress(BootseerError, OSError):
             wait_s = idle_s if all(map(is_ours, lock.read_text().split())) else max(idle_s, _OTHERS_S)
-            # Read the mtime before taking the lock, which updates it.
             if tree.name == needed or time.time() - lock.stat().st_mtime < wait_s or _is_used(tree, runtime):
                 continue
-            with _locked(tree, 0.0):
+            with locks.flocked(lock, deadline_s=0.0):
                 if _is_used(tree, runtime):  # by a process that came before we had the lock
                     continue
                 delete_tree(tree)
@@ -106,15 +102,6 @@ def _is_used(tree: Path, runtime: Runtime) -> bool:
     if any(state.details.get(UNPACKED) == tree.name and runtime.health(state) != "gone" for state in runtime.all()):
         return True
     return kernel.is_mounted_anywhere(tree.name)  # a container may have a copy of a mount that is unmounted here
-
-
-@contextlib.contextmanager
-def _locked(tree: Path, deadline_s: float) -> Iterator[Path]:
-    """Serialize writing and deleting; notes the use. The lock, which is yielded, is released when its holder dies."""
-    path = tree.with_name(f"{tree.name}.lock")
-    with locks.flocked(path, deadline_s=deadline_s) as lock:
-        os.utime(lock)
-        yield path
 
 
 def _sync(folder: Path) -> None:
@@ -174,10 +161,9 @@ def write_tree(
     rename: Callable[[Xattrs], Xattrs],
     *,
     needed: tuple[bytes, ...] = (),
-    threads: int = 1,
 ) -> None:
     """Write files of EROFS images into a folder, which is created if missing, and must be empty, so that no symbolic
-    link in it can redirect a write. `files` has each folder before its entries; they are read by all `threads`.
+    link in it can redirect a write. `files` has each folder before its entries.
 
     `rename` returns extended attributes as they are to be set; attributes with the prefixes `needed` are not skipped on
     file systems that have none. For root the result equals a mount. Other users own all unpacked files, and devices and
@@ -186,7 +172,7 @@ def write_tree(
     """
     try:
         folder.mkdir(exist_ok=True)
-        _TreeWriter(os.fsencode(folder), rename, needed).run(files, threads)
+        _TreeWriter(os.fsencode(folder), rename, needed).run(files)
     except OSError as error:
         place = os.fsdecode(error.filename) if error.filename else folder
         raise PermanentError(f"{place}: {error.strerror}") from error
@@ -200,7 +186,7 @@ class _TreeWriter:
         self._num_owners = num_owners()
         self._has_all_rights = has_all_rights()
 
-    def run(self, files: Iterable[TreeFile], threads: int) -> None:
+    def run(self, files: Iterable[TreeFile]) -> None:
         folders: list[TreeFile] = []
         leaves: list[TreeFile] = []
         links: list[tuple[bytes, bytes]] = []  # further names of files
@@ -216,13 +202,9 @@ class _TreeWriter:
             else:
                 leaves.append((path, reader, inode))
         batches = [leaves[at : at + _BATCH] for at in range(0, len(leaves), _BATCH)]
-        if threads == 1:  # for callers that enter a user namespace next, and must not have other threads
-            for batch in batches:
-                self._write_some(batch)
-        else:
-            with Tasks("bootseer-unpack", threads) as pool:
-                for _ in pool.map(self._write_some, batches):
-                    pass
+        with Tasks("bootseer-unpack", len(os.sched_getaffinity(0))) as pool:
+            for _ in pool.map(self._write_some, batches):
+                pass
         for known, path in links:
             with contextlib.suppress(FileNotFoundError):  # a device, left out without root
                 os.link(known, path, follow_symlinks=False)

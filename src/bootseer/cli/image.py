@@ -58,7 +58,7 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
     from bootseer.image.mounting.resolve import resolve_image
 
     asked = request_of_verb(reference, store, plain_http)
-    found = resolve_image(asked, say=say)
+    found = resolve_image(asked, say=say, show=shown)
     document = found.document
     here = {entry.identity: entry.ready_bytes for entry in Cache(blocks_folder(asked.cache)).entries()}
     layers: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import click
 
 from bootseer.artifact.hotsets import HotSets
 from bootseer.cli.image_options import CONVERTED, request_of_verb
-from bootseer.cli.output import Output, print_bytes, table, write_file
+from bootseer.cli.output import Output, print_bytes, shown, table, write_file
 from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.fetch.hotset import MAX_STORED_BYTES, HotSet, encode_hot_set, parse_hot_set
@@ -91,7 +91,7 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
 @contextmanager
 def _opened(reference: str, store: str | None, plain_http: bool) -> Iterator[tuple[ResolvedImage, HotSets]]:
     wanted = request_of_verb(reference, store, plain_http)
-    found = resolve_image(wanted, say=say)
+    found = resolve_image(wanted, say=say, show=shown)
     found.store.close()
     with closing(open_store(found.store_uri, plain_http=plain_http)) as opened:  # not a mirror's: it is written to
         yield found, HotSets(wanted.cache, found.document.digest, opened, say, wanted.signatures)

@@ -10,14 +10,17 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bootseer.errors import TransientError, UsageError
 
 HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
-_POLL_S = 0.005
+_POLL_S, _MAX_POLL_S = 0.005, 0.5
+_LONG_S = 2.5
+OnWait = Callable[[list[int]], object]
+"""Gets the processes that hold a lock, as far as they are known (`holders`)."""
 
 
 def try_flock(fd: int, *, shared: bool = False) -> bool:
@@ -31,22 +34,28 @@ def try_flock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
-def lock(fd: int, path: Path, deadline_s: float) -> None:
-    """Lock an open file or folder. Raises `TransientError` with `path` if others hold it for `deadline_s`."""
-    until = time.monotonic() + deadline_s
+def lock(fd: int, path: Path, deadline_s: float, on_wait: OnWait = lambda pids: None) -> None:
+    """Lock an open file or folder. Raises `TransientError` with `path` if others hold it for `deadline_s`, and what
+    `on_wait` raises, which is called once, when the wait is long."""
+    began_s = time.monotonic()
+    is_long = False
     while not try_flock(fd):
-        if time.monotonic() >= until:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= deadline_s:
             raise TransientError(f"{path} has been locked for {deadline_s:g} s by process {holders(path) or '?'}")
-        time.sleep(_POLL_S)
+        if waited_s >= _LONG_S and not is_long:
+            is_long = True
+            on_wait(holders(path))
+        time.sleep(min(_POLL_S + waited_s / 50, _MAX_POLL_S))
 
 
 @contextmanager
-def flocked(path: Path, *, deadline_s: float) -> Iterator[int]:
+def flocked(path: Path, *, deadline_s: float, on_wait: OnWait = lambda pids: None) -> Iterator[int]:
     """Lock a file, created if missing; yields its descriptor. Raises as `lock` does, and `OSError`."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            lock(fd, path, deadline_s)
+            lock(fd, path, deadline_s, on_wait)
             if is_same(fd, path):  # a previous holder may have deleted it; a lock on a deleted file protects nothing
                 yield fd
                 return

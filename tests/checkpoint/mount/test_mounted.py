@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from bootseer.checkpoint.mount.mounted import (
 )
 from bootseer.checkpoint.mount.serving import MountRequest
 from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.io import locks
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from checkpoint.mounted_place import MIB
@@ -91,6 +93,17 @@ def test_a_place_is_mounted_used_and_taken_away(tmp_path: Path, runtime: Runtime
     assert list(runtime.mounts.iterdir()) == []
     with pytest.raises(UsageError, match="no checkpoints are mounted"):
         the(runtime, target)
+
+
+def test_where_another_process_is_mounting_a_start_does_not_wait(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_LONG_S", 0.0)
+    target = tmp_path / "mount"
+    lock = runtime.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock"
+    refused = pytest.raises(UsageError, match=f"process {os.getpid()} is mounting there")
+    with locks.flocked(lock, deadline_s=0), refused:
+        mount_checkpoint(MountRequest(str(tmp_path / "place")), target, runtime=tmp_path / "run")
 
 
 def test_what_was_read_is_in_the_nodes_cache_for_the_next_mount(runtime: Runtime, start: Start) -> None:

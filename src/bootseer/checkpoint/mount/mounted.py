@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -205,8 +205,14 @@ def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpo
 @contextlib.contextmanager
 def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterator[None]:
     """Create the mount point, and remove a mount that a dead daemon has left there. Other processes mount there before
-    or after the block: the upper one of two mounts hides the other, and is unmounted in its place."""
-    with flocked(record.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock", deadline_s=2 * _START_S):
+    or after the block: the upper one of two mounts hides the other, and is unmounted in its place. They do not wait
+    long, because this mount will be there then."""
+
+    def refuse(pids: list[int]) -> NoReturn:
+        who = f"process {pids[0]}" if pids else "another process"
+        raise UsageError(f"{target}: {who} is mounting there", hint="name another folder, or none in bootseer run")
+
+    with flocked(record.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock", deadline_s=_START_S, on_wait=refuse):
         if kernel.is_mount(target):
             state = record.find(target)
             if state is None or record.health(state) != "daemon dead":

@@ -148,9 +148,9 @@ class _LayerMount(LazyMount):
             return shared_layers.mount_layer(self.runtime, self.folder, one)
 
     def _serve_by_fuse(self) -> Path:
-        from bootseer.mounts.trees import layer_tree
+        from bootseer.mounts.trees import ErofsTree
 
-        self.serve_tree(layer_tree, None)
+        self.serve_tree(ErofsTree, None)
         return self.folder / FILES
 
     def _unpack(self, reason: str) -> tuple[MountMethod, Path]:
@@ -165,10 +165,10 @@ class _LayerMount(LazyMount):
             reader = ErofsReader(one.read)
             files = ((path, reader, inode) for path, inode in reader.walk())
             rename = dict if has_all_rights() else for_user_namespace
-            write_tree(files, folder, rename, needed=MARKS, threads=len(os.sched_getaffinity(0)))
+            write_tree(files, folder, rename, needed=MARKS)
 
         with self.stage("unpack"):
-            tree = unpack_once(self.options.cache, [one.index.identity], write)
+            tree = unpack_once(self.options.cache, [one.index.identity], write, self.say)
         self.details[UNPACKED] = tree.name
         return MountMethod.UNPACK, tree
 

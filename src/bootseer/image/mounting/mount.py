@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
 from bootseer.artifact.mounting import LazyMount
-from bootseer.artifact.progress import Say, Show, Stage, no_progress
+from bootseer.artifact.progress import Say, Show, Stage, no_progress, shown_while
 from bootseer.artifact.unpacked import UNPACKED, unpack_once
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
@@ -230,8 +230,8 @@ class _ImageMount(LazyMount):
             user_namespace.enter()  # first: clients of object stores have threads for as long as this process lives
         self.pull_all(f"it is mounted {reason}")
         write = partial(unpack_layers, self.stack)
-        with self.stage("unpack"):
-            tree = unpack_once(self.options.cache, [layer.index.identity for layer in self.stack], write)
+        with self.stage("unpack"), shown_while(self.show, f"unpacking {self.subject.name}"):
+            tree = unpack_once(self.options.cache, [layer.index.identity for layer in self.stack], write, self.say)
         try:
             with self.stage("mount"):
                 self._mount_over([tree], userxattr=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.materialize import Subject
+from bootseer.artifact.owned_folder import one_at_a_time
 from bootseer.artifact.places import converted_folder, own_folder
-from bootseer.artifact.progress import Say, Show, Stage, no_progress
+from bootseer.artifact.progress import Say, Show, Stage, no_progress, shown_while
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, TransientError, UsageError
 from bootseer.image.catalog import read_document
@@ -26,7 +27,6 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.reference import SourceKind
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
-from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
@@ -61,7 +61,7 @@ def resolve_image(
     metadata = Metadata(request.cache, say)
     local_uri = str(own_folder(converted_folder(request.cache), make=False))
     reason = missing
-    with stage("resolve"):
+    with stage("resolve"), shown_while(show, f"waiting for {request.store or request.reference}"):
         asked = None if missing else request.store
         store = None if asked is None else open_store(asked, plain_http=request.plain_http, mirrored=True)
         try:
@@ -89,10 +89,10 @@ def resolve_image(
         with stage("fallback") as facts:
             facts["reason"] = reason
             say(f"{reason}; it is pulled and converted on this node")
-            document, uri = _convert_here(request, local_uri, show), local_uri
+            document, uri = _convert_here(request, local_uri, say, show), local_uri
     if store is None:
         store = open_store(uri, plain_http=request.plain_http, mirrored=True)
-    with stage("index"):
+    with stage("index"), shown_while(show, f"waiting for the indexes of {request.reference}"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
     # A layer that occurs twice in the stack is mounted once, at its upper position.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
@@ -193,15 +193,16 @@ def _find_converted(
     return None
 
 
-def _convert_here(request: Request, local_uri: str, show: Show) -> ImageDocument:
+def _convert_here(request: Request, local_uri: str, say: Say, show: Show) -> ImageDocument:
     from bootseer.image.conversion.convert import convert  # few starts need it
     from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 
     lock = own_folder(local_uri) / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
-    with show(f"converting {request.reference}", "bytes") as on_progress, contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
         if request.reference.kind is not SourceKind.FOLDER:
             with contextlib.suppress(OSError, TransientError):  # of starts at once one converts, for the others to find
-                opened.enter_context(flocked(lock, deadline_s=1800.0))
+                opened.enter_context(one_at_a_time(lock, f"been converting {request.reference}", say))
+        on_progress = opened.enter_context(show(f"converting {request.reference}", "bytes"))
         source = opened.enter_context(closing(_open_source(request)))
         store = opened.enter_context(closing(open_store(local_uri)))
         options = ConvertOptions(limits=LayerLimits(**request.layer_limits))
