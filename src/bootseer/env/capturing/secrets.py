@@ -27,7 +27,7 @@ _PUBLISHED = re.compile(
 _EXAMPLES = re.compile(r".*/(tests?|testing|testdata|test-data|vectors|fixtures|examples?|docs?)/.*|.*snakeoil.*")
 _WRITTEN_BY_INSTALLERS = re.compile(r".*/(direct_url\.json|pip\.conf|\.git/config|uv-receipt\.toml)")
 _SETTINGS = re.compile(
-    r".*\.(conf|cfg|ini|toml|ya?ml|json|env|sh|bash|zsh|fish|profile|properties|xml|list|repo|sources|rc|cnf|auth|netrc|txt|in|ps1)"
+    r".*\.(conf|cfg|ini|toml|ya?ml|json|env|sh|bash|zsh|fish|profile|properties|xml|list|repo|sources|\w*rc|cnf|auth|txt|in|ps1)"
     r"|.*/\.?(env|environment|netrc|_netrc|npmrc|pypirc|condarc|bashrc|profile|bash_profile|zshrc|zshenv|credentials|config"
     r"|git-credentials|gitconfig|kubeconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|Renviron|token|activate)(\.\w+)?~?",
     re.IGNORECASE,
@@ -58,11 +58,23 @@ _PRIVATE_KEY = re.compile(r"^\W{0,3}-----BEGIN (?:[A-Z]+ ){0,2}PRIVATE KEY(?: BL
 _ADDRESS = re.compile(
     r"\b[a-z][a-z0-9+.-]{1,20}://(?P<user>[^\s/@:\"'<>]*)(?::(?P<password>[^\s/@\"'<>]+))?@[\w\[]", re.IGNORECASE
 )
-_NPM = re.compile(r"^[^#;\n]*:_(?:authToken|auth|password)\s*=\s*(?P<value>\S+)", re.MULTILINE)
-_LOGIN = re.compile(r"\bpassword\s+(?P<value>\S+)")
-_GIT = re.compile(r"\bextraheader\s*=\s*\"?authorization:\s*\w+\s+(?P<value>\S+)", re.IGNORECASE)
-_KUBE = re.compile(r"\bclient-key-data[\"']?\s*:\s*[\"']?(?P<value>LS0tLS1CRUdJTi)")  # -----BEGIN
-_DOCKER = re.compile(r'"auth"\s*:\s*"(?P<value>[A-Za-z0-9+/=]{8,})"')
+_OF_FILES = (
+    ("a login of git", r".*", r"\bextraheader\s*=\s*\"?authorization:\s*\w+\s+(?P<value>\S+)"),
+    ("a private key", r".*", r"\bclient-key-data[\"']?\s*:\s*[\"']?(?P<value>LS0tLS1CRUdJTi)"),  # -----BEGIN
+    ("a token of npm", r"\.npmrc", r"^[^#;\n]*:_(?:authToken|auth|password)\s*=\s*(?P<value>\S+)"),
+    ("a login of a registry", r"config\.json|\.dockercfg", r'"auth"\s*:\s*"(?P<value>[A-Za-z0-9+/=]{8,})"'),
+    ("a password", r".*netrc.*|\.?msmtprc", r"\bpassword\s+(?P<value>\S+)"),
+    ("a password", r".*\.repo|(yum|dnf)\.conf", r"^[ \t]*(?:proxy_)?password[ \t]*=[ \t]*(?P<value>\S+)"),
+    ("a password", r"\.?curlrc", r"^[ \t]*-*(?:proxy-)?u(?:ser)?[ \t=:]+\"?[^\s:\"]+:(?P<value>[^\s\"]+)"),
+    # Only what looks like a password that a person chose: many repositories have such a file with defaults.
+    (
+        "a password",
+        r".*\.env(\.(local|dev\w*|prod\w*))?",
+        r"^(?:export[ \t]+)?(?:\w*PASSWORD|(?:\w*_)?PASS(?:WD)?)[ \t]*=[ \t]*[\"']?"
+        r"(?P<value>(?=\S*\d)(?=\S*[a-z])[^\s\"']{8,})",
+    ),
+)
+"""Kinds of secrets in files with these names, and their form."""
 _ASSIGNED = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*[\"']?(?P<value>[^\s\"'#;]+)", re.MULTILINE
 )
@@ -153,15 +165,9 @@ def _secrets_in(path: str, text: str) -> Iterator[str]:
     if (login := _login_kind(text)) is not None:
         yield login
     name = posixpath.basename(path)
-    if "netrc" in name and any(_is_literal(match["value"]) for match in _LOGIN.finditer(text)):
-        yield "a password"
-    forms = {_GIT: "a login of git", _KUBE: "a private key"}
-    if name == ".npmrc":
-        forms[_NPM] = "a token of npm"
-    if name in ("config.json", ".dockercfg"):
-        forms[_DOCKER] = "a login of a registry"
-    for form, kind in forms.items():
-        if any(_is_literal(match["value"]) for match in form.finditer(text)):
+    for kind, names, form in _OF_FILES:
+        found = re.finditer(form, text, re.IGNORECASE | re.MULTILINE) if re.fullmatch(names, name) else ()
+        if any(_is_literal(match["value"]) for match in found):
             yield kind
     if looks_secret(name.strip(".").partition(".")[0].replace("-", "_")) and is_random(text.strip()):
         yield "a random word, and is called like a secret"
