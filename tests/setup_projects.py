@@ -89,9 +89,10 @@ def empty(tmp_path: Path) -> Project:
     project = Project(tmp_path)
     project.job.mkdir()
     (tmp_path / "home").mkdir()
-    project.env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "xdg")}
-    python = str(once("small-python", _make_small_python) / "bin" / "python")
-    project.ask = KeyRequest(None, (), str(project.job), project.env, python=python)
+    python = once("small-python", _make_small_python)
+    project.env = {"PATH": f"{python}/bin:/usr/bin:/bin", "HOME": str(tmp_path / "home")}
+    project.env["XDG_CONFIG_DIRS"] = str(tmp_path / "xdg")
+    project.ask = KeyRequest(None, (), str(project.job), project.env)
     return project
 
 

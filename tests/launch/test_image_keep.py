@@ -26,7 +26,7 @@ from bootseer.mounts.state import MountState, Runtime
 from image_node import mounted_image
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")]
-KEY = RequestKey("0" * 64, {}, {}, (), (), (), {})
+KEY = RequestKey("0" * 64, {}, {}, {}, (), (), {})
 
 
 class Mounts:

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.env.changes import Action, Change
+from bootseer.env.keys.request_key import request_key
+from bootseer.launch.environment.capture import input_changes
+from bootseer.launch.environment.lookup_process import key_request_of
+from bootseer.launch.environment.task import EnvironmentOptions, Task
 from environment_place import Place, made_place
 from once import copy
 
@@ -98,6 +103,37 @@ def test_a_changed_input_is_a_miss(place: Place) -> None:
     place.write("base.txt", "alpha==1.1\n")
     assert place.run(*words).stdout == "1.1\n"
     assert (place.start()["mode"], place.num_setups) == ("captured", 2)
+
+
+def test_an_input_that_another_program_changes_while_the_setup_runs_keeps_a_snapshot_from_being_made(
+    place: Place,
+) -> None:
+    """One that the setup changes itself does not."""
+    for name in ("own.txt", "other.txt"):
+        place.write(name, "1\n")
+    change = f"nsenter -t $PPID -m sh -c 'echo 2 > {place.project}/other.txt'"  # on the machine itself
+    script = place.alpha_script(f"cat own.txt other.txt\necho 2 > own.txt\n{change}\n")
+    words = ("--env-input", "own.txt", "--env-input", "other.txt", "--setup", script, "--", "cat", "own.txt")
+    ran = place.run(*words)
+    assert f"inputs of it changed while it ran: {place.project}/other.txt (its content changed)\n" in ran.stderr
+    assert (ran.stdout, place.documents()) == ("2\n", [])
+    place.run(*words)
+    assert len(place.documents()) == 1
+
+
+def test_an_input_that_changes_counts_unless_a_scan_has_found_it_among_the_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("alpha==1.0\n")
+    wanted = EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime")
+    task = Task(None, ("a.txt",), wanted, {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    key = request_key(key_request_of(task, ""))
+    assert input_changes(task, key) == []
+    (tmp_path / "a.txt").write_text("alpha==1.1\n")
+    assert input_changes(task, key) == [f"inputs of it changed while it ran: {tmp_path}/a.txt (its content changed)"]
+    assert input_changes(task, key, [Change(f"{tmp_path.resolve()}/a.txt", Action.MODIFIED)]) == []
+    task.folder.remove()
 
 
 def test_what_the_job_writes_stays_on_the_machine(place: Place) -> None:

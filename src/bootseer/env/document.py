@@ -15,22 +15,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from bootseer.artifact.document import OtherVersionError, decode, encode, printable, readable
+from bootseer.artifact.document import decode, encode, printable, readable
 from bootseer.blocks.block_file import BlockFile
 from bootseer.env.changes import lies_in
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored, is_content_name
-
-__all__ = [
-    "Daemon",
-    "EnvironmentDocument",
-    "Export",
-    "LeftOutPath",
-    "OtherVersionError",
-    "apply_exports",
-    "document_name",
-    "is_key",
-]
 
 SCHEMA = "bootseer.environment/1"
 SCHEMA_DAEMONS = "bootseer.environment/2"

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bootseer.env.capturing.capture import WAYS, Capture, open_capture
+from bootseer.env.capturing.capture import WAYS, open_capture
+from bootseer.env.capturing.capture_base import Capture
 from bootseer.mounts import kernel
 from bootseer.mounts.user_namespace import may_mount
 from in_capture import run_in

@@ -53,10 +53,7 @@ def test_writes_to_disks_that_are_not_captured_count_unless_no_snapshot_keeps_th
     exclusions = Exclusions(homes=["/root"])
     written = [f"/scratch/{number}" for number in range(5)]
     assert left_elsewhere([*written, "/root/.cache/pip/x", "/tmp/x", "/run/x.pid"], exclusions) == [
-        "it wrote /scratch/0, which is not captured",
-        "it wrote /scratch/1, which is not captured",
-        "it wrote /scratch/2, which is not captured",
-        "it wrote 2 more files that are not captured",
+        "it wrote /scratch/0, /scratch/1, /scratch/2 and 2 more, which is not captured"
     ]
 
 

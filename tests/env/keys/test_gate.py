@@ -21,7 +21,7 @@ COMPONENTS = {
     "requirements reqs.txt": "sha256:" + "b" * 64 + " 3 lines",
 }
 PLATFORM: dict[str, Any] = {"format": FORMAT, "architecture": "x86_64", "driver": "550.54.15"}
-KEY = RequestKey("0" * 64, COMPONENTS, {}, (), (), (), PLATFORM)
+KEY = RequestKey("0" * 64, COMPONENTS, {}, {}, (), (), PLATFORM)
 
 
 def test_a_snapshot_of_the_same_key_and_platform_passes() -> None:
@@ -68,7 +68,7 @@ def test_a_node_takes_what_was_built_with_an_older_driver_or_none(driver: str | 
 
 
 def test_a_snapshot_of_a_node_with_a_driver_is_refused_where_there_is_none() -> None:
-    refusal = gate(COMPONENTS, PLATFORM, RequestKey("0" * 64, COMPONENTS, {}, (), (), (), {"driver": ""}))
+    refusal = gate(COMPONENTS, PLATFORM, RequestKey("0" * 64, COMPONENTS, {}, {}, (), (), {"driver": ""}))
     assert refusal is not None
     assert refusal.code == "driver"
 

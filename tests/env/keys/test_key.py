@@ -13,7 +13,7 @@ _TEXTS = st.text(max_size=8)
 
 
 def _key(components: dict[str, str], details: dict[str, tuple[str, ...]] | None = None) -> RequestKey:
-    return RequestKey(key_digest(components), components, details or {}, (), (), (), {})
+    return RequestKey(key_digest(components), components, details or {}, {}, (), (), {})
 
 
 @given(st.lists(_TEXTS, max_size=4), st.lists(_TEXTS, max_size=4))

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.env.keys.key import difference, digest_of, gate
-from bootseer.env.keys.request_key import facts_folder_of, request_key
+from bootseer.env.keys.request_key import changed_inputs, facts_folder_of, request_key
 from setup_projects import Project, git, write_wheel
 
 pytestmark = pytest.mark.slow
@@ -248,9 +248,10 @@ def test_packages_that_are_not_python_s_count_in_a_conda_environment(empty: Proj
     answer = json.dumps({**dict.fromkeys(names, "x"), "prefix": str(prefix), "own_folders": []})
     python = empty.write("python3", f"#!/bin/sh\necho 'bootseer:{answer}'\n")
     python.chmod(0o755)
-    before = empty.key(python=str(python))
+    env = empty.env | {"PATH": f"{empty.job}:{empty.env['PATH']}"}
+    before = empty.key(env=env)
     (prefix / "conda-meta/cuda-12.1-0.json").touch()
-    after = empty.key(python=str(python))
+    after = empty.key(env=env)
     assert [row.name for row in difference(before.components, after)] == [f"environment {prefix}"]
 
 
@@ -437,6 +438,20 @@ def test_the_words_of_a_difference_name_the_files_of_a_folder(project: Project) 
     assert "added setup.py, src/new.py" in found
     assert "removed pyproject.toml" in found
     assert "changed src/package.py" in found
+
+
+def test_inputs_that_have_changed_since_are_named_by_their_paths(project: Project) -> None:
+    key = project.key()
+    assert changed_inputs(project.ask, key) == {}
+    project.write("nested/base.txt", "-c ../more.txt\nrich==13.8.0  # why\n")
+    project.write("more.txt", "# a comment\nidna==3.7\n")
+    project.write("package/src/package.py", "x = 2\n")
+    (project.job / "config.toml").unlink()
+    assert changed_inputs(project.ask, key) == {
+        str(project.job / "nested/base.txt"): "its content changed",
+        str(project.job / "package"): "changed src/package.py",
+        str(project.job / "config.toml"): "is not in the key any more",
+    }
 
 
 def test_the_base_of_the_host_is_the_same_after_a_program_ran(project: Project) -> None:

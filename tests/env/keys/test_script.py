@@ -437,6 +437,13 @@ def test_a_local_repository_that_is_cloned_is_asked_for_its_commit(folder: Path)
     ]
 
 
+@pytest.mark.parametrize("text", ["x=$(hostname -s)", "cat > hosts <<EOF\n$(hostname) slots=8\nEOF"])
+def test_a_program_that_tells_the_name_of_the_node_counts_as_the_variable(folder: Path, text: str) -> None:
+    assert _read(folder, text).variables == {"HOSTNAME"}
+    assert not _read(folder, f"# {text.splitlines()[0]}").variables
+    assert _read(folder, "import socket; socket.gethostname()", program=True).variables == {"HOSTNAME"}
+
+
 def test_a_program_in_python_tells_files_and_variables(folder: Path) -> None:
     text = "import os\nos.environ['FLAVOUR'], os.environ.get(\"SIZE\"), os.getenv('COLOUR')\nopen('reqs.txt')"
     found = _read(folder, text, {"FLAVOUR": "", "SIZE": "1", "COLOUR": "2", "SHAPE": "3"}, program=True)

@@ -35,8 +35,6 @@ from bootseer.mounts import user_namespace
 from bootseer.mounts.kernel import is_below
 from bootseer.mounts.namespace import Namespace
 
-__all__ = ["WAYS", "Capture", "container_changes", "open_capture"]
-
 Say = Callable[[str], None]
 WAYS: tuple[Way, ...] = ("overlay", "user", "scan")
 _NEARLY_FULL_BYTES = 16 << 20

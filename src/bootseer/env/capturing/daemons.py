@@ -102,9 +102,8 @@ def _describe(
         raise _NotRestartable("it is a part of a script; let the script start a program of its own")
     uid, gid = _id(status.get("Uid", "")), _id(status.get("Gid", ""))
     _check_privileges(at, uid, setup)
-    words = [word for word in (setup.node,) if word]
-    left = exports.difference(setup.env, env, node_words=words)
-    if reason := next(iter((*left.unsafe, *_argument_problems(argv, words))), ""):
+    left = exports.difference(setup.env, env, node_words=[setup.node])
+    if reason := next(iter((*left.unsafe, *_argument_problems(argv, setup.node))), ""):
         raise _NotRestartable(reason.replace("it exports", "it has"))
     known = {*re.findall(r"\d+", " ".join((*argv, *(export.value for export in left.exports))))}
     own = {addresses[number] for number in sockets_of(family) & addresses.keys()}
@@ -150,8 +149,9 @@ def _check_privileges(at: Path, uid: int, setup: SetupContext) -> None:
         raise _NotRestartable("its privileges are not those of the setup")
 
 
-def _argument_problems(argv: list[str], node_words: list[str]) -> Iterator[str]:
+def _argument_problems(argv: list[str], node: str) -> Iterator[str]:
     """Reasons why its arguments cannot be recorded."""
+    names = exports.word_patterns([node])
     if sum(map(len, argv)) > _MAX_ARGV:
         yield "its arguments are too long"
     for word, following in zip(argv, (*argv[1:], ""), strict=True):
@@ -161,7 +161,7 @@ def _argument_problems(argv: list[str], node_words: list[str]) -> Iterator[str]:
         name = re.sub(r"(?<=[A-Z])(PASS|PASSWD|SECRET)$", r"_\1", name)
         if is_secret_variable(name, value if equals else following):
             yield "its arguments hold what looks like a secret"
-        if reason := exports.reason_not_kept(word, node_words):
+        if reason := exports.reason_not_kept("value", word, names):
             yield f"it has an argument {reason}"
 
 

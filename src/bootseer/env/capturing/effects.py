@@ -37,6 +37,7 @@ from bootseer.errors import BootseerError
 from bootseer.io import proc
 from bootseer.io.files import lines_of
 from bootseer.mounts.kernel import mount_table
+from bootseer.units import listed
 
 MARK = "BOOTSEER_SETUP"
 """The environment variable by which the setup's processes are found."""
@@ -45,7 +46,6 @@ _POLL_S = 0.02
 _HARMLESS = frozenset((
     "dirmngr", "gpg-agent", "keyboxd", "scdaemon", "sccache", "ccache", "dbus-launch", "watchman",
 ))  # fmt: skip
-_MAX_NAMED = 5
 
 
 def leftover_processes(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> dict[int, str]:
@@ -80,11 +80,6 @@ def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
         return needle in proc.read(pid, "environ").split(b"\0")
     except OSError:  # it has ended, or belongs to another user
         return False
-
-
-def _shortened(reasons: Sequence[str]) -> list[str]:
-    more = [f"it left {len(reasons) - _MAX_NAMED} more processes running"] if len(reasons) > _MAX_NAMED else []
-    return [*reasons[:_MAX_NAMED], *more]
 
 
 _SETTINGS = "/proc/sys"
@@ -247,7 +242,7 @@ class Baseline:
                 found, replace(relaunch, privileges=self._before.get("privileges", {})), reads
             )
             mentions = [*mentions, *(word for one in daemons for word in one.argv)]
-        unsafe = _shortened(unsafe)
+        unsafe = [listed(unsafe, 5)] if unsafe else []
         again = {path for one in daemons for path in runtime_files(one)}
         inside = _inspect_inside(self._enter)
         unsafe += self._mount_changes(inside)

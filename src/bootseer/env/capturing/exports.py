@@ -206,7 +206,7 @@ def read_exports(folder: Path, before: Mapping[str, str], *, node_words: Iterabl
 
 def difference(before: Mapping[str, str], after: Mapping[str, str], *, node_words: Iterable[str] = ()) -> ExportDiff:
     """The exports, from the environments before and after. Pure."""
-    words = _patterns(node_words)
+    words = word_patterns(node_words)
     exports: list[Export] = []
     unsafe = []
     for name in sorted({*before, *after}):
@@ -218,7 +218,7 @@ def difference(before: Mapping[str, str], after: Mapping[str, str], *, node_word
             exports.append(Export(name, "unset"))
             continue
         found = list(_change(name, before.get(name, ""), after[name]))
-        reason = next((why for export in found if (why := _reason_not_kept(export, words))), "")
+        reason = next((why for export in found if (why := reason_not_kept(name, export.value, words))), "")
         if reason:
             unsafe.append(f"it exports {name}, {reason}")
         else:
@@ -239,35 +239,31 @@ def _change(name: str, old: str, new: str) -> Iterator[Export]:
         yield Export(name, "set", search_path(new))
 
 
-def reason_not_kept(value: str, node_words: Iterable[str] = ()) -> str:
-    """Why a text of the setup must not be recorded: a secret, or specific to this node. Empty if it may be."""
-    return _reason_not_kept(Export("value", "set", value), _patterns(node_words))
-
-
 def node_patterns(node: str, names: Iterable[str], env: Mapping[str, str]) -> list[re.Pattern[str]]:
     """Patterns for this node's name and the values of variables that differ between nodes; none without such names."""
     values = [env[name] for name in names if name in env and _NODE_VARIABLE.fullmatch(name)]
     words = [node.partition(".")[0], *values] if values else []
-    return _patterns(word for word in words if _DISTINCT.search(word))
+    return word_patterns(word for word in words if _DISTINCT.search(word))
 
 
-def _patterns(node_words: Iterable[str]) -> list[re.Pattern[str]]:
+def word_patterns(node_words: Iterable[str]) -> list[re.Pattern[str]]:
+    """Patterns for names and addresses of this node, without short ones."""
     return [re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w-])") for word in node_words if len(word) >= _MIN_WORD]
 
 
-def _reason_not_kept(export: Export, words: Sequence[re.Pattern[str]]) -> str:
-    """Why an export is not recorded; empty if it is."""
+def reason_not_kept(name: str, value: str, words: Sequence[re.Pattern[str]]) -> str:
+    """Why a variable or another text of the setup must not be recorded; empty if it may be."""
     from bootseer.env.capturing.leftovers import has_random_name
     from bootseer.env.capturing.secrets import is_secret_variable
 
-    if is_secret_variable(export.name, export.value):
+    if is_secret_variable(name, value):
         return "which looks like a secret"
-    if _NODE_VARIABLE.fullmatch(export.name):
+    if _NODE_VARIABLE.fullmatch(name):
         return "which differs between nodes"
-    if any(word.search(export.value) for word in words):
+    if any(word.search(value) for word in words):
         return "which holds a name or an address of this node"
-    if any(has_random_name(part) for part in export.value.split(":")):
-        return f"whose value is a scratch file with a random name ({export.value})"
-    if len(export.value) > _MAX_VALUE:
+    if any(has_random_name(part) for part in value.split(":")):
+        return f"whose value is a scratch file with a random name ({value})"
+    if len(value) > _MAX_VALUE:
         return "which is too long"
     return ""

@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from bootseer.env.capturing.exclude import RULES, Exclusions
+from bootseer.units import listed
 
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - names, not files that we make
 # Random names, which no later start can find again.
@@ -42,7 +43,6 @@ _SOURCE = re.compile(
     r"|package\.json|build\.ninja|WORKSPACE|install(\.sh)?"
 )
 _PREFIX = re.compile(r"(.*?)/(pyvenv\.cfg|conda-meta/history)")
-_MAX_NAMED = 3
 
 
 def left_in_scratch(written: Iterable[str], mentions: Sequence[str]) -> list[str]:
@@ -61,10 +61,7 @@ def left_in_scratch(written: Iterable[str], mentions: Sequence[str]) -> list[str
 def left_elsewhere(written: Iterable[str], exclusions: Exclusions) -> list[str]:
     """Files written to local disks that are not captured, as messages, without those that the rules exclude."""
     lost = [path for path in written if _scratch_entry(path) is None and exclusions.rule_on_path(path) is None]
-    found = [f"it wrote {path}, which is not captured" for path in lost[:_MAX_NAMED]]
-    if len(lost) > _MAX_NAMED:
-        found.append(f"it wrote {len(lost) - _MAX_NAMED:,} more files that are not captured")
-    return found
+    return [f"it wrote {listed(lost)}, which is not captured"] if lost else []
 
 
 def is_mentioned(path: str, mentions: Iterable[str]) -> bool:
@@ -138,7 +135,7 @@ _HOME = re.compile(r"/home/[^/]+(?=/)")
 
 def unaccounted(
     reads: Collection[str],
-    accounted: Sequence[str],
+    accounted: Iterable[str],
     captured: Collection[str],
     base: Sequence[str] = (),
     homes: Sequence[str] = (),
@@ -160,12 +157,11 @@ def unaccounted(
     covered.update(posixpath.join(home, name) for home in homes for name in at_home)
     # A base of "/" would cover everything.
     covered.discard("/")
-    made = captured if isinstance(captured, (set, frozenset, dict)) else frozenset(captured)
     return tuple(
         sorted(
             path
             for path in reads
-            if path not in made
+            if path not in captured
             and not _is_covered(path, covered)
             and (not host or _below(path, inside) or not _below(path, TRANSIENT))
         )

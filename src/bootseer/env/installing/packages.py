@@ -9,7 +9,7 @@ import csv
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,18 +69,17 @@ def library_folders(paths: Iterable[str]) -> set[str]:
     return {found[1] for path in paths if (found := _LIBRARY.match(path))}
 
 
-def published_files(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[str, tuple[int, str]]:
+def published_files(paths: Collection[str], read: Callable[[str], bytes]) -> dict[str, tuple[int, str]]:
     """Files listed in records of published distributions, with size and SHA-256 (base64 without padding, as in
     records).
 
     `paths` are the files of a snapshot, `read` gives their content. Distributions built from a folder, a repository or
     a direct address are not published: they may contain anything.
     """
-    known = paths if isinstance(paths, (set, frozenset, dict)) else frozenset(paths)
     found: dict[str, tuple[int, str]] = {}
-    for path in known:
+    for path in paths:
         info, _, name = path.rpartition("/")
-        if name != "RECORD" or not info.endswith(".dist-info") or f"{info}/direct_url.json" in known:
+        if name != "RECORD" or not info.endswith(".dist-info") or f"{info}/direct_url.json" in paths:
             continue
         folder = info.rpartition("/")[0]
         for row in csv.reader(read(path).decode("utf-8", "replace").splitlines()):

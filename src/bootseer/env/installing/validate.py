@@ -16,8 +16,7 @@ from bootseer.env.installing.packages import Distribution, Installed
 from bootseer.env.keys.node import Interpreter
 from bootseer.env.keys.requirement import normalised
 
-_RECORDS_DEADLINE_S = 60.0
-_CHECK_DEADLINE_S = 60.0
+_DEADLINE_S = 60.0
 IMPORT_DEADLINE_S = 300.0
 """For one import: the first one after a large installation reads gigabytes."""
 _MAX_PROBLEMS = 20
@@ -64,7 +63,7 @@ def validate(
 
 def _missing_files(python: Interpreter, new: Iterable[Distribution], env: Mapping[str, str], run: Run) -> list[str]:
     argv = [python.executable, "-S", "-c", _QUESTION, *(each.record for each in new)]
-    ran = run(argv, env=env, deadline_s=_RECORDS_DEADLINE_S)
+    ran = run(argv, env=env, deadline_s=_DEADLINE_S)
     try:
         found = [(str(record), int(count), str(one)) for record, count, one in json.loads(ran.stdout)]
     except (ValueError, TypeError):
@@ -82,7 +81,7 @@ def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], ru
     if not python.pip:
         return []
     argv = module_command(python.executable, "pip", "--disable-pip-version-check", "check")
-    ran = run(argv, env=env, deadline_s=_CHECK_DEADLINE_S)
+    ran = run(argv, env=env, deadline_s=_DEADLINE_S)
     if ran.code != 1:  # a broken or hanging pip gives no conflicts
         return []
     old = {each.name: each.version for each in before.distributions}

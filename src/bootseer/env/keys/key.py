@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from bootseer.units import listed
+
 SCHEMA = "bootseer.request-key/3"
 """First part of every digest, so that new rules give new keys. ADR 13 names what each version changed."""
 FORMAT = 1
 """Version of the platform facts and of the snapshot format; a later one may use the same names with other meanings."""
 _SHOWN = 72
-_MAX_NAMED = 5
 
 
 class RequestKey(Struct, frozen=True):
@@ -32,8 +33,9 @@ class RequestKey(Struct, frozen=True):
     """Name to value or digest, in a fixed order. Never contains secrets."""
     details: Mapping[str, tuple[str, ...]]
     """Readable lines on the content of a component. Never contains secrets; not part of the key."""
-    accounted: tuple[str, ...]
-    """Files and folders whose content is part of the key, absolute and sorted."""
+    accounted: Mapping[str, str]
+    """Files and folders whose content is part of the key, absolute and sorted, with the names of their components. A
+    component of several files, and a repository, has no name here."""
     unpinned: tuple[str, ...]
     """Inputs without a fixed version, for which snapshots have an age limit."""
     problems: tuple[str, ...]
@@ -99,12 +101,7 @@ def _inside(old: Sequence[str], new: Sequence[str]) -> str:
         "removed": [name for name in before if name not in now],
         "changed": [name for name in now if name in before and now[name] != before[name]],
     }
-    return "; ".join(f"{word} {_named(names)}" for word, names in groups.items() if names)
-
-
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return "; ".join(f"{word} {listed(names, 5)}" for word, names in groups.items() if names)
 
 
 def _changed(old: str, new: str) -> str:

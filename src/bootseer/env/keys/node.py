@@ -241,10 +241,8 @@ class Interpreter(Struct, frozen=True):
         return f"{self.implementation}-{self.version}{self.abi}"
 
 
-def find_python(env: Mapping[str, str], python: str | None) -> str | None:
+def find_python(env: Mapping[str, str]) -> str | None:
     """The interpreter that `python3` in the setup means; None without one."""
-    if python is not None:
-        return shutil.which(python, path=env.get("PATH"))
     return shutil.which("python3", path=env.get("PATH")) or shutil.which("python", path=env.get("PATH"))
 
 

@@ -20,7 +20,7 @@ from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import key_settings, node
 from bootseer.env.keys.files import FactCache, NodeFiles
-from bootseer.env.keys.key import FORMAT, RequestKey, digest_of, key_digest
+from bootseer.env.keys.key import FORMAT, RequestKey, difference, digest_of, key_digest
 from bootseer.env.keys.script import Inputs, gather
 from bootseer.env.keys.sources import commits_of, read_tree
 from bootseer.errors import BootseerError
@@ -51,8 +51,6 @@ class KeyRequest(Struct, frozen=True):
     salt: str = ""
     variables: tuple[str, ...] = ()
     """Variables declared by the user."""
-    python: str | None = None
-    """The job's interpreter on the host; None: the first python3 or python on PATH."""
 
 
 def request_key(ask: KeyRequest, *, facts_folder: Path | None = None) -> RequestKey:
@@ -62,8 +60,7 @@ def request_key(ask: KeyRequest, *, facts_folder: Path | None = None) -> Request
     unchanged files between starts, see `facts_folder_of`.
     """
     began, facts = time.monotonic(), FactCache(facts_folder)
-    collector = _Collector(ask, NodeFiles(facts, _visible(ask)), facts)
-    key = collector.key()
+    key = _Collector(ask, facts).key()
     facts.save()
     _log.info("request key %s: %d components in %.2f s", key.digest, len(key.components), time.monotonic() - began)
     for problem in key.problems:
@@ -71,6 +68,15 @@ def request_key(ask: KeyRequest, *, facts_folder: Path | None = None) -> Request
     for name, value in key.components.items():
         _log.debug("component %s: %s", name, value)
     return key
+
+
+def changed_inputs(ask: KeyRequest, key: RequestKey, *, facts_folder: Path | None = None) -> dict[str, str]:
+    """The files and folders in the key that have changed since, by path, with words about the change. Hardware and
+    repositories are not looked at again: the answers may take seconds."""
+    again = _Collector(ask, FactCache(facts_folder)).key(files_only=True)
+    paths = {name: path for path, name in key.accounted.items()}
+    found = difference(key.components, again, key.details)
+    return {paths[one.name]: one.words for one in found if one.name in paths}
 
 
 def facts_folder_of(cache_root: Path) -> Path:
@@ -92,28 +98,31 @@ def _visible(ask: KeyRequest) -> Callable[[str], bool]:
 class _Collector:
     """Collects the components of one key with their details."""
 
-    def __init__(self, ask: KeyRequest, files: NodeFiles, facts: FactCache) -> None:
+    def __init__(self, ask: KeyRequest, facts: FactCache) -> None:
         self._ask = ask
-        self._files = files
+        self._files = NodeFiles(facts, _visible(ask))
         self._facts = facts
         self._components: dict[str, str] = {}
         self._details: dict[str, tuple[str, ...]] = {}
-        self._accounted: set[str] = set()
+        self._accounted: dict[str, str] = {}
         self._problems: dict[str, None] = {}
         self._unpinned: dict[str, None] = {}
         self._platform: dict[str, Any] = {"format": FORMAT}
         self._secrets = Exclusions(homes=["/root", ask.env.get("HOME", "")], credentials=credentials_of(ask.env))
 
-    def key(self) -> RequestKey:
+    def key(self, *, files_only: bool = False) -> RequestKey:
         ask = self._ask
         prefix = self._base()
-        with self._noting_problems():
-            self._node()
+        if not files_only:
+            with self._noting_problems():
+                self._node()
         configured = key_settings.configuration(ask.env, ask.cwd, prefix, self._files)
         inputs = gather(
             ask.setup, ask.requirements, ask.cwd, ask.env, self._files, configured=configured.requirement_files
         )
         self._inputs(inputs)
+        if not files_only:
+            self._repositories(inputs)
         self._declared()
         self._settings(inputs, configured)
         self._variables(inputs)
@@ -130,14 +139,17 @@ class _Collector:
             digest=key_digest(self._components),
             components=self._components,
             details=self._details,
-            accounted=tuple(sorted(self._accounted)),
+            accounted=dict(sorted(self._accounted.items())),
             unpinned=tuple(self._unpinned)[:_MAX_LISTED],
             problems=tuple(self._problems)[:_MAX_LISTED],
             platform=self._platform,
         )
 
-    def _add(self, name: str, value: str, lines: Iterable[str] = ()) -> None:
+    def _add(self, name: str, value: str, lines: Iterable[str] = (), *, path: str = "") -> None:
+        """Add a component; `path` is the file or folder that it covers."""
         self._components[name] = value
+        if path:
+            self._accounted[path] = name
         if found := tuple(lines):
             self._details[name] = found
 
@@ -160,7 +172,7 @@ class _Collector:
             return ""
         prefix = ""
         folders: list[str] = []
-        path = node.find_python(self._ask.env, self._ask.python)
+        path = node.find_python(self._ask.env)
         if path is None:
             self._add("python", "none")
         else:
@@ -220,15 +232,11 @@ class _Collector:
             self._file("setup", setup, "")
         for path, lines in asked.files.items():
             if lines and path not in inputs.files:  # the script may do more with it than install it
-                self._add(
-                    f"requirements {self._display_name(path)}",
-                    f"sha256:{digest_of(map(without_credentials, lines))} {len(lines):,} lines",
-                    [path],
-                )
-                self._accounted.add(path)
+                value = f"sha256:{digest_of(map(without_credentials, lines))} {len(lines):,} lines"
+                self._add(f"requirements {self._display_name(path)}", value, [path], path=path)
             else:
                 self._file("requirements", path)
-        self._accounted.update(path for path in (*inputs.files, *inputs.folders) if self._is_secret(path))
+        self._accounted |= {path: "" for path in (*inputs.files, *inputs.folders) if self._is_secret(path)}
         for path in inputs.files:
             if path != setup and path not in asked.files and not self._is_secret(path):
                 self._file("file", path)
@@ -241,7 +249,6 @@ class _Collector:
             self._place("find-links", path)
         for path in inputs.environments:
             self._environment(path)
-        self._repositories(inputs)
 
     def _is_secret(self, path: str) -> bool:
         """Whether these are credentials: they do not decide what is installed, and a digest helps to guess them."""
@@ -266,8 +273,7 @@ class _Collector:
             digest, size = self._files.digest(path)
             name = f"{kind} {self._display_name(path) if called is None else called}".rstrip()
             program = ", executable" if self._files.is_program(path) else ""
-            self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path])
-            self._accounted.add(path)
+            self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path], path=path)
 
     def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
         """Add a file or folder. A folder's own path counts, as distributions installed from it record it."""
@@ -277,14 +283,14 @@ class _Collector:
         with self._noting_problems():
             tree = read_tree(path, self._files)
             value = f"sha256:{tree.digest} {tree.num_files:,} files"
-            self._add(f"{kind} {path if kind == 'package' else self._display_name(path)}", value, (*lines, *tree.lines))
-            self._accounted.add(path)
+            name = f"{kind} {path if kind == 'package' else self._display_name(path)}"
+            self._add(name, value, (*lines, *tree.lines), path=path)
 
     def _environment(self, path: str) -> None:
         with self._noting_problems():
             part = node.environment(path, self._files, self._facts)
-            self._add(f"environment {path}", f"sha256:{part.digest} {len(part.lines)} entries", part.lines)
-            self._accounted.add(path)
+            value = f"sha256:{part.digest} {len(part.lines)} entries"
+            self._add(f"environment {path}", value, part.lines, path=path)
 
     def _repositories(self, inputs: Inputs) -> None:
         wanted = inputs.requirements.repositories
@@ -298,7 +304,7 @@ class _Collector:
             elif address.startswith("git+file://"):
                 # The commit identifies the content.
                 place = address.removeprefix("git+file://")
-                self._accounted.add(f"{place}/.git" if self._files.kind(f"{place}/.git") else place)
+                self._accounted.setdefault(f"{place}/.git" if self._files.kind(f"{place}/.git") else place, "")
 
     def _declared(self) -> None:
         for path in self._ask.inputs:
@@ -314,7 +320,7 @@ class _Collector:
     def _settings(self, inputs: Inputs, found: key_settings.Configuration) -> None:
         if found.lines:
             self._add("installer settings", f"sha256:{digest_of(found.lines)} {len(found.lines)} settings", found.lines)
-        self._accounted.update(found.files)
+        self._accounted = dict.fromkeys(found.files, "") | self._accounted
         self._problems.update(dict.fromkeys(found.problems))
         for path in found.find_links:
             if path not in inputs.requirements.find_links:

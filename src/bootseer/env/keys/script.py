@@ -111,6 +111,8 @@ class Reader:
         quoted heredoc, `os.environ["X"]`. One that is not set has no component."""
         named = Counter(shell.NAME.findall(self._text)) - Counter(commented)
         self._inputs.variables |= self._env.keys() & named.keys() - overwritten
+        if not named.keys().isdisjoint(("hostname", "gethostname")):
+            self._inputs.variables.add("HOSTNAME")  # that has the same value
 
     def _read(self, text: str) -> None:
         before, self._length = self._length, len(text)

@@ -27,17 +27,19 @@ from bootseer.env.capturing.effects import Baseline, files_of_node, mentions
 from bootseer.env.capturing.exports import node_patterns
 from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.reads import Reads, not_watched
-from bootseer.env.changes import Change
+from bootseer.env.changes import Change, lies_in
 from bootseer.env.document import Daemon, Trust, apply_exports
 from bootseer.env.installing.interpreter import runner
 from bootseer.env.installing.packages import installed, library_folders, new_distributions, new_packages
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.lock import own_uv
+from bootseer.env.keys.request_key import changed_inputs, facts_folder_of
 from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, divide, is_system
 from bootseer.env.restoring.safe_tree import TreeFolders
 from bootseer.errors import BootseerError
+from bootseer.launch.environment.lookup_process import key_request_of
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
 from bootseer.launch.environment.relaunch import read_pid_files, remove_stale_files
@@ -225,10 +227,11 @@ class _CapturedSetup:
             say(line)
         # Build logs contain the node's name, too: only setups that name such variables are searched.
         named = re.findall(r"\w+", " ".join(self._key.details.get("variables left out", ())))
-        patterns = node_patterns(self._task.node, named, self._task.env)
+        patterns = node_patterns(self._task.node, named, {"HOSTNAME": os.uname().nodename, **self._task.env})
         if lists := files_of_node([one for one in self.changes if division.is_loose(one.path)], patterns):
             unsafe.append(f"it wrote names of this node or job to {listed(lists)}: let the command write such files")
-        return [*done.reasons, *unsafe, *self._packages_outside()]
+        own = self.changes if self._view.way == "scan" else ()
+        return [*done.reasons, *unsafe, *self._packages_outside(), *input_changes(self._task, self._key, own)]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
         unknown = self._unaccounted(self.changes) if self.reads.complete else ()
@@ -282,6 +285,21 @@ class _CapturedSetup:
                 enter = seen.enter
             changes_metadata = any("-info" in one.path for one in self.changes)
             return setup_problems(done, task.options, env, runner(enter), changes_metadata=changes_metadata)
+
+
+def input_changes(task: Task, key: RequestKey, own: Sequence[Change] = ()) -> list[str]:
+    """The inputs that were changed while the setup ran, as a reason: it may have used the new ones.
+
+    The setup's own changes do not count: in a capture they are not visible here, until the command gets them; after a
+    scan they are `own`, and a restore compares the files. On network disks they cannot be distinguished, and count.
+    """
+    ask = key_request_of(task, key.components.get("base", "").removeprefix("image "))
+    foreign = []
+    for path, words in changed_inputs(ask, key, facts_folder=facts_folder_of(task.options.cache)).items():
+        real = os.path.realpath(path)
+        if not any(lies_in(change.path, [real]) for change in own):
+            foreign.append(f"{path} ({words})")
+    return [f"inputs of it changed while it ran: {listed(foreign)}"] if foreign else []
 
 
 def trust_of(reads: Reads, found: tuple[str, ...]) -> tuple[Trust, tuple[str, ...]]:

@@ -49,6 +49,12 @@ def key_request(
     )
 
 
+def key_request_of(task: Task, image: str) -> KeyRequest:
+    """The input of the request key of a start."""
+    env = task.env if task.own_env is None else task.own_env
+    return key_request(task.setup, task.requirements, task.options, env, image=image)
+
+
 class LookupProcess:
     """The work of the child process."""
 
@@ -66,9 +72,7 @@ class LookupProcess:
     def run(self) -> None:
         """Send the key and the decision, a second one after waiting for a builder; then hold the lease, if any."""
         task = self._task
-        env = task.env if task.own_env is None else task.own_env
-        ask = key_request(task.setup, task.requirements, task.options, env, image=self._image)
-        self._key = request_key(ask, facts_folder=facts_folder_of(task.options.cache))
+        self._key = request_key(key_request_of(task, self._image), facts_folder=facts_folder_of(task.options.cache))
         self._send(msgspec.to_builtins(self._key))
         with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
             catalog = Catalog(store, signatures=task.signatures)

@@ -151,7 +151,7 @@ class SetupHost:
 
     def pythons(self) -> Sequence[str]:
         """Candidates for the job's Python, the best first."""
-        return (find_python(self.env, None) or sys.executable,)
+        return (find_python(self.env) or sys.executable,)
 
 
 class SetupRun:

@@ -39,7 +39,7 @@ from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch.environment.capture import trust_of
+from bootseer.launch.environment.capture import input_changes, trust_of
 from bootseer.launch.environment.plain import ScriptRun, prepare_script
 from bootseer.launch.environment.publish import Publication, report_outcome, start_publishing
 from bootseer.launch.environment.setup import EXPORTS, SetupHost, SetupResult, setup_problems
@@ -268,7 +268,7 @@ class UpperLayer:
         """Start to publish the layer as a snapshot, if possible; returns the image for the command in any case."""
         task = self._task
         try:
-            reasons = [*done.reasons, *self._writes_into_mounts(done)]
+            reasons = [*done.reasons, *self._writes_into_mounts(done), *input_changes(task, key)]
             if reasons:
                 report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
                 return self.remount()
