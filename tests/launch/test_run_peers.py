@@ -157,6 +157,17 @@ def test_a_command_waits_for_the_node_whose_setup_goes_on(env: dict[str, str], t
     ]  # fmt: skip
 
 
+def test_no_node_waits_for_one_whose_command_has_ended_at_once(env: dict[str, str], tmp_path: Path) -> None:
+    setup = tmp_path / "setup.sh"
+    setup.write_text(f"until [ -e {tmp_path}/end ]; do sleep 0.05; done")
+    words = ["--peers", str(tmp_path / "meet"), "--wait-for-nodes", "3600"]
+    last = Node(tmp_path, env, "a", *words, "--setup", str(setup), "--env", "bypass")
+    first = Node(tmp_path, env, "b", *words)
+    stages = first.runtime / "peers"
+    wait_until(lambda: any(path.read_text() == "ready" for path in stages.glob("job-*/stage")))
+    assert [node.end().count("after") for node in (last, first)] == [0, 0]
+
+
 def test_a_job_does_not_wait_for_listed_nodes_that_are_not_its_own(env: dict[str, str], tmp_path: Path) -> None:
     """As of a fleet, all of whose nodes are in one list."""
     secret = tmp_path / "secret"

@@ -11,12 +11,10 @@ from bootseer.cli.output import Output, Progress
 from bootseer.cli.verb_parts import Amount, json_option
 from bootseer.launch.restart_request import restart
 
-_WITHIN_S = 60.0
-
 
 @click.command("restart")
 @click.argument("job", default="")
-@click.option("--within", type=Amount(), default=_WITHIN_S, show_default=True, metavar="S",
+@click.option("--within", type=Amount(), default=60.0, show_default=True, metavar="S",
               help="How many seconds to wait for the command to start again.")  # fmt: skip
 @json_option("bootseer.restart/1")
 def restart_command(job: str, within: float, output: Output) -> None:

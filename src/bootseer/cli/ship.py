@@ -35,14 +35,12 @@ from bootseer.trace.sinks import safe_name
 from bootseer.trace.spools import fingerprint
 from bootseer.units import plural
 
-_WITHIN_S = 60.0
-
 
 @click.command("ship")
 @click.argument("places", nargs=-1, metavar="[DIR|FILE]...")
 @click.option("--to", "url", default="", metavar="URL", help="URL of the service (default: $BOOTSEER_SERVICE).")
 @click.option("--follow", is_flag=True, help="Keep sending what is written, until a signal ends it.")
-@click.option("--within", type=Amount(), default=_WITHIN_S, show_default=True, metavar="S",
+@click.option("--within", type=Amount(), default=60.0, show_default=True, metavar="S",
               help="How many seconds to retry if the service is unreachable.")  # fmt: skip
 @click.option("--job", default="", metavar="NAME",
               help="Send the files as logs of this job, for programs without BootSeer.")  # fmt: skip

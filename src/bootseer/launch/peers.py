@@ -81,6 +81,7 @@ class PeersStart:
         self._owned_folder: OwnedFolder | None = None
         self._folder: Path | None = None
         self._is_ready = False
+        self._serve_until_s = 0.0
         self._service: Background | None = None
         self._messages: list[dict[str, Any]] = []
         """Messages of the service, once it has ended."""
@@ -122,6 +123,7 @@ class PeersStart:
         os.environ.pop(FOLDER, None)
         with reporting_errors("the peer service was not stopped cleanly"):
             if self._service is not None:
+                time.sleep(max(self._serve_until_s - time.monotonic(), 0.0))
                 self._service.stop()
                 self._messages = self._service.messages()
                 self._report.send(COMMAND_ENDED)
@@ -165,6 +167,8 @@ class PeersStart:
                     say(f"{readiness.ready} of {expected} nodes are ready; waiting for {missing}")
                 time.sleep(_POLL_S)
             facts.update(ready=readiness.ready, nodes=expected, missing=missing)
+        # If this command ends at once, the others can still learn for two reports' time that this node was ready.
+        self._serve_until_s = now_s + 1.0 + 0.002 * expected
         if known is None:
             say("the peer service has ended: the command does not wait for other nodes")
         if readiness.ready < min(options.min_nodes, expected):
