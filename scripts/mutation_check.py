@@ -32,9 +32,15 @@ MODULES = {
         "fetch/test_scheduler.py",
         "fetch/test_scheduler_origins.py",
         "fetch/test_scheduler_properties.py",
+        "fetch/test_routed.py",
     ],
-    "hdfs/choice.py": ["hdfs/test_choice.py", "hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
-    "hdfs/schedule.py": ["hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
+    "hdfs/choice.py": [
+        "hdfs/test_choice.py",
+        "hdfs/test_deadlines.py",
+        "hdfs/test_schedule.py",
+        "hdfs/test_schedule_properties.py",
+    ],
+    "hdfs/schedule.py": ["hdfs/test_deadlines.py", "hdfs/test_schedule.py", "hdfs/test_schedule_properties.py"],
 }
 TIMEOUT_S = 120
 

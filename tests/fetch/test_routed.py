@@ -14,7 +14,8 @@ from bootseer.blocks.codec import Buffer
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
-from bootseer.fetch.routed import rotated
+from bootseer.fetch.routed import RETRY_S, rotated
+from bootseer.fetch.scheduler import Scheduler
 from fetch.virtual import BLOCK, Fault, Layout, World, void
 
 SETTINGS = FetchSettings()
@@ -182,6 +183,17 @@ def test_what_an_owner_does_not_give_the_second_in_rank_is_asked_for() -> None:
     pull(w)
     w.run()
     assert all(steps == ["a", "b"] for block, steps in asked(w).items() if block // RUN % 4 == 0)
+
+
+def test_a_reader_whose_only_owner_is_busy_is_looked_at_again_although_nothing_happens() -> None:
+    scheduler = Scheduler(SETTINGS, lambda: 0.0)
+    scheduler.add(Layout((BLOCK,) * 4), "store", Ring(["a", "me"]))
+    scheduler.want(0, [0], Purpose.DEMAND, 0.0)
+    (fetch,) = scheduler.tick(0.0).fetches
+    scheduler.request_finished(fetch.number, 0.0, TransientError("busy", retry_after_s=5.0))
+    plan = scheduler.tick(0.0)
+    assert (plan.fetches, plan.wake_at) == ([], RETRY_S)
+    assert [fetch.step for fetch in scheduler.tick(5.0).fetches] == ["a"]
 
 
 def test_the_first_two_in_rank_ask_the_store_and_the_others_wait() -> None:

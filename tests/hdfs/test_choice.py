@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 
 from bootseer.hdfs.choice import NodeChoice
+from bootseer.hdfs.errors import SilentError
+from bootseer.hdfs.requests import ReadSettings
+from hdfs.played import PIECE, Played
 
 MIB = 1 << 20
 
@@ -91,6 +94,14 @@ def test_a_slow_node_is_believed_to_be_fast_again_after_a_while(choice: NodeChoi
     assert choice.rate("slow", 1e9) <= choice.rate("fast", 1e9)
 
 
+def test_a_rate_follows_new_samples_and_a_node_without_any_is_as_fast_as_the_mean(choice: NodeChoice) -> None:
+    assert choice.expected_s("unknown", 73 * MIB, 0.0) == pytest.approx(1.0)  # 0.7 times 100 and 0.3 times 10
+    choice.note_served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
+    assert choice.rate("slow", 0.0) == pytest.approx(10 * MIB)
+    choice.note_served("slow", 20 * MIB, 20 * MIB, 1.0, 0.0)
+    assert choice.rate("slow", 0.0) == pytest.approx(13 * MIB)
+
+
 def test_requests_are_as_large_as_a_node_is_fast(choice: NodeChoice) -> None:
     assert choice.run_bytes("fast", 8 * MIB, 0.0) == 8 * MIB
     assert choice.run_bytes("slow", 8 * MIB, 0.0) == 10 * MIB // 4
@@ -138,3 +149,27 @@ def test_so_much_is_received_at_once_that_it_takes_a_moment(choice: NodeChoice) 
     choice.note_served("crawling", MIB, MIB, 10.0, 0.0)
     assert choice.packets("crawling", 2, 16, 0.0) == 1
     assert choice.packets("unknown", 2, 16, 0.0) == 4
+
+
+def test_what_waits_for_a_node_alone_goes_to_another_one_when_that_is_silent() -> None:
+    played = Played(("a:1", "b:1"), options=ReadSettings(piece_bytes=PIECE, max_run_bytes=100, connections_per_node=1))
+    played.schedule.choice.note_failure("b:1", 0.0, at_once=True)
+    tickets = [played.read(0, 100), played.read(500, 100)]
+    silent = played.must_take("a:1")
+    played.schedule.choice.probe_succeeded("b:1")
+    played.finish(silent, SilentError("nothing"))
+    for _ in tickets:
+        played.serve(played.must_take("b:1"))
+    assert sorted(ticket.offset for ticket in played.ended) == [0, 500]
+
+
+def test_a_request_shows_the_rate_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.hdfs.choice._MIN_SAMPLE_BYTES", PIECE)
+    played = Played(("a:1",))
+    played.now_s = 10.0
+    for seconds, rate in ((2.0, 50.0), (4.0, 42.5)):  # of which the second one measures 25
+        played.read(0, 100)
+        run = played.must_take("a:1")
+        played.now_s += seconds
+        played.serve(run)
+        assert played.schedule.choice.rate("a:1", played.now_s) == pytest.approx(rate)
