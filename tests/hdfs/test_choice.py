@@ -98,8 +98,8 @@ def test_a_rate_follows_new_samples_and_a_node_without_any_is_as_fast_as_the_mea
     assert choice.expected_s("unknown", 73 * MIB, 0.0) == pytest.approx(1.0)  # 0.7 times 100 and 0.3 times 10
     choice.note_served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
     assert choice.rate("slow", 0.0) == pytest.approx(10 * MIB)
-    choice.note_served("slow", 20 * MIB, 20 * MIB, 1.0, 0.0)
-    assert choice.rate("slow", 0.0) == pytest.approx(13 * MIB)
+    choice.note_served("slow", 20 * MIB, 20 * MIB, 1.0, 100.0)
+    assert choice.rate("slow", 102.0) == pytest.approx(13 * MIB)
 
 
 def test_requests_are_as_large_as_a_node_is_fast(choice: NodeChoice) -> None:
