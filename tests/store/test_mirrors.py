@@ -11,8 +11,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from msgspec.structs import replace
 
+from bootseer.cli.image_convert import convert_command
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request
@@ -103,6 +105,47 @@ def test_a_mirror_that_hangs_costs_one_deadline(registry: Registry, repository: 
                 client.blob_size(block, timeout_s=0.2)
             assert b"".join(client.blob(block, 5, 10)) == DATA[5:15]
         assert len(mirror.requests) == 1
+
+
+def test_a_mirror_whose_answers_break_off_is_asked_last(
+    registry: Registry, repository: str, configure: Configure
+) -> None:
+    with closing(open_store(f"oci://{registry.host}/{repository}")) as direct:
+        block = put(direct, DATA).name
+    with FaultProxy(registry.host, lambda request: Fault(cut_after=100)) as mirror:
+        configure(registry.host, f'[host."http://{mirror.host}"]\n')
+        with closing(open_registry(registry.host, repository, mirrored=True)) as client:
+            with pytest.raises(TransientError):
+                list(client.blob(block))
+            assert b"".join(client.blob(block)) == DATA
+        assert len(mirror.requests) == 1
+
+
+def test_a_conversion_reads_the_registry_itself(node: Node, configure: Configure) -> None:
+    with FaultProxy(node.registry.host) as mirror:
+        configure(node.registry.host, f'[host."http://{mirror.host}"]\n')
+        ended = CliRunner().invoke(convert_command, [str(node.reference), str(node.folder / "store")])
+        assert ended.exit_code == 0, ended.output
+        assert mirror.requests == []
+
+
+def test_a_web_page_is_no_manifest(registry: Registry, repository: str, configure: Configure) -> None:
+    page = Fault(status=200, body=b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
+    with closing(open_store(f"oci://{registry.host}/{repository}")) as direct, FaultProxy("", lambda _: page) as mirror:
+        put(direct, b"index", "images/one")
+        configure(registry.host, f'[host."http://{mirror.host}"]\n')
+        with closing(open_store(f"oci://{registry.host}/{repository}", mirrored=True)) as store:
+            assert get(store, "images/one") == b"index"
+        assert mirror.requests
+
+
+@pytest.mark.parametrize("server", ["", 'server = "https://registry-1.docker.io"'])
+def test_logins_of_docker_hub_are_looked_up_by_its_own_name(configure: Configure, server: str) -> None:
+    path = configure("docker.io", f'{server}\n[host."https://mirror"]\n')
+    (path.parent.parent / "hosts.toml").write_text('server = "https://elsewhere"')  # no registry's
+    servers = MirroredRegistry("docker.io", "library/a")._servers
+    assert [(each.host, each._query) for each, _ in servers] == [("mirror", "ns=docker.io"), ("docker.io", "")]
+    assert [each.host for each, _ in MirroredRegistry("another", "a")._servers] == ["another"]
 
 
 def test_whether_nobody_has_it_or_nobody_answers(registry: Registry, repository: str, configure: Configure) -> None:

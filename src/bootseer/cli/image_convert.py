@@ -117,10 +117,12 @@ def _convert(settings: _Settings) -> tuple[dict[str, object], str]:
     """Convert one image; the result as JSON and as a line of text."""
     began_s = time.monotonic()
     with Progress("converting") as progress:
-        opened = open_source(settings.reference, platform=settings.platform, plain_http=settings.plain_http)
+        image, platform, plain_http = settings.reference, settings.platform, settings.plain_http
+        # Not of a mirror, which may still have the image that a tag named before.
+        opened = open_source(image, platform=platform, plain_http=plain_http, mirrored=False)
         layers = plural(len(opened.layers) or 1, "layer")
         report = lambda done, total: progress.show_bytes(done, total, layers)  # noqa: E731
-        with closing(opened), closing(open_store(settings.uri, plain_http=settings.plain_http)) as store:
+        with closing(opened), closing(open_store(settings.uri, plain_http=plain_http)) as store:
             document = convert(opened, store, progress=report, jobs=settings.jobs, options=settings.options)
     took_s = time.monotonic() - began_s
     return (

@@ -9,9 +9,9 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
@@ -51,11 +51,18 @@ class MirroredRegistry(Registry):
     def blob(
         self, digest: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        def begun(each: Registry, left_s: float) -> Iterator[bytes]:
+        def begun(each: Registry, left_s: float) -> tuple[Registry, bytes, Generator[bytes, None, None]]:
             pieces = each.blob(digest, start, length, timeout_s=left_s)
-            return chain([next(pieces, b"")], pieces)
+            return each, next(pieces, b""), pieces
 
-        yield from self._first(digest, timeout_s, begun)
+        each, first, pieces = self._first(digest, timeout_s, begun)
+        with closing(pieces):
+            yield first
+            try:
+                yield from pieces
+            except BootseerError:
+                self._ask_last(each)
+                raise
 
     def close(self) -> None:
         for each, _ in self._servers:
@@ -69,8 +76,7 @@ class MirroredRegistry(Registry):
         each. What the registry itself does not have is not there: no further server is asked.
         """
         until, errors = time.monotonic() + timeout_s, list[BootseerError]()
-        for server in self._servers:
-            each, resolves = server
+        for each, resolves in self._servers:
             if not resolves and not is_content_name(name) and each is not self._last:
                 continue
             try:
@@ -78,7 +84,7 @@ class MirroredRegistry(Registry):
             except BootseerError as error:
                 lacks_it = isinstance(error, NotFoundError)
                 if not lacks_it or is_content_name(name):
-                    self._servers = [*(other for other in self._servers if other is not server), server]
+                    self._ask_last(each)
                 if time.monotonic() >= until or (lacks_it and each is self._last):
                     raise
                 _LOG.info("%s: another server is asked: %s", self, error)
@@ -86,6 +92,9 @@ class MirroredRegistry(Registry):
         raised = next((error for error in errors if isinstance(error, TransientError)), errors[-1])
         raised.args = ("; ".join(map(str, errors)),)
         raise raised
+
+    def _ask_last(self, failed: Registry) -> None:
+        self._servers = sorted(self._servers, key=lambda server: server[0] is failed)
 
 
 def _find_servers(registry: Registry) -> list[tuple[Registry, bool]]:
@@ -96,7 +105,7 @@ def _find_servers(registry: Registry) -> list[tuple[Registry, bool]]:
     found: list[tuple[Registry, bool]] = []
     try:
         names = (re.sub(r":(\d+)$", r"_\1_", host), host, "_default")
-        path = next((root / name for name in names if (root / name).is_dir()), root) / "hosts.toml"
+        path = next((root / name for name in names if (root / name).is_dir()), root / host) / "hosts.toml"
         text = path.read_text()
         import tomllib  # takes 5 ms, and few nodes have the file
 
@@ -107,7 +116,9 @@ def _find_servers(registry: Registry) -> list[tuple[Registry, bool]]:
             address = f"{parts.scheme}://{name}{top}"
             if not table.get("override_path") and not top.endswith("/v2"):
                 address += "/v2"
-            if name != urlsplit(registry.address).netloc:  # a mirror may have images of several registries
+            if name in (host, urlsplit(registry.address).netloc):
+                name = host  # of docker.io, whose server has another name, too: logins are kept by it
+            else:  # a mirror may have images of several registries
                 address += f"?ns={quote(host, safe='')}"
             can, ca = table.get("capabilities") or ("pull", "resolve"), table.get("ca") or []
             authorities = [path.parent / each for each in ([ca] if isinstance(ca, str) else ca)]

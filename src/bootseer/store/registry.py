@@ -208,7 +208,10 @@ class Registry:
         said = reference if is_content_name(reference) else answer.headers.get("Docker-Content-Digest", digest)
         if is_content_name(said) and said != digest:
             raise CorruptError(f"{self}: the bytes of manifest {reference} are not those of {said}")
-        return Manifest(data, answer.headers.get("Content-Type", "").partition(";")[0].strip(), digest)
+        media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
+        if media_type == "text/html":
+            raise CorruptError(f"{self}: a web page was sent instead of manifest {reference}")
+        return Manifest(data, media_type, digest)
 
     def manifest_digest(self, reference: str, *, timeout_s: float = 60.0) -> str:
         """The current digest of a tag, without reading the manifest if the registry sends the digest."""

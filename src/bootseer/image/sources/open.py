@@ -18,7 +18,9 @@ def this_platform() -> Platform:
     return Platform("linux", _MACHINES.get(name, name))
 
 
-def open_source(reference: Reference, *, platform: Platform | None = None, plain_http: bool = False) -> ImageSource:
+def open_source(
+    reference: Reference, *, platform: Platform | None = None, plain_http: bool = False, mirrored: bool = True
+) -> ImageSource:
     """Read an image's manifest and configuration. `platform` selects from a multi-platform image; default: this
     machine's.
 
@@ -29,7 +31,7 @@ def open_source(reference: Reference, *, platform: Platform | None = None, plain
     if reference.kind is SourceKind.REGISTRY:
         from bootseer.image.sources.registry import open_registry_image
 
-        return open_registry_image(reference, wanted, plain_http=plain_http)
+        return open_registry_image(reference, wanted, plain_http=plain_http, mirrored=mirrored)
     if reference.kind is SourceKind.LAYOUT:
         from bootseer.image.sources.local import open_layout
 

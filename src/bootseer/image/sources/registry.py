@@ -27,9 +27,9 @@ _RANGE_TIMEOUT_S = 120.0
 _WHOLE_TIMEOUT_S = 1800.0
 
 
-def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> ImageSource:
+def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool, mirrored: bool) -> ImageSource:
     """The image of a tag or digest. Raises as `open.open_source` does."""
-    registry = open_registry(reference.host, reference.repository, plain_http=plain_http, mirrored=True)
+    registry = open_registry(reference.host, reference.repository, plain_http=plain_http, mirrored=mirrored)
     try:
         return _open(registry, reference, platform)
     except BaseException:
