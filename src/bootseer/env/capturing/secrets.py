@@ -29,7 +29,7 @@ _WRITTEN_BY_INSTALLERS = re.compile(r".*/(direct_url\.json|pip\.conf|\.git/confi
 _SETTINGS = re.compile(
     r".*\.(conf|cfg|ini|toml|ya?ml|json|env|sh|bash|zsh|fish|profile|properties|xml|list|repo|sources|\w*rc|cnf|auth|txt|in|ps1)"
     r"|.*/\.?(env|environment|netrc|_netrc|npmrc|pypirc|condarc|bashrc|profile|bash_profile|zshrc|zshenv|credentials|config"
-    r"|git-credentials|gitconfig|kubeconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|Renviron|token|activate)(\.\w+)?~?",
+    r"|git-credentials|gitconfig|kubeconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|curlrc|msmtprc|Renviron|token|activate)(\.\w+)?~?",
     re.IGNORECASE,
 )
 _SHELL_LIKE = re.compile(
@@ -71,7 +71,7 @@ _OF_FILES = (
         "a password",
         r".*\.env(\.(local|dev\w*|prod\w*))?",
         r"^(?:export[ \t]+)?(?:\w*PASSWORD|(?:\w*_)?PASS(?:WD)?)[ \t]*=[ \t]*[\"']?"
-        r"(?P<value>(?=\S*\d)(?=\S*[a-z])[^\s\"']{8,})",
+        r"(?P<value>(?![/~]|\./)(?=\S*\d)(?=\S*[a-z])[^\s\"']{8,})",
     ),
 )
 """Kinds of secrets in files with these names, and their form."""

@@ -230,7 +230,8 @@ class _CapturedSetup:
         patterns = node_patterns(self._task.node, named, {"HOSTNAME": os.uname().nodename, **self._task.env})
         if lists := files_of_node([one for one in self.changes if division.is_loose(one.path)], patterns):
             unsafe.append(f"it wrote names of this node or job to {listed(lists)}: let the command write such files")
-        own = self.changes if self._view.way == "scan" else ()
+        left_out = chain.from_iterable(self._view.left_out.paths.values())
+        own = (*(change.path for change in self.changes), *left_out) if self._view.way == "scan" else ()
         return [*done.reasons, *unsafe, *self._packages_outside(), *input_changes(self._task, self._key, own)]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
@@ -287,7 +288,7 @@ class _CapturedSetup:
             return setup_problems(done, task.options, env, runner(enter), changes_metadata=changes_metadata)
 
 
-def input_changes(task: Task, key: RequestKey, own: Sequence[Change] = ()) -> list[str]:
+def input_changes(task: Task, key: RequestKey, own: Sequence[str] = ()) -> list[str]:
     """The inputs that were changed while the setup ran, as a reason: it may have used the new ones.
 
     The setup's own changes do not count: in a capture they are not visible here, until the command gets them; after a
@@ -297,7 +298,7 @@ def input_changes(task: Task, key: RequestKey, own: Sequence[Change] = ()) -> li
     foreign = []
     for path, words in changed_inputs(ask, key, facts_folder=facts_folder_of(task.options.cache)).items():
         real = os.path.realpath(path)
-        if not any(lies_in(change.path, [real]) for change in own):
+        if not any(lies_in(one, [real]) for one in own):
             foreign.append(f"{path} ({words})")
     return [f"inputs of it changed while it ran: {listed(foreign)}"] if foreign else []
 

@@ -268,7 +268,8 @@ class UpperLayer:
         """Start to publish the layer as a snapshot, if possible; returns the image for the command in any case."""
         task = self._task
         try:
-            reasons = [*done.reasons, *self._writes_into_mounts(done), *input_changes(task, key)]
+            with interruptible():
+                reasons = [*done.reasons, *self._writes_into_mounts(done), *input_changes(task, key)]
             if reasons:
                 report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
                 return self.remount()
