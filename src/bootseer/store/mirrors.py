@@ -27,6 +27,7 @@ from bootseer.store.transport import Transport
 _LOG = logger(__name__)
 REGISTRY_HOSTS = "BOOTSEER_REGISTRY_HOSTS"
 """Environment variable: the folder, which containerd calls `config_path`."""
+_OTHERS_S = 20.0
 T = TypeVar("T")
 
 
@@ -73,21 +74,23 @@ class MirroredRegistry(Registry):
         """The answer of the first server that has `name`, a tag or digest.
 
         One that failed, or does not have a blob, is asked last from then on. If none has it, the error says why for
-        each. What the registry itself does not have is not there: no further server is asked.
+        each. What the registry itself does not have is not there: no further server is asked. A server that hangs
+        leaves some of the time for the others.
         """
-        until, errors = time.monotonic() + timeout_s, list[BootseerError]()
-        for each, resolves in self._servers:
+        until, errors, servers = time.monotonic() + timeout_s, list[BootseerError](), self._servers
+        for left, (each, resolves) in zip(range(len(servers), 0, -1), servers, strict=True):
             if not resolves and not is_content_name(name) and each is not self._last:
                 continue
             try:
-                return ask(each, max(until - time.monotonic(), 0.0))
+                left_s = max(until - time.monotonic(), 0.0)
+                return ask(each, max(left_s / left, left_s - _OTHERS_S * (left - 1)))
             except BootseerError as error:
                 lacks_it = isinstance(error, NotFoundError)
                 if not lacks_it or is_content_name(name):
                     self._ask_last(each)
                 if time.monotonic() >= until or (lacks_it and each is self._last):
                     raise
-                _LOG.info("%s: another server is asked: %s", self, error)
+                _LOG.info("%s is not read at %s: %s", name, each.address, error)
                 errors.append(error)
         raised = next((error for error in errors if isinstance(error, TransientError)), errors[-1])
         raised.args = ("; ".join(map(str, errors)),)
