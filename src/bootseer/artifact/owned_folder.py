@@ -109,6 +109,7 @@ def one_at_a_time(path: Path, work: str, say: Say) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk prevents no start
             machines = [*(name for name in path.read_text().split() if name != machine()), machine(), ""]
             write_all(lock, "\n".join(machines).encode(), 0)
+        os.utime(lock)  # also on a full disk; on NFS, other machines see then what is written
         yield
 
 
