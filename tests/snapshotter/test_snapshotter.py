@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -191,6 +192,16 @@ def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
         assert "full; free space" in new.stderr or "No space left" in new.stderr
         filler.unlink()
         assert mounts_of(ask("Prepare", field(2, "later"), field(3, "layer")))
+
+
+def test_a_signal_that_another_thread_receives_ends_it(tmp_path: Path) -> None:
+    """The kernel may give it to any thread. The main thread slept on until it was killed."""
+    with containerd(tmp_path / "c", {}, "none", plugin_alone=True) as node:
+        process = node.running["snapshotter"]
+        thread = max(int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir())
+        assert ctypes.CDLL(None).tgkill(process.pid, thread, signal.SIGTERM) == 0
+        process.wait(20)
+        del node.running["snapshotter"]
 
 
 def test_the_usage_of_folders_at_any_depth(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     _LOG.info("serves %s on %s", root, socket if passed is None else passed.getsockname())
     notify("READY=1")
     try:
-        stop.wait()
+        while not stop.wait(_LOOK_S):  # a signal that a thread of gRPC receives does not end a wait without a limit
+            pass
     finally:
         notify("STOPPING=1")
         server.stop(_STOP_S).wait()
