@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal
@@ -26,6 +25,8 @@ Show = Callable[[str, Unit], AbstractContextManager[ProgressCallback]]
 @contextmanager
 def shown_while(show: Show, label: str) -> Iterator[None]:
     """Show that the block takes long. Nothing may be forked in it: a thread shows it."""
+    import threading  # not in front of a command that needs none
+
     over = threading.Event()
     with show(label, "") as on_progress:
 
