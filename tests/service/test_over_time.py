@@ -113,7 +113,7 @@ def test_a_start_in_progress_is_open_in_the_history(tmp_path: Path) -> None:
     unknown = b"".join(fleet.lines()).replace(b'"gpus"', b'"other"')  # a bill of 0.0 GPU-hours was false
     (tmp_path / "0.events").write_bytes(unknown)
     told_by_team = warm.bootseer(["fleet", str(tmp_path)], cwd=Path.cwd(), env=env).stdout
-    assert "; 1 of them without a GPU count" in told_by_team
+    assert "; 1 of the starts without a GPU count" in told_by_team
     assert re.search(r"^- +1 +- +- *$", told_by_team, re.MULTILINE), told_by_team
 
 

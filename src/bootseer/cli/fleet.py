@@ -87,7 +87,7 @@ def fleet_command(
     summary = f"{seen['starts']:,} starts since {since}; {_share(seen['heard_share'])} of their nodes sent events"
     lost = f", {seen['lines_lost']:,} lines lost" if seen["lines_lost"] else ""
     if unknown := sum(row.get("gpus_unknown", 0) for row in found["teams"]):
-        lost += f"; {unknown:,} of them without a GPU count, which are not in GPU-hours"
+        lost += f"; {unknown:,} of the starts without a GPU count, which are not in GPU-hours"
     output(found, summary + lost, *_apart(cost, scales, stages, caches, nodes))
 
 
