@@ -206,6 +206,27 @@ def test_the_time_of_a_file_is_set_by_name_while_it_is_open(one: MountedPlace, o
     assert (other.target / "f").read_bytes() == b"onl"
 
 
+def test_the_latest_time_that_was_set_stays(one: MountedPlace) -> None:
+    f = one.target / "f"
+    f.write_bytes(b"old")
+    with f.open("rb"):  # keeps what was written here in use
+        with f.open("r+b", buffering=0) as file:
+            file.write(b"new")
+            os.utime(file.fileno(), (5, 5))
+        os.utime(f, (6, 6))
+        with f.open("r+b") as file:
+            os.fchmod(file.fileno(), 0o600)
+        assert (one.root / "f").stat().st_mtime == f.stat().st_mtime == 6
+
+
+def test_a_file_without_a_name_is_extended_through_a_copy_of_its_descriptor(one: MountedPlace) -> None:
+    with (one.target / "f").open("wb", buffering=0) as file:
+        (one.target / "f").unlink()
+        os.close(os.dup(file.fileno()))  # as a program does that was started meanwhile
+        file.truncate(100)
+        assert os.fstat(file.fileno()).st_size == 100
+
+
 def test_a_synced_file_without_a_name_that_cannot_be_cut_is_an_io_error(one: MountedPlace) -> None:
     with (one.target / "f").open("wb", buffering=0) as file:
         file.write(bytes(3 * MIB))

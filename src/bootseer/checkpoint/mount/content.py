@@ -277,6 +277,7 @@ class Content:
     def touched(self) -> None:
         """The time of the published file was set here. On places where that makes another version of it, reads go on
         with that one."""
+        self._mtime_ns = None  # an earlier one is not to be set again
         if self._read is None:
             return
         with contextlib.suppress(BootseerError):  # the old reader may have all it needs open

@@ -73,7 +73,7 @@ class CheckpointFiles:
             if node is not None and node.is_live:
                 return self._acquired(path, node.info)
             # A listing may be older than what was published here a moment ago.
-            info = self._listings.recall(path) if node is None or node.content is None else None
+            info = self._listings.recall(path) if node is None or not node.is_published else None
             if info is None:
                 with suppress(NotFoundError):
                     info = self._files.stat(path)
@@ -158,7 +158,7 @@ class CheckpointFiles:
         if node.is_folder:
             raise os_error(errno.EISDIR)
         opened = node.content
-        if size_bytes and (opened is None or not (opened.writers or opened.is_dirty)):
+        if size_bytes and (opened is None or not (opened.writers or opened.is_dirty or opened.is_removed)):
             self._open.check_version(node)  # readers here may have an older one open
         with self._open.changing(node) as content:
             if size_bytes == 0:

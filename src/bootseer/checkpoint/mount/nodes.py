@@ -52,6 +52,10 @@ class Node(Struct, eq=False):
     def is_live(self) -> bool:
         return self.content is not None and self.content.is_live
 
+    @property
+    def is_published(self) -> bool:
+        return self.content is not None and self.content.is_published
+
 
 def is_same(one: FileInfo, other: FileInfo) -> bool:
     """Whether two infos of one path describe the same folder, or the same version of a file as far as known."""

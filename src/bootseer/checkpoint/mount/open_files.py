@@ -148,8 +148,7 @@ class OpenFiles:
         `thread` is the caller's; `check` raises when it is being killed.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
-        known = node.content
-        if known is not None and known.is_published:
+        if node.is_published:
             self.check_version(node)
         if flags & os.O_TRUNC and not writes:
             # This handle cannot write, so its close would not report errors: published at once.
