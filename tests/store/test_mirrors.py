@@ -135,7 +135,7 @@ def test_a_conversion_reads_the_registry_itself(node: Node, configure: Configure
 
 
 def test_a_web_page_is_no_manifest(registry: Registry, repository: str, configure: Configure) -> None:
-    page = Fault(status=200, body=b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
+    page = Fault(status=200, body=b"<html>")
     with closing(open_store(f"oci://{registry.host}/{repository}")) as direct, FaultProxy("", lambda _: page) as mirror:
         put(direct, b"index", "images/one")
         configure(registry.host, f'[host."http://{mirror.host}"]\n')

@@ -208,10 +208,9 @@ class Registry:
         said = reference if is_content_name(reference) else answer.headers.get("Docker-Content-Digest", digest)
         if is_content_name(said) and said != digest:
             raise CorruptError(f"{self}: the bytes of manifest {reference} are not those of {said}")
-        media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
-        if media_type == "text/html":
-            raise CorruptError(f"{self}: a web page was sent instead of manifest {reference}")
-        return Manifest(data, media_type, digest)
+        if not data.lstrip().startswith(b"{"):
+            raise CorruptError(f"{self}: a web page or other text was sent as manifest {reference}")
+        return Manifest(data, answer.headers.get("Content-Type", "").partition(";")[0].strip(), digest)
 
     def manifest_digest(self, reference: str, *, timeout_s: float = 60.0) -> str:
         """The current digest of a tag, without reading the manifest if the registry sends the digest."""
