@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.filesystem import Caller
+from bootseer.fuse.protocol import ROOT
 from bootseer.fuse.requests import VALID_S
 from checkpoint.mount.conftest import Mounts
 from checkpoint.mounted_place import MIB, MountedPlace, number_of
@@ -204,6 +205,38 @@ def test_the_time_of_a_file_is_set_by_name_while_it_is_open(one: MountedPlace, o
         assert (one.target / "f").read_bytes() == b"old"
         file.write(b"nl")
     assert (other.target / "f").read_bytes() == b"onl"
+
+
+def test_a_file_that_is_published_while_it_is_looked_up_or_listed_stays_the_same(
+    one: MountedPlace, other: MountedPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, stat, listed = one.target / "f", one.files.stat, one.files.list
+    first = os.open(f, os.O_WRONLY | os.O_CREAT)
+    copy = os.dup(first)
+    monkeypatch.setattr("bootseer.checkpoint.mount.open_files.num_writers", lambda *_: 0)  # as for unseen processes
+
+    def then_published(path: str) -> object:
+        found = stat(path)
+        monkeypatch.setattr(one.files, "stat", stat)
+        os.write(copy, b"+")
+        os.close(os.dup(copy))
+        return found
+
+    def first_published(path: str) -> object:
+        found = list(listed(path))
+        monkeypatch.setattr(one.files, "list", listed)
+        os.close(os.dup(copy))
+        return found
+
+    os.write(first, b"one")
+    monkeypatch.setattr(one.files, "list", first_published)
+    assert [entry.name for entry in one.shown.entries(one.shown.open_folder(ROOT), 0, 9, attributes=False)] == [b"f"]
+    os.close(first)
+    monkeypatch.setattr(one.files, "stat", then_published)
+    assert one.shown.lookup(ROOT, b"f") is not None
+    os.write(copy, b"+")
+    os.close(copy)
+    assert (other.target / "f").read_bytes() == b"one++"
 
 
 def test_the_latest_time_that_was_set_stays(one: MountedPlace) -> None:

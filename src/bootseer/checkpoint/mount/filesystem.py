@@ -75,8 +75,11 @@ class CheckpointFiles:
             # A listing may be older than what was published here a moment ago.
             info = self._listings.recall(path) if node is None or not node.is_published else None
             if info is None:
+                before = None if node is None else node.info
                 with suppress(NotFoundError):
                     info = self._files.stat(path)
+                if node is not None and node.path == path and node.is_published and node.info is not before:
+                    info = node.info  # published again meanwhile, perhaps by a process that goes on writing
                 self._listings.looked_up(path, info)
             if info is None:
                 self._nodes.remove(path)
@@ -408,11 +411,12 @@ class CheckpointFiles:
         return [self._listed(info, attributes=attributes) for info in part]
 
     def _list(self, path: str) -> list[FileInfo]:
-        changes = self._listings.num_changes
+        changes, live = self._listings.num_changes, self._nodes.live_in(path)
         infos = {info.path: info for info in self._files.list(path)}
         self._listings.remember(path, infos.values(), since=changes)
-        for node in self._nodes.live_in(path):
-            infos[node.info.path] = node.info
+        for node in (*live, *self._nodes.live_in(path)):
+            if node.path is not None and folder_of(node.path) == path:  # or published meanwhile
+                infos[node.info.path] = node.info
         return [infos[key] for key in sorted(infos)]
 
     def _listed(self, info: FileInfo, *, attributes: bool) -> Listed:
