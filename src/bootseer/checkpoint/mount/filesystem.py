@@ -414,9 +414,8 @@ class CheckpointFiles:
         changes, live = self._listings.num_changes, self._nodes.live_in(path)
         infos = {info.path: info for info in self._files.list(path)}
         self._listings.remember(path, infos.values(), since=changes)
-        for node in (*live, *self._nodes.live_in(path)):
-            if node.path is not None and folder_of(node.path) == path:  # or published meanwhile
-                infos[node.info.path] = node.info
+        live += self._nodes.live_in(path)  # the first ones may have been published meanwhile, or renamed
+        infos |= {node.info.path: node.info for node in live if node.path and folder_of(node.path) == path}
         return [infos[key] for key in sorted(infos)]
 
     def _listed(self, info: FileInfo, *, attributes: bool) -> Listed:
