@@ -54,3 +54,13 @@ def test_a_long_wait_is_explained_once(pair, tmp_path, monkeypatch):
     with pytest.raises(TransientError):
         locks.lock(pair[1], tmp_path / "file", 0.05, told.append)
     assert told == [[os.getpid()]]
+
+
+def test_who_waits_for_a_moment_asks_as_often_as_who_comes_later(pair, tmp_path, monkeypatch):
+    locks.lock(pair[0], tmp_path / "file", 0.0)
+    pauses, sleep = [], locks.time.sleep
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: pauses.append(seconds) or sleep(seconds))
+    with pytest.raises(TransientError):
+        locks.lock(pair[1], tmp_path / "file", 0.05)
+    assert len(pauses) > 1
+    assert max(pauses) == min(pauses)

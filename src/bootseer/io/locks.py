@@ -46,7 +46,8 @@ def lock(fd: int, path: Path, deadline_s: float, on_wait: OnWait = lambda pids: 
         if waited_s >= _LONG_S and not is_long:
             is_long = True
             on_wait(holders(path))
-        time.sleep(min(_POLL_S + waited_s / 50, _MAX_POLL_S))
+        # Rarely only after a long wait: of many that take turns, the one that asks less often would hardly get it.
+        time.sleep(min(_POLL_S + waited_s / 50, _MAX_POLL_S) if is_long else _POLL_S)
 
 
 @contextmanager

@@ -415,7 +415,7 @@ class CheckpointFiles:
         infos = {info.path: info for info in self._files.list(path)}
         self._listings.remember(path, infos.values(), since=changes)
         live += self._nodes.live_in(path)  # the first ones may have been published meanwhile, or renamed
-        infos |= {node.info.path: node.info for node in live if node.path and folder_of(node.path) == path}
+        infos |= {node.info.path: node.info for node in live if (at := node.path) and folder_of(at) == path}
         return [infos[key] for key in sorted(infos)]
 
     def _listed(self, info: FileInfo, *, attributes: bool) -> Listed:

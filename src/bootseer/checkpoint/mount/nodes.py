@@ -165,7 +165,7 @@ class Nodes:
 
     def live_in(self, folder: str) -> list[Node]:
         """The nodes in a folder with unpublished content."""
-        return [node for node in self.live_below(folder) if node.path and folder_of(node.path) == folder]
+        return [node for node in self.live_below(folder) if (at := node.path) and folder_of(at) == folder]
 
     def open_below(self, folder: str) -> list[Node]:
         """The nodes anywhere below a folder whose files are open."""
