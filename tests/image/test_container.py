@@ -354,7 +354,8 @@ def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Pa
 
 
 def test_a_device_s_hook_that_fails_is_not_taken_for_the_program(run: Run, tmp_path: Path) -> None:
-    script = """echo 'exec: "ldconfig": executable file not found in $PATH' >&2; exit 1"""
+    # It reads what crun writes to it: otherwise crun may find the pipe closed, and says that alone.
+    script = """read -r state; echo 'exec: "ldconfig": executable file not found in $PATH' >&2; exit 1"""
     hook = {"hookName": "createContainer", "path": "/bin/sh", "args": ["sh", "-c", script]}
     (tmp_path / "cdi").mkdir()
     (tmp_path / "cdi" / "tool.json").write_text(
