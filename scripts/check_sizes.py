@@ -7,7 +7,7 @@ from pathlib import Path
 LIMIT = 500
 # Of all modules in src. A change that needs more raises them in a commit of its own, which says what it could not do
 # without; one that removes lowers them.
-SRC_LINES = 94_946
+SRC_LINES = 94_950
 SRC_FILES = 491
 FOLDERS = ("src", "tests", "examples", "benchmarks", "scripts")
 SUFFIXES = (".py", ".sh")

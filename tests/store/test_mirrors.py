@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -144,13 +145,19 @@ def test_a_web_page_is_no_manifest(registry: Registry, repository: str, configur
         assert mirror.requests
 
 
+def servers_of(host: str) -> list[Any]:
+    """The servers that are asked, and whether they resolve tags."""
+    opened = open_registry(host, "a/b", mirrored=True)
+    return opened._servers if isinstance(opened, MirroredRegistry) else [(opened, True)]
+
+
 @pytest.mark.parametrize("server", ["", 'server = "https://registry-1.docker.io"'])
 def test_logins_of_docker_hub_are_looked_up_by_its_own_name(configure: Configure, server: str) -> None:
     path = configure("docker.io", f'{server}\n[host."https://mirror"]\n')
     (path.parent.parent / "hosts.toml").write_text('server = "https://elsewhere"')  # no registry's
-    servers = MirroredRegistry("docker.io", "library/a")._servers
+    servers = servers_of("docker.io")
     assert [(each.host, each._query) for each, _ in servers] == [("mirror", "ns=docker.io"), ("docker.io", "")]
-    assert [each.host for each, _ in MirroredRegistry("another", "a")._servers] == ["another"]
+    assert [each.host for each, _ in servers_of("another")] == ["another"]
 
 
 def test_whether_nobody_has_it_or_nobody_answers(registry: Registry, repository: str, configure: Configure) -> None:
@@ -201,8 +208,7 @@ def test_whom_a_file_says_to_trust(tmp_path: Path, repository: str, configure: C
 )
 def test_the_servers_of_a_file(configure: Configure, text: str, expected: list[str]) -> None:
     configure("_default", text)
-    found = MirroredRegistry("registry.example", "a")
-    assert [each.address for each, _ in found._servers] == expected
+    assert [each.address for each, _ in servers_of("registry.example")] == expected
 
 
 @pytest.mark.parametrize(
@@ -214,6 +220,6 @@ def test_a_file_that_cannot_be_used_is_a_warning(
     path = configure("registry.example", "")
     path.write_bytes(text.encode("latin-1"))
     with caplog.at_level(logging.WARNING):
-        found = MirroredRegistry("registry.example", "a")
-    assert [each.address for each, _ in found._servers] == ["https://registry.example/v2"]
+        found = servers_of("registry.example")
+    assert [each.address for each, _ in found] == ["https://registry.example/v2"]
     assert caplog.text.count(f"{path} cannot be used, so no mirror of registry.example is asked") == 1

@@ -39,6 +39,7 @@ from bootseer.units import NS_PER_S
 _LOG = logger(__name__)
 _LOOK_EVERY_S: Final = 0.25
 _MOST_POLLED: Final = 1_000_000
+"""Number of waiting batches that a poll looks at, the oldest first."""
 _QUIET_S: Final = 0.5
 """Time without batches after which an analysis begins."""
 _PACE: Final = 4

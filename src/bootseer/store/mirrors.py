@@ -35,10 +35,11 @@ class MirroredRegistry(Registry):
     """A registry whose manifests and blobs come from the first server that has them, a mirror or the registry itself.
     For programs that only read: a mirror may have what was there before a write."""
 
-    def __init__(self, host: str, repository: str, *, plain_http: bool = False) -> None:
+    def __init__(self, host: str, repository: str, servers: list[tuple[Registry, bool]], *, plain_http: bool) -> None:
+        """`servers`: as `find_servers` returns them, at least one."""
         super().__init__(host, repository, plain_http=plain_http)
-        self._servers = _find_servers(self) or [(Registry(host, repository, plain_http=plain_http), True)]
-        self._last = self._servers[-1][0]
+        self._servers = servers
+        self._last = servers[-1][0]
 
     def manifest(self, reference: str, *, timeout_s: float = 60.0) -> Manifest:
         return self._first(reference, timeout_s, lambda each, left_s: each.manifest(reference, timeout_s=left_s))
@@ -100,7 +101,7 @@ class MirroredRegistry(Registry):
         self._servers = sorted(self._servers, key=lambda server: server[0] is failed)
 
 
-def _find_servers(registry: Registry) -> list[tuple[Registry, bool]]:
+def find_servers(registry: Registry) -> list[tuple[Registry, bool]]:
     """The servers in the order in which containerd asks them, the registry's own the last, and whether each is trusted
     to resolve tags. Empty without a file, or with one that cannot be used."""
     path = root = Path(os.environ.get(REGISTRY_HOSTS) or "/etc/containerd/certs.d")

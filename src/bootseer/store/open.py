@@ -67,15 +67,17 @@ def open_store(uri: str, *, plain_http: bool = False, mirrored: bool = False) ->
 
 def open_registry(host: str, repository: str, *, plain_http: bool = False, mirrored: bool = False) -> Registry:
     """A client of one repository, with the options of `open_store`. `host` is `name[:port]`."""
-    from bootseer.store.mirrors import MirroredRegistry
+    from bootseer.store.mirrors import MirroredRegistry, find_servers
     from bootseer.store.registry import Registry
     from bootseer.store.transport import certificates
 
     named = [item.strip() for item in os.environ.get(PLAIN_HTTP, "").split(",")]
     name, _, port = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", "443")
     is_plain = is_loopback(host) and certificates(name, int(port)) is None
-    kind = MirroredRegistry if mirrored else Registry
-    return kind(host, repository, plain_http=plain_http or host in named or is_plain)
+    plain_http = plain_http or host in named or is_plain
+    registry = Registry(host, repository, plain_http=plain_http)
+    servers = find_servers(registry) if mirrored else []
+    return MirroredRegistry(host, repository, servers, plain_http=plain_http) if servers else registry
 
 
 def _open_file(uri: str, path: str) -> Store:
