@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.errors import TransientError
 from checkpoint.faulty_place import GOOD, NEVER
 from checkpoint.striped_files import content_of, put_striped
 
@@ -59,3 +60,21 @@ def test_a_chunk_that_another_reader_does_not_bring_is_read_after_a_while(empty,
     empty.decide = lambda _: GOOD
     assert second.read(0, 10) == content[:10]
     empty.decide = lambda _: GOOD
+
+
+def test_a_chunk_that_another_reader_fetches_is_read_here_too_if_no_thread_can_wait_for_it(
+    empty, reading_of, monkeypatch
+):
+    content = content_of(4 * MIB)
+    put_striped(empty, "file", content)
+    first, reading = reading_of().open("file"), reading_of()
+    second = reading.open("file")
+
+    def refuse(delay_s, call):
+        raise TransientError("no thread can be started")
+
+    monkeypatch.setattr(reading._engine.timer, "after", refuse)
+    empty.decide = lambda _: NEVER
+    first.read_async(0, 10, lambda _: None)
+    empty.decide = lambda _: GOOD
+    assert second.read(0, 10) == content[:10]

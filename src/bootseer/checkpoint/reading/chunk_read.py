@@ -9,6 +9,7 @@ if its row has parity: `row` derives from `ChunkRead` for that, and reads the pa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 
 from bootseer.blocks.codec import digest_of
@@ -179,8 +180,9 @@ class ChunkRead:
                     self._waits_until = now + context.settings.claim_s
                     context.facts.add("claims_waited")
                 if now < self._waits_until:
-                    context.timer.after(_POLL_S, partial(self._guard, self._claim))
-                    return
+                    with suppress(TransientError):  # no thread can be started: the chunk may be read twice
+                        context.timer.after(_POLL_S, partial(self._guard, self._claim))
+                        return
         self._ask_peers()
 
     def _ask_peers(self) -> None:
