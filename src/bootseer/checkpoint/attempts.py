@@ -204,19 +204,19 @@ class Attempt:
         self._check_lease()
         files = Files(self._place, within=self.path)
         source = f"{self.path}/{name}"
-        head = files.head(source)
+        head_id = files.id_of(source)
         visible = Files(self._place)
         replaced = None
         if replace:
-            with contextlib.suppress(NotFoundError, CorruptError):
-                replaced = visible.head(self._target)
-        if head is not None:
+            with contextlib.suppress(NotFoundError):
+                replaced = visible.id_of(self._target)
+        if head_id is not None:
             make_folder_like_parent(self._place, join(folder_of(self._target), STRIPES))
-            self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
+            self._place.rename(parts_folder(source, head_id), parts_folder(self._target, head_id))
         try:
             rename(self._place, source, self._target, replace=replace)
         except PermanentError as error:
-            visible.drop_parts(self._target, head)
+            visible.drop_parts(self._target, head_id)
             if isinstance(error, AlreadyExistsError):
                 raise AlreadyExistsError(f"{self._uri()} already exists; give another name, or replace it") from None
             raise

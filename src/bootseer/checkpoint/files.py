@@ -113,21 +113,18 @@ class Files:
 
     def head(self, path: str) -> Head | None:
         """The head of a striped file; None for an ordinary file."""
-        self._check_visible(path)
-        entry = self.place.stat(path)
-        if entry.is_folder:
-            raise IsFolderError(f"{self._uri_of(path)} is a folder")
-        return self._head(entry)
+        return self._head(self._file(path))
+
+    def id_of(self, path: str) -> str | None:
+        """The id of a striped file, for `drop_parts`; None for an ordinary file, and for one whose head does not say:
+        then its parts stay."""
+        return self._id_of(self._file(path))
 
     def remove(self, path: str, entry: Entry | None = None) -> None:
         """Remove a file: its visible part first, then its parts. `entry`: its attributes, if known."""
-        self._check_visible(path)
-        entry = entry or self.place.stat(path)
-        if entry.is_folder:
-            raise IsFolderError(f"{self._uri_of(path)} is a folder")
-        head = self._head_to_drop(entry)
+        head_id = self._id_of(self._file(path, entry))
         self.place.delete(path, is_file=True)
-        self.drop_parts(path, head)
+        self.drop_parts(path, head_id)
 
     def remove_folder(self, path: str, *, recursive: bool = False) -> None:
         """Remove a folder that shows nothing, or `recursive`ly. Others see all of it or nothing."""
@@ -175,11 +172,11 @@ class Files:
         most = self.place.max_rename_bytes(replace=True)
         if not entry.is_folder and most is not None and entry.size_bytes > most:
             raise OtherFolderError(f"{self._uri_of(source)} is too large to be renamed there; copy it to {target}")
-        replaced: Head | None = None
+        replaced: str | None = None
         with contextlib.suppress(NotFoundError):
             existing = self.place.stat(target)
             if not existing.is_folder and not entry.is_folder:
-                replaced = self._head_to_drop(existing)
+                replaced = self._id_of(existing)
             elif existing.is_folder and entry.is_folder and self._has_only_hidden(target):
                 self.remove_folder(target)
         self.place.rename(source, target)
@@ -221,17 +218,17 @@ class Files:
             raise NotFolderError(f"{self._uri_of(path)} is not a folder")
         self._policies.set(path, policy)
 
-    def drop_parts(self, path: str, head: Head | None) -> None:
+    def drop_parts(self, path: str, head_id: str | None) -> None:
         """Remove the parts of a striped file that was removed or replaced, if they exist. They stay while another head
         in the folder names them: other programs copy a file as its head alone (`cp`, `hdfs dfs -cp`), or link to it."""
-        if head is None:
+        if head_id is None:
             return
         with contextlib.suppress(NotFoundError):
             others = [entry for entry in self.place.list(folder_of(path)) if maybe_head(entry)]
             self._peek_all(others)
             try:
-                if not any(self._has_id(entry, head.id) for entry in others):
-                    self.place.delete(parts_folder(path, head.id), recursive=True)
+                if not any(self._has_id(entry, head_id) for entry in others):
+                    self.place.delete(parts_folder(path, head_id), recursive=True)
             except (AccessError, CorruptError, NotEmptyError):
                 # A head that cannot be read could name them, only their owner can delete them, or NFS keeps open ones.
                 return
@@ -300,10 +297,17 @@ class Files:
         except CorruptError as error:
             raise CorruptError(f"{self._uri_of(entry.path)}: {error}") from error
 
-    def _head_to_drop(self, entry: Entry) -> Head | None:
-        """The head of a file that is about to be removed; None if it is damaged: then its parts stay."""
-        with contextlib.suppress(CorruptError):
-            return self._head(entry)
+    def _file(self, path: str, entry: Entry | None = None) -> Entry:
+        """The attributes of a visible file. Raises `IsFolderError`."""
+        self._check_visible(path)
+        entry = entry or self.place.stat(path)
+        if entry.is_folder:
+            raise IsFolderError(f"{self._uri_of(path)} is a folder")
+        return entry
+
+    def _id_of(self, entry: Entry) -> str | None:
+        with contextlib.suppress(AccessError, CorruptError):
+            return self._peek(entry)[1] if maybe_head(entry) else None
         return None
 
     def _has_only_hidden(self, path: str) -> bool:

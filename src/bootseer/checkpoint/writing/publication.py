@@ -133,11 +133,11 @@ class Publication:
         `keep`. Returns what `step` returns."""
         replaced = self._replaced()
         done = self.settings.retry(step, self.path)
-        if replaced is not None and replaced.id != keep:
+        if replaced is not None and replaced != keep:
             # No reader can find the old parts any more. If they cannot be removed, space is lost, but the file is safe.
             with contextlib.suppress(BootseerError):
                 self._files.drop_parts(self.path, replaced)
-            if replaced.id == self.id:
+            if replaced == self.id:
                 self._referenced = frozenset()
         return done
 
@@ -188,13 +188,13 @@ class Publication:
             self._referenced = before
             raise
 
-    def _replaced(self) -> Head | None:
-        """The version to be replaced; None when there is none or its head cannot be read.
+    def _replaced(self) -> str | None:
+        """The id of the version to be replaced; None when there is none or its head cannot be read.
 
         A file is sometimes rewritten because its head is damaged. Its parts are left to `collect`.
         """
         try:
-            return self._files.head(self.path)
+            return self._files.id_of(self.path)
         except IsFolderError:
             raise
         except BootseerError:
