@@ -115,7 +115,9 @@ def test_replacing_takes_the_place_of_a_folder_or_a_file(files: Files, job: Path
     put_checkpoint(files.place, source / "model", "step-2.pt", settings=replace)
     put_checkpoint(files.place, source / ".metadata", "step-2.pt", settings=replace)
     assert files.place.read_bytes("step-2.pt", 9) == b"meta"
-    assert verify(files, "step-1").problems == []
+    put_checkpoint(files.place, source / "model", "step-3", settings=replace)
+    put_checkpoint(files.place, source, "step-3", settings=replace)  # a folder in place of a striped file
+    assert verify(files, "step-1").problems == verify(files, "step-3").problems == []
     assert hidden(job) == []
 
 

@@ -40,6 +40,7 @@ from bootseer.errors import (
     BootseerError,
     CorruptError,
     Interrupted,
+    IsFolderError,
     NotFoundError,
     PermanentError,
     TransientError,
@@ -185,6 +186,7 @@ class Attempt:
         folders. After a crash in this moment `collect` restores the previous version.
         """
         self._check_lease()
+        replaced = self._replaced_id() if replace else None
         try:
             if replace:
                 self._replace_target()
@@ -198,6 +200,7 @@ class Attempt:
                 self._check_lease()
             raise
         self._drop_old()
+        self._drop_parts(replaced)
 
     def publish_file(self, name: str, *, replace: bool = False) -> None:
         """Publish one file of the folder as the target, its parts first. Raises `AlreadyExistsError`."""
@@ -205,23 +208,28 @@ class Attempt:
         files = Files(self._place, within=self.path)
         source = f"{self.path}/{name}"
         head_id = files.id_of(source)
-        visible = Files(self._place)
-        replaced = None
-        if replace:
-            with contextlib.suppress(NotFoundError):
-                replaced = visible.id_of(self._target)
+        replaced = self._replaced_id() if replace else None
         if head_id is not None:
             make_folder_like_parent(self._place, join(folder_of(self._target), STRIPES))
             self._place.rename(parts_folder(source, head_id), parts_folder(self._target, head_id))
         try:
             rename(self._place, source, self._target, replace=replace)
         except PermanentError as error:
-            visible.drop_parts(self._target, head_id)
+            Files(self._place).drop_parts(self._target, head_id)
             if isinstance(error, AlreadyExistsError):
                 raise AlreadyExistsError(f"{self._uri()} already exists; give another name, or replace it") from None
             raise
+        self._drop_parts(replaced)
+
+    def _replaced_id(self) -> str | None:
+        """The id of the target if that is a striped file."""
+        with contextlib.suppress(NotFoundError, IsFolderError):
+            return Files(self._place).id_of(self._target)
+        return None
+
+    def _drop_parts(self, head_id: str | None) -> None:
         with contextlib.suppress(BootseerError):  # the new version is published; `collect` removes what is left
-            visible.drop_parts(self._target, replaced)
+            Files(self._place).drop_parts(self._target, head_id)
 
     def _replace_target(self) -> None:
         for _ in range(_TRIES):
