@@ -13,11 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
-from bootseer.checkpoint.dcp.items import (  # noqa: E402
-    Form,
-    Stored,
-    part_for,
-)
+from bootseer.checkpoint.dcp.items import Stored, part_for  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -31,7 +27,7 @@ def request(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
 
 def stored(sizes: tuple[int, ...]) -> Stored:
     index = MetadataIndex("w", [0] * len(sizes))
-    return Stored("f", 0, 10**9, Form.SAVED, (), index, sizes, torch.int32, ())
+    return Stored("f", 0, 10**9, True, (), index, sizes, torch.int32, ())
 
 
 @st.composite

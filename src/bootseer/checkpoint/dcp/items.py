@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,25 +19,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from bootseer.checkpoint.dcp.saved import Pieces, layout_of
 from bootseer.checkpoint.locations import is_below
-from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.safetensors.header import Header, read_headers
-from bootseer.checkpoint.tensors import dtype_of, is_plain
-from bootseer.errors import CorruptError
+from bootseer.checkpoint.tensors import is_plain
+from bootseer.errors import CorruptError, PermanentError
 
 _MAX_BYTES = 1 << 62
-
-
-class Form(Enum):
-    """How an object is stored."""
-
-    BYTES = auto()
-    """Raw bytes."""
-    SAVED = auto()
-    """By `torch.save`."""
-    SAFETENSORS = auto()
-    """In a safetensors file that starts at the item's offset and contains all tensors of the file."""
-    BARE = auto()
-    """The elements alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +32,8 @@ class Stored:
     file: str
     offset: int
     length: int
-    form: Form
+    is_tensor: bool
+    """Whether it is a tensor, stored by `torch.save`; otherwise raw bytes."""
     descriptors: tuple[str, ...]
     """Names of the transformations to be undone."""
     index: MetadataIndex
@@ -88,15 +73,18 @@ def _stored(
         raise CorruptError(f"{chunks.where}: the metadata places {index.fqn} at {file!r}, {offset!r}, {length!r}")
     descriptors = tuple(getattr(place, "transform_descriptors", None) or ())
     if kind == LoadItemType.BYTE_IO:
-        return Stored(file, offset, length, Form.BYTES, descriptors, index, (), torch.uint8, requests)
+        return Stored(file, offset, length, False, descriptors, index, (), torch.uint8, requests)
     dtype, sizes = chunks.of(index)
-    # torch.save always takes more space than the elements alone.
-    form = Form.SAFETENSORS if length == math.prod(sizes) * dtype.itemsize and not descriptors else Form.SAVED
+    if length == math.prod(sizes) * dtype.itemsize and not descriptors:  # torch.save takes more than the elements alone
+        raise PermanentError(
+            f"{chunks.where}/{file}: a safetensors file, which PyTorch's own reader of distributed checkpoints does not"
+            " read either; bootseer.checkpoint.safetensors.load_file does"
+        )
     for request in requests:
         for first, count, size in zip(request.storage_offsets, request.lengths, sizes, strict=True):
             if first < 0 or count < 0 or first + count > size:
                 raise CorruptError(f"{chunks.where}: {index.fqn} has the shape {sizes}; wanted is {count} from {first}")
-    return Stored(file, offset, length, form, descriptors, index, sizes, dtype, requests)
+    return Stored(file, offset, length, True, descriptors, index, sizes, dtype, requests)
 
 
 class _Chunks:
@@ -123,27 +111,6 @@ class _Chunks:
 
 def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number < _MAX_BYTES
-
-
-def bare_items(items: Iterable[Stored], open_file: Callable[[str], CheckpointFile]) -> list[Stored]:
-    """Replace safetensors items by the positions of their elements. Raises `CorruptError` if they are missing."""
-    by_begin: dict[tuple[str, int], list[Stored]] = {}
-    for item in items:
-        by_begin.setdefault((item.file, item.offset), []).append(item)
-    headers = read_headers(list(by_begin), open_file)
-    return [_bare(item, headers[begin]) for begin, own in by_begin.items() for item in own]
-
-
-def _bare(item: Stored, header: Header) -> Stored:
-    entry = header.tensors.get(item.index.fqn)
-    if entry is None:
-        raise CorruptError(f"{item.file}: has no tensor {item.index.fqn}")
-    if entry.shape != item.sizes or dtype_of(entry.dtype) != item.dtype:
-        raise CorruptError(
-            f"{item.file}: {item.index.fqn} has the shape {entry.shape} of {entry.dtype}; the metadata says"
-            f" {item.sizes} of {item.dtype}. Of several parts of one tensor PyTorch keeps only the last in such a file."
-        )
-    return replace(item, form=Form.BARE, offset=header.data + entry.start, length=entry.length)
 
 
 class Part(NamedTuple):

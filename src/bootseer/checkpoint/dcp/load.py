@@ -22,7 +22,7 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from bootseer.checkpoint.dcp.items import Expected, Form, Part, Stored, part_for
+from bootseer.checkpoint.dcp.items import Expected, Part, Stored, part_for
 from bootseer.checkpoint.dcp.saved import Layout, Pieces, layout_of
 from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
@@ -117,7 +117,7 @@ class Load:
         file.read_ranges(job.reads)
         done: Results = []
         for delivery in job.deliveries:
-            if delivery.item.form is Form.BYTES:
+            if not delivery.item.is_tensor:
                 content = self._undo(delivery.item, cast("IO[bytes]", delivery.content)).read(-1)
                 done.extend((request, content) for request in delivery.item.requests)
             else:
@@ -130,7 +130,7 @@ class Load:
         return done
 
     def _prepare_item(self, job: Job, item: Stored) -> None:
-        targets = () if item.form is Form.BYTES else tuple((one, self._target(item, one)) for one in item.requests)
+        targets = tuple((one, self._target(item, one)) for one in item.requests) if item.is_tensor else ()
         direct = self._direct(item, targets)
         if direct is None:
             buffer, view = job.buffer(item.length)
@@ -138,27 +138,23 @@ class Load:
             job.deliveries.append(Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=targets))
             return
         part, at = direct
-        edges: list[tuple[int, memoryview]] = []
-        if item.form is not Form.BARE:
-            # Everything around the elements, or enough to know their layout.
-            is_whole = part.length == part.total
-            head = at if is_whole else min(_EDGE_BYTES, at + part.start)
-            tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
-            edges = [(0, job.buffer(head)[1]), (item.length - tail, job.buffer(tail)[1])]
+        # Everything around the elements, or enough to know their layout.
+        is_whole = part.length == part.total
+        head = at if is_whole else min(_EDGE_BYTES, at + part.start)
+        tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
+        edges = [(0, job.buffer(head)[1]), (item.length - tail, job.buffer(tail)[1])]
         elements = (at + part.start, memory_of(targets[0][1]))
         job.reads.extend((item.offset + start, view) for start, view in (elements, *edges))
         job.deliveries.append(Delivery(item, Pieces(item.length, edges), None, part, at, targets))
 
     def _direct(self, item: Stored, targets: tuple[tuple[ReadItem, torch.Tensor], ...]) -> tuple[Part, int] | None:
         """The part to read straight into the target, and its expected offset; None if impossible or not worth it."""
-        if len(targets) != 1 or item.form not in (Form.SAVED, Form.BARE) or item.descriptors:
+        if len(targets) != 1 or item.descriptors:
             return None
         request, target = targets[0]
         part = part_for(item, request, target)
         if part is None or part.length < self._settings.direct_bytes or target.dtype != item.dtype:
             return None
-        if item.form is Form.BARE:
-            return part, 0  # no archive around the elements: the metadata describes them
         at = self._expected.of(item)
         if not at or at + part.total >= item.length or 0 < part.total - part.length < _WORTH_SKIPPING:
             return None
@@ -175,10 +171,7 @@ class Load:
 
     def _is_in_place(self, delivery: Delivery, part: Part, file: CheckpointFile) -> bool:
         """Whether the target holds its elements, after a second read if they were at another offset."""
-        item = delivery.item
-        if item.form is Form.BARE:
-            return True
-        target = delivery.targets[0][1]
+        item, target = delivery.item, delivery.targets[0][1]
         layout = layout_of(delivery.content)
         if layout is None or layout.size != item.sizes or layout.dtype != target.dtype or not layout.is_contiguous:
             self._expected.note(item, 0)
@@ -209,10 +202,6 @@ class Load:
 
     def _tensor(self, delivery: Delivery) -> torch.Tensor:
         item, content, buffer = delivery.item, delivery.content, delivery.buffer
-        if item.form is Form.BARE:
-            if buffer is None:
-                raise ValueError("nothing was read")
-            return buffer.view(item.dtype).view(item.sizes)
         if item.descriptors:
             stream: IO[bytes] = io.BytesIO(self._undo(item, cast("IO[bytes]", content)).read(-1))
         else:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from bootseer.checkpoint.dcp.items import Form, Stored, bare_items, stored_items
+from bootseer.checkpoint.dcp.items import Stored, stored_items
 from bootseer.checkpoint.dcp.load import LoadSettings, load_all
 from bootseer.checkpoint.dcp.saved import metadata_content, metadata_name, parse_metadata
 from bootseer.checkpoint.locations import Location, is_uri, resolve
@@ -118,10 +118,7 @@ class StripedReader(StorageReader):
         if self._metadata is None or folder is None:
             raise UsageError("the reader has no checkpoint yet", hint="load with torch.distributed.checkpoint.load")
         items = stored_items(plan, self._metadata, self._metadata.storage_data, folder.uri)
-        plain = [item for item in items if item.form is not Form.SAFETENSORS]
-        packed = [item for item in items if item.form is Form.SAFETENSORS]
-        bare = bare_items(packed, folder.open) if packed else []
-        load_all(plain + bare, planner, folder.open, self._undo, self._settings, folder.system.reading.position)
+        load_all(items, planner, folder.open, self._undo, self._settings, folder.system.reading.position)
         self._check_unchanged(folder)
         future: Future[None] = Future()
         future.set_result(None)

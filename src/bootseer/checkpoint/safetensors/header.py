@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.errors import BootseerError, CorruptError
-from bootseer.io.tasks import Tasks
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _FIRST_BYTES = 1 << 20
 """Read at once: most headers fit."""
-_AT_ONCE = 16
 _MAX_BYTES = 1 << 62
 _LENGTH = struct.Struct("<Q")
 _BITS = {
@@ -53,36 +51,20 @@ class Header:
     metadata: Mapping[str, str] | None
 
 
-def read_headers(
-    begins: Sequence[tuple[str, int]], open_file: Callable[[str], CheckpointFile]
-) -> dict[tuple[str, int], Header]:
-    """The headers of many files, each starting at an offset of a file that `open_file` opens.
-
-    Raises `CorruptError` naming the file.
-    """
-
-    def read(begin: tuple[str, int]) -> Header:
-        with open_file(begin[0]) as file:
-            return read_header(file, begin[0], begin[1])
-
-    with Tasks("bootseer-headers", min(_AT_ONCE, len(begins))) as threads:
-        return dict(zip(begins, threads.map(read, begins), strict=True))
-
-
-def read_header(file: CheckpointFile, name: str, begin: int = 0) -> Header:
-    """The header of the safetensors file from `begin` to the end of `file`."""
-    size = file.size_bytes - begin
+def read_header(file: CheckpointFile, name: str) -> Header:
+    """The header of a safetensors file, which errors call `name`. Raises `CorruptError`."""
+    size = file.size_bytes
     if size < _LENGTH.size:
-        raise CorruptError(f"{name}: {max(size, 0)} bytes are not a safetensors file")
-    first = file.read(begin, min(size, _FIRST_BYTES))
+        raise CorruptError(f"{name}: {size} bytes are not a safetensors file")
+    first = file.read(0, min(size, _FIRST_BYTES))
     (length,) = _LENGTH.unpack_from(first)
     if length > min(size - _LENGTH.size, MAX_HEADER_BYTES):
         raise CorruptError(f"{name}: not a safetensors file: a header of {length} bytes in a file of {size}")
     encoded = first[_LENGTH.size : _LENGTH.size + length]
     if len(encoded) < length:
-        encoded += file.read(begin + _LENGTH.size + len(encoded), length - len(encoded))
+        encoded += file.read(_LENGTH.size + len(encoded), length - len(encoded))
     try:
-        return _parse(encoded, begin + _LENGTH.size + length, size - _LENGTH.size - length)
+        return _parse(encoded, _LENGTH.size + length, size - _LENGTH.size - length)
     except BootseerError as error:
         raise CorruptError(f"{name}: {error}") from None
 
