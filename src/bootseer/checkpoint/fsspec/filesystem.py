@@ -12,7 +12,7 @@ import io
 import posixpath
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,9 @@ from fsspec.core import get_compression  # type: ignore[import-untyped]
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.locations import FileSystem, resolve_below
 from bootseer.checkpoint.os_errors import os_errors
-from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile, PositionedRawIO
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import NotFoundError
-from bootseer.io.tasks import Tasks
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -166,8 +164,6 @@ def closing_both(compressed: Any, file: ReadFile | WriteFile) -> Any:
     return compressed
 
 
-_SPAN_BYTES = 32 << 20
-_AT_ONCE = 8
 _COPY_BYTES = 8 << 20
 
 
@@ -339,62 +335,6 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
             first, last, _ = slice(start, end).indices(file.size_bytes)
             return file.read(first, last - first) if last > first else b""
 
-    def cat_ranges(
-        self,
-        paths: Sequence[str],
-        starts: int | Sequence[int | None] | None,
-        ends: int | Sequence[int | None] | None,
-        max_gap: int | None = None,
-        on_error: str = "return",
-        **kwargs: Any,
-    ) -> list[Any]:
-        """The bytes of many ranges: sorted, joined over gaps of up to `max_gap` bytes, and read concurrently.
-
-        With `on_error="return"` the result of a range that cannot be read is its error; otherwise it is raised.
-        """
-        if not isinstance(paths, (list, tuple)):
-            raise TypeError("paths must be a list")
-        bounds = [slice(*one) for one in zip(_for_each(paths, starts), _for_each(paths, ends), strict=True)]
-        numbers: dict[str, list[int]] = {}
-        for number, path in enumerate(paths):
-            numbers.setdefault(self._strip_protocol(path), []).append(number)
-        results: list[bytes | OSError] = [b""] * len(paths)
-        files: dict[str, CheckpointFile] = {}
-        with contextlib.ExitStack() as to_close, Tasks("bootseer-fsspec", _AT_ONCE) as threads:
-
-            def begin(path: str) -> list[Span[int]]:
-                try:
-                    with self._at(path) as (system, below):
-                        file = files[path] = to_close.enter_context(system.reading.open(below))
-                except OSError as error:
-                    for number in numbers[path]:
-                        results[number] = error
-                    return []
-                inside = [(bounds[number].indices(file.size_bytes), number) for number in numbers[path]]
-                ranges = [Range(start, end, number) for (start, end, _), number in inside if end > start]
-                return join(ranges, max_bytes=_SPAN_BYTES, gap_bytes=GAP_BYTES if max_gap is None else max_gap)
-
-            def read(job: tuple[str, Span[int]]) -> None:
-                path, span = job
-                try:
-                    with os_errors(path):
-                        data = memoryview(files[path].read(span.start, span.end - span.start))
-                except OSError as error:
-                    for one in span.ranges:
-                        results[one.item] = error
-                    return
-                for one in span.ranges:
-                    results[one.item] = bytes(data[one.start - span.start : one.end - span.start])
-
-            spans = dict(zip(numbers, threads.map(begin, numbers), strict=True))
-            for _ in threads.map(read, spread(spans)):
-                pass
-        if on_error == "raise":
-            for result in results:
-                if isinstance(result, OSError):
-                    raise result
-        return results
-
     @contextlib.contextmanager
     def _at(self, path: str, *, follow: bool = True) -> Iterator[tuple[FileSystem, str]]:
         """The file system and the path in it; maps its errors to those that callers of fsspec expect."""
@@ -402,14 +342,6 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         with os_errors(stripped):
             found = resolve_below(f"{self.scheme}://{self.authority}/", stripped, follow=follow)
             yield found.system, found.path
-
-
-def _for_each(paths: Sequence[str], bounds: int | Sequence[int | None] | None) -> list[int | None]:
-    if bounds is None or isinstance(bounds, int):
-        return [bounds] * len(paths)
-    if len(bounds) != len(paths):
-        raise ValueError("as many starts and ends as paths are needed")
-    return list(bounds)
 
 
 class HdfsFileSystem(CheckpointFileSystem):
