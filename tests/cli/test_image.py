@@ -173,7 +173,7 @@ def test_hot_sets_are_shown_exported_and_merged_elsewhere(bootseer: Run, node: N
     bootseer("image", "mount", node.reference, str(target), "--loading", "lazy", "--workload", "w")
     hashlib.sha256((target / "hot").read_bytes())
     bootseer("image", "umount", str(target))
-    (row,) = as_json(bootseer("image", "hotset", "show", node.reference, "--json"), "bootseer.hotsets/1")["hotsets"]
+    (row,) = as_json(bootseer("image", "hotset", "show", node.reference, "--json"), "bootseer.hotsets/2")["hotsets"]
     assert (row["workload"], row["runs"]) == ("w", 1)
     assert row["stored_bytes"] > 6 << 20
     file = node.folder / "hot.bin"

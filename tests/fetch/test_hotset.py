@@ -4,16 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bootseer.fetch.hotset import MAX_RUNS, Availability, HotSet, Need, Record, coverage
+from bootseer.fetch.hotset import MAX_RUNS, Availability, HotSet, Need, Record
 
 FILE = "ab" * 32
 EMPTY = HotSet("image", "workload")
 
 
-def run(number: int, blocks, *, duration_ms: int = 60_000, coverage: float | None = None) -> Record:
+def run(number: int, blocks, *, duration_ms: int = 60_000) -> Record:
     """A startup that needs these blocks, one each 10 ms."""
     needs = tuple(Need(FILE, block, 10 * at, Availability.MISSING) for at, block in enumerate(dict.fromkeys(blocks)))
-    return Record(float(number), duration_ms, needs, coverage)
+    return Record(float(number), duration_ms, needs)
 
 
 def merged(*runs: Record) -> HotSet:
@@ -88,7 +88,7 @@ def test_two_runs_of_another_workload_drop_the_old_ones_and_one_does_not():
 
 def test_runs_of_the_image_in_other_blocks_are_no_part_of_a_plan_and_one_new_run_makes_it():
     other = "cd" * 32
-    old = [run(number, range(30), coverage=0.9) for number in range(6)]
+    old = [run(number, range(30)) for number in range(6)]
     assert not merged(*old).of_files([other]).records
     new = replace(run(6, range(8)), needs=tuple(replace(need, file=other) for need in run(6, range(8)).needs))
     assert merged(*old, new).of_files([other]).plan() == [(other, block) for block in range(8)]
@@ -102,22 +102,12 @@ def test_one_odd_run_among_good_ones_changes_nothing_and_is_dropped():
     assert 3.0 not in {record.started_s for record in hot_set.records}
 
 
-def test_a_set_that_missed_the_two_newest_runs_starts_over_from_them():
-    hot_set = merged(run(0, range(60)), run(1, range(60)), run(2, range(30, 90), coverage=0.5))
-    assert not hot_set.stale
-    assert len(hot_set.records) == 3
-    hot_set = hot_set.merge(run(3, range(31, 91), coverage=0.5))
-    assert [record.started_s for record in hot_set.records] == [2.0, 3.0]
-    # Once it covers again, it is not stale.
-    assert not hot_set.merge(run(4, range(31, 91), coverage=0.9)).stale
-
-
-def test_starts_too_short_to_judge_by_make_no_set_stale():
-    for num_needs, stale in ((23, False), (24, True)):
-        missed = [run(number, range(num_needs), coverage=0.5) for number in range(2)]
-        assert HotSet("image", "workload", tuple(missed)).stale is stale
-    # Six of ten are enough.
-    assert not HotSet("image", "workload", tuple(run(number, range(60), coverage=0.6) for number in range(2))).stale
+def test_a_workload_that_changed_by_half_has_its_new_blocks_hot_when_half_of_the_kept_runs_need_them():
+    old = [run(number, range(60)) for number in range(MAX_RUNS)]
+    new = [run(100 + number, range(30, 90)) for number in range(MAX_RUNS // 2 + 1)]
+    assert set(planned(merged(*old, *new[:-2]))) == set(range(60))
+    assert set(planned(merged(*old, *new[:-1]))) == set(range(90))
+    assert set(planned(merged(*old, *new))) == set(range(30, 90))
 
 
 def test_a_run_that_shares_three_blocks_of_ten_with_the_newest_is_kept():
@@ -135,21 +125,6 @@ def test_blocks_are_planned_by_the_time_that_a_quarter_of_the_runs_needed_them_b
     )
     early = [sorted(column)[(len(times) - 1) // 4] for column in zip(*times, strict=True)]
     assert planned(HotSet("image", "workload", records)) == sorted(range(3), key=lambda block: (early[block], block))
-
-
-def test_a_start_is_judged_by_what_the_plan_covered():
-    record = Record(
-        1.0,
-        1000,
-        (
-            Need(FILE, 1, 0, Availability.READY),
-            Need(FILE, 2, 1, Availability.IN_FLIGHT),
-            Need(FILE, 3, 2, Availability.MISSING),
-            Need(FILE, 4, 3, Availability.MISSING),
-        ),
-    )
-    assert coverage([(FILE, 1), (FILE, 2), (FILE, 3), (FILE, 77), (FILE, 78)], record) == 0.75
-    assert coverage([], replace(record, needs=())) == 1.0
 
 
 runs = st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=12)

@@ -33,7 +33,6 @@ records = st.builds(
     started_s=st.floats(0, 2e9),
     duration_ms=st.integers(0, 10**7),
     needs=needs,
-    coverage=st.none() | st.floats(0, 1),
 )
 sets = st.builds(
     HotSet,
@@ -105,7 +104,6 @@ def test_a_later_version_is_told_apart_from_nonsense(schema):
         (["runs", 0, "started_s"], float("inf")),
         (["runs", 0, "started_s"], 10**400),
         (["runs", 0, "duration_ms"], -1),
-        (["runs", 0, "coverage"], 1.1),
     ],
 )
 def test_each_impossible_value_is_refused(path, value):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +23,8 @@ from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundEr
 from bootseer.fetch.hotset import (
     MAX_IMPORTS,
     MAX_STORED_BYTES,
-    Block,
     HotSet,
     Record,
-    coverage,
     encode_hot_set,
     parse_hot_set,
 )
@@ -152,20 +149,15 @@ class HotSets:
         return found
 
 
-def merge_record(
-    options: MountOptions, digest: str, store_uri: str | None, plan: Sequence[Block] | None, path: Path
-) -> None:
+def merge_record(options: MountOptions, digest: str, store_uri: str | None, path: Path) -> None:
     """Merge the finished record of a start, at `path`, into its hot set. For the daemon, which opens its own stores.
 
-    `store_uri`: the store to publish in; None: the set stays on the node. `plan`: the hot blocks that this start
-    prefetched. Problems go into the file `MERGED`.
+    `store_uri`: the store to publish in; None: the set stays on the node. Problems go into the file `MERGED`.
     """
     notes: list[str] = []
     try:
         record = read_record(path)
         if record.needs:
-            if plan is not None:
-                record = replace(record, coverage=coverage(plan, record))
             store = open_store(store_uri, plain_http=options.plain_http) if store_uri is not None else None
             sets = HotSets(options.cache, digest, store, notes.append, options.signatures)
             sets.add_record(options.workload, record, publish=store is not None, imports=_text_of(options.imports))

@@ -226,7 +226,7 @@ class Materializer:
         if hot_set is None:
             return None
         hot_set = hot_set.of_files([layer.index.identity for layer in self.stack])
-        return hot_set.plan() if hot_set.records and not hot_set.stale else None
+        return hot_set.plan() if hot_set.records else None
 
     def _start_daemon(
         self,
@@ -249,7 +249,7 @@ class Materializer:
             cache_root=self.cache.root,
             plain_http=options.plain_http,
             record=self.folder / RECORD if options.workload else None,
-            on_record=partial(merge_record, options, subject.digest, publish_in, plan),
+            on_record=partial(merge_record, options, subject.digest, publish_in),
             hot_blocks=plan or (),
             make_tree=make_tree or LazyFiles,
             rest=self.space.has_room(self._missing_size()),

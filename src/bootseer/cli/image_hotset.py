@@ -20,7 +20,7 @@ from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
 from bootseer.units import format_bytes, plural
 
-_JSON = json_option("bootseer.hotsets/1")
+_JSON = json_option("bootseer.hotsets/2")
 
 
 @click.command("show")
@@ -31,13 +31,10 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
     """List the hot sets of the image REF."""
     with _opened(reference, store, plain_http) as (found, sets):
         rows = [_row(hot_set, found) for name in sets.workloads() if (hot_set := sets.load(name)) is not None]
-    right = ("runs", "blocks", "stored", "last coverage")
-    sets_shown = table("workload", *right, "", right=right)
+    right = ("runs", "blocks", "stored")
+    sets_shown = table("workload", *right, right=right)
     for row in rows:
-        coverage = "-" if row["coverage"] is None else f"{row['coverage']:.0%}"
-        stale = "stale: the next start records it again" if row["stale"] else ""
-        size = format_bytes(row["stored_bytes"])
-        sets_shown.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", size, coverage, stale)
+        sets_shown.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", format_bytes(row["stored_bytes"]))
     output(
         {"digest": found.document.digest, "hotsets": rows},
         sets_shown if rows else "no start of this image has been recorded yet",
@@ -106,7 +103,5 @@ def _row(hot_set: HotSet, found: ResolvedImage) -> dict[str, Any]:
         "runs": len(hot_set.records),
         "blocks": len(plan),
         "stored_bytes": sum(indexes[name].place(block).length for name, block in plan),
-        "coverage": newest.coverage if newest is not None else None,
         "last_run_s": newest.started_s if newest is not None else None,
-        "stale": hot_set.stale,
     }

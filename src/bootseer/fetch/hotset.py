@@ -3,7 +3,7 @@
 A single startup's record is misleading: it contains blocks that only a crash, a debugging session or one rank read. So
 the last few records are kept, a block is hot if at least half of the runs needed it, and blocks are ordered by an early
 quantile of the times at which they were needed. Blocks that no run needs any more disappear with the old records. Runs
-that have little in common with the newest ones are dropped, and a set that no longer covers what is needed starts over.
+that have little in common with the newest ones are dropped.
 
 The key is (image identity, workload key). The format is bounded JSON in a zstd frame, docs/formats/hotset.md. Hot sets
 come from stores with other writers, so they are untrusted: sizes are bounded before anything is allocated, and every
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Annotated
@@ -50,9 +50,6 @@ _MIN_OVERLAP = 0.3
 # With one or two runs, this makes every block hot that any of them needed.
 _MIN_CONFIDENCE = 0.5
 _EARLY = 0.25
-_STALE_COVERAGE = 0.6
-# Shorter runs say nothing about the quality of a plan.
-_MIN_NEEDS = 24
 
 
 class Availability(IntEnum):
@@ -84,8 +81,6 @@ class Record(Struct, frozen=True):
     duration_ms: int
     """How long needs were recorded; nothing is known about later ones."""
     needs: tuple[Need, ...]
-    coverage: float | None = None
-    """The share of the needs that the plan of that startup covered; None if there was none."""
 
     @property
     def blocks(self) -> frozenset[Block]:
@@ -110,30 +105,19 @@ class HotSet(Struct, frozen=True):
         records = sorted(runs.values(), key=lambda run: run.started_s)[-MAX_RUNS:]
         newer = max(self, other, key=lambda one: one.records[-1].started_s if one.records else 0.0)
         imports = newer.imports or self.imports or other.imports
-        merged = replace(self, records=tuple(records), imports=imports)
-        if merged.stale:
-            return replace(merged, records=tuple(records[-_NUM_NEWEST:]))
         newest_runs = [each.blocks for each in records[-_NUM_NEWEST:]]
         kept = [
             each
             for each in records[:-_NUM_NEWEST]
             if any(_overlap(each.blocks, newest) >= _MIN_OVERLAP for newest in newest_runs)
         ]
-        return replace(merged, records=(*kept, *records[-_NUM_NEWEST:]))
+        return replace(self, records=(*kept, *records[-_NUM_NEWEST:]), imports=imports)
 
     def of_files(self, files: Collection[str]) -> HotSet:
         """Only the runs that needed a block of these files: after a new conversion the same image has other files."""
         known = frozenset(files)
         records = tuple(run for run in self.records if any(need.file in known for need in run.needs))
         return replace(self, records=records)
-
-    @property
-    def stale(self) -> bool:
-        """Whether the plans of the newest runs missed: the workload or its code has changed."""
-        newest = [each for each in self.records if len(each.needs) >= _MIN_NEEDS][-_NUM_NEWEST:]
-        return len(newest) == _NUM_NEWEST and all(
-            each.coverage is not None and each.coverage < _STALE_COVERAGE for each in newest
-        )
 
     def plan(self) -> list[Block]:
         """The hot blocks, those needed earliest first. Deterministic."""
@@ -155,13 +139,6 @@ class HotSet(Struct, frozen=True):
             num_runs = sum(record.duration_ms >= early_ms for record in self.records)
             known[block] = early_ms, len(at) / max(len(at), num_runs)
         return known
-
-
-def coverage(plan: Sequence[Block], record: Record) -> float:
-    """The share of one startup's needs that a plan covered; 1 if nothing was needed."""
-    planned = frozenset(plan)
-    covered = sum((need.file, need.block) in planned for need in record.needs)
-    return covered / len(record.needs) if record.needs else 1.0
 
 
 def _overlap(one: frozenset[Block], other: frozenset[Block]) -> float:
@@ -283,7 +260,6 @@ class _Run(msgspec.Struct, kw_only=True):
 
     started_s: Annotated[float, msgspec.Meta(ge=0)]
     duration_ms: Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
-    coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     file: _Column
     block: _Column
     t_ms: _Column
@@ -321,7 +297,6 @@ def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
         _Run(
             started_s=record.started_s,
             duration_ms=record.duration_ms,
-            coverage=record.coverage,
             file=_deltas([files.setdefault(need.file, len(files)) for need in record.needs]),
             block=_deltas([need.block for need in record.needs]),
             t_ms=_deltas([need.t_ms for need in record.needs]),
@@ -370,7 +345,7 @@ def _record(run: _Run, files: list[str]) -> Record:
         raise CorruptError("a hot set has needs that are not in order")
     columns = zip(numbers, blocks, times, found, strict=True)
     needs = tuple(Need(files[number], block, t_ms, Availability(how)) for number, block, t_ms, how in columns)
-    return Record(run.started_s, int(run.duration_ms), needs, run.coverage)
+    return Record(run.started_s, int(run.duration_ms), needs)
 
 
 def _deltas(values: list[int]) -> list[int]:
