@@ -134,7 +134,7 @@ def test_a_folder_for_it_that_is_a_loop_of_links_is_an_error(run: Run, tmp_path:
     (tmp_path / "plain").mkdir()
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
-    words = ("--checkpoint", str(tmp_path / "plain"), "--checkpoint-dir", str(loop), "--checkpoint-read", "plain")
+    words = ("--checkpoint", str(tmp_path / "plain"), "--checkpoint-dir", str(loop), "--checkpoint-read", "mount")
     ran = run("run", "-q", *words, "--", "true")
     assert (ran.returncode, ran.stderr.splitlines()[0]) == (2, f"bootseer: {loop}: not a folder")
 
@@ -199,11 +199,9 @@ def test_a_container_has_the_checkpoints_too(
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
     assert (job / "note").read_text() == "more\n"
-    folder = tmp_path / "ckpt"  # and one that is not mounted, elsewhere
-    words = ["run", "-q", "--image", node.reference, "--checkpoint", str(ordinary), "--checkpoint-dir", str(folder)]
-    ran = run(*words, "--", "cat", f"{folder}/latest", more=more)
+    words = ["run", "-q", "--image", node.reference, "--checkpoint", str(ordinary)]  # and one that is not mounted
+    ran = run(*words, "--", "cat", f"{ordinary}/latest", more=more)
     assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
-    assert not kernel.is_mount(folder)
 
 
 def test_a_folder_on_a_local_disk_is_read_as_it_lies_there_and_the_report_says_why(
@@ -222,27 +220,13 @@ def test_a_folder_on_a_local_disk_is_read_as_it_lies_there_and_the_report_says_w
     assert "read it directly from its folder: it lies on this machine (" in report
 
 
-def test_it_is_shown_where_it_is_wanted_also_after_a_run_that_was_killed(
-    env: dict[str, str], run: Run, ordinary: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "ckpt"
-    start = ["run", "-q", "--checkpoint", f"file://{ordinary}", "--checkpoint-dir", str(folder), "--", "sh", "-c"]
-    with subprocess.Popen([*BOOTSEER, *start, "echo $$; exec sleep 600"], env=env, stdout=subprocess.PIPE) as killed:
-        assert killed.stdout is not None
-        command = int(killed.stdout.readline())
-        assert f"{folder}: {ordinary}, read directly, without a mount" in " ".join(
-            run("ckpt", "mounted").stdout.split()
-        )
-        second = run(*start, "true")
-        assert (second.returncode, f"{folder}: something is mounted there" in second.stderr) == (2, True)
-        killed.kill()
-        killed.wait()
-        os.kill(command, signal.SIGKILL)
-    write = 'cat "$0/latest" && mkdir "$0/step-2" && cp "$0/step-1/weights" "$0/step-2/weights"'
-    ran = run(*start, write, str(folder))
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step-1\n", "")
-    assert (ordinary / "step-2/weights").stat().st_size == SIZE, "written as it lies there"
-    nothing_is_mounted(tmp_path)
+def test_one_that_is_not_mounted_is_not_shown_elsewhere(run: Run, ordinary: Path, tmp_path: Path) -> None:
+    start = ["run", "-q", "--checkpoint", f"file://{ordinary}", "--checkpoint-dir"]
+    ran = run(*start, str(tmp_path / "ckpt"), "--", "touch", "began")
+    assert (ran.returncode, "leave --checkpoint-dir out" in ran.stderr) == (2, True)
+    assert not (tmp_path / "began").exists()
+    ran = run(*start, str(ordinary), "--", "sh", "-c", 'cat "$BOOTSEER_CHECKPOINT/latest"')
+    assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
 
 
 def test_what_only_a_mount_can_show_or_the_user_wants_mounted_is_mounted(

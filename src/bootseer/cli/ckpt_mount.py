@@ -10,7 +10,6 @@ import click
 
 from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.checkpoint.mount.mounted import (
-    PLAIN,
     MountedCheckpoint,
     all_mounted,
     find_checkpoint,
@@ -113,8 +112,6 @@ def _words(row: dict[str, Any]) -> str:
     state = row["state"]
     if state != "mounted":
         return f"{state}; clean up with bootseer ckpt umount {row['target']}"
-    if row["access"] == PLAIN:
-        return "read directly, without a mount"
     access = "read-only" if row["access"] == "ro" else "writable"
     daemon = row["daemon"]
     if daemon is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from bootseer.artifact.progress import ProgressCallback, Show
-from bootseer.errors import AccessError, Interrupted, TransientError
+from bootseer.errors import Interrupted, TransientError, UsageError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.session import Session, session_stage
@@ -71,8 +71,8 @@ class CheckpointStart:
 
             self._plain_folder, self._reason = plain_folder(self._options.uri, self._options.way)
             if self._plain_folder is not None:
-                self._bind_plain_folder(self._plain_folder)
-            if self._plain_folder is None:
+                self._check_target(self._plain_folder)
+            else:
                 self._mounted = self._mount(on_progress)
             self._seconds = time.monotonic() - began_s
         return {VARIABLE: str(self._mounted.target if self._mounted is not None else self._plain_folder)}
@@ -92,20 +92,15 @@ class CheckpointStart:
             request, options.target, runtime=options.runtime, lifeline=True, waiting=lambda: on_progress(0, 0)
         )
 
-    def _bind_plain_folder(self, folder: Path) -> None:
-        """Bind the local folder to the requested target; fall back to a mount where that is not possible."""
+    def _check_target(self, folder: Path) -> None:
+        """Refuse another path for a folder that is not mounted. Through a mount, new files in it would be striped."""
         target = self._options.target
         # `Path.resolve` raises `RuntimeError` for a loop of links.
-        if target is None or os.path.realpath(target) == os.path.realpath(folder):
-            return
-        from bootseer.checkpoint.mount.mounted import show_plainly
-
-        try:
-            self._mounted = show_plainly(folder, target, runtime=self._options.runtime)
-        except AccessError as error:
-            if self._options.way == "plain":
-                raise
-            self._plain_folder, self._reason = None, f"it cannot be shown in {target} otherwise ({error})"
+        if target is not None and os.path.realpath(target) != os.path.realpath(folder):
+            raise UsageError(
+                f"{folder} is read directly and cannot be shown in {target}",
+                hint=f"leave --checkpoint-dir out: ${VARIABLE} has its path; or give --checkpoint-read mount",
+            )
 
     def __exit__(self, *_: object) -> None:
         """After the command: report what was read, and unmount.
@@ -139,7 +134,7 @@ class CheckpointStart:
         )
 
         status: dict[str, Any] = {"place": {}}
-        if self._mounted is not None and self._plain_folder is None:
+        if self._mounted is not None:
             status = self._mounted.began(training=until != COMMAND_ENDED)
         tracer, parent = self._session.tracer, self._session.span
         how = {"mode": "mounted" if self._plain_folder is None else "plain", "reason": self._reason}

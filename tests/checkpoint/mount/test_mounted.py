@@ -27,6 +27,7 @@ from bootseer.checkpoint.mount.mounted import (
 )
 from bootseer.checkpoint.mount.serving import MountRequest
 from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.fuse import syscalls
 from bootseer.io import locks
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
@@ -206,6 +207,22 @@ def test_an_unmount_cleans_up_after_a_dead_daemon(runtime: Runtime, start: Start
     assert not kernel.is_mount(target)
     assert list(runtime.mounts.iterdir()) == []
     assert os.listdir(target) == []  # noqa: PTH208
+
+
+@pytest.mark.root
+def test_what_was_mounted_in_the_place_of_a_dead_mount_stays(runtime: Runtime, start: Start) -> None:
+    said = start()
+    target = Path(said["target"])
+    os.kill(said["pid"], signal.SIGKILL)
+    until(lambda: the(runtime, target).health == "daemon dead", "dead")
+    kernel.unmount(target, lazy=True)
+    syscalls.mount("tmpfs", "somebody's", target)
+    try:
+        assert start()["error"] == f"{target}: something is mounted there"
+        assert kernel.is_mount(target)
+        assert all_mounted(runtime) == []
+    finally:
+        kernel.unmount(target)
 
 
 def test_mounting_over_a_mount_or_a_file_or_into_the_place_is_refused(

@@ -30,7 +30,6 @@ from bootseer.mounts import kernel
 from bootseer.mounts.control import FILES
 from bootseer.mounts.daemon import Daemon, Waiting, start_daemon
 from bootseer.mounts.kernel import mount_table, visible
-from bootseer.mounts.process import ProcessId
 from bootseer.mounts.serve import DaemonSpec
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.places import open_place
@@ -41,8 +40,7 @@ _START_S = 60.0
 _WINDOW_S = 1800.0
 """The longest start that is recorded; `began` ends the recording earlier."""
 _FOLDER = "checkpoints"
-PLAIN = "plain"
-"""The `access` of a folder that is shown by a bind mount, without a daemon."""
+_KIND = "fuse.bootseer"
 
 
 class MountedCheckpoint(Struct, frozen=True):
@@ -87,7 +85,8 @@ class MountedCheckpoint(Struct, frozen=True):
 
     def _daemon(self) -> Daemon | None:
         process = self.state.daemon
-        has_daemon = process is not None and process.alive and self.state.details.get("access") != PLAIN
+        # Version 0.2 recorded a bind mount with the process of its run, which is no daemon.
+        has_daemon = process is not None and process.alive and self.state.details.get("access") != "plain"
         return Daemon(self.runtime.folder(self.state), process) if process and has_daemon else None
 
     def unmount(self, *, force: bool = False, waiting: Waiting = lambda: None) -> Mapping[str, Any]:
@@ -102,7 +101,8 @@ class MountedCheckpoint(Struct, frozen=True):
         daemon = self._daemon()
         reply: Mapping[str, Any] = {}
         if daemon is None:
-            if kernel.is_mount(self.target):
+            # Somebody may have mounted another file system there since. By force it would end for all its users.
+            if kernel.is_mount(self.target) and _kind_at(self.target) in ("", _KIND):
                 detach(self.target, force=True)
         elif force:
             reply = daemon.stop(timeout_s=END_S, force=True, waiting=waiting)
@@ -176,32 +176,6 @@ def mount_checkpoint(
     return MountedCheckpoint(record, state)
 
 
-def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpoint:
-    """Bind-mount a local folder on `target` until it is unmounted; needs root. A mount left by a killed process is
-    removed first. Raises as `mount_checkpoint`."""
-    record = runtime_of(runtime)
-    record.remove_stale()
-    with _mount_point(record, MountRequest(uri=str(folder)), target):
-        mount = kernel.clone_mount(folder, recursive=True)
-        state = MountState(
-            id=record.new_folder().name,
-            target=str(target),
-            what=str(folder),
-            boot=record.boot,
-            daemon=ProcessId.of(os.getpid()),  # unmounts it
-            made_s=time.time(),
-            details={"access": PLAIN, "cache": ""},
-        )
-        shown = MountedCheckpoint(record, state)
-        try:
-            record.write(state)
-            kernel.attach(mount, target)
-        except BaseException:
-            shown.unmount()
-            raise
-    return shown
-
-
 @contextlib.contextmanager
 def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterator[None]:
     """Create the mount point, and remove a mount that a dead daemon has left there. Other processes mount there before
@@ -213,12 +187,12 @@ def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterat
         raise UsageError(f"{target}: {who} is mounting there", hint="name another folder, or none in bootseer run")
 
     with flocked(record.root / f"{zlib.crc32(os.fsencode(target)):08x}.lock", deadline_s=_START_S, on_wait=refuse):
-        if kernel.is_mount(target):
-            state = record.find(target)
-            if state is None or record.health(state) != "daemon dead":
-                hint = f"name another folder, or none in bootseer run; if unused: bootseer ckpt umount {target}"
-                raise UsageError(f"{target}: something is mounted there", hint=hint)
+        state = record.find(target) if kernel.is_mount(target) else None
+        if state is not None and record.health(state) == "daemon dead":
             MountedCheckpoint(record, state).unmount()
+        if kernel.is_mount(target):
+            hint = f"name another folder, or none in bootseer run; if unused: bootseer ckpt umount {target}"
+            raise UsageError(f"{target}: something is mounted there", hint=hint)
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise UsageError(f"{target}: not a folder", hint=f"name a folder to mount on: {os.path.realpath(target)}")
         # The daemon would access its own mount, and deadlock.
@@ -231,6 +205,12 @@ def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterat
         with os_errors_as(PermanentError, target):
             target.mkdir(parents=True, exist_ok=True)
         yield
+
+
+def _kind_at(target: Path) -> str:
+    """The type of the file system that is mounted on a folder; "" if unknown. Does not access it: it may hang."""
+    point = str(Path(os.path.realpath(target.parent), target.name))
+    return next((mount.kind for mount in visible(mount_table()) if mount.path == point), "")
 
 
 def _absolute(uri: str) -> str:
