@@ -283,6 +283,25 @@ def test_a_folder_in_which_a_file_is_being_written_is_neither_renamed_nor_remove
     assert (one.target / "b/f").read_bytes() == b"x"
 
 
+def test_a_file_that_is_opened_while_its_folder_is_renamed_is_not_published_under_the_old_name(
+    one: MountedPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one.target / "a").mkdir()
+    rename, opened = one.files.rename, []
+
+    def open_and_rename(source: str, target: str) -> None:
+        opened.append((one.target / "a/f").open("wb", buffering=0))
+        rename(source, target)
+
+    monkeypatch.setattr(one.files, "rename", open_and_rename)
+    (one.target / "a").rename(one.target / "b")
+    opened[0].write(os.urandom(LARGE))
+    number = number_of(opened[0].close)
+    assert list(one.root.rglob("f")) == []
+    assert number == errno.EIO
+    assert "b/f: its folder was renamed while the file was opened; write it again" in "".join(one.said)
+
+
 def test_only_empty_folders_are_removed(one: MountedPlace) -> None:
     (one.target / "a").mkdir()
     (one.target / "a/f").write_bytes(os.urandom(LARGE))

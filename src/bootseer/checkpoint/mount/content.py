@@ -29,7 +29,7 @@ from bootseer.checkpoint.writing.publication import Written
 from bootseer.checkpoint.writing.writing import Check, FileWriter, no_check
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.filesystem import Data, Reply
-from bootseer.places.place import Entry
+from bootseer.places.place import Entry, folder_of
 
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5
@@ -302,6 +302,8 @@ class Content:
         path, num_changes = self._node.path, self._num_changes
         if path is None:  # closed, replaced elsewhere, and written again through memory or a copy of the descriptor
             raise os_error(errno.ESTALE)
+        if folder_of(path) != folder_of(writer.path):  # a file that was opened during the rename, see `filesystem`
+            raise PermanentError(f"{path}: its folder was renamed while the file was opened; write it again")
         before, self._published = self._published, writer.sync(check)
         # An older entry of the place may be outdated: attributes were set since, or the file was renamed.
         info = self._apply_attributes(path, None if self._published is before else self._published.entry)
