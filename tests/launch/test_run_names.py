@@ -13,9 +13,10 @@ import pytest
 from bootseer.launch.command import with_hosts_file
 from bootseer.launch.supervise import block_signals, spawn, unblock_signals, wait
 from bootseer.peers.choice import Peer
-from bootseer.peers.names import SYSTEM, HostsFile
+from bootseer.peers.names import SYSTEM, HostsFile, own_addresses
 from conftest_launch import BOOTSEER
 from plain_user import UID
+from waiting import until
 
 # Each look-up is one of files alone: it must not depend on the resolver of the machine that runs the test.
 JOB = """
@@ -94,6 +95,20 @@ def test_names_that_cannot_be_shown_cost_a_line_and_no_job(env: dict[str, str], 
     ran = subprocess.run(words, env={**env, **own}, capture_output=True, text=True, check=True)
     assert ran.stdout == "timeout:1 attempts:1\n"
     assert ran.stderr.count("resolved by DNS") == 1
+
+
+def test_a_resolver_that_does_not_answer_keeps_no_node_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_known, in_time = threading.Event(), []
+
+    def look_up(_: str) -> str:
+        in_time.append(is_known.wait(20))
+        return "10.0.0.1"
+
+    monkeypatch.setattr("socket.gethostbyname", look_up)
+    own_addresses()
+    is_known.set()
+    until(lambda: in_time, "the resolver's answer")
+    assert in_time == [True]
 
 
 def test_a_name_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

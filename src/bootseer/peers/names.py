@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from bootseer.errors import TransientError
 from bootseer.io.deadline import within
 from bootseer.io.tasks import Tasks
 from bootseer.peers.choice import Peer
@@ -31,6 +32,7 @@ SWITCH: Final = "BOOTSEER_NAMES"
 RES_OPTIONS: Final = "timeout:1 attempts:1"
 MAX_HOSTS: Final = 16
 _LOOKUPS: Final = 64
+_OWN_NAME_S: Final = 1.0
 _REVERSE: Final = ".peer"
 """Suffix of names that exist only for reverse lookups: the resolution of a node's real name is not changed."""
 
@@ -80,8 +82,9 @@ class HostsFile:
 def own_addresses() -> tuple[str, ...]:
     """This node's IPv4 addresses to other nodes, the primary one first."""
     found = [each.address for each in interfaces() if is_host(each.address)]
-    with contextlib.suppress(OSError):
-        found.insert(0, socket.gethostbyname(socket.gethostname()))
+    with contextlib.suppress(OSError, TransientError):  # a resolver may not answer, and the other nodes wait
+        name = socket.gethostname()
+        found.insert(0, within(_OWN_NAME_S, name, lambda: socket.gethostbyname(name)))
     return tuple(dict.fromkeys(address for address in found if is_host(address)))[:MAX_HOSTS]
 
 
