@@ -33,7 +33,7 @@ _ANSWER_S: Final = 1.0
 """Answers come from memory."""
 _SILENT_S: Final = 2.0
 _WAIT_S: Final = 60.0
-_POLL_S: Final = 0.005
+_POLL_S: Final = 0.02
 _RANDOM: Final = random.SystemRandom()
 
 

@@ -1,7 +1,7 @@
 """What the start of a job reads of its checkpoint: prefetched, and recorded for the next start.
 
-The checkpoint is the one that `latest` names, else the folder with the highest step, and what lies beside it. Image
-and environment come over the same link and are needed first, so that the prefetch takes what they leave
+The checkpoint is the one that `latest` names; without a `latest`, the folder with the highest step and the files beside
+it. Image and environment come over the same link and are needed first, so that the prefetch takes what they leave
 (`PrefetchWindow`).
 """
 
