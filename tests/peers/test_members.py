@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import MemoryStore
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError, UsageError
 from bootseer.peers.choice import Peer
@@ -19,6 +21,7 @@ from bootseer.peers.interfaces import Interface, chosen
 from bootseer.peers.members import Listed, Membership, expand_hosts, open_source, parse_list
 from bootseer.peers.rendezvous import Rendezvous, parse_record
 from bootseer.peers.server import Server
+from bootseer.places.objects import ObjectPlace
 from plain_user import UID, as_plain_user
 
 SECRET = b"s" * 32
@@ -153,6 +156,26 @@ def test_nodes_meet_and_leave(tmp_path: Path) -> None:
     assert not (tmp_path / "peers" / "job.0").exists()
     for server in servers:
         server.close()
+
+
+def test_nodes_meet_in_a_bucket_and_leave_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    bucket = MemoryStore()
+    nodes = [Rendezvous("s3://bucket/store", "job.0", name, "", LOOPBACK, None) for name in "ab"]
+    for node in nodes:
+        place = node._files._place
+        assert isinstance(place, ObjectPlace)
+        place._bucket.reader = place._bucket.writer = bucket
+    assert len({node.secret() for node in nodes}) == 1
+    for node in nodes:
+        for sock in node.listen():
+            sock.close()
+    assert sorted(peer.name for peer in nodes[0].poll()) == ["a", "b"]
+    nodes[1].leave()
+    assert [peer.name for peer in nodes[0].poll()] == ["a"]
+    nodes[0].leave()
+    keys = [one["path"] for one in obstore.list(bucket).collect()]
+    assert not [key for key in keys if key.endswith(("secret", ".json"))]
 
 
 def test_an_earlier_process_of_the_node_is_forgotten(tmp_path: Path) -> None:

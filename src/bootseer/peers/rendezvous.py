@@ -1,4 +1,4 @@
-"""Where nodes meet that no list names: a folder of a file system or store shared by all of them.
+"""Where nodes meet that no list names: a folder of a file system or bucket shared by all of them.
 
     <place>/peers/<job>.<attempt>.u<uid>/secret               created by the first of them
                                         /<node>.<nonce>.json  a node's addresses: {"name", "addresses", "rack",
@@ -26,9 +26,8 @@ from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, Interface, is_address, joined, listen_at
 from bootseer.peers.job import SECRET_BYTES
 from bootseer.peers.names import MAX_HOSTS, is_host, own_addresses
-from bootseer.places import HDFS, open_place
+from bootseer.places import open_place
 from bootseer.places.place import join, name_of
-from bootseer.store.open import open_store
 
 _LOG = logger(__name__)
 MAX_PEERS: Final = 20_000
@@ -40,7 +39,7 @@ _PEER: Final = msgspec.json.Decoder(Peer)
 
 
 class Rendezvous:
-    """Nodes that meet in a folder of a place or store."""
+    """Nodes that meet in a folder of a place."""
 
     def __init__(
         self, uri: str, attempt: str, name: str, rack: str, interfaces: Sequence[Interface], given: bytes | None
@@ -48,9 +47,9 @@ class Rendezvous:
         """`attempt`: the folder's name, equal for all nodes of one start. `given`: a secret that they already share."""
         self.own: Peer | None = None
         self.link_bytes_s = sum(each.bytes_s for each in interfaces)
-        scheme, separator, _ = uri.partition("://")
-        is_place = not separator or scheme in ("file", *HDFS)
-        self._files: _PlaceFiles | _StoreFiles = (_PlaceFiles if is_place else _StoreFiles)(uri, attempt)
+        if uri.startswith("oci://"):
+            raise UsageError("nodes cannot meet in a registry", hint="name a folder, hdfs:// or s3://")
+        self._files = _Folder(uri, attempt)
         self._name = name
         self._rack = rack
         self._interfaces = interfaces
@@ -154,8 +153,9 @@ def rendezvous_name(job: str, attempt: int | None) -> str:
     return f"{job.lstrip('-._') or 'job'}.{attempt or 0}.u{os.getuid()}"
 
 
-class _PlaceFiles:
-    """Small files in a folder shared by the job's nodes: in a file system, where only the job's user can read them."""
+class _Folder:
+    """Small files in a folder shared by the job's nodes: in a file system only the job's user can read them, in a
+    bucket all its users."""
 
     def __init__(self, uri: str, attempt: str) -> None:
         self._place = open_place(uri)
@@ -197,35 +197,9 @@ class _PlaceFiles:
             self._place.make_folder(self._folder, mode=0o700)
 
     def _check(self, path: str) -> None:
-        """Raise `AccessError` if another user could have created the folder or its files."""
+        """Raise `AccessError` if another user could have created the folder or its files. Objects have no owners."""
         folder, file = self._place.stat(self._folder), self._place.stat(path)
+        if not file.owner:
+            return
         if folder.mode & 0o077 or file.mode & 0o077 or folder.owner != file.owner:
             raise AccessError(f"{self.uri} can be read or changed by other users; remove it, or give --peers-secret")
-
-
-class _StoreFiles:
-    """The same in an object store, where every user of the bucket can read them."""
-
-    def __init__(self, uri: str, attempt: str) -> None:
-        if uri.startswith("oci://"):
-            raise UsageError("nodes cannot meet in a registry", hint="name a folder, hdfs:// or s3://")
-        self._store = open_store(uri)
-        self._prefix = f"peers/{attempt}/"
-        self.uri = f"{self._store.uri}/peers/{attempt}"
-
-    def create(self, name: str, data: bytes) -> bool:
-        return self._store.create(self._prefix + name, data)
-
-    def read(self, name: str) -> bytes:
-        return b"".join(
-            self._store.read(self._prefix + name, 0, min(self._store.stat(self._prefix + name).size_bytes, _MAX_RECORD))
-        )
-
-    def names(self) -> list[str]:
-        return [stored.name.removeprefix(self._prefix) for stored in self._store.list(self._prefix)]
-
-    def delete(self, name: str) -> None:
-        self._store.delete(self._prefix + name)
-
-    def remove(self) -> None:
-        """An object store has no folders."""
