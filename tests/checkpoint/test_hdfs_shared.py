@@ -178,20 +178,18 @@ def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source
         put_checkpoint(opened("bob", "/private"), source, "step-1", settings=_PUT)
 
 
-def test_a_user_without_write_access_uses_hot_lists_and_keeps_its_own_on_the_node(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_a_user_without_write_access_uses_hot_lists_and_keeps_none(opened: Opened) -> None:
     said: list[str] = []
     root, bob = opened(getpass.getuser(), "/private"), opened("bob", "/private")
     ranges = [Range("step-1/model", 0, _MIB)]
-    HotLists(root, "0 of 2", tmp_path / "root", said.append).save(ranges, "step-1", began=True)
+    HotLists(root, "0 of 2", said.append).save(ranges, "step-1", began=True)
     assert said == []
-    lists = HotLists(bob, "0 of 2", tmp_path / "bob", said.append)
+    lists = HotLists(bob, "0 of 2", said.append)
     assert lists.load("step-2") == [Range("step-2/model", 0, _MIB)]
     others = [Range("step-2/config", 0, _MIB)]
     lists.save(others, "step-2", began=True)
-    assert ["the hot list stays on this node: " in line for line in said] == [True]
-    assert HotLists(root, "0 of 2", None, said.append).load("step-2") == [Range("step-2/model", 0, _MIB)]
+    assert ["the hot list is not kept: " in line for line in said] == [True]
+    assert HotLists(root, "0 of 2", said.append).load("step-2") == [Range("step-2/model", 0, _MIB)]
 
 
 @pytest.mark.parametrize(("folder", "quota"), [("quota", (_UNCHANGED, 6 * _MIB)), ("names", (9, _UNCHANGED))])

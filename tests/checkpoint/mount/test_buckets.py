@@ -189,9 +189,9 @@ def test_hot_lists_are_kept_in_a_bucket(proxy: FaultProxy) -> None:
     said: list[str] = []
     shared, shard = Range("step-1/shared", 0, MIB), Range("step-1/shard", 0, MIB)
     with closing(open_place(f"s3://mounted/{secrets.token_hex(4)}")) as place:
-        assert HotLists(place, "0 of 2", None, said.append).load("step-1") == []
-        HotLists(place, "0 of 2", None, said.append).save([shared], "step-1", began=True)
-        HotLists(place, "1 of 2", None, said.append).save([shard, shared], "step-1", began=True)
-        assert HotLists(place, "1 of 2", None, said.append).load("step-1") == [shard, shared]
-        assert HotLists(place, "3 of 4", None, said.append).load("step-1") == [shared]
+        assert HotLists(place, "0 of 2", said.append).load("step-1") == []
+        HotLists(place, "0 of 2", said.append).save([shared], "step-1", began=True)
+        HotLists(place, "1 of 2", said.append).save([shard, shared], "step-1", began=True)
+        assert HotLists(place, "1 of 2", said.append).load("step-1") == [shard, shared]
+        assert HotLists(place, "3 of 4", said.append).load("step-1") == [shared]
     assert said == []

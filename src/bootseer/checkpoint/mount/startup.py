@@ -43,7 +43,7 @@ class Startup:
         self._cache = cache
         self._memory_bytes = memory_bytes
         self._on_error = on_error
-        self._hot_lists = HotLists(files.place, slot, cache, on_error)
+        self._hot_lists = HotLists(files.place, slot, on_error)
         self._changed = threading.Condition()
         self._recorder: Recorder | None = Recorder()
         self._ranges: list[Range] = []
@@ -66,7 +66,6 @@ class Startup:
         found = chain(top, walk(self._files, self._checkpoint) if self._checkpoint else ())
         infos = islice((info for info in found if not info.is_folder), _MAX_FILES)
         files = [(info.path, info.size_bytes) for info in infos]
-        self._hot_lists.has_latest = bool(latest)
         hot = self._hot_lists.load(self._checkpoint)
         wanted = plan(
             files, hot, alone=not self._slot, budget_bytes=self._budget_bytes(), position=self._reading.position
