@@ -55,9 +55,8 @@ class MountedPlace:
         self.place = place or FolderPlace(root)
         self.files = Files(self.place)
         self.reading = Reading(self.place)
-        self.writing = Writing(
-            self.files, policy_of=lambda path: STRIPED, spool=target.parent / "spool", settings=settings
-        )
+        self.files.policy = lambda path: STRIPED  # type: ignore[method-assign]
+        self.writing = Writing(self.files, spool=target.parent / "spool", settings=settings)
         self.shown = CheckpointFiles(
             MountContext(
                 files=self.files,

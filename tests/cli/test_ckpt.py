@@ -199,7 +199,7 @@ def test_policies_are_set_for_folders_and_those_below(ckpt: Run, tmp_path: Path)
     assert "8 stripes and parity" in ckpt("policy", "jobs/moe").stdout
     for words in (("--part-size", "5"), ("--part-size", "x"), ("--inherit", "--parity")):
         assert "hint" in ckpt("policy", "jobs", *words, code=2).stderr
-    for verb in (("policy", "jobs"), ("put", ".", "jobs"), ("mount", "jobs", "m")):
+    for verb in (("policy", "jobs"), ("put", ".", "jobs")):
         assert "1<=x<=64" in ckpt(*verb, "--stripes", "65", code=2).stderr
     ckpt("policy", "nowhere", code=1)
 

@@ -17,10 +17,10 @@ from bootseer.checkpoint.mount.mounted import (
     runtime_of,
 )
 from bootseer.checkpoint.mount.serving import MEMORY_BYTES, MountRequest
-from bootseer.cli.ckpt_place import STRIPES, tell_fallback
+from bootseer.cli.ckpt_place import tell_fallback
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, styled
-from bootseer.cli.verb_parts import json_option, with_options
+from bootseer.cli.verb_parts import json_option
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 from bootseer.mounts.state import Runtime
@@ -36,7 +36,6 @@ _PATH = click.Path(path_type=Path)
 @click.option("--only-me", is_flag=True, help="As root, deny other users of this machine access to the mount.")
 @click.option("--cache/--no-cache", default=True, help="Cache blocks of striped files on this node's disk.")
 @click.option("--memory", metavar="SIZE", help="Memory for read buffers, such as 512m (default: 256m).")
-@with_options(STRIPES[:2])
 @click.option("--spool", metavar="DIR", type=_PATH, help="Local folder for data that is written but not yet uploaded.")
 @json_option("bootseer.checkpoint-mount/1")
 def mount_command(
@@ -44,8 +43,8 @@ def mount_command(
 ) -> None:
     """Mount the folder of checkpoints URI (hdfs://…, s3://…, file:///… or a path) on the folder DIR.
 
-    Striped files appear as ordinary files. New files become striped when they are closed, by the folder's policy unless
-    options override it.
+    Striped files appear as ordinary files. New files become striped when they are closed, by the folder's policy
+    (bootseer ckpt policy).
 
     \b
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import warm
+from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
@@ -53,8 +54,9 @@ def _mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     target, runtime = tmp_path / "m", tmp_path / "run"
-    values = ("stripes=2", "parity=true")
-    words = [f"{cluster.uri}/", str(target), str(runtime), "", *values]
+    with closing(open_place(cluster.uri)) as place:
+        Files(place).set_policy("", Policy(stripes=2, parity=True))
+    words = [f"{cluster.uri}/", str(target), str(runtime), ""]
     (ended,) = warm.run(JOB, words, folder=tmp_path / "said", parent=warm.CHECKPOINTS)
     said = json.loads(ended.stdout)
     assert said["target"] == str(target), said

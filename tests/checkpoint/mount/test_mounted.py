@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 import warm
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import (
     MountedCheckpoint,
     all_mounted,
@@ -31,6 +33,7 @@ from bootseer.fuse import syscalls
 from bootseer.io import locks
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
+from bootseer.places.folder import FolderPlace
 from checkpoint.mounted_place import MIB
 from waiting import until
 
@@ -272,11 +275,12 @@ def test_a_read_only_mount_changes_nothing(tmp_path: Path, runtime: Runtime, sta
         (target / "g").write_bytes(b"y")
 
 
-def test_new_files_have_the_requested_stripes(tmp_path: Path, runtime: Runtime, start: Start) -> None:
-    target = Path(start(stripes=2, parity=True)["target"])
+def test_new_files_have_the_stripes_of_their_folders_policy(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    Files(FolderPlace(tmp_path / "place")).set_policy("", Policy(stripes=2, parity=True))
+    target = Path(start()["target"])
     (target / "f").write_bytes(bytes(LARGE))
     the(runtime, target).unmount()
-    (parts,) = (tmp_path / "place/.stripes").iterdir()
+    (parts,) = (path for path in (tmp_path / "place/.stripes").iterdir() if path.is_dir())
     assert len(list(parts.iterdir())) == 3
 
 

@@ -52,7 +52,7 @@ def test_a_plain_user_mounts_writes_reads_and_unmounts(tmp_path: Path) -> None:
         tmp_path,
         f"""
         mkdir place
-        {bootseer} ckpt mount --stripes 2 place m >&2
+        {bootseer} ckpt mount place m >&2
         umask 077
         cp data m/private
         mkdir m/folder

@@ -41,11 +41,11 @@ class Job:
         self.opened: list[str] = []
         self.before: Callable[[str], None] = lambda path: None
         self._ends: list[Callable[[], None]] = []
-        writing = Writing(self.files, policy_of=lambda path: STRIPED, spool=folder / "spool")
+        writing = Writing(self.files, spool=folder / "spool")
         for step in ("step-1", "step-2"):
             self.files.make_folder(step)
             for name, size in (("used", LARGE), ("unused", LARGE), ("meta", 100)):
-                writing.write_file(f"{step}/{name}", *in_memory(os.urandom(size)))
+                writing.write_file(f"{step}/{name}", *in_memory(os.urandom(size)), policy=STRIPED)
         writing.close()
         self.point_to("step-1")
         self.place.before = self._note

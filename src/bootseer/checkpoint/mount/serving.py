@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from msgspec import Struct
 from bootseer.artifact.places import blocks_folder
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.locations import job_peers
 from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
@@ -33,7 +31,7 @@ from bootseer.mounts.serve import OnError, Served
 from bootseer.places import open_place
 
 MEMORY_BYTES = 256 << 20
-REWRITE_BYTES = 256 << 20
+_REWRITE_BYTES = 256 << 20
 
 
 class MountRequest(Struct, frozen=True):
@@ -49,26 +47,11 @@ class MountRequest(Struct, frozen=True):
     read_only: bool = False
     memory_bytes: int = MEMORY_BYTES
     """Memory for reads, of all files of the mount."""
-    rewrite_bytes: int = REWRITE_BYTES
-    """The largest published file that may be rewritten to change a part or to append."""
-    stripes: int | None = None
-    """For new files; None: as their folder's policy says."""
-    parity: bool | None = None
-    """For new files; None: as their folder's policy says."""
-
     only_me: bool = False
     """Whether other users are refused; mounts by others than root always are so."""
     slot: str | None = None
     """The node's position in a job, for a mount that prefetches what earlier starts read: "" for the only one. None: no
     prefetch."""
-
-    def policy(self, folders: Policy) -> Policy:
-        """The policy of a new file of this mount, in a folder with the policy `folders`."""
-        return replace(
-            folders,
-            stripes=folders.stripes if self.stripes is None else self.stripes,
-            parity=folders.parity if self.parity is None else self.parity,
-        )
 
 
 _SPOOL = "spool"
@@ -100,19 +83,15 @@ class MountedPlace(Served):
                 budget_bytes = request.memory_bytes // 2
                 self.recorder = Startup(files, self._reading, request.slot, request.cache, budget_bytes, on_error)
                 opened.callback(self.recorder.drop)
-
-            def policy_of(path: str) -> Policy:
-                return request.policy(files.policy(path.rpartition("/")[0]))
-
             spool = request.spool or (None if request.cache is None else request.cache / _SPOOL)
-            self._writing = Writing(files, policy_of=policy_of, spool=spool)
+            self._writing = Writing(files, spool=spool)
             opened.callback(self._writing.close)
             self.shown = CheckpointFiles(
                 MountContext(
                     files=files,
                     open=self._reading.open,
                     begin=lambda path, mode: self._writing.open(path, mode=mode, is_checked=True),
-                    rewrite_bytes=request.rewrite_bytes,
+                    rewrite_bytes=_REWRITE_BYTES,
                     on_error=on_error,
                     on_read=_ignore if self.recorder is None else self.recorder.note,
                 )

@@ -32,6 +32,7 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.executor import Executor, run_reported
 from bootseer.io.retry import ExcludedNodes
 from bootseer.io.timer import Timer
+from bootseer.places.place import folder_of
 
 _STUCK_S = 300.0
 """A writer that waits for spool space fails when none is freed for so long."""
@@ -210,20 +211,17 @@ _SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many 
 class Writing:
     """Writes files. Safe to use from many threads.
 
-    `policy_of` returns the stripe policy for a path, by default that of its folder. `spool` is a folder on a local disk
-    with `settings.spool_bytes` of space, by default `$TMPDIR` or /var/tmp.
+    `spool` is a folder on a local disk with `settings.spool_bytes` of space, by default `$TMPDIR` or /var/tmp.
     """
 
     def __init__(
         self,
         files: Files,
         *,
-        policy_of: Callable[[str], Policy] | None = None,
         spool: Path | None = None,
         settings: WritingSettings | None = None,
     ) -> None:
         self._files = files
-        self._policy_of = policy_of or (lambda path: files.policy(path.rpartition("/")[0]))
         self._spool = spool or Path(os.environ.get("TMPDIR") or _SPOOL)
         self._settings = settings or WritingSettings()
         self._workers = Executor("bootseer-write", self._settings.max_threads)
@@ -327,7 +325,7 @@ class Writing:
 
     def _begin(self, path: str, policy: Policy | None, mode: int) -> Publication:
         publication = Publication(
-            self._files, path, policy or self._policy_of(path), mode,
+            self._files, path, policy or self._files.policy(folder_of(path)), mode,
             settings=self._settings, workers=self._workers, excluded=self._excluded,
         )  # fmt: skip
         with self._lock:
