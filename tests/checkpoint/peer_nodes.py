@@ -14,8 +14,8 @@ from typing import Any
 from blake3 import blake3
 
 from bootseer.cache.cache import Cache
-from bootseer.checkpoint.reading import peer_chunks
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.peers import origins
 from bootseer.peers.choice import Peer
 from bootseer.peers.job import JobPeers
 from bootseer.peers.readers import CachedContent, CachedFiles
@@ -79,7 +79,7 @@ def meet(nodes: Iterable[Node]) -> None:
 def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
     # A node that lacks the processor for longer than the usual second is asked in vain, and what it would have answered
     # about is read once more.
-    peer_chunks._ANSWER_S = 5.0
+    origins.ANSWER_S = 5.0
     folder.mkdir()
     job = JobPeers.create(folder / "peers", SECRET)
     files = CachedFiles()

@@ -19,6 +19,7 @@ from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
 from bootseer.peers.job import FOLDER, JobPeers
+from bootseer.peers.origins import PeerGroup
 from bootseer.peers.server import Server
 from bootseer.peers.shared_objects import OfferedObject, open_object
 from bootseer.store.file import FileStore
@@ -113,8 +114,8 @@ def test_nodes_that_do_not_get_it_are_waited_for_once_in_all(
     first, second, third = nodes[:3]
     for node in (first, second):
         node.offer()
-        with closing(Client(SECRET)) as client:
-            node.offered._node_with_it(client)
+        with closing(PeerGroup(node.job)) as group:
+            node.offered._node_with_it(group)
     third.offer()
     assert third.offered.get(third.said.append) is None
     assert (first.server.served.requests, second.server.served.requests) == (0, 1)

@@ -7,6 +7,7 @@ module transfers the blocks over `client`, reports outcomes to `health`, and cou
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -22,13 +23,17 @@ from bootseer.peers.choice import RUN_BYTES, Level, Peer, Route, Step
 from bootseer.peers.client import Client, Watch
 from bootseer.peers.health import Health
 from bootseer.peers.job import BlockSource, JobPeers
-from bootseer.peers.protocol import MAX_RANGE, Request
+from bootseer.peers.protocol import MAX_RANGE, Question, Request
 
 _LOG = logger(__name__)
 _MIN_RUN_BYTES: Final = 1 << 20
 _RUNS: Final = 1024
 _ROUTES_S: Final = 0.1
 """How long routes are cached: changes of members and `ahead` are noticed within half a second anyway."""
+_TRIES: Final = 4
+ANSWER_S: Final = 1.0
+"""Questions are answered from memory."""
+_RANDOM: Final = random.SystemRandom()
 
 
 @dataclass(slots=True)
@@ -101,6 +106,32 @@ class PeerGroup:
             sent.late += is_late
             sent.wrong += isinstance(problem, CorruptError)
             sent.seconds += time.monotonic() - watch.begun_s
+
+    def ask(self, question: Question, unit: int) -> dict[str, int]:
+        """The nodes to get blocks of a unit from, by name, and the blocks as bits, as its owner says; empty if none
+        answers. Blocks for the answer."""
+        silent: frozenset[str] = frozenset()
+        for _ in range(_TRIES):
+            with self.lock:
+                absent = self.health.absent(time.monotonic()) | silent
+            owner = self.job.members().owner(question.file, unit, absent)
+            if owner is None:
+                break
+            with self.lock:
+                watch = Watch(self.health, self.lock, owner.name, 0)
+            problem: BootseerError | None = None
+            try:
+                return self.client.ask(owner.addresses[0], question, ANSWER_S)
+            except BootseerError as error:
+                problem = error
+                _LOG.debug("%s does not say which nodes have blocks: %s", owner.name, error)
+            finally:
+                watch.ended(problem, question.file)
+            if isinstance(problem, TransientError) and problem.retry_after_s is not None:  # all nodes ask at once
+                time.sleep(_RANDOM.uniform(0, problem.retry_after_s))
+            else:
+                silent |= {owner.name}
+        return {}
 
     def sent_wrong(self, peer: str, problem: str) -> None:
         """What a peer has sent does not have its digest."""

@@ -23,14 +23,12 @@ from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
 from bootseer.peers.job import JobPeers
+from bootseer.peers.origins import PeerGroup
 from bootseer.peers.protocol import MAX_RANGE, Question, Request
 
 _LOG = logger(__name__)
 OBJECT: Final = "object"
 """The kind of whole objects: served once the file exists."""
-_TRIES: Final = 4
-_ANSWER_S: Final = 1.0
-"""Answers come from memory."""
 _SILENT_S: Final = 2.0
 _WAIT_S: Final = 60.0
 _POLL_S: Final = 0.02
@@ -91,13 +89,13 @@ class OfferedObject:
         members, until_s = self.job.members(), time.monotonic() + _WAIT_S
         if all(peer.name == members.own for peer in members.peers):
             return None
-        with contextlib.closing(Client(self.job.secret, self.job.pace, tls=self.job.tls)) as client:
-            name = self._node_with_it(client)
+        with contextlib.closing(PeerGroup(self.job)) as group:
+            name = self._node_with_it(group)
             peer = next((peer for peer in members.peers if peer.name == name), None)
             if peer is None:
                 return None
             try:
-                data = self._read(client, _RANDOM.choice(peer.addresses), until_s)
+                data = self._read(group.client, _RANDOM.choice(peer.addresses), until_s)
             except BootseerError as error:
                 _LOG.info("%s does not come from %s: %s", self.digest[:16], name, error)
                 return None
@@ -106,24 +104,10 @@ class OfferedObject:
         on_wrong(f"{name} sent wrong bytes of {self.digest[:16]}")
         return None
 
-    def _node_with_it(self, client: Client) -> str:
+    def _node_with_it(self, group: PeerGroup) -> str:
         """The name of a node that reads or has it; empty if this node is to read it."""
-        members, silent = self.job.members(), frozenset[str]()
-        question = Question(self.digest, 0, 1, members.own or "-", bool(members.own))
-        for _ in range(_TRIES):
-            owner = members.owner(self.digest, 0, silent)
-            if owner is None:
-                break
-            try:
-                return next(iter(client.ask(owner.addresses[0], question, _ANSWER_S)), "")
-            except TransientError as error:
-                if error.retry_after_s is None:
-                    silent |= {owner.name}
-                else:  # all nodes ask at once
-                    time.sleep(_RANDOM.uniform(0, error.retry_after_s))
-            except BootseerError:
-                silent |= {owner.name}
-        return ""
+        own = self.job.members().own
+        return next(iter(group.ask(Question(self.digest, 0, 1, own or "-", bool(own)), 0)), "")
 
     def _read(self, client: Client, address: str, until_s: float) -> bytes:
         def on_progress(num_bytes: int) -> float:

@@ -30,9 +30,8 @@ from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
-from bootseer.peers.client import UnreachableError
 from bootseer.peers.job import JobPeers
-from bootseer.peers.origins import PeerGroup
+from bootseer.peers.origins import ANSWER_S, PeerGroup
 from bootseer.peers.protocol import Question, Request
 from bootseer.peers.readers import CHECKPOINT, UNIT_BLOCKS, bits
 
@@ -41,8 +40,6 @@ _ASKING: Final = 4
 _RECEIVING: Final = 16
 _PER_PEER: Final = 2
 _MAX_SOURCES: Final = 3
-_ANSWER_S: Final = 1.0
-"""A lookup is answered from memory."""
 _STALL_S: Final = 20.0
 """A peer that promised chunks is given up after so long without any. Less than `stall_s` of a read."""
 
@@ -103,29 +100,8 @@ class PeerChunks:
                 return {}
             self._registered.add(file)
         question = Question(file, unit.first, blocks, members.own or "-", shareable and bool(members.own), without)
-        silent: frozenset[str] = frozenset()
-        for _ in range(2):
-            with group.lock:
-                absent = group.health.absent(time.monotonic()) | silent
-                owner = members.owner(file, unit.first // UNIT_BLOCKS, absent)
-                if owner is None:
-                    break
-                request = group.health.begin(owner.name, time.monotonic())
-            late = False
-            try:
-                found = group.client.ask(owner.addresses[0], question, _ANSWER_S)
-                return {block: name for name, mask in found.items() for block in bits(mask & blocks)}
-            except BootseerError as error:
-                _LOG.debug("%s does not say which nodes have chunks: %s", owner.name, error)
-                silent = frozenset({owner.name})
-                late = not isinstance(error, UnreachableError)
-                if not late:
-                    with group.lock:
-                        group.health.mark_absent(owner.name, time.monotonic())
-            finally:
-                with group.lock:
-                    group.health.ended(request, late=late, now_s=time.monotonic())
-        return {}
+        found = group.ask(question, unit.first // UNIT_BLOCKS)
+        return {block: name for name, mask in found.items() for block in bits(mask & blocks)}
 
     def not_kept(self, index: Index, block: int) -> None:
         """A chunk that was read here was not cached, so peers must not wait for it: tell this node's peer service."""
@@ -138,7 +114,7 @@ class PeerChunks:
 
         def tell() -> None:
             with contextlib.suppress(BootseerError):
-                self._group.client.ask(own.addresses[0], question, _ANSWER_S)
+                self._group.client.ask(own.addresses[0], question, ANSWER_S)
 
         with contextlib.suppress(TransientError):
             self.asking.submit(tell, urgent=False)
