@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
-from fsspec.compression import compr  # type: ignore[import-untyped]
 from fsspec.core import get_compression  # type: ignore[import-untyped]
 
 from bootseer.checkpoint.files import FileInfo
@@ -147,21 +146,6 @@ class WriteFile(io.RawIOBase):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def closing_both(compressed: Any, file: ReadFile | WriteFile) -> Any:
-    """Make closing a compressor close its underlying file: most do not, and it would not be published."""
-    close = compressed.close
-
-    def close_both() -> None:
-        try:
-            close()
-        finally:
-            file.close()
-
-    with contextlib.suppress(AttributeError):  # zstandard's, which closes the file itself
-        compressed.close = close_both
-    return compressed
 
 
 _COPY_BYTES = 8 << 20
@@ -307,11 +291,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         **kwargs: Any,
     ) -> Any:
         """Open a file for reading or writing, as text without `b` in `mode`. Creates a missing folder of a new file."""
-        if compression is None or "b" not in mode:
-            return super().open(path, mode, block_size, cache_options, compression, **kwargs)
-        file = super().open(path, mode, block_size, cache_options, None, **kwargs)
-        codec = get_compression(path, compression)
-        return file if codec is None else closing_both(compr[codec](file, mode=mode[0]), file)
+        if get_compression(path, compression) is not None and "r" not in mode:
+            # Closing the compressor would not close the file, which would not be published.
+            raise ValueError(f"{path}: open a file that is compressed with fsspec.open, which closes it")
+        return super().open(path, mode, block_size, cache_options, compression, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
         if mode == "rb":
