@@ -11,11 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
-from bootseer.checkpoint import publish
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.catalog import checkpoints, remove, walk
 from bootseer.checkpoint.download import get_checkpoint
@@ -119,34 +118,6 @@ def test_replacing_takes_the_place_of_a_folder_or_a_file(files: Files, job: Path
     put_checkpoint(files.place, source, "step-3", settings=replace)  # a folder in place of a striped file
     assert verify(files, "step-1").problems == verify(files, "step-3").problems == []
     assert hidden(job) == []
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_was_damaged_after_it_was_written_is_found_by_reading_it_back(
-    files: Files, job: Path, source: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = publish._check_written
-
-    def check_and_damage(*written: Any) -> int:
-        part = next((job / ".attempts").glob("*/.stripes/*/*"))
-        with part.open("r+b") as file:
-            file.write(b"not random")
-        return check(*written)
-
-    monkeypatch.setattr(publish, "_check_written", check_and_damage)
-    settings = PutSettings(policy=Policy(stripes=2, min_bytes_per_stripe=_MIB), read_back=True)
-    what = source if kind == "folder" else source / "model"
-    with pytest.raises(PermanentError, match="not the bytes that were written; put it again"):
-        put_checkpoint(files.place, what, "step-1", settings=settings)
-    assert list(files.list("")) == []
-    assert hidden(job) == []
-    monkeypatch.undo()
-    shown: list[tuple[int, int]] = []
-    put = put_checkpoint(files.place, what, "step-1", settings=settings, progress=lambda *now: shown.append(now))
-    assert verify(files, "step-1").problems == []
-    assert shown == sorted(shown), "reading back goes on where writing ended"
-    assert {total for _, total in shown} == {2 * put.size_bytes}
-    assert shown[-1][0] == 2 * put.size_bytes
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

@@ -22,7 +22,6 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import LATEST, can_be_checkpoint, check_no_link, move_latest, step_of
 from bootseer.checkpoint.layout import Policy, encode_policy
-from bootseer.checkpoint.verify import verify
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.spool import FileSource
 from bootseer.checkpoint.writing.writing import Writing
@@ -63,8 +62,6 @@ class PutSettings:
     """Afterwards remove older checkpoints of the same kind beyond this number, see `catalog.superseded`; None: none."""
     dry_run: bool = False
     """Check what can be checked; write and remove nothing."""
-    read_back: bool = False
-    """Read everything back before it is published, instead of comparing lengths alone."""
     lease_s: float = LEASE_S
     writing: WritingSettings | None = None
 
@@ -96,8 +93,8 @@ def put_checkpoint(
 ) -> Put:
     """Publish a local folder or file as `name` in a folder of the place. Returns when all of it is durable.
 
-    `progress` gets the bytes done and the total; bytes that are read back count again. Raises `AlreadyExistsError` when
-    the name is taken, and `PermanentError` when the source changes meanwhile.
+    `progress` gets the bytes done and the total. Raises `AlreadyExistsError` when the name is taken, and
+    `PermanentError` when the source changes meanwhile.
     """
     settings = settings or PutSettings()
     files = Files(place)
@@ -130,18 +127,11 @@ def put_checkpoint(
                 if needed > (free := place.space()[1]):
                     raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
         inside = Files(place, within=attempt.path)
-        all_bytes = found.size_bytes * (2 if settings.read_back else 1)
-        writing = _shifted(progress, 0, all_bytes)
-        kept_bytes = _write_all(inside, attempt, found, policy, settings, writing, leftovers)
+        kept_bytes = _write_all(inside, attempt, found, policy, settings, progress, leftovers)
         for rest in leftovers:
             with suppress(NotFoundError):  # it was in another one
                 place.delete(rest, recursive=True)
         num_striped = _check_written(inside, attempt.path, found)
-        if settings.read_back:
-            reading = _shifted(progress, found.size_bytes, all_bytes)
-            if problems := verify(inside, attempt.path, progress=reading).problems:
-                path = problems[0].path.removeprefix(f"{attempt.path}/")
-                raise PermanentError(f"{place.uri}/{target}: {path}: {problems[0].what}; put it again")
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
@@ -157,13 +147,6 @@ def put_checkpoint(
             f"{place.uri}/{target} is published, but older ones are not all removed: {error}"
         ) from error
     return Put(target, found.size_bytes, len(found.files), num_striped, latest, removed, kept_bytes)
-
-
-def _shifted(
-    progress: Callable[[int, int], None] | None, begin: int, all_bytes: int
-) -> Callable[[int, int], None] | None:
-    """The progress of a part that begins when `begin` of `all_bytes` are done."""
-    return None if progress is None else lambda done, _: progress(begin + done, all_bytes)
 
 
 def _dry_run(files: Files, folder: str, name: str, source: _LocalSource, policy: Policy, settings: PutSettings) -> Put:

@@ -39,7 +39,6 @@ _PUT_RESTS = "repeat the put to resume it; otherwise later writers or `bootseer 
     help="Afterwards remove all but the N newest checkpoints whose names differ only in numbers; never the latest.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be written and removed.")
-@click.option("--read-back", is_flag=True, help="Read everything back before publishing.")
 @with_options(STRIPES)
 @json_option("bootseer.checkpoint-put/1")
 def put_command(
@@ -50,7 +49,6 @@ def put_command(
     latest: bool,
     keep_last: int | None,
     dry_run: bool,
-    read_back: bool,
     output: Output,
     **stripes: object,
 ) -> None:
@@ -67,13 +65,11 @@ def put_command(
     """
     local = Path(source).absolute()
     began_s = time.monotonic()
-    label = "writing and reading back" if read_back else "writing"
-    with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress(label) as progress:
+    with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress("writing") as progress:
         settings = PutSettings(
             replace=replace,
             policy=changed(files.policy(""), stripes),
             move_latest=latest,
-            read_back=read_back,
             keep_last=keep_last,
             dry_run=dry_run,
         )
