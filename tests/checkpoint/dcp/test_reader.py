@@ -363,10 +363,10 @@ def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) 
     assert "the checkpoint's metadata is damaged" in refusal(empty(), tmp_path)
 
 
-def test_metadata_of_each_rank_is_read_when_there_is_no_other(tmp_path: Path) -> None:
+def test_metadata_of_each_rank_is_none_of_a_checkpoint(tmp_path: Path) -> None:
     save_plainly(full(), tmp_path)
     (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
-    assert_same(full(), load(empty(), tmp_path))
+    assert "no checkpoint of PyTorch's DCP" in refusal(empty(), tmp_path)
 
 
 def test_metadata_that_is_something_else_is_called_so(tmp_path: Path) -> None:

@@ -174,11 +174,13 @@ def test_a_checkpoint_is_as_private_as_the_umask_says(tmp_path: Path) -> None:
     assert [path for path in made if path.stat().st_mode & 0o077 and path.parent.name != ".stripes"] == []
 
 
-def test_latest_is_not_moved_where_no_rank_knows_that_all_have_saved(tmp_path: Path) -> None:
-    writer = StripedWriter(tmp_path / "step-1", move_latest=True)
-    with pytest.raises(UsageError, match="no rank knows when the checkpoint is complete"):
-        dcp.save({"w": torch.zeros(3)}, storage_writer=writer, use_collectives=False)
-    assert not (tmp_path / "latest").exists()
+def test_a_save_without_collectives_is_refused_before_it_touches_the_older_checkpoint(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=StripedWriter(tmp_path))
+    with pytest.raises(UsageError, match="use_collectives=False is not supported"):
+        dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path), use_collectives=False)
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, storage_reader=StripedReader(tmp_path))
+    assert target["w"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("move_latest", [True, False], ids=["moving it", "over it"])

@@ -21,13 +21,12 @@ from torch.futures import Future
 
 from bootseer.checkpoint.dcp.items import Stored, stored_items
 from bootseer.checkpoint.dcp.load import LoadSettings, load_all
-from bootseer.checkpoint.dcp.saved import metadata_content, metadata_name, parse_metadata
+from bootseer.checkpoint.dcp.saved import METADATA, metadata_content, parse_metadata
 from bootseer.checkpoint.locations import Location, is_uri, resolve
-from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.errors import NotFoundError, TransientError, UsageError
 
 
 class _MetadataFile(NamedTuple):
-    name: str
     version: str
     digest: str
 
@@ -52,7 +51,6 @@ class StripedReader(StorageReader):
         self._folder: Location | None = None
         self._metadata: Metadata | None = None
         self._read: _MetadataFile | None = None
-        self._failed: BootseerError | None = None
         self.load_id = ""
         self.reset(uri)
 
@@ -61,36 +59,25 @@ class StripedReader(StorageReader):
         self._folder = None
         self._metadata = None
         self._read = None
-        self._failed = None
         self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self._uri = os.fspath(checkpoint_id)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata, or that of one rank with `rank=…`."""
-        rank = kwargs.get("rank")
-        if rank is not None and self._failed is not None and not isinstance(self._failed, NotFoundError):
-            # DCP falls back to the rank's own metadata if the common one could not be read. Ranks that could read it
-            # would then wait for this one in collectives.
-            raise self._failed
+    # With `kwargs`, DCP would look for metadata of each rank when the common one cannot be read. Ranks that could read
+    # that would wait for this one in collectives.
+    def read_metadata(self) -> Metadata:
+        """The checkpoint's metadata."""
+        if self._uri is None:
+            hint = "StripedReader(URI), or dcp.load(checkpoint_id=URI)"
+            raise UsageError("the reader has no checkpoint", hint=hint)
         try:
-            if rank is None or self._folder is None:
-                if self._uri is None:
-                    hint = "StripedReader(URI), or dcp.load(checkpoint_id=URI)"
-                    raise UsageError("the reader has no checkpoint", hint=hint)
-                self._folder = resolve(self._uri).latest()
-            folder = self._folder
-            name = metadata_name(rank)
-            with folder.open(name) as file:
-                data = metadata_content(file, folder.where(name))
-                self._read = _MetadataFile(name, file.version, blake3(data).hexdigest())
-            return parse_metadata(data, folder.where(name), self.load_id)
+            folder = self._folder = resolve(self._uri).latest()
+            with folder.open(METADATA) as file:
+                data = metadata_content(file, folder.where(METADATA))
+                self._read = _MetadataFile(file.version, blake3(data).hexdigest())
         except NotFoundError as error:
-            self._failed = NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}")
-            raise self._failed from error
-        except BootseerError as error:
-            self._failed = error
-            raise
+            raise NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}") from error
+        return parse_metadata(data, folder.where(METADATA), self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP between reading the metadata and the plan."""
@@ -130,7 +117,7 @@ class StripedReader(StorageReader):
         if self._read is None:
             return
         try:
-            with folder.open(self._read.name) as file:
+            with folder.open(METADATA) as file:
                 if file.version == self._read.version:
                     return
         except NotFoundError:

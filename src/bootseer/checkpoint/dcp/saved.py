@@ -61,11 +61,6 @@ _MAX_METADATA_BYTES = 4 << 30
 """Metadata of checkpoints of tens of thousands of ranks has some hundred MB."""
 
 
-def metadata_name(rank: int | None) -> str:
-    """The name of the metadata file, or of one rank's when each rank wrote its own."""
-    return METADATA if rank is None else f"__{rank}{METADATA}"
-
-
 def metadata_content(file: CheckpointFile, uri: str) -> bytes:
     """All of a metadata file. Raises `CorruptError` if it is too large to be one."""
     if file.size_bytes > _MAX_METADATA_BYTES:

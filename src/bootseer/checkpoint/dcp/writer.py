@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bootseer.checkpoint.dcp.saved import metadata_name
+from bootseer.checkpoint.dcp.saved import METADATA
 from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.locations import FOLDERS, is_uri, resolve
@@ -246,12 +246,9 @@ class StripedWriter(filesystem.FileSystemWriter):
                 f"{self.path}: this is the file `latest`, not a checkpoint",
                 hint="save under a name of its own, with move_latest=True",
             )
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(f"{self.path}: use_collectives=False is not supported", hint="leave it out")
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if self._move_latest and not self.use_collectives:
-            raise UsageError(
-                f"{self.path}: without collectives no rank knows when the checkpoint is complete",
-                hint="move_latest=False, and `bootseer ckpt latest` when all ranks have saved",
-            )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs once, before any rank writes: an older checkpoint in the folder ceases to be one."""
@@ -355,7 +352,7 @@ class StripedWriter(filesystem.FileSystemWriter):
             return False
 
     def _metadata_uri(self) -> str:
-        return self._striped.concat_path(self.path, metadata_name(None if self.use_collectives else self.rank))
+        return self._striped.concat_path(self.path, METADATA)
 
 
 def _is_as_saved(tensor: torch.Tensor) -> bool:
