@@ -85,11 +85,11 @@ def test_a_full_pull_completes_the_file_and_tells_its_progress(fetching, data):
     assert fetcher.stats().bytes_by_purpose[Purpose.DEMAND] == 0
 
 
-def test_the_rest_is_streamed_when_readers_are_silent_and_the_file_becomes_trusted(fetching, data):
+def test_the_rest_is_streamed_when_readers_are_silent_until_the_file_is_complete(fetching, data):
     fetcher, _, cached = fetching(settings=FetchSettings(silence_s=0.05))
     fetcher.read_blocking(0, 0, 10)
     fetcher.stream_rest()
-    until(lambda: cached.trusted)
+    until(lambda: cached.complete)
     assert cached.path.read_bytes() == data
 
 

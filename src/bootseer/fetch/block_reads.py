@@ -94,7 +94,6 @@ class Reads:
         self._cancelled: set[int] = set()
         """Running requests to abort. Changed under the lock, read without."""
         self._wake_at: float | None = None
-        self._wants_all = False
         self._closed = False
         self._cache_error: BootseerError | None = None
         """Why blocks cannot be cached."""
@@ -359,11 +358,7 @@ class Reads:
             report_exception()
         if error is not None:
             _LOG.info("request %d of %s, blocks %s: %s", fetch.number, uri, list(fetch.blocks)[:4], error)
-        actions = self._finish(fetch, error)
-        is_last = self._wants_all and self._scheduler.idle
-        self._run_actions(actions)
-        if is_last:
-            self._sync()
+        self._run_actions(self._finish(fetch, error))
 
     def _decode_slot(self, fetch: Fetch) -> contextlib.AbstractContextManager[object]:
         """Prefetches decode only as many blocks at once as there are cores, which leaves CPU for a reader's block. A
@@ -420,15 +415,6 @@ class Reads:
             self._cancelled.discard(fetch.number)
             self._scheduler.request_finished(fetch.number, now, error)
             return self._advance(now)
-
-    def _sync(self) -> None:
-        """All wanted blocks are cached: make complete files durable, so that they can be mounted directly."""
-        for file in self._files:
-            try:
-                if file.cached.complete:
-                    file.cached.sync()
-            except BootseerError as error:
-                self._report_problem(f"fetched blocks may be lost if the machine stops: {error}")
 
     def _report_problem(self, problem: str) -> None:
         if self._on_problem is not None and not self._closed:

@@ -87,7 +87,6 @@ class Fetcher(Reads):
             for number, parts in enumerate(missing):
                 for blocks in parts:
                     self._scheduler.want_cold(number, blocks, now)
-            self._wants_all = True
             if full_speed:
                 self._scheduler.fetch_all_now()
             actions = self._advance(now)
@@ -96,7 +95,6 @@ class Fetcher(Reads):
     def stop_prefetch(self) -> None:
         """Fetch only what readers ask for from now on. Running requests continue."""
         with self._lock:
-            self._wants_all = False
             for number in range(len(self._files)):
                 self._scheduler.stop_prefetch(number)
 
