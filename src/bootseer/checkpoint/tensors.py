@@ -59,16 +59,13 @@ _NAMES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
 }
-"""PyTorch may be too old for the last ones."""
-PAIRS = "F4"
-"""Two of these numbers are one element of PyTorch's type."""
+"""PyTorch may be too old for the last one."""
 
 
 def dtype_of(name: str) -> torch.dtype:
     """PyTorch's type of this name. Raises `PermanentError` when it has none."""
     dtype = getattr(torch, _NAMES.get(name, ""), None)
     if not isinstance(dtype, torch.dtype):
-        raise PermanentError(f"PyTorch {torch.__version__} has no elements of the type {name}")
+        raise PermanentError(f"elements of the type {name} are not supported with PyTorch {torch.__version__}")
     return dtype

@@ -20,18 +20,9 @@ from bootseer.checkpoint.locations import Location, is_below, resolve
 from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.safetensors.header import Header, TensorEntry, read_header
-from bootseer.checkpoint.tensors import PAIRS, dtype_of, empty_bytes, memory_of
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
+from bootseer.checkpoint.tensors import dtype_of, empty_bytes, memory_of
+from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
-
-
-def shape_of(entry: TensorEntry) -> tuple[int, ...]:
-    """The shape that PyTorch gives such a tensor. Raises `PermanentError` when it has none."""
-    if entry.dtype == PAIRS:
-        if not entry.shape or entry.shape[-1] % 2:
-            raise PermanentError(f"PyTorch has no tensors of the shape {entry.shape} of {PAIRS}: two are one element")
-        return (*entry.shape[:-1], entry.shape[-1] // 2)
-    return entry.shape
 
 
 class TensorSlice:
@@ -43,7 +34,6 @@ class TensorSlice:
         self._begin = data + entry.start
         self._entry = entry
         self._device = device
-        self._shape = shape_of(entry)
 
     def get_shape(self) -> list[int]:
         """Shape of the whole tensor."""
@@ -55,7 +45,7 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         dtype = dtype_of(self._entry.dtype)
-        whole = torch.empty(self._shape, dtype=torch.uint8, device="meta")
+        whole = torch.empty(self._entry.shape, dtype=torch.uint8, device="meta")
         try:
             view = whole[index]
             is_view = torch._C._is_alias_of(view, whole)  # type: ignore[attr-defined]
@@ -236,12 +226,12 @@ def _tensor(content: memoryview, entry: TensorEntry, at: int) -> torch.Tensor:
     not save its neighbours."""
     dtype = dtype_of(entry.dtype)
     if not content:
-        return torch.empty(shape_of(entry), dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype)
     if at % dtype.itemsize:
         aligned = memory_of(empty_bytes(len(content)))
         aligned[:] = content
         content = aligned
-    return torch.frombuffer(content, dtype=dtype).reshape(shape_of(entry))
+    return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
 
 
 class safe_open:  # noqa: N801 - the name that users know
