@@ -177,9 +177,7 @@ class Reads:
                     found = Availability.IN_FLIGHT if self._scheduler.in_flight(number, block) else Availability.MISSING
                 needs.append((block, found))
                 stats.needs += 1
-                stats.hits += found is Availability.READY
                 stats.late += found is Availability.IN_FLIGHT
-                stats.missed += found is Availability.MISSING
                 self._scheduler.note_need(number, block, now)
             trust = self._scheduler.trust
             if trust.suspended is not was_suspended:

@@ -140,9 +140,7 @@ class Fetcher(Reads):
             wasted_blocks=sum(
                 (int.from_bytes(file.prefetched_hot) & ~int.from_bytes(file.needed)).bit_count() for file in self._files
             ),
-            suspended=trust.suspended,
             bytes_by_purpose=dict(stats.bytes_by_purpose),
             requests_by_purpose=dict(stats.requests_by_purpose),
             peers=next((file.peers.stats() for file in self._files if file.peers is not None), {}),
-            cache_full=self._cache_error is not None,
         )

@@ -153,7 +153,6 @@ class Scheduler(Routed):
         elif error is None:
             pace.succeeded(request.origin.num_running + 1)
         else:
-            self.stats.failures += 1
             pace.failed(error, request.started, now, self._jitter())
         for block in list(request.left):
             self._remove_outstanding(request, block)

@@ -15,17 +15,13 @@ class FetchStats(Struct):
     failed_reads: int = 0
     needs: int = 0
     """Distinct blocks that readers needed."""
-    hits: int = 0
-    """Those that were cached."""
     late: int = 0
     """Those that were in flight."""
-    missed: int = 0
     covered: int = 0
     """Those in the hot set."""
     hot_blocks: int = 0
     wasted_blocks: int = 0
     """Fetched for the hot set and not needed so far."""
-    suspended: bool = False
     bytes_by_purpose: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     requests_by_purpose: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     peer_bytes: int = 0
@@ -33,8 +29,6 @@ class FetchStats(Struct):
     peers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Per peer, by name: `bytes`, `requests`, `late`, and the total `seconds` of its responses."""
     hedges: int = 0
-    failures: int = 0
-    """Failed requests."""
     corrupt_blocks: int = 0
     first_corrupt: str = ""
     """The first block that was invalid or missing at every attempt, with its origin; empty if none."""
@@ -42,4 +36,3 @@ class FetchStats(Struct):
     """The first error that a reader got; empty if none."""
     dropped: int = 0
     """Blocks whose prefetch was given up."""
-    cache_full: bool = False

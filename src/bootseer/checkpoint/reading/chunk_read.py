@@ -178,7 +178,6 @@ class ChunkRead:
                 now = context.timer.now_s()
                 if self._waits_until is None:
                     self._waits_until = now + context.settings.claim_s
-                    context.facts.add("claims_waited")
                 if now < self._waits_until:
                     with suppress(TransientError):  # no thread can be started: the chunk may be read twice
                         context.timer.after(_POLL_S, partial(self._guard, self._claim))
@@ -244,7 +243,6 @@ class ChunkRead:
         bad = frozenset(self._wrong) - {""}
         others = [node for node in file.nodes(offset) if node not in bad]
         if len(self._wrong) < _MAX_WRONG and (others or len(self._wrong) == 1):
-            facts.add("retries")
             # The same node gets a second chance with the place's own checksums: if these fail too, the place turns to
             # other replicas by itself, and reports this one as corrupt.
             again = len(self._wrong) == 1

@@ -137,10 +137,8 @@ NAMES = (
     "reads",  # calls of readers
     "rebuilt",  # chunks rebuilt from the others of their row
     "wrong_chunks",  # chunks that arrived with wrong bytes, and were rejected
-    "retries",  # chunks that were requested again
     "kept_chunks",  # chunks that were put into the cache
     "not_kept_chunks",  # chunks that were not, because the disk was full or slower than the place
-    "claims_waited",  # chunks that another process of this node was already fetching
     "waited_for_room",  # reads that had to wait for memory
 )
 
