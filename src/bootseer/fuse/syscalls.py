@@ -51,7 +51,7 @@ def check(result: int, step: str) -> int:
 
 def mount(kind: str | None, source: Path | str, target: Path | str, *, flags: int = 0, options: str = "") -> None:
     """mount(2). The kernel truncates options to a page, so longer ones are an error here."""
-    data = options.encode()
+    data = os.fsencode(options)
     if len(data) >= os.sysconf("SC_PAGE_SIZE"):
         raise PermanentError(f"mount {kind} on {target}: the options are longer than a page")
     name = None if kind is None else kind.encode()

@@ -19,8 +19,9 @@ from bootseer.logs import logger
 from bootseer.mounts import kernel
 
 _LOG = logger(__name__)
-MAX_LAYERS = 500
-"""The limit of overlayfs."""
+WHOLE_FILES = (("redirect_dir", "nofollow"), ("metacopy", "off"), ("index", "off"))
+"""Options by which an upper layer holds only whole files and whiteouts, whatever the kernel's defaults are: redirects,
+metadata-only copies and the index mean something only together with the layers below."""
 _OF_LAYERS = MS_RDONLY | MS_NOSUID | MS_NODEV
 """Every user of the host may read a layer's mount. An overlay of layers has its own attributes."""
 
@@ -30,7 +31,7 @@ _READ_ONLY, _AUTOCLEAR = 1, 4
 # struct loop_config: fd, block_size, struct loop_info64 (lo_flags at its byte 52), eight reserved words.
 _LOOP_CONFIG = struct.Struct("=II52xI176x64x")
 _ATTEMPTS = 64
-_PLAIN = re.compile(rb"[A-Za-z0-9_./+=@%~-]+")
+_SPECIAL = re.compile(rb"[,:\\]")
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
@@ -72,17 +73,14 @@ def mount_overlay(
     attributes: int = MS_NODEV,
     userxattr: bool = False,
     volatile: bool = False,
-    one_option: bool = True,
 ) -> None:
     """Stack folders with overlayfs: the first of `lowers` is the lowest.
 
     Writable with `upper` and `work` (an empty folder on the same file system), else read-only. overlayfs needs two
     layers, so a single one without `upper` is bind mounted: its whiteouts, which hide nothing, appear as devices 0/0.
     `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `volatile`: neither unmount nor fsync
-    sync the file system of `upper`. `one_option`: one mount option per layer (Linux 6.7) where the kernel has it.
+    sync the file system of `upper`.
     """
-    if not 1 <= len(lowers) <= MAX_LAYERS:
-        raise UsageError(f"{len(lowers)} layers", hint=f"overlayfs takes 1 to {MAX_LAYERS}")
     if (upper is None) != (work is None):
         raise UsageError("an overlay takes upper and work folders together or neither")
     if upper is None and len(lowers) == 1:
@@ -90,26 +88,18 @@ def mount_overlay(
         kernel.restrict(target, attributes | MS_RDONLY, allow=MS_NOSUID & ~attributes)
         return
     attributes |= 0 if upper else MS_RDONLY
-    folders = [*reversed(lowers), *([upper, work] if upper and work else [])]
-    flags = [name for name, given in (("userxattr", userxattr), ("volatile", volatile)) if given]
-    if one_option:
-        with short_names(folders) as names:
-            options: list[tuple[str, str | None]] = [("source", "bootseer")]
-            options += [("lowerdir+", name) for name in names[: len(lowers)]]
-            options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
-            options += [(name, None) for name in flags]
-            try:
-                kernel.attach(kernel.create_mount("overlay", options, attributes=attributes), target)
-                return
-            except BootseerError as error:
-                # EINVAL at the first layer: an older kernel does not have the option.
-                if number_of(error) != errno.EINVAL or "option lowerdir+" not in str(error):
-                    raise
-    # mount(2) takes all options in one page: some 220 layers fit by the numbers of their descriptors.
-    with short_names(folders, plain=False) as names:
-        changes = zip(("upperdir", "workdir"), names[len(lowers) :], strict=False)
-        words = ["lowerdir=" + ":".join(names[: len(lowers)]), *map("=".join, changes), *flags]
-        syscalls.mount("overlay", "bootseer", target, flags=attributes, options=",".join(words))
+    words = [name for name, given in (("userxattr", userxattr), ("volatile", volatile)) if given]
+    with contextlib.ExitStack() as opened:
+        if upper and work:
+            changes = opened.enter_context(short_names([upper, work]))
+            words += [f"upperdir={changes[0]}", f"workdir={changes[1]}", *map("=".join, WHOLE_FILES)]
+        # The kernel takes all options in one page: some 200 layers fit by the numbers of their descriptors.
+        for plain in (True, False):
+            names = opened.enter_context(short_names(lowers[::-1], plain=plain))
+            options = ",".join([*words, "lowerdir=" + ":".join(names)])
+            if len(os.fsencode(options)) < os.sysconf("SC_PAGE_SIZE"):
+                break
+        syscalls.mount("overlay", "bootseer", target, flags=attributes, options=options)
 
 
 def copy_attributes(source: Path | str, upper: Path) -> None:
@@ -128,13 +118,13 @@ def copy_attributes(source: Path | str, upper: Path) -> None:
 @contextlib.contextmanager
 def short_names(folders: Sequence[Path], *, plain: bool = True) -> Iterator[list[str]]:
     """A name for each folder that can be a mount option's value: its path (if `plain`), or that of a descriptor in
-    /proc."""
+    /proc. Paths are preferred, because the mount table shows these names (`kernel.is_mounted_anywhere`)."""
     names, opened = [], []
     try:
         for folder in folders:
             name = str(folder.absolute())
-            # Backslashes, commas and colons have a meaning in the options of some kernels.
-            if not plain or len(os.fsencode(name)) > kernel.MAX_STRING or not _PLAIN.fullmatch(os.fsencode(name)):
+            # Special characters have a meaning in the options of some kernels.
+            if not plain or len(os.fsencode(name)) > kernel.MAX_STRING or _SPECIAL.search(os.fsencode(name)):
                 opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
                 name = f"/proc/self/fd/{opened[-1]}"
             names.append(name)

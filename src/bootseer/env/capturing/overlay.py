@@ -24,7 +24,7 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import MS_RDONLY, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, visible
-from bootseer.mounts.layers import copy_attributes, short_names
+from bootseer.mounts.layers import WHOLE_FILES, copy_attributes, short_names
 from bootseer.mounts.namespace import Built
 
 _DISKS = {
@@ -249,17 +249,14 @@ def _prepare(plan: Plan) -> _Builder:
 
 
 def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr: bool) -> int:
-    """A detached overlay whose upper layer holds only whole files and whiteouts: redirects, metadata-only copies and
-    the index, which only the kernel could interpret later, are off."""
+    """A detached overlay whose upper layer holds only whole files and whiteouts."""
     with short_names([Path(lower), upper, work]) as names:
         options: list[tuple[str, str | None]] = [
             ("source", "bootseer"),
             ("lowerdir", names[0]),
             ("upperdir", names[1]),
             ("workdir", names[2]),
-            ("redirect_dir", "nofollow"),
-            ("metacopy", "off"),
-            ("index", "off"),
+            *WHOLE_FILES,
         ]
         if userxattr:
             options.append(("userxattr", None))
