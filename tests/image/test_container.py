@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.containers.container import Container, Options, Runtime
-from bootseer.image.containers.limits import Limits, make_cgroups, parse_tmpfs, parse_ulimit, remove_cgroups
+from bootseer.image.containers.limits import Limits, parse_tmpfs, parse_ulimit
 from bootseer.image.containers.process import ProcessOptions
 from bootseer.image.containers.runtime_config import Bind, parse_bind
 from busybox import CONFIG, make_tree, running, runtime_or_skip, without_mixed_cgroups
@@ -167,28 +167,6 @@ def test_further_groups_are_the_image_s_or_numbers(run: Run) -> None:
     assert ran.stdout.split() == ["1001", "44", "50", "4242"], ran.stderr
     with pytest.raises(UsageError, match="'nobody'"):
         run("id", options=Options(process=ProcessOptions(groups=("nobody",))))
-
-
-def test_memory_and_processors_are_limited_and_nothing_of_it_stays(run: Run) -> None:
-    limits = Limits(memory_bytes=64 << 20, cpus=0.25)
-    try:
-        remove_cgroups(make_cgroups(f"bootseer-test-{os.getpid()}", limits))
-    except UsageError as error:
-        pytest.skip(str(error))
-    take = "exec dd if=/dev/zero of=/dev/null bs=256M count=1"
-    look = "cat /proc/self/cgroup; cat $(busybox find /sys/fs/cgroup -name cpu.max -o -name cpu.cfs_quota_us)"
-    ran = run("sh", "-c", f"{look}; echo looked; {take}", options=Options(limits=limits))
-    assert "25000" in ran.stdout.split()
-    assert "looked" in ran.stdout
-    assert ran.returncode == 137
-    assert ran.stderr.splitlines()[-1] == (
-        "bootseer: processes of the container were killed: they exceeded --memory 64m"
-    )
-    assert run("sh", "-c", take).returncode == 0
-    places = {line.rpartition(":")[2] for line in ran.stdout.splitlines() if "bootseer-" in line}
-    assert places
-    # By `walk`, which passes over the groups of other tests that vanish meanwhile.
-    assert not [at for at, _, _ in os.walk("/sys/fs/cgroup") if Path(at).name.startswith(f"bootseer-{os.getpid()}-")]
 
 
 def test_mounts_bring_files_and_folders_of_the_host(run: Run, tmp_path: Path) -> None:

@@ -90,12 +90,3 @@ def test_a_folder_in_memory_runs_no_programs_unless_it_shall() -> None:
 def test_what_is_no_folder_in_memory_is_a_usage_error(words: str) -> None:
     with pytest.raises(UsageError):
         parse_tmpfs(words)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_cgroups_are_found_beside_a_mount_whose_name_is_not_utf_8(tmp_path: Path) -> None:
-    code = "from bootseer.image.containers import limits; print(*limits._mounted('memory', 2))"
-    # In a mount namespace of its own: other programs read the mount table, too.
-    script = 'mkdir "$1"; mount -t tmpfs x "$1"; grep -aq "$1" /proc/self/mountinfo; exec "$2" -c "$3"'
-    words = ["unshare", "--mount", "sh", "-ec", script, "sh", os.fsencode(tmp_path) + b"/\xff", sys.executable, code]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)

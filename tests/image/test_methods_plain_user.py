@@ -111,9 +111,8 @@ def test_options_of_a_plain_user_s_container_hold_or_are_refused(image: Image, p
     assert ran.stdout.startswith("box\n64\n"), ran.stderr
     assert "CapEff:\t0000000000000000" in ran.stdout
     assert "/tmp/fast tmpfs" in ran.stdout
-    for refused, why in (("--group-add=7", "needs root"), ("--memory=1g", "not possible here"), ("--cpus=1", "here")):
-        ran = plain(*words, refused, "--", "true", fuse=True)
-        assert (ran.returncode, why in ran.stderr, ran.stdout) == (2, True, ""), ran.stderr
+    ran = plain(*words, "--group-add=7", "--", "true", fuse=True)
+    assert (ran.returncode, "needs root" in ran.stderr, ran.stdout) == (2, True, ""), ran.stderr
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])

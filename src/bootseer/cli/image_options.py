@@ -103,8 +103,6 @@ CONTAINER = (
         many=True,
         dest="ulimits",
     ),
-    Option("--memory", "Memory limit, such as 8g; needs cgroups.", metavar="SIZE"),
-    Option("--cpus", "CPU limit, such as 1.5; needs cgroups.", metavar="NUMBER"),
     Option("--tmpfs", "Mount a tmpfs, such as /scratch:size=8g.", metavar="DST[:OPTIONS]", many=True),
     Option("--shm-size", "Size of /dev/shm, such as 8g (default: half of the memory).", metavar="SIZE"),
     Option(
@@ -139,7 +137,6 @@ IMAGE = (
 """Options of `run` about the image."""
 
 
-_LEAST_MEMORY = 6 << 20
 _SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys")
 """Options of `SOURCE` that also apply to environment snapshots."""
 
@@ -230,26 +227,18 @@ def _limits(values: Mapping[str, Any]) -> Limits:
     """The container's limits, checked as far as possible without the image."""
     from bootseer.image.containers import limits
 
-    def size(name: str) -> int | None:
-        return parse_size(values[name], f"--{name.replace('_', '-')}") if values[name] else None
-
     found = limits.Limits(
         read_only=values["read_only"],
-        shm_bytes=size("shm_size"),
+        shm_bytes=parse_size(values["shm_size"], "--shm-size") if values["shm_size"] else None,
         capabilities=tuple(values["capabilities"]),
         dropped=tuple(values["dropped"]),
         rlimits=tuple(map(limits.parse_ulimit, values["ulimits"])),
         tmpfs=tuple(map(limits.parse_tmpfs, values["tmpfs"])),
         hostname=limits.parse_hostname(values["hostname"]) if values["hostname"] else "",
-        memory_bytes=size("memory"),
-        cpus=limits.parse_cpus(values["cpus"]) if values["cpus"] else None,
     )
-    if found.memory_bytes is not None and found.memory_bytes < _LEAST_MEMORY:
-        raise UsageError(f"--memory {values['memory']!r} is too small to start a process", hint="give at least 6m")
     if values["groups"] and os.geteuid() != 0:
         raise UsageError("--group-add needs root: a user namespace maps no other groups", hint="leave it out")
     limits.capabilities_of(found)
-    limits.remove_cgroups(limits.make_cgroups(f"bootseer-{os.getpid()}-check", found))
     return found
 
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
-from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
+from bootseer.image.containers.limits import Limits
 from bootseer.image.containers.process import Process, ProcessOptions, process_of
 from bootseer.image.containers.rootfs import User, is_executable, target_name
 from bootseer.image.containers.runtime_config import (
@@ -125,8 +125,6 @@ class Container:
             self.mount_points = {mount["destination"].rstrip("/") for mount in config["mounts"]}
             self._config = config
             self._write_config()
-            self._limits = options.limits
-            self._make_cgroups()
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -143,8 +141,7 @@ class Container:
 
         Raises `PermanentError`.
         """
-        cgroups = [["rmdir", str(path)] for path in self._cgroups]
-        text = _GUARD + "\n".join(_OF_GUARD + shlex.join(words) for words in [self._delete(), *cgroups, *then])
+        text = _GUARD + "\n".join(_OF_GUARD + shlex.join(words) for words in [self._delete(), *then])
         with os_errors_as(PermanentError, "the container's guard cannot be started"):
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", text], stdin=subprocess.PIPE, start_new_session=True, cwd="/"
@@ -160,7 +157,6 @@ class Container:
             raise PermanentError(f"{self.runtime} did not start the container")
         self._remove()
         pid.unlink()
-        self._make_cgroups()  # new ones, because they count killed processes
         process = self._config["process"]
         given = dict(word.split("=", 1) for word in process["env"])
         process["env"] = [f"{name}={value}" for name, value in {**given, **env}.items()]
@@ -177,17 +173,12 @@ class Container:
     def _write_config(self) -> None:
         (self._folder / "config.json").write_text(json.dumps(self._config))  # the shim completes it
 
-    def _make_cgroups(self) -> None:
-        self._cgroups = make_cgroups(self._id, self._limits)
-        (self._folder / "cgroups").write_text("".join(f"{path}/cgroup.procs\n" for path in self._cgroups))
-
     def _remove(self) -> None:
         if self._state.exists() and any(self._state.iterdir()):
             try:
                 subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise TransientError(f"{self.runtime} did not remove the container {self._id}: {error}") from error
-        remove_cgroups(self._cgroups)
 
     def dismiss_guard(self) -> None:
         """End the guard without a cleanup, after `close`."""

@@ -1,18 +1,14 @@
 """Container options as in docker: capabilities, limits, variables from a file, tmpfs mounts.
 
-They are parsed before anything is fetched; `runtime_config` applies them. `--memory` and `--cpus` need a cgroup, which
-is created below our own, so that the job stays within its scheduler's limits. The runtimes run without cgroups, because
-most users may not change them; so limits are set here, in both versions of cgroups, or refused with the reason.
+They are parsed before anything is fetched; `runtime_config` applies them. The runtimes run without cgroups, because
+most users may not change them, so there are no limits of memory or processor time: those of the job apply.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import resource
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from msgspec import Struct
@@ -55,8 +51,6 @@ class Limits(Struct, frozen=True):
     """Mount point and mount options of each tmpfs."""
     hostname: str = ""
     """Empty: the host's."""
-    memory_bytes: int | None = None
-    cpus: float | None = None
 
 
 def capabilities_of(limits: Limits) -> list[str]:
@@ -136,14 +130,6 @@ def parse_hostname(name: str) -> str:
     return name
 
 
-def parse_cpus(text: str) -> float:
-    """A number of processors, with fractions. Raises `UsageError`."""
-    most = os.cpu_count() or 1
-    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not 0.01 <= float(text) <= most:
-        raise UsageError(f"--cpus {text!r}: not between 0.01 and {most}", hint="for example --cpus 1.5")
-    return float(text)
-
-
 def read_env_file(path: str) -> tuple[str, ...]:
     """The lines `NAME=VALUE` or `NAME` of a file, parsed as by docker: quotes are kept, and `#` begins a comment only
     at the start of a line. Raises `UsageError`."""
@@ -167,86 +153,3 @@ def read_env_file(path: str) -> tuple[str, ...]:
             raise UsageError(f"--env-file {path}: line {number} is not NAME=VALUE", hint="one variable in each line")
         found.append(line)
     return tuple(found)
-
-
-_PERIOD_US = 100_000
-_END_S = 2.0
-_HINT = "limit the whole command instead: by the scheduler, or systemd-run --scope -p MemoryMax=8G -p CPUQuota=150%"
-
-
-def make_cgroups(name: str, limits: Limits) -> list[Path]:
-    """Create the cgroups that the limits need. Raises `UsageError` where that is impossible."""
-    wanted = {"memory": ("--memory", limits.memory_bytes), "cpu": ("--cpus", limits.cpus)}
-    made: list[Path] = []
-    for controller, (option, value) in wanted.items():
-        if value is None:
-            continue
-        try:
-            folder, version = _own_cgroup(controller)
-            folder /= name
-            if folder not in made:
-                folder.mkdir()
-                made.append(folder)
-            for file, text in _settings(controller, version, value).items():
-                (folder / file).write_text(text)
-        except (OSError, ValueError) as error:
-            remove_cgroups(made)
-            reason = f"{error.filename or 'its cgroup'}: {error.strerror}" if isinstance(error, OSError) else error
-            raise UsageError(f"{option} is not possible here: {reason}", hint=_HINT) from error
-    return made
-
-
-def remove_cgroups(folders: list[Path]) -> None:
-    """Remove cgroups whose processes have ended or end within `_END_S`."""
-    until = time.monotonic() + _END_S
-    for folder in folders:
-        while folder.is_dir():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-                break
-            if time.monotonic() > until:
-                break  # it still has a process
-            time.sleep(0.01)
-
-
-def _settings(controller: str, version: int, value: float) -> dict[str, str]:
-    if controller == "memory":
-        return {"memory.max" if version == 2 else "memory.limit_in_bytes": str(int(value))}
-    quota = int(value * _PERIOD_US)
-    if version == 2:
-        return {"cpu.max": f"{quota} {_PERIOD_US}"}
-    return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)}
-
-
-def _own_cgroup(controller: str) -> tuple[Path, int]:
-    """Our cgroup's folder, with the controller enabled for children, and version. Raises `OSError`, `ValueError`."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        version = 2 if number == "0" and not controllers else 1
-        if version == 1 and controller not in controllers.split(","):
-            continue
-        for root, mounted in _mounted(controller, version):
-            below = os.path.relpath(path, root)
-            if below.startswith(".."):
-                continue  # our own cgroup is not in this mount, and any other would escape the job's limits
-            folder = mounted / below
-            if version == 1:
-                return folder, version
-            if controller in (folder / "cgroup.controllers").read_text().split():
-                if controller not in (folder / "cgroup.subtree_control").read_text().split():
-                    # Fails if the cgroup has processes: only the root may have both processes and controllers.
-                    (folder / "cgroup.subtree_control").write_text(f"+{controller}")
-                return folder, version
-    raise ValueError(f"no cgroup with the controller {controller!r} is mounted")
-
-
-def _mounted(controller: str, version: int) -> Iterator[tuple[str, Path]]:
-    """Root and mount point of each mount of the controller's hierarchy."""
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        fields, _, kind = line.partition(" - ")
-        root, point = fields.split()[3:5]
-        words = kind.split()
-        if words[0] == ("cgroup2" if version == 2 else "cgroup") and (
-            version == 2 or controller in words[-1].split(",")
-        ):
-            yield root, Path(point)

@@ -33,7 +33,6 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
@@ -70,11 +69,10 @@ def main() -> int:
             return _print_error(f"the container cannot have a PID namespace: {reason}\nhint: --pid host")
         else:
             _print_error(f"the container sees the processes of this machine: {reason}")
-    cgroups = _lines(f"{folder}/cgroups")
     owners = _stream_owners()
     parent, runtime = os.getpid(), os.fork()
     if runtime == 0:
-        _exec_runtime(command, parent, cgroups)
+        _exec_runtime(command, parent)
     failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
     # Both runtimes give the standard streams to the container's user, also files of the host.
     changed = owners - _stream_owners()
@@ -91,7 +89,6 @@ def main() -> int:
     _restore_owners(changed)
     if first is not None:
         _kill_namespace(first)
-    _report_out_of_memory([os.path.dirname(path) for path in cgroups])  # noqa: PTH120
     return code
 
 
@@ -109,21 +106,6 @@ def _restore_owners(owners: set[tuple[int, int, int]]) -> None:
     for number, user, group in owners:
         with contextlib.suppress(OSError):
             os.fchown(number, user, group)
-
-
-def _report_out_of_memory(folders: Sequence[str]) -> None:
-    """Report whether the kernel killed processes at the memory limit: the program's exit code does not say so."""
-    for folder in folders:
-        # The runtime creates a cgroup below ours, and version 1 counts only in the killed process's own.
-        for place, _, names in os.walk(folder):
-            for name in {"memory.events", "memory.oom_control"}.intersection(names):
-                counts = dict(line.split() for line in _lines(f"{place}/{name}"))
-                if counts.get("oom_kill", "0") != "0":
-                    (limit,) = _lines(f"{folder}/memory.max") or _lines(f"{folder}/memory.limit_in_bytes") or [""]
-                    is_own = limit.isdecimal()
-                    why = f"they exceeded --memory {int(limit) >> 20}m" if is_own else "the node is out of memory"
-                    _print_error(f"processes of the container were killed: {why}")
-                    return
 
 
 def _lines(path: str) -> list[str]:
@@ -151,14 +133,8 @@ def _start_failure_code(folder: str) -> int:
     return 0
 
 
-def _exec_runtime(command: list[str], parent: int, cgroups: Sequence[str]) -> NoReturn:
-    """In the runtime's process: enter the cgroups, reset signals, die with this script, and exec the runtime."""
-    try:
-        for path in cgroups:
-            with open(path, "w") as file:  # noqa: PTH123
-                file.write("0")
-    except OSError:
-        os._exit(_print_error(f"the container cannot be put into its cgroup {cgroups}"))
+def _exec_runtime(command: list[str], parent: int) -> NoReturn:
+    """In the runtime's process: reset signals, die with this script, and exec the runtime."""
     try:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
