@@ -345,6 +345,28 @@ def test_a_device_s_hook_that_fails_is_not_taken_for_the_program(run: Run, tmp_p
     assert "command not found" not in ran.stderr
 
 
+def test_a_hook_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path, root: Path, runtime: Runtime) -> None:
+    script = f"echo > {tmp_path}/begun; exec sleep 600.66"
+    hook = {"hookName": "createRuntime", "path": "/bin/sh", "args": ["sh", "-c", script], "env": ["PATH=/usr/bin:/bin"]}
+    (tmp_path / "cdi").mkdir()
+    (tmp_path / "cdi" / "tool.json").write_text(
+        json.dumps({"kind": "acme.com/tool", "devices": [{"name": "0", "containerEdits": {"hooks": [hook]}}]})
+    )
+    words = ProcessOptions(command=("true",))
+    options = Options(process=words, runtime=runtime, devices=("acme.com/tool=0",))
+    container = Container(tmp_path / "container", root, {"config": CONFIG}, options, {}, cdi_folders=[tmp_path / "cdi"])
+    before = without_mixed_cgroups if runtime == "crun" else None
+    try:
+        with subprocess.Popen(container.command, preexec_fn=before) as process:  # noqa: PLW1509
+            until((tmp_path / "begun").exists)
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        for pid in running("sleep 600.66"):
+            os.kill(pid, signal.SIGKILL)
+        container.close()
+
+
 def test_a_folder_of_devices_brings_all_of_them(run: Run, tmp_path: Path) -> None:
     (tmp_path / "devices" / "more").mkdir(parents=True)
     for name in ("null", "more/zero"):

@@ -15,6 +15,7 @@ import zstandard
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.image.sources import decompress
 from bootseer.image.sources.decompress import decompressed
+from oci_images import file, layer
 
 DATA = random.Random(1).randbytes(50_000) + bytes(5_000_000)
 GZIP = gzip.compress(DATA, mtime=0)
@@ -54,6 +55,11 @@ def _cut(data: bytes, size: int) -> Iterator[bytes]:
 )
 def test_every_form_is_decompressed(stored: bytes, times: int, size: int) -> None:
     assert b"".join(decompressed(_cut(stored, size))) == DATA * times
+
+
+def test_the_name_of_the_first_file_is_no_compression() -> None:
+    stored = layer(file("BZh/data", b"x"))
+    assert b"".join(decompressed(_cut(stored, 100))) == stored
 
 
 def test_a_stream_that_comes_byte_by_byte_is_recognised() -> None:

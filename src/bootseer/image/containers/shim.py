@@ -42,6 +42,7 @@ _CAPABILITY_VERSION_3 = 0x2008_0522
 _CANNOT = 125
 _START_S = 30.0
 _END_S = 30.0
+_LOOK_S = 2.0
 _LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
 # Signals that are not forwarded: they cannot be caught, report a fault of this process, or are the terminal's stop
 # signals for background processes.
@@ -73,6 +74,10 @@ def main() -> int:
     parent, runtime = os.getpid(), os.fork()
     if runtime == 0:
         _exec_runtime(command, parent)
+    handle = os.pidfd_open(runtime)
+    while not select.select([handle], [], [], _LOOK_S)[0]:
+        if signal.sigpending() & _ENDING:  # it hangs, as in the hook of a device whose driver is broken
+            os.kill(runtime, signal.SIGKILL)
     failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
     # Both runtimes give the standard streams to the container's user, also files of the host.
     changed = owners - _stream_owners()

@@ -27,6 +27,7 @@ _SKIPPABLE = tuple(bytes([number]) + b"\x2a\x4d\x18" for number in range(0x50, 0
 _XZ = b"\xfd7zXZ\0"
 _BZIP2 = b"BZh"
 _LZ4 = b"\x04\x22\x4d\x18"
+_TAR, _TAR_AT = b"ustar", 257
 _MAX_WINDOW = 1 << 27  # the zstd program's own default limit; xz -9 needs half of it
 
 
@@ -36,7 +37,7 @@ def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
     start = b""
     for piece in pieces:
         start += piece
-        if len(start) >= 6:
+        if len(start) >= _TAR_AT + len(_TAR):
             break
     if start.startswith(_LZ4):
         raise PermanentError("compressed with lz4; supported are gzip, zstd, xz, bzip2 and no compression")
@@ -48,7 +49,7 @@ def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
     if start.startswith(_XZ):
         lzma = _module("lzma")
         return _streams(everything, "xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _MAX_WINDOW), lzma.LZMAError)
-    if start.startswith(_BZIP2):
+    if start.startswith(_BZIP2) and not start.startswith(_TAR, _TAR_AT):  # else the name of the first file
         return _streams(everything, "bzip2", _module("bz2").BZ2Decompressor, OSError)
     return (piece for piece in everything if piece)
 
