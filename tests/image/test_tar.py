@@ -76,10 +76,10 @@ def test_long_names_and_large_numbers_are_kept(dialect: int) -> None:
     assert found[1][0].name == b"b\xff"
 
 
-def test_xattrs_of_both_writers_are_read() -> None:
-    pax = {"LIBARCHIVE.xattr.user.b%20c": "AP8", "LIBARCHIVE.xattr.user.a": "eA=="}
+def test_xattrs_are_those_that_runtimes_read() -> None:
+    pax = {"LIBARCHIVE.xattr.user.b%20c": "AP8"}
     found = _read(layer(file("f", xattrs={"user.a": b"y\xff"}, pax=pax)))
-    assert found[0][0].xattrs == {b"user.a": b"y\xff", b"user.b c": b"\x00\xff"}
+    assert found[0][0].xattrs == {b"user.a": b"y\xff"}
 
 
 def test_names_are_those_that_go_gives() -> None:
@@ -186,7 +186,6 @@ def test_a_damaged_archive_is_corrupt(data: bytes) -> None:
         {"size": "x"},
         {"mtime": "now"},
         {"path": "a\0b"},
-        {"LIBARCHIVE.xattr.user.a": "!"},
     ],
 )
 def test_lying_records_are_corrupt(pax: dict[str, str]) -> None:

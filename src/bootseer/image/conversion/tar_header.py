@@ -6,15 +6,11 @@ locates the data. No I/O.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from urllib.parse import unquote_to_bytes
 
 from bootseer.errors import CorruptError
 
@@ -28,7 +24,6 @@ _SPACES = b" " * 8
 _TIME = re.compile(rb"(-?)([0-9]{1,19})(?:\.([0-9]*))?")
 _DECIMAL = re.compile(rb"[0-9]{1,19}")
 _SCHILY = b"SCHILY.xattr."
-_LIBARCHIVE = b"LIBARCHIVE.xattr."
 
 Segment = tuple[int, int]
 """Offset in the file and length of a piece of data between holes, in bytes."""
@@ -176,7 +171,7 @@ def apply_records(header: Header, records: Records) -> None:
         header.gid = decimal(values[b"gid"])
     if b"mtime" in values:
         header.mtime_ns = parse_time(values[b"mtime"])
-    header.xattrs = dict(_xattrs(values))
+    header.xattrs = {key[len(_SCHILY) :]: value for key, value in values.items() if key.startswith(_SCHILY)}
     real_size = values.get(b"GNU.sparse.realsize") or values.get(b"GNU.sparse.size")
     text = values.get(b"GNU.sparse.map")
     version = values.get(b"GNU.sparse.major", b"") + values.get(b"GNU.sparse.minor", b"")
@@ -216,23 +211,6 @@ def decimal(text: bytes) -> int:
     if not _DECIMAL.fullmatch(text):
         raise CorruptError(f"invalid number in a tar header: {text[:40]!r}")
     return int(text)
-
-
-def _xattrs(values: dict[bytes, bytes]) -> Iterator[tuple[bytes, bytes]]:
-    for key, value in values.items():
-        if key.startswith(_LIBARCHIVE):
-            name = unquote_to_bytes(key[len(_LIBARCHIVE) :])
-            if _SCHILY + name not in values:  # bsdtar writes both; SCHILY's is exact bytes
-                yield name, _base64(value)
-        elif key.startswith(_SCHILY):
-            yield key[len(_SCHILY) :], value
-
-
-def _base64(text: bytes) -> bytes:
-    try:
-        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
-    except binascii.Error as error:
-        raise CorruptError("a pax header has an extended attribute that is not base64") from error
 
 
 def _sum(data: bytes) -> int:
