@@ -247,7 +247,7 @@ def test_a_folder_is_converted_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UsageError, match="not a folder"):
         _open(f"dir:{tmp_path}/nothing")
 
 

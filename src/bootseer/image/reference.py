@@ -77,8 +77,6 @@ def parse_reference(text: str) -> Reference:
     ):
         scheme = re.match(r"https?://", text, re.IGNORECASE)
         hint = f"leave out {scheme[0]}; {_FORMS}" if scheme else _FORMS
-        if text.startswith(("dockerd://", "podman://")):  # enroot's syntax for images of local engines
-            hint = "push it to a registry, or save it to a file (docker save) for docker-archive:FILE"
         raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=hint)
     return _in_registry(text) if in_registry else _parse_any(text)
 
@@ -96,11 +94,6 @@ def store_uri(reference: Reference, given: str | None) -> str | None:
 def _parse_any(text: str) -> Reference:
     if is_content_name(text):
         return Reference(SourceKind.CONVERTED, digest=text)
-    if text.endswith((".sqsh", ".squashfs")):
-        raise UsageError(
-            f"{shown(text)!r} is a squashfs file, which has no layers",
-            hint="name its source image: host#repository:tag",
-        )
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
         return Reference(SourceKind.FOLDER, path=text)
     kind, colon, rest = text.partition(":")

@@ -26,7 +26,8 @@ def open_folder(reference: Reference, platform: Platform) -> ImageSource:
     """The folder as an image with an empty configuration. Raises `UsageError` if there is no such folder."""
     folder = Path(reference.path)
     if not folder.is_dir():
-        raise UsageError(f"{reference}: no such folder", hint="name the folder of a root file system")
+        hint = "name the folder of a root file system, or the image that a squashfs was made from"
+        raise UsageError(f"{reference}: not a folder", hint=hint)
     config = {
         "architecture": platform.architecture,
         "os": platform.os,
