@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -66,6 +67,32 @@ def test_output_that_a_slow_reader_has_not_taken_yet_is_waited_for() -> None:
     with os.fdopen(read, "rb") as pipe:
         assert pipe.read() == output
     ended.join(60)
+
+
+def test_a_process_that_writes_without_end_is_not_waited_for() -> None:
+    read, write = os.pipe()
+    between = Relay(write, re.compile(b"none"), lambda: None)
+
+    def take_slowly() -> None:
+        while os.read(read, 1 << 14):
+            time.sleep(0.01)
+
+    with subprocess.Popen(["yes"], stdout=between.write) as endless:
+        between.release()
+        threads = [
+            threading.Thread(target=work, args=words, daemon=True)
+            for work, words in ((take_slowly, ()), (between.finish, (time.monotonic() + 0.2,)))
+        ]
+        for thread in threads:
+            thread.start()
+        threads[1].join(20)
+        still_waits = threads[1].is_alive()
+        endless.kill()
+    between.finish(time.monotonic() + 60)
+    os.close(write)
+    threads[0].join(60)
+    os.close(read)
+    assert not still_waits
 
 
 def test_of_a_long_line_the_end_is_searched() -> None:

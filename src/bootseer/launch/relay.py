@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import termios
 import threading
 import time
@@ -38,6 +40,7 @@ class Relay:
         self._pattern: re.Pattern[bytes] | None = pattern
         self._on_found = on_found
         self._is_forwarding = False
+        self._num_forwarded = 0
         if os.isatty(target):
             self._read, self.write = pty.openpty()
             tty.setraw(self.write)  # the real terminal does the line editing
@@ -59,19 +62,25 @@ class Relay:
     def finish(self, deadline_s: float) -> None:
         """Wait until everything is forwarded, or a signal asks for the end.
 
-        A daemon may keep the pipe open: from `deadline_s` of the monotonic clock on, only output that a slow reader has
-        not taken yet is waited for.
+        A daemon may keep the pipe open, and write without end: from `deadline_s` of the monotonic clock on, only output
+        that is there at that time is waited for, as a slow reader may not have taken it yet.
         """
+        last = math.inf
         while self._thread.is_alive() and (time.monotonic() < deadline_s or self._is_behind()):
-            if ENDING.intersection(signal.sigpending()):
+            if self._num_forwarded >= last or ENDING.intersection(signal.sigpending()):
                 return
+            if last == math.inf and time.monotonic() >= deadline_s:
+                last = self._num_forwarded + _READ_BYTES + self._num_waiting()
             self._thread.join(_POLL_S)
 
     def _is_behind(self) -> bool:
+        # Looked at last: what is not in the pipe any more was read after it was set.
+        return self._num_waiting() > 0 or self._is_forwarding
+
+    def _num_waiting(self) -> int:
         with contextlib.suppress(OSError):
-            if fcntl.ioctl(self._read, termios.FIONREAD, b"\0" * 4) != b"\0" * 4:
-                return True
-        return self._is_forwarding  # looked at last: what is not in the pipe any more was read after it was set
+            return int(struct.unpack("=i", fcntl.ioctl(self._read, termios.FIONREAD, bytes(4)))[0])
+        return 0
 
     def _run(self) -> None:
         try:
@@ -94,6 +103,7 @@ class Relay:
                 return
             if not self._write(data):
                 return
+            self._num_forwarded += len(data)
             if self._pattern is not None:
                 *lines, rest = re.split(rb"[\r\n]", rest + data)
                 for line in lines:
