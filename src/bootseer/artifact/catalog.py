@@ -35,7 +35,6 @@ FIND_S = 10.0
 """Limit for a lookup during a start: the regular setup is the alternative."""
 _LIST_S = 600.0
 _THREADS = 8
-MAX_DOCUMENTS = 10_000
 _UNREAD = ("unreachable", "other-version")
 
 
@@ -144,10 +143,6 @@ class Catalog(Generic[D]):
         """All artifacts in the order of their keys. Raises the store's errors when listing fails."""
         until = time.monotonic() + _LIST_S
         keys = sorted(self.published_keys())
-        if len(keys) > MAX_DOCUMENTS:
-            raise PermanentError(
-                f"{self.store.uri}: {len(keys)} {self.kind.noun}s, more than the {MAX_DOCUMENTS} one can list"
-            )
         with Tasks("bootseer-catalog", min(_THREADS, len(keys) or 1)) as pool:
             answers = pool.map(lambda key: self.look(key, timeout_s=max(until - time.monotonic(), 0.1)), keys)
             found = dict(zip(keys, answers, strict=True))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from bootseer.artifact.catalog import Listing
 from bootseer.artifact.document import OtherVersionError
 from bootseer.artifact.kind import Tombstone
 from bootseer.artifact.objects import missing, put, read_all
@@ -16,7 +18,7 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, document_name
 from bootseer.env.life.catalog import ENVIRONMENTS, TRASH, Catalog, NodeCatalog
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
-from bootseer.store.store import Store
+from bootseer.store.store import Store, Stored
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
 from signing_keys import make_key, trust
 from store_doubles import Fault, FaultyStore, MemoryStore, Request
@@ -180,6 +182,14 @@ def test_one_that_cannot_be_read_does_not_hide_the_others(catalog: Catalog, stor
     assert [line.partition(":")[0] for line in found.broken] == [broken[:12]]
     assert [line.partition(":")[0] for line in found.unread] == [newer[:12], away[:12]]
     assert catalog.keys_with("lease") == {"4" * 64}
+
+
+def test_any_number_of_snapshots_can_be_listed() -> None:
+    class Full(MemoryStore):
+        def list(self, prefix: str = "") -> Iterator[Stored]:
+            yield from (Stored(document_name(f"{number:064x}"), 1) for number in range(10_001))
+
+    assert Catalog(Full(uuid.uuid4().hex)).all() == Listing((), (), ())  # another node has removed them meanwhile
 
 
 def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read_them(
