@@ -221,6 +221,19 @@ def test_what_a_killed_run_left_is_settled_by_the_next(
     assert not venv.exists()
 
 
+def test_a_folder_that_a_killed_run_left_is_the_users_who_fills_it(setup: Setup, venv: Path, show: Show) -> None:
+    pid = os.fork()
+    if pid == 0:
+        show(setup.at, venv)
+        os._exit(0)  # as after a kill: nothing is closed
+    assert os.waitpid(pid, 0)[1] == 0
+    (venv / "own").write_text("own")
+    view = show(setup.at, venv)
+    run_in(view.enter, f"{venv}/bin/tool && cat {venv}/own")
+    view.close()
+    assert [path.name for path in venv.iterdir()] == ["own"]
+
+
 def test_the_folders_of_a_job_that_outlived_its_run_are_left_alone(
     setup: Setup, tmp_path: Path, venv: Path, show: Show, said: list[str]
 ) -> None:

@@ -46,6 +46,14 @@ def test_results_in_an_environment_are_kept(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.glob("*/files/home/u/venv/results/x")] == ["x"]
 
 
+def test_a_start_searches_no_mounts_for_kept_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled(tmp_path, "/home/u/venv", "results/x")
+    searched: list[str] = []
+    monkeypatch.setattr(private_layer, "is_mounted_anywhere", searched.append)
+    settle_abandoned(tmp_path, lambda line: None)
+    assert searched == []
+
+
 @pytest.mark.parametrize("step", ["json.dumps", "delete_tree"])
 def test_results_survive_a_kill_while_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     folder = PrivateFolder(tmp_path, ["/usr", "/home/u/a", "/home/u/b"])

@@ -75,6 +75,7 @@ def show_on_host(
     Forks: call it while this process has one thread. Raises `BootseerError`, with nothing left behind.
     """
     private_layer.settle_abandoned(changes, say)
+    MountPoints(changes).remove_unused()  # of killed runs: such a folder may have become the user's own
     folder = PrivateFolder(changes, roots)
     points = MountPoints(folder.path.parent)
     try:
