@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.queue_times import parse_time, times
+from bootseer.launch.queue_times import Times, parse_time, times
 from bootseer.units import NS_PER_S
 from conftest_launch import stages
 from registry import make_certificate
@@ -124,6 +124,13 @@ def test_an_api_server_that_does_not_say_leaves_them_unobserved(api, answer):
         pods["/api/v1/namespaces/train/pods/moe-0"] = answer
     assert told(env) == (None, None, "", "")
     assert told({**env, "KUBERNETES_SERVICE_PORT": "1"}) == (None, None, "", "")
+
+
+def test_the_times_of_a_pods_first_start_are_not_those_of_a_restarted_container(api, tmp_path):
+    env, pods = api
+    pods["/api/v1/namespaces/train/pods/moe-0"] = pod(restarts=1)
+    (tmp_path / "annotations").write_text(f'kubernetes.io/config.seen="{ago(1200)}"\n')
+    assert told(env | {"BOOTSEER_PODINFO": str(tmp_path), "BOOTSEER_SUBMITTED": ago(1300)}) == Times()
 
 
 def test_a_pod_that_was_seen_long_ago_is_a_container_started_again(tmp_path):

@@ -50,6 +50,8 @@ class Times(NamedTuple):
 def times(env: Mapping[str, str], ended: threading.Event) -> Times:
     """The scheduler's times; never raises. Runs in a thread, at most until `ended` is set."""
     found = _slurm(env, ended) if env.get("SLURM_JOB_ID") else _kubernetes(env)
+    if found is None:
+        return Times()
     given = parse_time(env.get("BOOTSEER_SUBMITTED", ""))
     if given is not None:
         found = found._replace(submitted_ns=given, submitted_by="BOOTSEER_SUBMITTED")
@@ -115,25 +117,28 @@ def _output_of(command: list[str], env: Mapping[str, str], ended: threading.Even
     return ""
 
 
-def _kubernetes(env: Mapping[str, str]) -> Times:
-    created, scheduled = _pod_times(env)
-    found = Times(created, scheduled, "kubernetes api" if created else "", KUBERNETES if scheduled else "")
+def _kubernetes(env: Mapping[str, str]) -> Times | None:
+    """The pod's times; None in a container that is known to be restarted: they are those of its first start."""
+    found = _pod_times(env)
+    if found is None:
+        return None
     try:
         with (Path(env["BOOTSEER_PODINFO"]) / "annotations").open(errors="replace") as file:
             match = _CONFIG_SEEN.search(file.read(1 << 20))
     except (KeyError, OSError):
         return found
     seen = parse_time(match[1]) if match else None
-    # The annotation is the pod's: in a restarted container it has the time of the first start.
+    # Long ago: the container may be restarted.
     if seen is None or time.time_ns() - seen > _STALE_NS:
         return found
     return found._replace(started_ns=seen, started_by=KUBERNETES)
 
 
-def _pod_times(env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """When this pod was created and when it was scheduled; None where the API server is not accessible."""
+def _pod_times(env: Mapping[str, str]) -> Times | None:
+    """When this pod was created and when it was scheduled, if the API server is accessible; None if a container of the
+    pod was restarted."""
     if "KUBERNETES_SERVICE_HOST" not in env or not (ACCOUNT / "token").exists():
-        return None, None
+        return Times()
     import http.client
     import json
     import ssl
@@ -155,12 +160,14 @@ def _pod_times(env: Mapping[str, str]) -> tuple[int | None, int | None]:
             log(__name__, "the pod's times: the API server answers %d", answer.status)
             pod = json.loads(answer.read(_MAX_POD)) if answer.status == HTTPStatus.OK else {}
         if env.get("POD_UID") and env["POD_UID"] != pod.get("metadata", {}).get("uid"):
-            return None, None
+            return Times()
         status = pod.get("status", {})
         if any(each["restartCount"] for each in status.get("containerStatuses", ())):
-            return None, None  # the times of the pod's first container
+            return None
         at = [each["lastTransitionTime"] for each in status.get("conditions", ()) if each["type"] == "PodScheduled"]
-        return parse_time(pod.get("metadata", {}).get("creationTimestamp", "")), parse_time(at[0]) if at else None
+        created = parse_time(pod.get("metadata", {}).get("creationTimestamp", ""))
+        scheduled = parse_time(at[0]) if at else None
+        return Times(created, scheduled, "kubernetes api" if created else "", KUBERNETES if scheduled else "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException) as error:
         log(__name__, "the pod's times: %s", error)
-        return None, None
+        return Times()
