@@ -19,7 +19,7 @@ from typing import Generic
 
 from msgspec import Struct, field
 
-from bootseer.artifact.catalog import Catalog, Listing
+from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.kind import D, Tombstone
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.logs import logger
@@ -59,8 +59,8 @@ def prune(
     in_use: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
     expired: Callable[[D], bool] = lambda document: False,
-) -> tuple[Pruned, Listing[D]]:
-    """Delete what is no longer needed; returns what was done, and the artifacts that were there.
+) -> Pruned:
+    """Delete what is no longer needed; returns what was done.
 
     `in_use`: digests or identities mounted here. `also_used` yields names of objects that artifacts of other kinds
     need. Raises the store's errors when listing fails.
@@ -94,7 +94,7 @@ def prune(
             used |= {stored.name for tombstone in waiting for stored in tombstone.objects}
             pruning.delete(due, used, others)
     _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
-    return done, listing
+    return done
 
 
 @dataclass(frozen=True)

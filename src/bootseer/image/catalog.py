@@ -135,7 +135,7 @@ def prune(
 
     store = catalog.store
     is_gone = store.has_lost_subject if isinstance(store, OciStore) else lambda name: False
-    done, _ = prune_artifacts(
+    done = prune_artifacts(
         catalog,
         now_s,
         grace_s=math.inf if conversions(store, now_s) else grace_s,

@@ -181,7 +181,6 @@ def test_one_that_cannot_be_read_does_not_hide_the_others(catalog: Catalog, stor
     assert [each.key for each in found.documents] == [KEY, OTHER_KEY]
     assert [line.partition(":")[0] for line in found.broken] == [broken[:12]]
     assert [line.partition(":")[0] for line in found.unread] == [newer[:12], away[:12]]
-    assert catalog.keys_with("lease") == {"4" * 64}
 
 
 def test_any_number_of_snapshots_can_be_listed() -> None:
@@ -211,6 +210,16 @@ def test_a_removal_that_was_interrupted_is_finished_by_the_next(catalog: Catalog
     assert catalog.find(KEY) == document()
     assert catalog.remove(KEY, 2.0) == document()
     assert [grave.removed_s for grave in tombstones(store)] == [2.0]
+
+
+def test_it_is_known_when_a_snapshot_of_a_key_was_removed(catalog: Catalog) -> None:
+    published(catalog)
+    assert not catalog.has_removed(KEY, 0.0)
+    catalog.remove(KEY, BUILT_S + 9)
+    published(catalog)
+    assert catalog.has_removed(KEY, BUILT_S + 9)
+    assert not catalog.has_removed(KEY, BUILT_S + 10)
+    assert not catalog.has_removed(OTHER_KEY, 0.0)
 
 
 def test_what_nobody_can_read_can_be_removed(catalog: Catalog, store: Store) -> None:

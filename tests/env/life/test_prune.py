@@ -17,8 +17,6 @@ from bootseer.artifact.objects import missing, put
 from bootseer.artifact.prune import GRACE_S
 from bootseer.env.document import document_name
 from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog, prune
-from bootseer.env.life.election import lease_name
-from bootseer.env.life.quarantine import quarantine_name
 from bootseer.errors import PermanentError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
@@ -193,15 +191,6 @@ def test_hot_sets_go_with_the_last_snapshot_of_their_content(catalog: Catalog, s
     catalog.remove(OTHER_KEY, LATER_S)
     prune(catalog, LATER_S + GRACE_S + 1)
     assert list(store.list("hotsets/")) == []
-
-
-def test_quarantines_without_a_snapshot_go(catalog: Catalog, store: Store) -> None:
-    published(catalog)
-    put(store, lease_name(OTHER_KEY), b"x")  # it is being built
-    for key in (KEY, OTHER_KEY, "1" * 64):
-        put(store, quarantine_name(key), b"x")
-    prune(catalog, BUILT_S + 8 * 86400)
-    assert catalog.keys_with("quarantine") == {KEY, OTHER_KEY}
 
 
 def test_a_snapshot_that_was_built_anew_meanwhile_does_not_expire(catalog: Catalog, store: Store) -> None:

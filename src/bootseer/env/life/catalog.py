@@ -2,7 +2,6 @@
 
     environments/<key>/document         see `env.document`; replaced only on purpose
     environments/<key>/lease            the node that builds it (`election`)
-    environments/<key>/quarantine       jobs that failed with it (`quarantine`)
     environments/trash/...              removed snapshots whose objects still exist (`artifact.prune`)
 
 The copies have the same names below `<cache>/environments`: documents that were used or built here, and indexes and
@@ -15,7 +14,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from pathlib import Path
 
 from bootseer.artifact import catalog as artifacts
@@ -44,9 +42,9 @@ def _check_key(key: str) -> None:
         )
 
 
-def _key_in(name: str, last: str = "document") -> str:
-    key, _, found = name.removeprefix(FOLDER).partition("/")
-    return key if found == last and is_key(key) else ""
+def _key_in(name: str) -> str:
+    key, _, last = name.removeprefix(FOLDER).partition("/")
+    return key if last == "document" and is_key(key) else ""
 
 
 ENVIRONMENTS = Kind(
@@ -70,9 +68,10 @@ class Catalog(artifacts.Catalog[EnvironmentDocument]):
     def __init__(self, store: Store, say: Say = lambda line: None, signatures: Signatures = UNSIGNED) -> None:
         super().__init__(ENVIRONMENTS, store, say, signatures)
 
-    def keys_with(self, last: str) -> set[str]:
-        """The request keys that have a `lease` or `quarantine` (`last`) in the store."""
-        return {key for stored in self.store.list(FOLDER) if (key := _key_in(stored.name, last))}
+    def has_removed(self, key: str, since_s: float) -> bool:
+        """Whether a snapshot of this key was removed or replaced since then, as far as its tombstone is still there."""
+        names = [stored.name for stored in self.store.list(f"{TRASH}{key}-")]
+        return any(self.read_tombstone(name).removed_s >= since_s for name in names)
 
 
 def prune(
@@ -83,7 +82,7 @@ def prune(
     in_use: Collection[str] = (),
     also_used: Callable[[], Iterable[str]] = tuple,
 ) -> Pruned:
-    """`artifact.prune.prune`, with expired snapshots, and quarantines without a snapshot.
+    """`artifact.prune.prune`, with expired snapshots.
 
     `in_use` are identities of block files that are mounted here (`MountState.layers`, `kept.kept`).
     """
@@ -92,14 +91,7 @@ def prune(
         # A document from the future is not expired: this node's clock may be wrong.
         return document.max_age_s is not None and now_s - document.built_s > document.max_age_s
 
-    done, listing = prune_artifacts(
-        catalog, now_s, grace_s=grace_s, in_use=in_use, also_used=also_used, expired=is_expired
-    )
-    if not listing.unread:
-        used = {document.key for document in listing.documents} | catalog.keys_with("lease")
-        for key in catalog.keys_with("quarantine") - used:
-            done.try_step(key, partial(catalog.store.delete, f"{FOLDER}{key}/quarantine"))
-    return done
+    return prune_artifacts(catalog, now_s, grace_s=grace_s, in_use=in_use, also_used=also_used, expired=is_expired)
 
 
 MAX_UNUSED_S = 30 * 24 * 3600.0
@@ -110,7 +102,7 @@ _OBJECT_S = 120.0
 class NodeCatalog:
     """This node's copies. `say` gets a line for each copy that cannot be written.
 
-    A document's content never changes, so a copy stays valid; age limit and quarantine apply to it, too. On a full disk
+    A document's content never changes, so a copy stays valid; the age limit applies to it, too. On a full disk
     only the copy is missing. Safe to use from many threads and processes.
     """
 

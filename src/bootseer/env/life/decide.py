@@ -53,7 +53,6 @@ REASONS: Mapping[str, str] = {
     "hit-after-wait": "another start built the snapshot while this one waited for it",
     "no-snapshot": "there is no snapshot of this environment yet",
     "expired": "the snapshot is older than its age limit: it is built anew",
-    "quarantined": "a job died while it imported, right after it got this snapshot: it is built anew, once",
     "unsigned": "signatures are required, and no trusted key has signed the snapshot",
     "no-key": "no snapshot can be used; a new one must be signed, and this start has no key for that",
     "broken": "what the store keeps as the snapshot's document cannot be one: it is built anew",
@@ -118,17 +117,17 @@ def decide(
     now_s: float,
     problems: tuple[str, ...] = (),
     refusal: tuple[str, str] | None = None,
-    quarantined: str = "",
+    damaged: str = "",
     may_publish: bool = True,
 ) -> Decision:
     """The first decision.
 
     `found` may be `Lookup("none")` with `bypass` and with `problems`, which are the key's (`RequestKey.problems`);
-    `refusal` is code and message of the gate for the document; `quarantined` is the reason why the document is suspect
-    (`Quarantine.reason`), empty if it is not. Without `may_publish` signatures are required and this start has no key:
-    its snapshot would be unusable, and would prevent others from publishing one.
+    `refusal` is code and message of the gate for the document; `damaged` is the defect that this start has found in the
+    snapshot, empty if none. Without `may_publish` signatures are required and this start has no key: its snapshot would
+    be unusable, and would prevent others from publishing one.
     """
-    decision = replace(next(_applicable(mode, found, now_s, problems, refusal, quarantined)), mode=mode)
+    decision = replace(next(_applicable(mode, found, now_s, problems, refusal, damaged)), mode=mode)
     if decision.action is Action.BUILD and not may_publish:
         unsigned = decision.code == "unsigned"
         words = decision.reason if unsigned else f"{decision.reason}; {_NO_KEY}"
@@ -181,7 +180,7 @@ def _applicable(
     now_s: float,
     problems: tuple[str, ...],
     refusal: tuple[str, str] | None,
-    quarantined: str,
+    damaged: str,
 ) -> Iterator[Decision]:
     """The decisions that apply: the first one counts."""
     document, state = found.document, found.kind
@@ -206,8 +205,8 @@ def _applicable(
     if refusal is not None:
         # A rebuild would be refused where this one is used, and the two platforms would replace it in turns.
         yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])
-    if stale := "quarantined" if quarantined else "expired" if document.expired(now_s) else "":
-        words = quarantined or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
+    if stale := "damaged" if damaged else "expired" if document.expired(now_s) else "":
+        words = damaged or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
         if state == "unreachable":  # a new one could not be published now
             yield Decision(Action.INSTALL, stale, words)
         yield Decision(Action.BUILD, stale, words, replaces=document, replace=True)

@@ -98,11 +98,11 @@ def wait(
 def new_document(catalog: Catalog, key: str, replaces: EnvironmentDocument | None) -> EnvironmentDocument | None:
     """The published snapshot, unless it is the one that is to be replaced."""
     document = catalog.look(key).document
-    if document is None or (replaces is not None and _build_id(document) == _build_id(replaces)):
+    if document is None or (replaces is not None and build_id(document) == build_id(replaces)):
         return None
     return document
 
 
-def _build_id(document: EnvironmentDocument) -> tuple[str, str, float]:
+def build_id(document: EnvironmentDocument) -> tuple[str, str, float]:
     """Distinguishes two builds of one key; independent of the age limit, which a start may shorten."""
     return document.digest, document.builder, document.built_s

@@ -64,7 +64,6 @@ def look_up(task: Task, image: str, *, damaged: str = "") -> LookupResult:
     """
     # Needed by the child and by the run: imported before the fork, they are loaded once.
     import bootseer.artifact.lease
-    import bootseer.env.life.quarantine
     import bootseer.store.open
 
     if task.store_uri.startswith("oci://"):

@@ -20,7 +20,6 @@ from bootseer.env.keys.request_key import KeyRequest, facts_folder_of, request_k
 from bootseer.env.life import election
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
-from bootseer.env.life.quarantine import Quarantine
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.store.open import open_store
@@ -98,17 +97,16 @@ class LookupProcess:
             return decide(mode, Lookup("none"), now_s=time.time(), problems=key.problems)
         node_catalog = NodeCatalog(task.options.cache, self._say, task.signatures)
         found = node_catalog.look_up(catalog, key.digest)
-        document, suspicion = found.document, ""
+        document = found.document
         if document is not None:
             document = self._with_age_limit(document)
             found = dataclasses.replace(found, document=document)
-            suspicion = Quarantine(catalog.store, self._say).reason(document)
         return decide(
             mode,
             found,
             now_s=time.time(),
             refusal=self._refusal(document),
-            quarantined=self._damaged or suspicion,
+            damaged=self._damaged,
             may_publish=task.signatures.may_publish,
         )
 

@@ -25,11 +25,10 @@ from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Tru
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
-from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring.roots import Division
 from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.env.snapshot.write import Written, write_snapshot
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import PermanentError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
@@ -163,11 +162,6 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
         node_catalog = NodeCatalog(options.cache, lambda line: send({"say": line}))
         if published:
             node_catalog.keep(document, catalog.encode_signed(document))
-            if publication.decision.replaces is not None:
-                try:
-                    Quarantine(store, lambda line: send({"say": line})).rebuilt(publication.decision.replaces)
-                except BootseerError as error:
-                    send({"say": f"the quarantine of the replaced snapshot remains: {error}"})
         send(
             {
                 "published": published,

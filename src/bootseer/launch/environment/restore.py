@@ -1,10 +1,10 @@
-"""Restore a snapshot instead of running the setup, and quarantine it if the command's failure points at it.
+"""Restore a snapshot instead of running the setup, and remove it from its store if it turns out to be bad.
 
-    environment_quarantine      the snapshot is suspect: the next start rebuilds it
+    environment_quarantine      the snapshot was removed: the next start makes it anew
 
-Evidence is a failed import in one of the command's processes (an event of the hook), or a processor fault before
-training began, as of code that was built for another processor. If reads found a part of the snapshot damaged or
-missing in the store, it is removed at once.
+It is removed if reads found a part of it damaged or missing in the store, and if the command's failure points at it: by
+a failed import in one of its processes (an event of the hook), or a processor fault before training began, as of code
+that was built for another processor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from bootseer.artifact.workload import is_publisher, workload_key
 from bootseer.env.document import EnvironmentDocument, apply_exports
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
-from bootseer.env.life.election import new_document
-from bootseer.env.life.quarantine import Quarantine
+from bootseer.env.life.election import build_id
 from bootseer.env.restoring import loose, placement
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import LayerOptions, mount_layer
@@ -43,6 +42,7 @@ from bootseer.units import format_seconds, listed
 EVENT = "environment_quarantine"
 IMPORT_FAILED = "import_failed"
 _EARLY_S = 60.0
+_DAY_S = 86_400.0
 _FAULTS = {128 + number: number.name for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)}
 _FALLBACKS = (
     ((loose.Conflict,), "conflict"),
@@ -178,52 +178,45 @@ def _restore(
 
 
 def remove_damaged(task: Task, document: EnvironmentDocument, damage: str) -> None:
-    """Remove a snapshot of which the store has damaged or lost a part, as a read has found: the next start builds it
-    anew. One that another start has built meanwhile stays."""
-
-    def remove(store: Store) -> None:
-        catalog = Catalog(store, say)
-        unchanged = new_document(catalog, document.key, document) is None
-        if unchanged and catalog.remove(document.key, time.time()) is not None:
-            say(f"the environment's snapshot {key} is removed from its store: the next start makes it anew")
-
-    key = document.key[:12]
-    try:
-        _with_store(task, remove)
-    except BootseerError as error:
-        say(f"the environment's snapshot {key} was not removed from its store: {error}; see bootseer env remove")
-    _report_suspicion(task, document, damage)
+    """Remove a snapshot of which the store has damaged or lost a part, as a read has found."""
+    _remove(task, document, damage)
 
 
 def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:
-    """Quarantine the snapshot if there is evidence against it. The command ended with `code` after `seconds`."""
+    """Remove the snapshot if there is evidence against it. The command ended with `code` after `seconds`."""
     if seconds > _EARLY_S:
         return
     events = task.session.tail().poll(last=True)
     if any(event.stage == TRAINING_BEGAN for event in events):
         return
-    reason = _evidence(events, code)
-    if not reason:
-        return
+    if reason := _evidence(events, code):
+        _remove(task, document, reason, once_a_day=True)
 
-    def mark(store: Store) -> None:
-        if Quarantine(store, say).mark(document, task.node, reason, time.time()):
-            message = "is quarantined: the next start rebuilds it"
-        else:
-            message = "is used further: it was rebuilt for this before"
-        say(f"{reason}: the environment's snapshot {document.key[:12]} {message}")
+
+def _remove(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: bool = False) -> None:
+    """Remove a snapshot from its store, so that the next start makes it anew. One that another start has made meanwhile
+    stays. `once_a_day`: it stays if one of its key was removed within a day, as then either the job is at fault, or the
+    setup is not reproducible."""
+    label = f"{why}: the environment's snapshot {document.key[:12]}"
+
+    def remove(store: Store) -> bool:
+        catalog = Catalog(store, say)
+        found = catalog.look(document.key)
+        if found.kind == "none" or (found.document is not None and build_id(found.document) != build_id(document)):
+            return False
+        if once_a_day and catalog.has_removed(document.key, time.time() - _DAY_S):
+            say(f"{label} is used further, as one was removed within the last day; --env refresh makes it anew")
+            return False
+        catalog.remove(document.key, time.time())
+        say(f"{label} is removed from its store: the next start makes it anew")
+        return True
 
     try:
-        _with_store(task, mark)
+        if _with_store(task, remove):
+            attrs = {"key": document.key, "why": why}
+            task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=attrs)
     except BootseerError as error:
-        say(f"{reason}: the environment's snapshot was not quarantined: {error}; start with --env refresh or bypass")
-        return
-    _report_suspicion(task, document, reason)
-
-
-def _report_suspicion(task: Task, document: EnvironmentDocument, reason: str) -> None:
-    session = task.session
-    session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": reason})
+        say(f"{label} was not removed from its store: {error}; --env refresh makes it anew")
 
 
 def _evidence(events: list[Event], code: int) -> str:
@@ -234,14 +227,11 @@ def _evidence(events: list[Event], code: int) -> str:
     return f"the command died by {_FAULTS[code]}" if code in _FAULTS else ""
 
 
-def _with_store(task: Task, work: Callable[[Store], None]) -> None:
-    """Open the store for this work, in a child if its client may have threads."""
+def _with_store(task: Task, work: Callable[[Store], bool]) -> bool:
+    """The result of this work with the store, in a child if its client may have threads."""
 
-    def work_in_store() -> None:
+    def work_in_store() -> bool:
         with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
-            work(store)
+            return work(store)
 
-    if breaks_forks(task.store_uri):
-        run_in_child(work_in_store)
-    else:
-        work_in_store()
+    return bool(run_in_child(work_in_store)) if breaks_forks(task.store_uri) else work_in_store()
