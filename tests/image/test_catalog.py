@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.hotsets import hotset_name
-from bootseer.artifact.lease_state import LeaseRecord
 from bootseer.artifact.objects import missing, put
 from bootseer.artifact.prune import GRACE_S
 from bootseer.errors import PermanentError
-from bootseer.image.catalog import conversions, converting, images_in, prune, read_document, remove
+from bootseer.image.catalog import images_in, prune, read_document, remove
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions
 from bootseer.image.document import ImageDocument
@@ -103,35 +102,16 @@ def test_an_image_that_was_deleted_from_its_repository_takes_its_converted_form_
         assert read_document(store, there.digest)[0] == there
 
 
-def test_what_is_mounted_or_being_converted_is_not_removed(tmp_path: Path, store: Store) -> None:
+def test_what_is_mounted_is_not_removed(tmp_path: Path, store: Store) -> None:
     image, other = (converted(tmp_path, store, name) for name in ("image", "other"))
     images = images_in(store)
     assert remove(images, image.digest, NOW_S, mounted={image.digest: "/mnt"}) == "it is mounted at /mnt"
-    with converting(store, image.digest, "node-7"):
-        assert "node-7" in remove(images, image.digest, time.time(), mounted={})
-        assert remove(images, other.digest, time.time(), mounted={}) == ""
-        assert "does not have it" in remove(images, other.digest, time.time(), mounted={})
-        # It may use layers of what was removed.
-        done = prune(images, time.time() + 10, grace_s=0)
-        assert (done.deleted, done.num_waiting) == (set(), 1)
+    assert remove(images, other.digest, time.time(), mounted={}) == ""
+    assert "does not have it" in remove(images, other.digest, time.time(), mounted={})
     assert images.find(image.digest) == image
-    assert conversions(store, time.time()) == {}
     assert remove(images, image.digest, NOW_S, mounted={}, dry_run=True) == ""
     assert images.find(image.digest) == image
     assert prune(images, time.time() + 10, grace_s=0).deleted
-
-
-def test_a_conversion_whose_node_died_holds_nothing_up_for_ever(tmp_path: Path, store: Store) -> None:
-    image = converted(tmp_path, store, "image")
-    record = LeaseRecord("ab" * 16, "node-1", 1, NOW_S, beat=6)
-    put(store, f"image-leases/{image.digest.replace(':', '-')}-{'0' * 16}", record.encode())
-    images = images_in(store)
-    assert list(conversions(store, NOW_S + 3600)) == [image.digest]
-    remove(images, image.digest, NOW_S + 4000, mounted={})
-    done = prune(images, NOW_S + 4000 + LATER_S - NOW_S)
-    assert set(missing(store, image.objects)) == set(image.objects)
-    assert done.problems == []
-    assert list(store.list("image-leases/")) == []
 
 
 def test_what_environments_or_a_replaced_conversion_need_is_known(tmp_path: Path) -> None:

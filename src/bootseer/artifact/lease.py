@@ -16,7 +16,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,10 +25,8 @@ from bootseer.artifact.lease_state import MAX_BYTES, TTL_S, LeaseObservation, Le
 from bootseer.artifact.objects import put, read_all
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.retry import retrying
-from bootseer.logs import logger
 from bootseer.store.store import Store
 
-_log = logger(__name__)
 _LOOK_S = 5.0
 _SETTLE_S = (0.2, 0.5)
 """Delay between writing a taken lease and reading it back: longer than a competitor takes from reading to writing."""
@@ -177,31 +175,3 @@ def _as_held(seen: LeaseObservation, now_s: float) -> Held | NoLease:
     if seen.kind == "unknown":
         return NoLease(seen.why)
     return Held(seen.record.words(now_s) if seen.record is not None else "by a node whose lease cannot be read")
-
-
-@contextlib.contextmanager
-def announced(store: Store, name: str, node: str) -> Iterator[None]:
-    """For the duration of the block, announce with a lease under a unique `name` that something is being built.
-
-    If the store refuses it, that is logged and the build is invisible to others."""
-    record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), time.time())
-    lease, over = Lease(store, name, record), threading.Event()
-    try:
-        put(store, name, record.encode(), timeout_s=2 * _LOOK_S)
-    except BootseerError as error:
-        _log.info("%s is not announced: %s", name, error)
-        yield
-        return
-
-    def beat() -> None:
-        while not over.wait(lease.interval_s):
-            lease.beat()
-
-    thread = threading.Thread(target=beat, name="bootseer-lease", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(2 * _LOOK_S + lease.interval_s)
-        lease.release()

@@ -66,11 +66,6 @@ class LeaseRecord(Struct, frozen=True):
         """The holder, for messages."""
         return f"{self.node} (process {self.pid}) has been building it for {max(now_s - self.since_s, 0):.0f} s"
 
-    @property
-    def last_beat_s(self) -> float:
-        """The earliest time of the last heartbeat: seconds since 1970, by the holder's clock."""
-        return self.since_s + self.beat * self.interval_s
-
     def encode(self) -> bytes:
         return encode(self, SCHEMA)
 

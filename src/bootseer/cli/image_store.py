@@ -45,8 +45,8 @@ def remove_command(
 ) -> None:
     """Remove the converted form of images, by name or digest. Later starts convert them again.
 
-    The images themselves stay. An image that is mounted on this node or being converted is not removed, and the exit
-    code is 1. The files stay in the store until `bootseer image prune`, a day later, deletes them.
+    The images themselves stay. An image that is mounted on this node is not removed, and the exit code is 1. The files
+    stay in the store until `bootseer image prune`, a day later, deletes them.
 
     \b
     bootseer image remove registry:5000/team/train:6
@@ -85,8 +85,8 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     """Delete the files of removed images that no other image or environment of the store needs.
 
     If converted images are kept in the image's own repository, an image that was deleted from its registry counts as
-    removed. Images mounted on this node are kept, and nothing is deleted while an image is being converted. Mounts of
-    other nodes are unknown: the grace period must be longer than such a node takes to fetch an image.
+    removed. Images mounted on this node are kept. Mounts of other nodes are unknown: the grace period must be longer
+    than such a node takes to fetch an image.
 
     \b
     bootseer image prune --store oci://registry:5000/team/train

@@ -2,25 +2,20 @@
 
     images/sha256-<hex>                         the document (`image.document`)
     image-trash/sha256-<hex>-<16 hex>           a removed image whose objects still exist (`artifact.prune`)
-    image-leases/sha256-<hex>-<16 hex>          a running conversion (`artifact.lease`)
     layers/<hex>                                results of conversions by layer (`conversion.layer_document`)
 
-Images share layers. A conversion reuses layers that it finds in the store, so nothing is deleted while one runs, and it
-checks that they still exist before it publishes.
+Images share layers. A conversion reuses layers that it finds in the store, and checks when it publishes that they still
+exist.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.kind import Kind
-from bootseer.artifact.lease import announced, look
 from bootseer.artifact.objects import read_all
 from bootseer.artifact.progress import Say
 from bootseer.artifact.prune import GRACE_S, Pruned
@@ -32,10 +27,8 @@ from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_
 from bootseer.image.sources.manifest import check_document
 from bootseer.store.store import Store, is_content_name
 
-_FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
+_FOLDER, _TRASH, _LAYERS = "images/", "image-trash/", "layers/"
 _READ_S = 60.0
-_SILENT_S = 3600.0
-"""Age of a lease after which its conversion counts as dead. Generous, because it compares two nodes' clocks."""
 
 
 def _check_digest(digest: str) -> None:
@@ -83,35 +76,13 @@ def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) 
     return images_in(store, signatures=signatures).read(digest, _READ_S)
 
 
-def converting(store: Store, digest: str, node: str) -> AbstractContextManager[None]:
-    """Hold a lease that announces a conversion. `digest` is empty for a source whose digest is not known yet."""
-    name = digest or f"sha256:{secrets.token_hex(32)}"
-    return announced(store, f"{_LEASES}{name.replace(':', '-')}-{secrets.token_hex(8)}", node)
-
-
-def conversions(store: Store, now_s: float) -> dict[str, str]:
-    """Digests of the images that are being converted into a store, each with a message that names the node."""
-    found = {}
-    for stored in store.list(_LEASES):
-        record = look(store, stored.name).record
-        if record is not None and not record.released and now_s - record.last_beat_s < _SILENT_S:
-            found[_digest_of_lease(stored.name)] = f"{record.node} (process {record.pid}) is converting it"
-    return found
-
-
-def _digest_of_lease(name: str) -> str:
-    return name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1)
-
-
 def remove(
     catalog: Catalog[ImageDocument], digest: str, now_s: float, *, mounted: Mapping[str, str], dry_run: bool = False
 ) -> str:
-    """Remove an image from the catalog; `prune` deletes its objects later. Returns why it was not removed: it is being
-    converted, or mounted here; `mounted` maps digests to mount points."""
+    """Remove an image from the catalog; `prune` deletes its objects later. Returns why it was not removed, if so.
+    `mounted` maps digests of images that are mounted here to mount points."""
     if digest in mounted:
         return f"it is mounted at {mounted[digest]}"
-    if reason := conversions(catalog.store, now_s).get(digest):
-        return reason
     if catalog.look(digest).kind == "none":
         return f"{catalog.store.uri} does not have it"
     if not dry_run:
@@ -138,15 +109,11 @@ def prune(
     done = prune_artifacts(
         catalog,
         now_s,
-        grace_s=math.inf if conversions(store, now_s) else grace_s,
+        grace_s=grace_s,
         in_use=mounted,
         also_used=also_used,
         expired=lambda document: is_gone(document.name),
     )
-    alive = conversions(store, now_s)
-    for stored in list(store.list(_LEASES)):
-        if _digest_of_lease(stored.name) not in alive:
-            done.try_step(stored.name, partial(store.delete, stored.name))
     for stored in list(store.list(_LAYERS)) if done.deleted else ():
         if _is_gone(store, stored.name, done.deleted):
             done.try_step(stored.name, partial(store.delete, stored.name))

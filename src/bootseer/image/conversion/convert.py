@@ -8,7 +8,6 @@ repository of the source image, the document is attached to that image as a refe
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -29,7 +28,7 @@ from bootseer.erofs.reader import ErofsReader, Read
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import CorruptError
-from bootseer.image.catalog import converting, images_in
+from bootseer.image.catalog import images_in
 from bootseer.image.conversion.layer import CancelledError, ConvertOptions, LayerJob
 from bootseer.image.conversion.layer_document import ConvertedLayer, stack_digest
 from bootseer.image.document import ImageDocument, LayerFile
@@ -66,18 +65,17 @@ def convert(
     """
     keep_freed_memory()
     options = options or ConvertOptions()
-    with converting(store, source.digest, socket.gethostname()):
-        if source.folder is not None:
-            document = _convert_folder(source, source.folder, store, options, progress)
-        else:
-            # A layer's thread often waits, for its source or the store's disk. With one layer per processor a third of
-            # two processors was idle.
-            jobs = jobs or min(_MAX_JOBS, 2 * len(os.sched_getaffinity(0)))
-            layers = _Conversion(source, store, options, progress, jobs).run()
-            assembled = _assemble(source, store, options, layers)
-            document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
-        subject = source.digest if source.location and source.location == store.uri else None
-        images_in(store, signatures=options.signatures).publish(document, replace=True, subject=subject)
+    if source.folder is not None:
+        document = _convert_folder(source, source.folder, store, options, progress)
+    else:
+        # A layer's thread often waits, for its source or the store's disk. With one layer per processor a third of
+        # two processors was idle.
+        jobs = jobs or min(_MAX_JOBS, 2 * len(os.sched_getaffinity(0)))
+        layers = _Conversion(source, store, options, progress, jobs).run()
+        assembled = _assemble(source, store, options, layers)
+        document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
+    subject = source.digest if source.location and source.location == store.uri else None
+    images_in(store, signatures=options.signatures).publish(document, replace=True, subject=subject)
     return document
 
 
