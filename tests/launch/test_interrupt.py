@@ -47,7 +47,7 @@ import sys
 from bootseer.errors import Interrupted
 from bootseer.launch.interrupt import interruptible
 try:
-    with interruptible(float(sys.argv[1]), "what is left is removed later"):
+    with interruptible(once=True):
         wait()
 except Interrupted:
     print("ended", flush=True)
@@ -55,10 +55,10 @@ except Interrupted:
 """
 
 
-def started(program: str, grace_s: float) -> subprocess.Popen[str]:
+def started(program: str) -> subprocess.Popen[str]:
     """A process in its block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program + BLOCK, str(grace_s)],
+        [sys.executable, "-c", program + BLOCK],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -68,46 +68,35 @@ def started(program: str, grace_s: float) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.parametrize("program", [DEAF, CLEANING.replace("sleep(1)", "sleep(100)")])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_main_thread_that_hears_no_signal_ends_with_its_process(number: signal.Signals) -> None:
-    with started(DEAF, 0.5) as process:
-        process.send_signal(number)
-        _, said = process.communicate(timeout=100)
-    assert process.returncode == 128 + number
-    assert said == "\nbootseer: ended while servers did not answer; what is left is removed later\n"
-
-
-def test_what_is_undone_in_time_is_undone_whatever_signals_follow() -> None:
-    with started(CLEANING, 100.0) as process:
+def test_a_second_signal_ends_the_process_at_once(program: str, number: signal.Signals) -> None:
+    with started(program) as process:
         assert process.stdout is not None
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "cleaning\n"
-        for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+        if program is not DEAF:
+            assert process.stdout.readline() == "cleaning\n"
+        until = time.monotonic() + 100
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
             process.send_signal(number)
-        out, said = process.communicate(timeout=100)
-    assert (process.returncode, out, said) == (3, "clean\nended\n", "")
+    assert process.returncode == -number
 
 
-def test_what_is_not_undone_in_time_is_left() -> None:
-    with started(CLEANING.replace("sleep(1)", "sleep(100)"), 0.3) as process:
+def test_what_was_begun_is_undone_after_one_signal() -> None:
+    with started(CLEANING) as process:
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=90)
-    assert (process.returncode, out) == (130, "cleaning\n")
-    assert "ended while servers did not answer" in said
+        out, said = process.communicate(timeout=100)
+    assert (process.returncode, out) == (3, "cleaning\nclean\nended\n")
+    assert said == "bootseer: interrupted: cleaning up; a second signal ends it at once\n"
 
 
 def test_a_block_leaves_nothing_behind() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    for _ in range(3):
-        with interruptible(0.1):
+    for once in (False, True):
+        with interruptible(once=once):
             pass
-    for thread in threading.enumerate():
-        if thread.name == "bootseer-patience":
-            thread.join(60)  # it ends a moment after the block
-            assert not thread.is_alive()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert signal.set_wakeup_fd(-1) == -1
-    time.sleep(0.3)  # nothing ends this process
 
 
 @pytest.mark.parametrize("begin", [Executor("test-pool", 2).submit, partial(Timer("test-timer").after, 0.0)])

@@ -22,9 +22,6 @@ from bootseer.errors import AlreadyExistsError, UsageError
 from bootseer.launch.interrupt import interruptible
 from bootseer.units import format_bytes, format_seconds, plural
 
-_PATIENCE_S = 2.0
-_PUT_RESTS = "repeat the put to resume it; otherwise later writers or `bootseer ckpt remove` delete what was written"
-
 
 @click.command("put")
 @click.argument("source", metavar="SRC", type=click.Path(exists=True))
@@ -65,7 +62,7 @@ def put_command(
     """
     local = Path(source).absolute()
     began_s = time.monotonic()
-    with interruptible(_PATIENCE_S, _PUT_RESTS), files_at(job) as files, Progress("writing") as progress:
+    with interruptible(once=True), files_at(job) as files, Progress("writing") as progress:
         settings = PutSettings(
             replace=replace,
             policy=changed(files.policy(""), stripes),
@@ -108,7 +105,6 @@ def put_command(
 
 
 _PIECE_BYTES = 32 << 20
-_GET_RESTS = "what was copied is kept in a hidden folder next to the target, which the next get resumes or removes"
 
 
 @click.command("get")
@@ -137,7 +133,7 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
     """
     folder, name = split(checkpoint)
     began_s = time.monotonic()
-    with interruptible(_PATIENCE_S, _GET_RESTS), files_at(folder) as files, Progress("reading") as progress:
+    with interruptible(once=True), files_at(folder) as files, Progress("reading") as progress:
         name = resolved(files, name)
         if target == "-":
             if output.as_json or replace or only:
@@ -196,11 +192,7 @@ def verify_command(checkpoint: str, output: Output) -> None:
     bootseer ckpt verify hdfs://namenode/jobs/moe/latest
     """
     folder, name = split(checkpoint)
-    with (
-        interruptible(_PATIENCE_S, "nothing was changed"),
-        files_at(folder) as files,
-        Progress("verifying") as progress,
-    ):
+    with interruptible(once=True), files_at(folder) as files, Progress("verifying") as progress:
         name = resolved(files, name)
         found = verify(files, name, progress=progress.show_bytes)
         uri, fallback = f"{files.place.uri}/{name}", tell_fallback(files.place.facts())
