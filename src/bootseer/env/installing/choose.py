@@ -25,12 +25,8 @@ from bootseer.env.keys.requirement import FileKind
 from bootseer.env.keys.requirements import Requirements
 from bootseer.errors import PermanentError
 
-_OLDEST_UV = (0, 5, 0)
-"""The oldest uv with all options that `pip_settings` uses; older ones would ignore an index."""
-_OLDEST_FOR_LOCKS = (0, 7, 0)
-"""The oldest uv that reads and writes `pylock.toml`."""
-_OLDEST_PIP = (20, 3)
-"""Older versions of pip do not resolve."""
+_OLDEST_UV = (0, 7, 0)
+"""The oldest uv that reads and writes `pylock.toml`; before 0.5 it would ignore an index."""
 _CONDAS = ("micromamba", "mamba", "conda")
 _FOR_LOCKS = {"UV_PREVIEW_FEATURES": "pylock", "UV_PYTHON_DOWNLOADS": "never"}
 # A lock determines its versions; uv stops if it is given further ones.
@@ -101,13 +97,10 @@ def choose(
             variables.arguments += [word for name in names for word in ("--reinstall-package", name)]
         if not python.writable:
             variables.refusals.insert(0, f"{python.prefix} is not writable: pip installs for the user alone")
-        old = _pip_version(python, root)
-        if old is not None and old < _OLDEST_PIP:
-            variables.refusals.append("this Python's pip is older than pip's resolver, and may take other versions")
         return variables
 
     if kind != "requirements":
-        program, reason = _find_uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
+        program, reason = _find_uv(env, python, run, own_uv)
         if not program:
             install = "pip install 'bootseer[env]' where BootSeer is installed"
             return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}; {install}")
@@ -128,7 +121,7 @@ def choose(
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
-        uv, reason = _find_uv(env, python, run, _OLDEST_UV, "" if python.pip else own_uv)
+        uv, reason = _find_uv(env, python, run, "" if python.pip else own_uv)
     if reason:
         return Installation((pip,), reason)
     words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
@@ -148,9 +141,7 @@ def _conda(file: str, prefix: str, env: Mapping[str, str], run: Run) -> Installa
     return Installation((Command("conda", (tool, *words, "--prefix", prefix, "--file", file), {}),))
 
 
-def _find_uv(
-    env: Mapping[str, str], python: Interpreter, run: Run, oldest: tuple[int, ...], own: str = ""
-) -> tuple[tuple[str, ...], str]:
+def _find_uv(env: Mapping[str, str], python: Interpreter, run: Run, own: str = "") -> tuple[tuple[str, ...], str]:
     """The words that start a working uv, or why there is none."""
     beside = str(PurePosixPath(python.scripts) / "uv")
     on_path = shutil.which("uv", path=env.get("PATH"))
@@ -160,19 +151,10 @@ def _find_uv(
         ran = run([*words, "--version"], env=env, deadline_s=_PROBE_DEADLINE_S)
         found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.stdout)
         if ran.code == 0 and found:
-            if tuple(map(int, found.groups())) >= oldest:
+            if tuple(map(int, found.groups())) >= _OLDEST_UV:
                 return words, ""
             reason = f"uv {'.'.join(found.groups())} is too old"
     return (), reason
-
-
-def _pip_version(python: Interpreter, root: str) -> tuple[int, ...] | None:
-    for folder in python.folders:
-        for info in path_in_root(root, folder).glob("pip-*.dist-info"):
-            found = re.match(r"pip-(\d+)\.(\d+)", info.name)
-            if found:
-                return tuple(map(int, found.groups()))
-    return None
 
 
 def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
