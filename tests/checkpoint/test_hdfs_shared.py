@@ -282,7 +282,9 @@ def test_a_quota_is_no_room_on_a_mount(cluster: HdfsCluster, tmp_path: Path, mon
 
 def _mount(uri: str, folder: Path) -> MountedCheckpoint:
     target, runtime = folder / "m", folder / "run"
-    words = [uri, str(target), str(runtime), "", "stripes=2"]
+    with closing(open_place(uri)) as place:
+        Files(place).set_policy("", Policy(stripes=2))
+    words = [uri, str(target), str(runtime), ""]
     (ended,) = warm.run(_MOUNT_JOB, words, folder=folder / "said", parent=warm.CHECKPOINTS)
     said = json.loads(ended.stdout)
     assert said.get("target") == str(target), said
