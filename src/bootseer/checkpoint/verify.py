@@ -1,33 +1,33 @@
 """Reading a checkpoint to its last byte and comparing it with what was written.
 
-Of striped files, each chunk is compared with its digest and each row with its parity, not as readers do it: a chunk is
-asked from one node only, and what that node gives is judged. Of ordinary files, a place with checksums compares those;
-elsewhere it can only be said that they can be read.
+Of striped files, each chunk is compared with its digest, and each parity part, whose chunks have none, with its
+SHA-256, not as readers do it: bytes are asked from one node only, and what that node gives is judged. Of ordinary
+files, a place with checksums compares those; elsewhere it can only be said that they can be read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
-from bootseer.checkpoint.layout import chunk_place, make_ready, row_of, xor_into
+from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.tasks import Count, Tasks
 from bootseer.places.place import OpenFile
 
-_ROWS_AT_ONCE = 8
-"""Or pieces, or small files."""
-_CHUNKS_AT_ONCE = 96
-"""In memory: rows of many stripes are not looked at so many at once."""
+_AT_ONCE = 16
+"""Parts, pieces of ordinary files, or small files."""
 _PIECE_BYTES = 4 << 20
 _READ_S = 120.0
 
@@ -68,7 +68,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
     size_bytes = sum(info.size_bytes for info in infos)
     count = Count(size_bytes, progress)
     problems: list[Problem] = []
-    with Tasks("bootseer-verify", _ROWS_AT_ONCE) as threads:
+    with Tasks("bootseer-verify", _AT_ONCE) as threads:
 
         def look(info: FileInfo, each: Map) -> list[Problem]:
             try:
@@ -97,7 +97,7 @@ def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]
 
         def look(offset: int) -> Problem | None:
             length = min(_PIECE_BYTES, file.size_bytes - offset)
-            ((_, outcome),) = _read([(file, offset, length)], check=True)
+            _, outcome = _read(file, offset, length, check=True)
             count.add(length)
             if outcome.error is None:
                 return None
@@ -106,96 +106,73 @@ def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]
         return [found for found in each(look, range(0, file.size_bytes, _PIECE_BYTES)) if found]
 
 
+_Bad = tuple[int, str, str]
+"""A chunk of a segment, what is wrong with it, and the node that gave it."""
+
+
 def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> list[Problem]:
     lost = set(files.lost_parts(path, head))
-    make_ready()
 
-    def opened(part: Part, stack: contextlib.ExitStack) -> OpenFile | BootseerError:
+    def look(segment: Segment, part: Part, chunks: range) -> list[_Bad]:
         at = part_path(path, head.id, part.name)
-        if part.name in lost:
-            return CorruptError(f"{files.place.uri}/{at} is missing, or not of {part.size_bytes} bytes")
         try:
-            return stack.enter_context(contextlib.closing(files.place.open(at)))
+            if part.name in lost:
+                raise CorruptError(f"{files.place.uri}/{at} is missing, or not of {part.size_bytes} bytes")
+            with contextlib.closing(files.place.open(at)) as file:
+                return list(_bad(file, segment, part, chunks))
         except BootseerError as error:
-            return error
+            return [(chunk, str(error), "") for chunk in chunks]
+        finally:
+            if part is not segment.parity:
+                count.add(part.size_bytes)
 
+    jobs = [  # of the parity, the chunks stand for their rows
+        (segment, part, range(number % segment.stripes, segment.index.num_blocks, segment.stripes))
+        for segment in head.segments
+        for number, part in enumerate(segment.all_parts)
+    ]
+    results = each(lambda job: look(*job), jobs)
     found: list[Problem] = []
     for segment in head.segments:
-        with contextlib.ExitStack() as stack:
-            rows = _Rows(path, segment, [opened(part, stack) for part in segment.all_parts])
-            for problems, length in each(rows.problems, range(0, segment.index.num_blocks, segment.stripes)):
-                found += problems
-                count.add(length)
+        index, stripes, parts = segment.index, segment.stripes, segment.all_parts
+        bad = list(islice(results, len(parts)))
+        in_row = Counter(chunk // stripes for of_part in bad[:stripes] for chunk, _, _ in of_part)
+        for part, of_part in zip(parts, bad, strict=True):
+            has_parity = part is segment.parity or (segment.parity is not None and not bad[-1])
+            for chunk, what, giver in of_part:
+                others = in_row[chunk // stripes] - (part is not segment.parity)
+                offset, length = segment.start + chunk * CHUNK_BYTES, index.length(chunk)
+                node = giver or ",".join(part.nodes)
+                found.append(Problem(path, offset, length, part.name, node, what, has_parity and not others))
     return found
 
 
-class _Rows:
-    """Judges the rows of one segment, whose `files` are its parts, the parity last."""
-
-    def __init__(self, path: str, segment: Segment, files: Sequence[OpenFile | BootseerError]) -> None:
-        self._path = path
-        self._segment = segment
-        self._files = files
-        self._turns = threading.Semaphore(max(1, _CHUNKS_AT_ONCE // (segment.stripes + 2)))
-
-    def problems(self, first: int) -> tuple[list[Problem], int]:
-        """What is wrong in the row that begins with a chunk, and how many bytes of the file it holds."""
-        index = self._segment.index
-        row = row_of(first, index.num_blocks, self._segment.stripes)
-        with self._turns:
-            return self._problems(row), sum(index.length(chunk) for chunk in row)
-
-    def _problems(self, row: range) -> list[Problem]:
-        index, stripes, parity = self._segment.index, self._segment.stripes, self._segment.parity
-        wanted = [(self._files[chunk % stripes], chunk_place(chunk, stripes)[1], index.length(chunk)) for chunk in row]
-        if parity is not None:
-            wanted.append((self._files[-1], chunk_place(row[0], stripes)[1], index.length(row[0])))
-        results = _read(wanted, check=False)
-        bad: dict[int, tuple[str, str]] = {}
-        for chunk, (data, outcome) in zip(row, results, strict=False):
-            if outcome.error is not None:
-                bad[chunk] = (str(outcome.error), outcome.node)
-            elif digest_of(data) != index.digest(chunk):
-                bad[chunk] = ("these are not the bytes that were written", outcome.node)
-        repairable = False
-        if parity is not None:
-            rest, outcome = results[-1]
-            for chunk, (data, _) in zip(row, results, strict=False):
-                if chunk not in bad:
-                    xor_into(rest, data)
-            if not bad:
-                if outcome.error is None and rest == bytes(len(rest)):  # `any` takes 6 ms for each MiB
-                    return []
-                reason = str(outcome.error or "the parity does not fit the bytes")
-                return [self._problem(parity, row[0], reason, outcome.node, repairable=True)]
-            one = min(bad)
-            is_right = digest_of(rest[: index.length(one)]) == index.digest(one)
-            repairable = len(bad) == 1 and outcome.error is None and is_right
-        parts = self._segment.parts
-        return [self._problem(parts[chunk % stripes], chunk, *bad[chunk], repairable=repairable) for chunk in bad]
-
-    def _problem(self, part: Part, chunk: int, reason: str, node: str, *, repairable: bool) -> Problem:
-        index = self._segment.index
-        offset = self._segment.start + chunk * index.block_size
-        node = node or ",".join(part.nodes)
-        return Problem(self._path, offset, index.length(chunk), part.name, node, reason, repairable)
+def _bad(file: OpenFile, segment: Segment, part: Part, chunks: range) -> Iterator[_Bad]:
+    """Read a part to its end, or to the first piece that cannot be read: then the rest counts as bad."""
+    sha256, node = hashlib.sha256(), ""
+    for offset in range(0, part.size_bytes, _PIECE_BYTES):
+        data, outcome = _read(file, offset, min(_PIECE_BYTES, part.size_bytes - offset), check=False)
+        left, node = chunks[offset // CHUNK_BYTES :], outcome.node
+        if outcome.error is not None:
+            yield from ((chunk, str(outcome.error), node) for chunk in left)
+            return
+        if part is segment.parity:
+            sha256.update(data)
+            continue
+        for start, chunk in zip(range(0, len(data), CHUNK_BYTES), left, strict=False):
+            if digest_of(memoryview(data)[start : start + CHUNK_BYTES]) != segment.index.digest(chunk):
+                yield chunk, "these are not the bytes that were written", node
+    if part is segment.parity and sha256.hexdigest() != part.sha256:
+        yield 0, "the parity does not fit the bytes", node
 
 
-def _read(
-    wanted: Sequence[tuple[OpenFile | BootseerError, int, int]], *, check: bool
-) -> list[tuple[bytearray, ReadOutcome]]:
-    """Read side by side; what could not be opened gives its error. Returns when all reads have ended, or should have by
-    their deadlines."""
-    reads: list[tuple[bytearray, Future[ReadOutcome]]] = []
-    for file, offset, length in wanted:
-        buffer, ended = bytearray(length), Future[ReadOutcome]()
-        reads.append((buffer, ended))
-        try:
-            if isinstance(file, BootseerError):
-                raise file
-            file.read_into(offset, memoryview(buffer), ended.set_result, check=check, deadline_s=_READ_S)
-        except BootseerError as error:
-            ended.set_result(ReadOutcome(error, ""))
-    wait([ended for _, ended in reads], 2 * _READ_S)
-    late = ReadOutcome(TransientError(f"not read within {2 * _READ_S:.0f} s"), "")
-    return [(buffer, ended.result() if ended.done() else late) for buffer, ended in reads]
+def _read(file: OpenFile, offset: int, length: int, *, check: bool) -> tuple[bytearray, ReadOutcome]:
+    """Returns when the read has ended, or should have by its deadline."""
+    data, ended = bytearray(length), Future[ReadOutcome]()
+    try:
+        file.read_into(offset, memoryview(data), ended.set_result, check=check, deadline_s=_READ_S)
+        return data, ended.result(2 * _READ_S)
+    except BootseerError as error:
+        return data, ReadOutcome(error, "")
+    except TimeoutError:
+        return data, ReadOutcome(TransientError(f"not read within {2 * _READ_S:.0f} s"), "")
