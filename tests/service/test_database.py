@@ -74,7 +74,7 @@ def test_one_of_a_newer_version_is_left_as_it_is(database_url: str) -> None:
         Database.open(database_url)
 
 
-@pytest.mark.parametrize("url", ["", "mysql://a:secret@b/c", "sqlite://", "no url"])
+@pytest.mark.parametrize("url", ["", "mysql://a:secret@b/c", "mysql://b/c?password=secret", "sqlite://", "no url"])
 def test_other_addresses_are_refused_without_their_password(url: str) -> None:
     with pytest.raises(UsageError) as error:
         Database(url)
@@ -109,9 +109,10 @@ def test_a_user_who_may_not_make_tables_is_told_so(database_url: str) -> None:
 
 
 def test_one_that_cannot_be_reached_says_so_without_its_password(tmp_path: Path) -> None:
-    with pytest.raises(TransientError) as error:
-        Database.open("postgresql://me:secret@127.0.0.1:9/db")
-    assert "127.0.0.1" in str(error.value)
-    assert "secret" not in str(error.value)
+    for login, more in (("me:secret@", ""), ("", "?user=me&password=secret&sslpassword=secret")):
+        with pytest.raises(TransientError) as error:
+            Database.open(f"postgresql://{login}127.0.0.1:9/db{more}")
+        assert "127.0.0.1" in str(error.value)
+        assert "secret" not in str(error.value)
     with pytest.raises(TransientError, match="unable to open"):
         Database.open(f"sqlite:///{tmp_path / 'no such folder' / 'db'}")

@@ -19,6 +19,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.store.addresses import shown, without_credentials
 
 _BUSY_S: Final = 20
 _ROWS: Final = 10_000
@@ -70,7 +71,7 @@ class Database:
         return database
 
     def __str__(self) -> str:
-        return self._url.render_as_string(hide_password=True)
+        return without_credentials(self._url.render_as_string())
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -147,8 +148,7 @@ def _parsed(text_: str) -> URL:
         url = None
     known = url is not None and url.get_backend_name() in ("sqlite", "postgresql")
     if url is None or not known or (url.get_backend_name() == "sqlite" and not url.database):
-        shown = text_.rpartition("@")[2]  # without a password
-        raise UsageError(f"{shown!r} is not a database URL", hint="sqlite:///PATH or postgresql://USER@HOST/NAME")
+        raise UsageError(f"{shown(text_)!r} is not a database URL", hint="sqlite:///PATH or postgresql://USER@HOST/NAME")
     return url.set(drivername="postgresql+psycopg") if url.get_backend_name() == "postgresql" else url
 
 
