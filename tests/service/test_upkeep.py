@@ -123,6 +123,16 @@ def test_a_day_whose_sums_fail_is_tried_again_after_a_pause(
         upkeep.close()
 
 
+def test_sums_that_a_service_left_are_computed_by_the_next_one_also_days_later(place: Place) -> None:
+    place.put(Fleet(2).lines())
+    derive_all(place)
+    computed_ns = schema.start.c.computed_ns
+    with place.database.write() as connection:
+        connection.execute(schema.start.update().values(computed_ns=computed_ns - 5 * DAY_NS))
+    Upkeep(place.database, place.raw, 14, lambda: None)._sum()
+    assert place.rows(schema.stage_day)
+
+
 def test_the_end_does_not_wait_for_a_bucket(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bootseer.service.upkeep._END_S", 0.1)
     listing, answered = threading.Event(), threading.Event()

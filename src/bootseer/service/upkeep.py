@@ -253,7 +253,9 @@ class Upkeep:
     def _find_days(self) -> None:
         """A killed service may have left sums that were not recomputed."""
         start = schema.start
-        lately = start.c.computed_ns >= time.time_ns() - 2 * DAY_NS  # it may have been closed a day later
+        # Counted from the newest, because that service may have ended long ago.
+        newest_ns = select(func.max(start.c.computed_ns)).scalar_subquery()
+        lately = start.c.computed_ns >= newest_ns - 2 * DAY_NS  # it may have been closed a day later
         with self._database.read() as connection:
             self.changed(connection.execute(select(start.c.day).distinct().where(lately)).scalars())
 
