@@ -222,8 +222,11 @@ def test_signs_of_life_of_a_job_that_trains_are_not_analysed(place: Place) -> No
     assert not skip_alive(place.raw, place.database, attempt), "it is open"
     derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns() + DAY_NS)
     assert not skip_alive(place.raw, place.database, attempt), "nothing is new: it is analysed for another reason"
-    for number, (stage, is_skipped) in enumerate([("alive", True), ("training_began", False)]):
-        place.put([encode(alive._replace(mono_ns=number)), encode(alive._replace(mono_ns=number, stage=stage))])
+    for number, (stage, gap, is_skipped) in enumerate(
+        [("alive", b"\n", True), ("training_began", b"", False), ("training_began", b"\n", False)]
+    ):
+        one, other = (encode(alive._replace(mono_ns=number, stage=name)).rstrip() for name in ("alive", stage))
+        place.put([one + gap + other + b"\n"])
         assert skip_alive(place.raw, place.database, attempt) == is_skipped
         assert all(row.done for row in place.rows(schema.batch)) == is_skipped
 

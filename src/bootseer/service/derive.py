@@ -34,7 +34,7 @@ from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name
 from bootseer.service.rows import BEGAN, Rows, move_to_arrival, rows_of, set_run_s
-from bootseer.trace.event import BEGIN, OK, Event
+from bootseer.trace.event import BEGIN, OK, TAG_STEM, Event
 from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
@@ -125,7 +125,8 @@ def skip_alive(raw: RawStore, database: Database, attempt: Attempt) -> bool:
         new = select(batch.c.raw_key).where(attempt.of(batch), batch.c.done.is_(False))
         names = connection.execute(new).scalars().all()
     lines = (line for _, data in raw.of_attempt(names, set()) for line in data.split(b"\n") if line)
-    if not names or not all(_ALIVE in line for line in lines):
+    # Of several processes that write to one log, a line may have the events of two.
+    if not names or not all(_ALIVE in line and line.count(TAG_STEM) == 1 for line in lines):
         return False
     with database.write() as connection:
         _mark_done(connection, names)
