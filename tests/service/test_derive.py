@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -451,6 +452,23 @@ def test_a_killed_worker_costs_nothing_but_time(place: Place, deriver: Deriver) 
     assert len({count for (count,) in nodes}) == 1
 
 
+class Ends:
+    """Ends the process that reads it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def test_an_attempt_whose_workers_are_killed_again_and_again_is_given_up(place: Place) -> None:
+    """One that needed more memory than the machine has was tried for ever."""
+    place.put(Fleet(2).lines())
+    deriver = Deriver(place.database, place.url, str(place.folder), patterns=[Ends()])  # type: ignore[list-item]
+    deriver.start()
+    until(lambda: all(row.done for row in place.rows(schema.batch)), "it is tried again")
+    deriver.close()
+    assert not place.rows(schema.start)
+
+
 def test_a_claim_of_before_the_clock_was_set_back_holds_nothing_up(place: Place) -> None:
     place.put(Fleet(2).lines())
     values = {"job": "fleet", "attempt": 0, "owner": "gone", "owned_until_ns": time.time_ns() + 1200 * NS_PER_S}
@@ -476,6 +494,27 @@ def test_a_claim_of_a_service_whose_clock_is_ahead_is_respected(place: Place) ->
     assert second._claim(attempt)
     first._states.clear()
     assert not first._claim(attempt)
+
+
+def test_an_open_start_that_another_service_has_left_is_closed(place: Place) -> None:
+    """It was in progress until this service began again, and in no sum."""
+    here = Deriver(place.database, place.url, str(place.folder), name="here")
+    here._look()
+    lines = Fleet(2).lines()
+    place.put(lines[: len(lines) // 2])
+    derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns())
+    values = {"job": "fleet", "attempt": 0, "owner": "gone", "owned_until_ns": time.time_ns()}
+    with place.database.write() as connection:
+        connection.execute(delete(schema.batch))
+        connection.execute(insert(schema.live).values(values))
+    here._reopens_s = 1.0
+    here._look()
+    assert not here._states, "the other one may still wait for its end"
+    with place.database.write() as connection:
+        connection.execute(update(schema.live).values(owned_until_ns=time.time_ns() - DAY_NS))
+    here._reopens_s = 1.0
+    until(lambda: here._look() or [row.state for row in place.rows(schema.start)] == [schema.CLOSED], "it stays open")
+    here.close()
 
 
 def test_two_services_share_the_work_of_one_postgres(place: Place) -> None:

@@ -46,6 +46,8 @@ _PACE: Final = 4
 """Multiple of the last analysis's duration after which one begins even if batches keep arriving."""
 _LEAST_S: Final = 1.0
 _CLAIMED_S: Final = 30
+_LEFT_S: Final = 900
+"""Time after a claim's end after which an open start counts as left by its service: most are closed earlier."""
 _CLOCKS_DIFFER_S: Final = 60
 """Maximum difference between the clocks of several services' machines."""
 _TRIES: Final = 3
@@ -159,7 +161,7 @@ class Deriver:
         self._on_derived = on_derived
         self._name = f"{socket.gethostname()}:{name or os.getpid()}"
         self._states: defaultdict[Attempt, _State] = defaultdict(_State)
-        self._has_reopened = False
+        self._reopens_s = 0.0
         self._thread = Repeated("derive", self._look, _LOOK_EVERY_S)
         self.start, self.wake = self._thread.start, self._thread.wake
 
@@ -171,23 +173,25 @@ class Deriver:
                 state.running.kill()
 
     def _look(self) -> None:
-        if not self._has_reopened:
+        if time.monotonic() >= self._reopens_s:
             self._reopen()
-            self._has_reopened = True
         self._collect()
         self._take()
         self._submit()
         self._close_starts()
 
     def _reopen(self) -> None:
-        """Continue the attempts with open starts, so that they are closed eventually."""
+        """Continue the attempts with open starts, so that they are closed eventually: at the beginning all, later those
+        that another service has left."""
+        start, live = schema.start, schema.live
+        found = select(start.c.job, start.c.attempt).where(start.c.state == schema.OPEN).distinct()
+        if self._reopens_s:
+            found = found.join(live, (live.c.job == start.c.job) & (live.c.attempt == start.c.attempt))
+            found = found.where(live.c.owned_until_ns < time.time_ns() - _LEFT_S * NS_PER_S)
         with self._database.read() as connection:
-            start = schema.start
-            rows = connection.execute(
-                select(start.c.job, start.c.attempt).where(start.c.state == schema.OPEN).distinct()
-            ).all()
-        for job, number in rows:
-            self._states[Attempt(job, number)].is_changed = True
+            for job, number in connection.execute(found):
+                self._states.setdefault(Attempt(job, number), _State())
+        self._reopens_s = time.monotonic() + _CLAIMED_S
 
     def _take(self) -> None:
         """Poll for new batches of attempts that no other service has claimed."""
@@ -274,7 +278,7 @@ class Deriver:
                 self._on_derived(result)
                 continue
             _LOG.warning("%r, attempt %d was not analysed: %s", *attempt, result)
-            if what not in ("transient", "killed"):
+            if what != "transient":  # one that was killed may need more memory than there is
                 state.failures += 1
                 if state.failures >= _TRIES:
                     self._give_up(attempt)
