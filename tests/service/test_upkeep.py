@@ -177,6 +177,16 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
     assert place.rows(schema.stage_day)
 
 
+def test_a_damaged_object_is_told_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    place.put(Fleet(2).lines())
+    (place.folder / place.batches[0][0]).write_bytes(b"damaged")
+    with place.database.write() as connection:
+        connection.execute(delete(schema.batch))
+    for _ in range(2):
+        assert reconcile(place.database, place.raw, [DAY]) == 0
+    assert ["is damaged" in record.message for record in caplog.records] == [True]
+
+
 def test_an_abandoned_start_is_over_also_after_its_database_was_lost(place: Place) -> None:
     """All of the last two weeks were in progress again, for a day."""
     place.raw.put(b"".join(Fleet(2, killed_in={1: INSTALL}).lines()), day=DAY, job="fleet", attempt=0, sender="n",

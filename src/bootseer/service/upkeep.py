@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, Final
 
 from sqlalchemy import Connection, Integer, Table, bindparam, cast, delete, func, select, text
@@ -116,12 +117,18 @@ def reconcile(database: Database, raw: RawStore, days: Iterable[int] | None = No
             try:
                 row = _batch(raw, name, now_ns)
             except BootseerError as error:
-                _LOG.warning("%s", error)
+                _tell(str(error))
                 continue
             made = database.insert(schema.batch).values(row).on_conflict_do_nothing().returning(schema.batch.c.raw_key)
             with database.write() as connection:
                 found += connection.execute(made).first() is not None
     return found
+
+
+@lru_cache
+def _tell(problem: str) -> None:
+    """Log a problem once: a damaged object is found again every minute."""
+    _LOG.warning("%s", problem)
 
 
 def _batch(raw: RawStore, name: str, now_ns: int) -> dict[str, Any]:
