@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -125,6 +126,19 @@ def test_more_than_fits_into_memory_is_asked_for_later(service, monkeypatch):
     assert int(answer.headers["retry-after"]) > 0
     monkeypatch.undo()
     assert service.post("/v1/lines", lines(), x_bootseer_sender="n").status_code == 202
+
+
+@pytest.mark.parametrize("form", ["content-length: 8388608\r\n\r\n", "transfer-encoding: chunked\r\n\r\n800000\r\n"])
+def test_a_sender_of_too_much_gets_its_answer_after_the_last_byte(service, form):
+    """It took a closed connection for a fault of the network, and sent the same again and again."""
+    head = f"POST /v1/lines HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-bootseer-sender: n\r\n{form}"
+    with socket.create_connection(service.settings.listen, timeout=60) as connection:
+        connection.sendall(head.encode())
+        for _ in range(8):
+            connection.sendall(bytes(1 << 20))
+            time.sleep(0.02)
+        connection.sendall(b"\r\n0\r\n\r\n" * form.endswith("800000\r\n"))
+        assert b" 413 " in connection.makefile("rb").readline()
 
 
 def test_a_log_that_grows_beyond_an_object_by_the_tokens_team_is_not_asked_for_again(service, monkeypatch):

@@ -67,6 +67,7 @@ _END_S = 10.0
 _MAX_ROWS = 50_000
 _SENDERS = 50_000
 _TAG = b"@bootseer1 {"
+_TOO_LARGE = f"a body may have {MAX_BODY_BYTES} bytes; send less at once"
 _PIECE_BYTES = 1 << 10
 """Of zstd at a time: at most 32 MiB uncompressed."""
 _NUMBER = re.compile(r"\d{1,18}")
@@ -257,24 +258,29 @@ class Ingest:
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         text = request.headers.get("content-length", "")
         size = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else MAX_BODY_BYTES
-        if size > MAX_BODY_BYTES:
-            raise Refused(413, f"a body may have {MAX_BODY_BYTES} bytes; send less at once")
-        if self._held + size > MAX_HELD_BYTES:
+        is_large = size > MAX_BODY_BYTES
+        if is_large or self._held + size > MAX_HELD_BYTES:
             await _drain(request)  # a response before the last byte would look like a broken connection to the sender
+            if is_large:
+                raise Refused(413, _TOO_LARGE)
             raise Refused(429, "busy", random.uniform(1.0, 5.0))  # noqa: S311 - jitter, not for security
         self._held += size
         try:
-            body = bytearray()
+            body, got = bytearray(), 0
             try:
                 async with asyncio.timeout(_BODY_S):
                     async for piece in request.stream():
-                        body += piece
-                        if len(body) > size:
-                            raise Refused(413, f"a body may have {MAX_BODY_BYTES} bytes; send less at once")
+                        got += len(piece)
+                        if got <= size:
+                            body += piece
+                        elif got > MAX_PLAIN_BYTES:
+                            break
             except TimeoutError:
                 raise Refused(408, f"the body took longer than {_BODY_S:g} s") from None
             except ClientDisconnect:
                 raise Refused(400, "the connection was closed") from None
+            if got > size:
+                raise Refused(413, _TOO_LARGE)
             yield bytes(body)
         finally:
             self._held -= size
@@ -353,7 +359,7 @@ async def _drain(request: Request) -> None:
             got = 0
             async for piece in request.stream():
                 got += len(piece)
-                if got > MAX_BODY_BYTES:
+                if got > MAX_PLAIN_BYTES:
                     return
 
 
