@@ -20,7 +20,6 @@ from bootseer.cli.verb_parts import Count, Group, json_option, listen_address, p
 from bootseer.errors import NotFoundError, UsageError, needs_extra
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
-from bootseer.units import plural
 
 if TYPE_CHECKING:
     from bootseer.service.access import Tokens
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _LEAST_TOKEN = 32
 _VERBS = {
     "reindex": ("serve", "Rebuild starts and reports from the raw lines."),
-    "prune": ("serve", "Delete old raw lines."),
     "token": ("serve", "Manage access tokens."),
 }
 _TOKEN_VERBS = {
@@ -52,9 +50,6 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_retention_option = click.option(
-    "--raw-days", type=Count(1), default=14, show_default=True, help="Days to keep raw lines."
-)
 _pattern_option = click.option(
     "--pattern", "patterns", multiple=True, metavar="STAGE=REGEX|@FILE",
     help="Pattern of a stage in logs of jobs without BootSeer, as for `bootseer report`; may be repeated.",
@@ -95,7 +90,7 @@ def _tokens(**place: Any) -> Iterator[Tokens]:
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Send alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_pattern_option
-@_retention_option
+@click.option("--raw-days", type=Count(1), default=14, show_default=True, help="Days to keep raw lines.")
 @price_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Trust a proxy at this address or network to name the user; may be repeated.")  # fmt: skip
@@ -156,23 +151,6 @@ def reindex_command(patterns: tuple[str, ...], output: Output, **place: Any) -> 
     with locked(settings), opened(settings) as (database, lines), interruptible(), Progress("deriving") as progress:
         found = reindex(database, lines, progress.show, of_stages(patterns))
     output(found, f"{found['starts']} starts of {found['attempts']} attempts, from {found['batches']} batches")
-
-
-@click.command("prune")
-@place_options
-@_retention_option
-@json_option("bootseer.serve-prune/1")
-def prune_command(raw_days: int, output: Output, **place: Any) -> None:
-    """Delete old raw lines now; the service does so every hour. Starts and their reports are kept for ever."""
-    import time
-
-    settings = settings_of(**place).made()
-    from bootseer.service.app import opened
-    from bootseer.service.upkeep import forget
-
-    with opened(settings) as (database, lines):
-        found = forget(database, lines, raw_days, time.time_ns())
-    output({"raw_objects": found}, f"{plural(found, 'object')} of raw lines deleted")
 
 
 @click.group("token", cls=Group, verbs=_TOKEN_VERBS)
