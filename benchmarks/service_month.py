@@ -42,7 +42,7 @@ _PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare", "/?since=7d", "
 
 
 def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
-    """The 15 questions of a month, by name."""
+    """The questions of a month, by name."""
     where, now = Filter(month.first_day, month.last_day), Filter(month.last_day - 6, month.last_day)
     return {
         "1 cost by team": lambda: questions.cost(connection, where),
@@ -60,7 +60,6 @@ def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
         "9 jobs that lose most": lambda: questions.jobs(connection, where),
         "10 wait against work": lambda: questions.jobs(connection, now),
         "11 without stragglers": lambda: questions.straggling(connection, where),
-        "12 bytes of origins": lambda: questions.origin(connection, where),
         "13 queue against start": lambda: questions.queues(connection, where),
         "14 failed starts": lambda: questions.failures(connection, where),
         "15 coverage": lambda: questions.coverage(connection, where, month.now_ns),
@@ -115,8 +114,6 @@ def wrong(connection: Connection, month: Month) -> list[str]:
     for row in answers["11 without stragglers"]:
         saved = truth.straggler_s[names.index(row["bucket"])]
         check("11", row["bucket"], math.isclose(row["straggler_s"], saved, rel_tol=1e-9))
-    hours = {row["begin_ns"] // 3_600_000_000_000: row["origin_bytes"] for row in answers["12 bytes of origins"]}
-    check("12", "bytes of each hour", hours == dict(truth.origin))
     for row in answers["13 queue against start"]:
         values = truth.queue_s[names.index(row["bucket"])]
         check("13", row["bucket"], math.isclose(row["queue_p50_s"], median(values), rel_tol=1e-9))

@@ -54,7 +54,6 @@ class Truth:
     days: Counter[tuple[int, str]] = field(default_factory=Counter)
     jobs: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     straggler_s: Counter[int] = field(default_factory=Counter)
-    origin: Counter[int] = field(default_factory=Counter)
     """Bytes by hour."""
     queue_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     failures: Counter[int] = field(default_factory=Counter)
@@ -232,7 +231,6 @@ class Month:
             truth.last[last] += len(nodes) > 1
             truth.delay_s[last] += delay_s
         truth.days[row["day"], row["kind"]] += 1
-        truth.origin[row["began_ns"] // (3600 * NS_PER_S)] += row["origin_bytes"]
         truth.open += row["state"] == schema.OPEN
         truth.heard += row["nodes_heard"]
         truth.expected += row["nodes_expected"]

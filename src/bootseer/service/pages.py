@@ -193,7 +193,6 @@ class Pages:
             **chosen,
             "caches": questions.caches(connection, where, days),
             "days": days,
-            "origin": questions.origin(connection, where)[-24 * 31 :],
         }
 
     def _compare(self, connection: Connection, request: Request) -> Answer:

@@ -41,7 +41,6 @@ from bootseer.trace.event import FAILED
 from bootseer.units import NS_PER_S
 
 Rows = list[dict[str, Any]]
-_HOUR_NS: Final = 3600 * NS_PER_S
 _USES: Final = ("hits", "misses", "cache_bytes", "peer_bytes", "origin_bytes", "saved_s")
 _COMING_S: Final = 300
 _LEAST_STARTS: Final = 3
@@ -393,22 +392,6 @@ def straggling(connection: Connection, where: Filter) -> Rows:
     return [
         {**row, "bucket": bucket_name(row["bucket"]), "share": _share(row["straggler_s"], row["overhead_s"])}
         for row in connection.execute(query.order_by(start.c.bucket)).mappings()
-    ]
-
-
-def origin(connection: Connection, where: Filter) -> Rows:
-    """Bytes from registries and file systems, and their rate, by the hour in which starts began."""
-    at = (start.c.began_ns // _HOUR_NS).label("hour")
-    query = select(at, *(func.sum(start.c[name]).label(name) for name in ("origin_bytes", "peer_bytes")))
-    rows = connection.execute(query.where(*where.of(start)).group_by(at).order_by(at)).all()
-    return [
-        {
-            "begin_ns": int(row.hour) * _HOUR_NS,
-            "origin_bytes": int(row.origin_bytes),
-            "peer_bytes": int(row.peer_bytes),
-            "bytes_per_s": int(row.origin_bytes) / 3600,
-        }
-        for row in rows
     ]
 
 
