@@ -164,7 +164,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any, monkeypatch
     assert "silent" not in found(), "nothing is open"
     under_way = {"state": "open", "outcome": "", "began_ns": now_ns - hour_ns}
     change(start, start.c.id == newest.id, **under_way, nodes_heard=0, nodes_expected=10**6)
-    missing = {"node": "n7", "rank": -1, "stage": STAGES[INSTALL], "seconds": 1e6}
+    missing = {"node": "n7", "rank": -1, "stage": STAGES[INSTALL], "seconds": 1e6, "stack": ""}
     moment = {"barrier": "process_group", "arrived": 0, "expected": 1, "unit": "nodes", "missing": [missing]}
     with database.write() as connection:
         values = {

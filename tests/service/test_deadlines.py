@@ -27,7 +27,8 @@ def day(*seconds: float, bucket: int = 2, kind: str = "full", cache: str = "hit"
 
 
 def moment(**of_nodes: float) -> dict[str, object]:
-    missing = [{"node": node, "rank": -1, "stage": INSTALL, "seconds": took_s} for node, took_s in of_nodes.items()]
+    one = {"rank": -1, "stage": INSTALL, "stack": ""}
+    missing = [{**one, "node": node, "seconds": took_s} for node, took_s in of_nodes.items()]
     return {"barrier": "process_group", "arrived": 1438, "expected": 1440, "missing": missing}
 
 

@@ -124,8 +124,8 @@ def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:
         (row,) = service.rows(start, 1)
         hist = [0] * CLASSES
         hist[class_of(60.0)] = 20
-        moment = {"barrier": "process_group", "arrived": 3, "expected": 4,
-                  "missing": [{"node": "node-0001", "rank": -1, "stage": INSTALL, "seconds": 101.0}]}  # fmt: skip
+        missing = {"node": "node-0001", "rank": -1, "stage": INSTALL, "seconds": 101.0, "pid": 0, "stack": ""}
+        moment = {"barrier": "process_group", "arrived": 3, "expected": 4, "missing": [missing]}
         with service.service.database.write() as connection:
             connection.execute(start.update().values(state=OPEN))
             connection.execute(live.update().values(moment=json.dumps(moment)))

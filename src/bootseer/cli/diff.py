@@ -52,7 +52,7 @@ def diff_command(
     if len(places) < 2 or (len(places) > 2 and not baseline):
         raise click.UsageError("give two startups, or a baseline and one startup: --baseline moe@0..9 moe@10")
     with Progress("reading") as progress:
-        *a, b = [read_runs(place, os.environ, progress.read) for place in places]
+        *a, b = [read_runs(place, os.environ, progress.show_bytes) for place in places]
     difference = compare([run for runs in a for run in runs], b, Limits(min_share, min_seconds, run_variation))
     if as_json:
         print_json(difference.to_json())

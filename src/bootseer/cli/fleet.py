@@ -248,7 +248,7 @@ def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
     from bootseer.service.upkeep import roll_up
 
     with Progress("reading") as progress:
-        found = read_all(logs, os.environ, progress.read)
+        found = read_all(logs, os.environ, progress.show_bytes)
     with (
         tempfile.TemporaryDirectory(prefix="bootseer-") as folder,
         closing(Database.open(default_url(Path(folder)))) as database,

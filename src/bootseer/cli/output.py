@@ -182,14 +182,10 @@ class Progress:
         """Show progress in any unit."""
         self._show(done, total, f"{done:,} of {total:,}", note)
 
-    def show_bytes(self, done: int, total: int, note: str = "") -> None:
+    def show_bytes(self, done: int, total: int = 0, note: str = "") -> None:
         """Show progress in bytes; a `total` of 0 is unknown."""
         of = f" of {format_bytes(total)}" if total else ""
         self._show(done, total, f"{format_bytes(done)}{of}", note)
-
-    def read(self, num_bytes: int) -> None:
-        """Show progress in bytes of input whose size is unknown."""
-        self.show_bytes(num_bytes, 0)
 
     def wait(self) -> None:
         """Show the time waited, once it is long; for work of unknown length."""

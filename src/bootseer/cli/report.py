@@ -81,7 +81,7 @@ def report_command(
     stages = of_stages(patterns)
     with watched(follow, as_json, color) as watch, Progress("reading") as progress:
         report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=stages, watch=watch, wait=wait,
-                             progress=progress.read)  # fmt: skip
+                             progress=progress.show_bytes)  # fmt: skip
     if html is not None:
         from bootseer.report.render.html import render as render_html
 

@@ -19,8 +19,6 @@ _LEAST: Final = 5
 """Minimum number of starts."""
 _STARTS: Final = 0.9
 _SHOWN: Final = 4
-_OLDER: Final = {"pid": 0, "stack": "", "restart": 0}
-"""Of a node in a moment that an earlier service stored."""
 Day = tuple[int, str, str, str, Sequence[int]]
 """Scale, kind, cache state and stage, and the histogram of the starts' 99th percentiles over nodes on one day."""
 
@@ -49,7 +47,7 @@ class Deadlines:
             stage, took_s = missing["stage"], missing["seconds"]
             limit_s = self.limit_s(bucket, kind, cache_state, stage) if stage and took_s is not None else None
             if limit_s is not None and took_s > limit_s:
-                found.append({**_OLDER, **missing, "limit_s": limit_s})
+                found.append({**missing, "limit_s": limit_s})
         return sorted(found, key=lambda one: one["limit_s"] - one["seconds"])
 
 

@@ -189,11 +189,7 @@ class Pages:
     def _caches(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
         days = questions.caches_by_day(connection, where)
-        return {
-            **chosen,
-            "caches": questions.caches(connection, where, days),
-            "days": days,
-        }
+        return {**chosen, "caches": questions.caches(connection, where), "days": days}
 
     def _compare(self, connection: Connection, request: Request) -> Answer:
         sides = [request.query_params.get(name, "") for name in ("a", "b")]

@@ -283,17 +283,17 @@ def _overheads(connection: Connection, where: Filter) -> dict[int, list[float]]:
     return values
 
 
-def caches(connection: Connection, where: Filter, days: Rows | None = None) -> Rows:
+def caches(connection: Connection, where: Filter) -> Rows:
     """Hit rate of each technique, sources of bytes, and the cost of a miss: the difference of the medians of starts
-    of the same scale with and without misses, without the queue. `days`: those of `caches_by_day`, if already known."""
+    of the same scale with and without misses, without the queue."""
     costs = _miss_costs(connection, where)
-    return [{**row, "miss_costs_s": costs.get(row["technique"])} for row in uses(connection, where, days)]
+    return [{**row, "miss_costs_s": costs.get(row["technique"])} for row in uses(connection, where)]
 
 
-def uses(connection: Connection, where: Filter, days: Rows | None = None) -> Rows:
-    """Hits, misses and sources of bytes of each technique. `days` as for `caches`."""
+def uses(connection: Connection, where: Filter) -> Rows:
+    """Hits, misses and sources of bytes of each technique."""
     by_technique: dict[str, Rows] = defaultdict(list)
-    for row in caches_by_day(connection, where) if days is None else days:
+    for row in caches_by_day(connection, where):
         by_technique[row["technique"]].append(row)
     found = []
     for technique, rows in sorted(by_technique.items()):
