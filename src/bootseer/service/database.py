@@ -148,7 +148,9 @@ def _parsed(text_: str) -> URL:
         url = None
     known = url is not None and url.get_backend_name() in ("sqlite", "postgresql")
     if url is None or not known or (url.get_backend_name() == "sqlite" and not url.database):
-        raise UsageError(f"{shown(text_)!r} is not a database URL", hint="sqlite:///PATH or postgresql://USER@HOST/NAME")
+        raise UsageError(
+            f"{shown(text_)!r} is not a database URL", hint="sqlite:///PATH or postgresql://USER@HOST/NAME"
+        )
     return url.set(drivername="postgresql+psycopg") if url.get_backend_name() == "postgresql" else url
 
 

@@ -215,7 +215,8 @@ class Ingest:
             if kind not in ("lines", "log"):
                 raise Refused(400, f"{KIND} must be lines or log")
             if kind == "log" and job_folder(job) != job:  # no line of a log names its job: the folder does
-                raise Refused(400, f"the job of a log ({JOB}) must have 1 to 80 letters, digits, _, ., -, not first . or -")
+                allowed = "1 to 80 letters, digits, _, . and -, and begin with none of . -"
+                raise Refused(400, f"the job of a log ({JOB}) must have {allowed}")
             grant: Grant = request.state.grant
             sequence = int(number or 0)
 
