@@ -74,6 +74,15 @@ def test_a_login_of_a_path_is_for_what_is_below(config: Callable[[Any], None]) -
         assert find_credentials(HOST, repository) == Credentials(user, "x")
 
 
+@pytest.mark.parametrize("path", ["v1/", "v2/"])
+def test_only_the_path_of_an_old_login_says_nothing(config: Callable[[Any], None], path: str) -> None:
+    """One of another team made the registry refuse what it gives to everyone."""
+    config({"auths": {f"{HOST}/team": {"auth": encoded("me:word")}}})
+    assert find_credentials(HOST, "public/a") == Credentials()
+    config({"auths": {f"{HOST}/{path}": {"auth": encoded("me:word")}}})
+    assert find_credentials(HOST, "public/a") == Credentials("me", "word")
+
+
 def test_a_login_under_the_name_of_the_host_precedes_an_older_one_under_its_address(
     config: Callable[[Any], None],
 ) -> None:

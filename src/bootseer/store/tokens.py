@@ -137,14 +137,15 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _lookup(table: dict[str, Any], host: str, repository: str) -> Any:
     """The entry of a repository: of several with paths, as podman writes them, the longest that it is below. Older
-    programs wrote whole URLs in place of the host name, and all of them do for Docker Hub."""
+    programs wrote whole URLs in place of the host name, and all of them do for Docker Hub: their path says nothing."""
     names = _DOCKER_HUB if host in _DOCKER_HUB else (host,)
     best, found = (-2, False), None
     for key, value in table.items():
         server, _, path = key.rpartition("://")[2].partition("/")
         path = path.strip("/")
+        is_old = "://" in key or path in ("v1", "v2")
         length = len(path) if not path or f"{repository}/".startswith(f"{path}/") else -1
-        if server in names and (rank := (length, "://" not in key)) > best:
+        if server in names and (length >= 0 or is_old) and (rank := (length, "://" not in key)) > best:
             best, found = rank, value
     return found
 
