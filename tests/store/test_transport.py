@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from bootseer.errors import PermanentError
-from bootseer.store.transport import Origin, Transport
+from bootseer.store.transport import Origin, Transport, join
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,15 @@ def test_an_origin_has_the_port_that_is_meant(url: str, port: int) -> None:
 def test_an_origin_is_the_host_that_is_connected_to() -> None:
     # urllib takes what stands behind the @ for the host, urllib3 connects to what stands before the backslash.
     assert Origin.of("http://attacker:1\\@registry:2/token") == Origin("http", "attacker", 1)
+
+
+@pytest.mark.parametrize(
+    "url", [f"{address}/a?Signature=secret" for address in ("https://host:port", "ftp://host", "https://[host")]
+)
+def test_an_error_does_not_show_what_grants_access(url: str) -> None:
+    with pytest.raises(PermanentError) as raised:
+        Origin.of(join("https://registry/v2/", url))
+    assert "secret" not in str(raised.value)
 
 
 def test_a_body_comes_in_pieces_larger_than_packets() -> None:

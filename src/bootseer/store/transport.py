@@ -133,15 +133,16 @@ class Origin(Struct, frozen=True):
     @classmethod
     def of(cls, url: str) -> Origin:
         """The origin of an absolute URL. Raises `PermanentError` unless it is http or https with a host."""
+        shown = url.partition("?")[0][:200]  # signed addresses grant access
         try:
             # The parser of the library that connects: a different one may read some addresses (`http://a\@b/`) as
             # another host, and a check of one host would permit a request to the other.
             parts = parse_url(url)
         except LocationParseError as error:
-            raise PermanentError(f"{url[:200]!r} is not an address: {error}") from error
+            raise PermanentError(f"{shown!r} is not an address") from error
         port = {"http": 80, "https": 443}.get(parts.scheme or "", 0)
         if not port or not parts.host:
-            raise PermanentError(f"{url[:200]!r} is not an address of http or https")
+            raise PermanentError(f"{shown!r} is not an address of http or https")
         return cls(str(parts.scheme), parts.host, parts.port or port)
 
     def __str__(self) -> str:
@@ -392,7 +393,7 @@ def join(base: str, location: str) -> str:
     try:
         return urljoin(base, location)
     except ValueError as error:
-        raise PermanentError(f"{location[:200]!r} is not an address: {error}") from error
+        raise PermanentError(f"{location.partition('?')[0][:200]!r} is not an address: {error}") from error
 
 
 class _HttpConnection(HTTPConnection):
