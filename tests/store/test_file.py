@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,36 @@ def test_the_rest_of_a_killed_writer_is_removed_after_a_day(tmp_path: Path, capl
     assert oldest.name in caplog.text
     new.commit("name")
     assert get(store, "name") == b"alive"
+
+
+def test_a_machine_whose_clock_is_ahead_removes_no_upload_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = FileStore(tmp_path).upload()
+    upload.write(DATA)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 2 * 86_400)
+    put(FileStore(tmp_path), b"x", "a")
+    upload.commit("b")
+    assert get(FileStore(tmp_path), "b") == DATA
+
+
+def test_a_name_that_is_released_while_it_is_to_be_created_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path)
+    rename = store.place.rename
+
+    def released(source: str, target: str, *, replace: bool = True) -> None:
+        (tmp_path / target).write_bytes(b"of another process")
+        try:
+            rename(source, target, replace=replace)
+        finally:
+            (tmp_path / target).unlink()
+
+    monkeypatch.setattr(store.place, "rename", released)
+    assert not store.create("lease", b"x")
+    assert list(store.list()) == Outside(tmp_path).unfinished() == []
 
 
 def test_an_object_cannot_be_the_folder_of_another(tmp_path: Path) -> None:

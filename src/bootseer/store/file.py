@@ -161,9 +161,11 @@ class PlaceStore:
         return PermanentError(f"{self.uri}: {name}: in a folder, one object's name cannot be the folder of another's")
 
     def _sweep(self) -> None:
-        oldest_ns = (time.time() - _ABANDONED_S) * 1e9
-        for entry in self._listed(_UPLOADS):
-            if _UPLOAD.fullmatch(name_of(entry.path)) and entry.mtime_ns < oldest_ns:
+        found = [entry for entry in self._listed(_UPLOADS) if _UPLOAD.fullmatch(name_of(entry.path))]
+        # By the server's clock: one machine with a wrong clock must not remove what others are writing.
+        oldest_ns = (self.place.now_s(_UPLOADS) - _ABANDONED_S) * 1e9 if found else 0
+        for entry in found:
+            if entry.mtime_ns < oldest_ns:
                 _LOG.info("%s: removing the abandoned upload %s", self.uri, entry.path)
                 with contextlib.suppress(NotFoundError):  # another process removed it
                     self.place.delete(entry.path)
@@ -272,8 +274,9 @@ class PlaceUpload:
         try:
             self._publish(name, replace=False)
         except AlreadyExistsError:
-            if self._place.stat(name).is_folder:
-                raise self._store.in_the_way(name) from None
+            with contextlib.suppress(NotFoundError):  # removed again meanwhile
+                if self._place.stat(name).is_folder:
+                    raise self._store.in_the_way(name) from None
             return False
         return True
 
