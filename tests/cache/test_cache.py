@@ -272,6 +272,12 @@ def test_entries_know_the_processes_that_hold_leases(root, cache):
     assert not cache.entries()[0].in_use
 
 
+def test_an_entry_in_which_a_file_is_replaced_meanwhile_is_found(cache, index, full, monkeypatch):
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), path / ".durable.renamed"])
+    assert [entry.identity for entry in cache.entries()] == [index.identity]
+
+
 def test_a_damaged_entry_is_shown_and_pruned(cache, index, full):
     overwrite(full / "index")
     [entry] = cache.entries()

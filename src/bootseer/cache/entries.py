@@ -54,8 +54,11 @@ class Entry(Candidate, frozen=True, kw_only=True):
 
 def examine(path: Path, boot: str) -> Entry | None:
     """Examine one entry; None if it is gone."""
+    disk_bytes = 0
     try:
-        disk_bytes = sum(file.lstat().st_blocks * _BLOCK for file in path.iterdir())
+        for file in list(path.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # a temporary name, whose file has its own by now
+                disk_bytes += file.lstat().st_blocks * _BLOCK
     except (FileNotFoundError, NotADirectoryError):
         return None
     holding = tuple(pins_of(path, boot))
@@ -65,7 +68,7 @@ def examine(path: Path, boot: str) -> Entry | None:
         index = read_index_of(path)
         states, trusted = states_of(path, index, boot)
     except Damaged:
-        return entry(damaged=True)
+        return entry(damaged=True) if os.path.lexists(path) else None
     flags = use_of(path, index.num_blocks)
     ready = states.translate(_ANY)
     cold = _both(_both(ready, flags.translate(_NONE)), index.codecs().translate(_TAKES_ROOM))
