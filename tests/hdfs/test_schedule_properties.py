@@ -12,7 +12,6 @@ from bootseer.hdfs.errors import (
     LostConnectionError,
     RefusedError,
     SilentError,
-    UncheckedError,
     UnevenError,
     WrongBytesError,
 )
@@ -28,7 +27,6 @@ ERRORS = st.sampled_from(
         RefusedError("refused", token=False),
         RefusedError("token", token=True),
         UnevenError("uneven"),
-        UncheckedError(),
     ]
 )
 REPLICAS = st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3, unique=True).map(tuple)

@@ -65,16 +65,10 @@ def files_at(uri: str) -> Iterator[Files]:
 
 
 def tell_fallback(place: Mapping[str, object]) -> str:
-    """Report a fallback to hdfs-native, and reads without checksums, from a place's statistics. Returns the reason of
-    the fallback; "" if there was none."""
+    """Report a fallback to hdfs-native, from a place's statistics. Returns its reason; "" if there was none."""
     reason = str(place.get("fallback", ""))
     if reason:
         say(f"reads use hdfs-native and are slower: {reason}")
-    if unchecked := place.get("unchecked"):
-        say(
-            f"{unchecked} ranges of ordinary files were read without checksums, because no reachable DataNode has "
-            "HDFS's checksums of them; compare the copy with its source if you have it"
-        )
     return reason
 
 

@@ -25,7 +25,6 @@ from bootseer.hdfs.errors import (
     LostConnectionError,
     RefusedError,
     SilentError,
-    UncheckedError,
     UnevenError,
     WrongBytesError,
 )
@@ -227,13 +226,12 @@ class BlockRead:
         length: int,
         *,
         check: bool,
-        strict: bool = False,
         max_packets: int = MAX_PACKETS,
         on_silence: Callable[[float], None],
     ) -> None:
         """Request `length` bytes from `offset` of the block on. Raises `DataNodeError`s.
 
-        `check`: verify HDFS's checksums if the DataNode has them; `strict`: it must have them.
+        `check`: verify HDFS's checksums, which the DataNode must have.
         """
         self._connection = connection
         self._on_silence = on_silence
@@ -249,9 +247,9 @@ class BlockRead:
             connection.receive_early(on_silence)
             receive = functools.partial(connection.receive_bytes, on_silence=on_silence)
             self._kind, self._chunk, self._at = _parse_answer(receive_delimited(receive, _MAX_ANSWER_BYTES))
-            self._has_sums = check and self._kind != checksums.NONE
-            if strict and not self._has_sums:
-                raise UncheckedError
+            self._has_sums = check
+            if check and self._kind == checksums.NONE:
+                raise RefusedError("it has no checksums of the block", token=False)
             self._skip = offset - self._at
             if not 0 <= self._skip < self._chunk or self._at % self._chunk:
                 raise MalformedError(f"bytes from {self._at} on where {offset} was asked")

@@ -33,13 +33,6 @@ class RefusedError(DataNodeError):
         self.token = token
 
 
-class UncheckedError(RefusedError):
-    """The DataNode has the block but no checksums of it."""
-
-    def __init__(self) -> None:
-        super().__init__("it has no checksums of the block", token=False)
-
-
 class LostConnectionError(DataNodeError):
     """The DataNode cannot be reached, or has closed the connection: it may be restarting, or have too many readers
     (`dfs.datanode.max.transfer.threads`)."""

@@ -158,11 +158,10 @@ class ReadThreads:
         return None
 
     def _read_unscheduled(self, ticket: Ticket, block: Block, connection: DataNodeConnection, late_s: float) -> None:
-        strict = ticket.check and block.id not in ticket.source.unchecked
         connection.set_timeout(late_s)
         read = BlockRead(
             connection, block, ticket.offset - block.start, len(ticket.into),
-            check=ticket.check, strict=strict, on_silence=raise_silent,
+            check=ticket.check, on_silence=raise_silent,
         )  # fmt: skip
         done = 0
         while part := read.next_bytes():
@@ -333,7 +332,6 @@ class ReadThreads:
             first.offset,
             run.length,
             check=first.ticket.check,
-            strict=first.strict,
             max_packets=run.packets,
             on_silence=lambda silent_s: self._check_silence(run, silent_s),
         )

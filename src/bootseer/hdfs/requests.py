@@ -79,8 +79,6 @@ class HdfsSource(Struct, eq=False):
     """Time of the latest refresh."""
     gone: PermanentError | None = None
     """The error of the latest refresh, if the file is gone."""
-    unchecked: set[int] = field(default_factory=set)
-    """Blocks of which no DataNode has checksums."""
 
 
 _MAX_EXTENSIONS: Final = 4
@@ -129,8 +127,7 @@ class Ticket(Struct, eq=False):
             offset = at - block.start
             length = min(piece_bytes - offset % piece_bytes, block.length - offset, end - at)
             view = self.into[at - self.offset : at - self.offset + length]
-            strict = self.check and block.id not in self.source.unchecked
-            self.pieces.append(Piece(self, block, offset, length, view, strict, self.source.location_version))
+            self.pieces.append(Piece(self, block, offset, length, view, self.source.location_version))
             at += length
         self.num_left = len(self.pieces)
 
@@ -145,8 +142,6 @@ class Piece(Struct, eq=False):
     length: int
     view: memoryview
     """Its destination; `NOTHING` after its end, so that references to the piece do not keep memory."""
-    strict: bool
-    """To be read only from DataNodes that have checksums of it."""
     location_version: int
     """The refresh of locations that `block` comes from."""
     state: State = State.PARKED
@@ -162,8 +157,6 @@ class Piece(Struct, eq=False):
     """As `tried`, since the beginning."""
     wrong: set[str] = field(default_factory=set)
     """DataNodes that delivered wrong bytes."""
-    unchecked: set[str] = field(default_factory=set)
-    """DataNodes that have it without checksums."""
     may_recover: bool = False
     """Whether a DataNode that has it has lost the connection since the latest pause, or none is known yet."""
     num_pauses: int = 0
@@ -178,9 +171,9 @@ class Piece(Struct, eq=False):
     hedge_node: str = ""
 
     @property
-    def key(self) -> tuple[int, int, bool, bool]:
+    def key(self) -> tuple[int, int, bool]:
         """The key by which its predecessor finds it."""
-        return (self.block.id, self.offset, self.ticket.check, self.strict)
+        return (self.block.id, self.offset, self.ticket.check)
 
 
 _LOST_S: Final = 300.0
@@ -329,7 +322,7 @@ class NodeQueue:
         """When bytes last arrived."""
         self._urgent: deque[Piece] = deque()
         self._later: deque[Piece] = deque()
-        self._by_start: dict[tuple[int, int, bool, bool], Piece] = {}
+        self._by_start: dict[tuple[int, int, bool], Piece] = {}
 
     @property
     def name(self) -> str:
@@ -409,7 +402,7 @@ class NodeQueue:
         only_urgent = self.has_urgent()
         while num_bytes < most_bytes and len(found) < _MAX_PIECES:
             end = piece.offset + piece.length
-            following = self._by_start.get((piece.block.id, end, piece.ticket.check, piece.strict))
+            following = self._by_start.get((piece.block.id, end, piece.ticket.check))
             if following is None or not self._is_queued(following) or (only_urgent and not following.ticket.urgent):
                 break
             if num_bytes + following.length > most_bytes:

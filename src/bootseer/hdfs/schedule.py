@@ -28,7 +28,6 @@ from bootseer.hdfs.errors import (
     LostConnectionError,
     RefusedError,
     SilentError,
-    UncheckedError,
     UnevenError,
     WrongBytesError,
 )
@@ -315,8 +314,6 @@ class Schedule:
         if not healthy and piece.reasons and piece.original is None and self._may_relocate(piece, now_s):
             # Its DataNodes are excluded, and it might wait in vain: there may be a new replica.
             self._relocate(piece)
-        elif not healthy and piece.unchecked and piece.strict:
-            self._do_without_checksums(piece, now_s)
         else:
             self.queues.add(piece, healthy or trusted, first=first)
 
@@ -389,20 +386,8 @@ class Schedule:
                 self._queue(original, now_s)
         elif self._may_relocate(piece, now_s):
             self._relocate(piece)
-        elif piece.unchecked and piece.strict:
-            self._do_without_checksums(piece, now_s)
         elif not self._paused.try_add(piece, now_s):
             self.fail(piece.ticket, piece.ticket.source.gone or read_error(piece), at_once=False)
-
-    def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
-        """No available DataNode has checksums of the block: HDFS is configured without, or lost them."""
-        self.counts["unchecked"] += 1
-        piece.strict = False
-        if piece.unchecked.issuperset(node.host_port for node in piece.block.nodes):
-            piece.ticket.source.unchecked.add(piece.block.id)
-        for node in piece.unchecked:
-            piece.tried.pop(node, None)
-        self._queue(piece, now_s)
 
     def _may_relocate(self, piece: Piece, now_s: float) -> bool:
         return not piece.refreshed and now_s >= piece.ticket.source.located_s + _LOCATION_FRESH_S
@@ -436,8 +421,6 @@ class Schedule:
             piece.may_recover |= isinstance(error, LostConnectionError)
             if isinstance(error, WrongBytesError):
                 piece.wrong.add(queue.name)
-            elif isinstance(error, UncheckedError):
-                piece.unchecked.add(queue.name)
         if isinstance(error, WrongBytesError):
             self.counts["wrong"] += 1
         if isinstance(error, (WrongBytesError, RefusedError)):
@@ -482,9 +465,7 @@ class Schedule:
         self._num_hedges += 1
         self.counts["hedges"] += 1
         memory = memoryview(bytearray(piece.length))
-        hedge = Piece(
-            piece.ticket, piece.block, piece.offset, piece.length, memory, piece.strict, piece.location_version
-        )
+        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.location_version)
         hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
         self.queues.add(hedge, others, first=True)
 
