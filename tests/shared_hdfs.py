@@ -16,7 +16,7 @@ SHARES_HDFS = {
     "shared_hdfs": frozenset(
         f"tests/{name}.py"
         for name in (
-            *(f"hdfs/test_{name}" for name in ("bad_blocks", "block_writer", "client", "hung_namenode", "lease")),
+            *(f"hdfs/test_{name}" for name in ("block_writer", "client", "hung_namenode", "lease")),
             *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placement")),
             *("hdfs/test_reads", "hdfs/test_writer", "store/test_hdfs", "places/test_hdfs"),
             *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),

@@ -288,7 +288,7 @@ def block(start: int, number: int, length: int, ports: Sequence[int], *, generat
 
 def node(port: int, address: str = "127.0.0.1") -> bytes:
     """A `DatanodeIDProto`."""
-    return field(1, address) + field(2, "localhost") + field(3, f"uuid-{port}") + field(4, port) + field(6, port)
+    return field(1, address) + field(2, "localhost") + field(3, f"uuid-{port}") + field(4, port)
 
 
 def _answer(connection: socket.socket, header: bytes, body: bytes | None = None) -> None:

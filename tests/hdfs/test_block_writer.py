@@ -55,7 +55,7 @@ class TestOnACluster:
 
 
 def a_block(port: int) -> NewBlock:
-    node = Node(f"127.0.0.1:{port}", "localhost", "some-uuid")
+    node = Node(f"127.0.0.1:{port}", "localhost")
     return NewBlock(Block(0, 0, "pool", 1, 1, b"", (node,)), (b"",), (1,), ("storage",))
 
 
@@ -104,7 +104,7 @@ def test_a_node_that_accepts_no_connection_is_named_alone() -> None:
             link.setblocking(False)
             link.connect_ex(full.getsockname())
         new = a_block(full.getsockname()[1])
-        new = replace(new, block=structs.replace(new.block, nodes=(*new.block.nodes, Node("127.0.0.1:1", "x", ""))))
+        new = replace(new, block=structs.replace(new.block, nodes=(*new.block.nodes, Node("127.0.0.1:1", "x"))))
         with pytest.raises(PipelineError, match=f"^{new.block.nodes[0].host_port}: cannot be reached: timed out"):
             begin(new, silent_s=0.5)
 

@@ -36,7 +36,7 @@ def connections() -> Iterator[Pool]:
 @pytest.fixture
 def node() -> Iterator[Node]:
     with FakeDataNode({}) as peer:
-        yield Node(f"127.0.0.1:{peer.port}", "no.such.name", "")
+        yield Node(f"127.0.0.1:{peer.port}", "no.such.name")
 
 
 def test_a_connection_is_used_again_by_one_at_a_time(connections: Pool, node: Node) -> None:
@@ -80,12 +80,12 @@ def test_datanodes_are_addressed_by_hostname_if_configured(node: Node) -> None:
     port = node.host_port.rpartition(":")[2]
     with pytest.raises(DataNodeError, match="cannot be reached"):
         connected(node, by_hostname=True)
-    connected(Node(f"192.0.2.1:{port}", "localhost", ""), by_hostname=True).close()
+    connected(Node(f"192.0.2.1:{port}", "localhost"), by_hostname=True).close()
 
 
 def test_an_address_without_a_server_is_an_error() -> None:
     with pytest.raises(DataNodeError, match="cannot be reached"):
-        connected(Node(f"127.0.0.1:{free_port()}", "", ""))
+        connected(Node(f"127.0.0.1:{free_port()}", ""))
 
 
 def test_a_timeout_right_below_a_whole_second_can_be_set(node: Node) -> None:

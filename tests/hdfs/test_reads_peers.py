@@ -36,7 +36,6 @@ class Small:
         self.nodes = [self._ends.enter_context(FakeDataNode(dict(BLOCKS), spoil)) for spoil in spoils]
         self.namenode = self._ends.enter_context(FakeNameNode())
         self.namenode.answers["getBlockLocations"] = self.answer
-        self.namenode.answers["reportBadBlocks"] = lambda _: b""
         self.asked = NameNode(Cluster.of(f"127.0.0.1:{self.namenode.port}"), call_timeout_s=60.0)
         self._ends.callback(self.asked.close)
         self.reads = HdfsReads(self.asked, settings)

@@ -435,15 +435,3 @@ def test_a_node_takes_what_others_would_come_to_last() -> None:
     played.read(2000, 900)  # which keeps the last node busy
     run = played.must_take("a:1")
     assert run.pieces[0].block.id == 2
-
-
-def test_corrupt_replicas_are_reported_after_all_were_tried() -> None:
-    played = Played(("a:1", "b:1"))
-    played.read(0, 100)
-    run = played.must_take("a:1")
-    played.claim(run, 100)
-    played.finish(run, WrongBytesError("wrong bytes at 0"))
-    assert played.schedule.corrupt == []
-    played.serve(played.must_take("b:1"))
-    ((block, nodes),) = played.schedule.corrupt
-    assert (block.id, nodes) == (1, {"a:1"})

@@ -30,7 +30,7 @@ _TICK_S = 0.1
 
 
 def node_of(name: str) -> Node:
-    return Node(name, name, name)
+    return Node(name, name)
 
 
 @dataclass(eq=False)

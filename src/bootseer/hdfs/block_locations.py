@@ -32,9 +32,6 @@ class Node(Struct, frozen=True):
     """Address and port of its data transfer: its name everywhere in this package."""
     hostname: str
     """The hostname that it reports, which may not resolve here."""
-    uuid: str
-    ipc_port: int = 0
-    """Its RPC port."""
 
     def address(self, *, by_hostname: bool) -> tuple[str, int]:
         """Host and port to connect to."""
@@ -135,13 +132,13 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
 
 
 def parse_node(message: Message) -> Node:
-    port, ipc_port = message.number(4), message.number(6, 0)
-    if not 0 < port < 1 << 16 or not 0 <= ipc_port < 1 << 16:
+    port = message.number(4)
+    if not 0 < port < 1 << 16:
         raise MalformedError(f"a DataNode at port {port}")
     address = message.text(1)
     # IPv6 addresses contain colons.
     shown = f"[{address}]" if ":" in address else address
-    return Node(f"{shown}:{port}", message.text(2), message.text(3), ipc_port)
+    return Node(f"{shown}:{port}", message.text(2))
 
 
 _FOLDER: Final = 1

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
-from bootseer.hdfs.bad_blocks import BadBlockReports
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.datanode import BlockRead, DataNodeConnection, raise_silent
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
@@ -55,7 +54,6 @@ class ReadThreads:
             "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
         )
         self._timer = Timer("bootseer-hdfs-clock", 1)
-        self._reports = BadBlockReports(namenode)
         self._closed = False
         self._schedule = Schedule(settings)
         in_each_process(self._begin)
@@ -185,7 +183,6 @@ class ReadThreads:
         """End all reads, threads and connections. Must not be called from a `done`."""
         with self._lock:
             self._closed = True
-            self._schedule.corrupt.clear()
             for ticket in self._schedule.tickets():
                 error = PermanentError(f"{ticket.source.uri}: its reader was closed")
                 self._schedule.fail(ticket, error, at_once=True)
@@ -241,8 +238,6 @@ class ReadThreads:
         with self._lock:
             if self._schedule.ended:
                 return partial(_call_back, self._schedule.ended.popleft())
-            if self._schedule.corrupt:
-                return partial(self._reports.report, *self._schedule.corrupt.pop())
         return None
 
     def _next(self) -> Job | None:

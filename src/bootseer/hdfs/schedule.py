@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.block_locations import Block, LocatedFile, Node
+from bootseer.hdfs.block_locations import LocatedFile, Node
 from bootseer.hdfs.choice import NodeChoice, NodeQueues
 from bootseer.hdfs.errors import (
     DataNodeError,
@@ -56,7 +56,7 @@ _LOCATION_FRESH_S: Final = 1.0
 
 class Schedule:
     """All unfinished pieces. `ended` are tickets whose callers must be notified, `to_locate` files whose blocks must be
-    located again, `corrupt` blocks with the DataNodes that delivered wrong bytes; `read_threads` empties all three."""
+    located again; `read_threads` empties both."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
@@ -64,7 +64,6 @@ class Schedule:
         self.queues = NodeQueues(self.choice, settings)
         self.ended: deque[Ticket] = deque()
         self.to_locate: deque[HdfsSource] = deque()
-        self.corrupt: list[tuple[Block, frozenset[str]]] = []
         self.runs: dict[Run, None] = {}
         self.counts: Counter[str] = Counter()
         self.num_pieces = 0
@@ -136,7 +135,7 @@ class Schedule:
     @property
     def num_ready(self) -> int:
         """How many threads have something to do."""
-        return self.queues.num_ready + len(self.to_locate) + len(self.ended) + len(self.corrupt)
+        return self.queues.num_ready + len(self.to_locate) + len(self.ended)
 
     def take(self, now_s: float) -> Run | None:
         """The next request for a free thread."""
@@ -363,8 +362,6 @@ class Schedule:
     def _end(self, piece: Piece) -> None:
         if piece.state is State.QUEUED:
             self.queues.remove(piece)
-        if piece.wrong:
-            self.corrupt.append((piece.block, frozenset(piece.wrong)))
         piece.state, piece.run, piece.hedge_bytes = State.ENDED, None, None
         piece.view = NOTHING
         if piece.original is not None:

@@ -55,7 +55,7 @@ class Cluster:
         self.hung: set[str] = set()
         self.memory = memoryview(mmap.mmap(-1, _SETTINGS.direct_bytes))
         """The buffer for reads; it is never touched, so it costs no memory."""
-        self._nodes = [Node(name, name, name) for name in self.links]
+        self._nodes = [Node(name, name) for name in self.links]
         self._random = Random(f"{seed}/hdfs")  # noqa: S311
         self._replicas = min(replicas, num)
         self._num_blocks = 0
