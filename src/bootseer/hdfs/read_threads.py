@@ -50,9 +50,7 @@ class ReadThreads:
         self.namenode = namenode
         self.settings = settings
         self._connections = IdleConnections[DataNodeConnection](_KEEP_IDLE_S)
-        self._threads = Executor(
-            "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
-        )
+        self._threads = Executor("bootseer-hdfs", settings.max_threads)
         self._timer = Timer("bootseer-hdfs-clock", 1)
         self._closed = False
         self._schedule = Schedule(settings)
