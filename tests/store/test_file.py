@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
 from store.contract import DATA, SharedStoreContract, all_files, get, put, sha256
@@ -104,33 +104,16 @@ def test_objects_are_for_the_group_of_the_store_whatever_the_umask(tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can choose any group")
-def test_the_group_of_objects_is_that_of_the_store_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_group_of_objects_is_that_of_the_store(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     os.chown(shared, 0, READERS)
     shared.chmod(0o770)
     put(FileStore(shared), DATA, "a/b")
-    put(FileStore(tmp_path / "new", group=str(READERS)), DATA, "a/b")
-    for root in (shared, tmp_path / "new"):
-        status = [(root / name).stat() for name in ("a/b", "a", ".uploads")]
-        assert [found.st_gid for found in status] == [READERS] * 3
-        # Where the group may write to the store, it may write to its folders.
-        folders = 0o2770 if root == shared else 0o2750
-        assert [stat.S_IMODE(found.st_mode) for found in status] == [0o640, folders, folders]
-
-
-def test_an_unknown_group_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no group 'no-such-group'"):
-        FileStore(tmp_path, group="no-such-group")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_a_group_that_the_writer_does_not_belong_to_is_said_and_nothing_stays(open_folder: Path) -> None:
-    (open_folder / ".uploads").mkdir()
-    (open_folder / ".uploads").chmod(0o777)
-    with pytest.raises(AccessError, match="does not belong to group 1 "), as_user(READERS):
-        FileStore(open_folder, group="1").upload()
-    assert list((open_folder / ".uploads").iterdir()) == []
+    status = [(shared / name).stat() for name in ("a/b", "a", ".uploads")]
+    assert [found.st_gid for found in status] == [READERS] * 3
+    # Where the group may write to the store, it may write to its folders.
+    assert [stat.S_IMODE(found.st_mode) for found in status] == [0o640, 0o2770, 0o2770]
 
 
 def test_the_rest_of_a_killed_writer_is_removed_after_a_day(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

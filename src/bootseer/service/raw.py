@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
@@ -20,7 +19,7 @@ import zstandard
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.io.tasks import Tasks
-from bootseer.store.file import STORE_GROUP, FileStore, PlaceStore
+from bootseer.store.file import FileStore, PlaceStore
 from bootseer.store.store import MAX_CREATE_BYTES, Store
 from bootseer.trace.sinks import SUFFIX, safe_name
 from bootseer.trace.spools import fingerprint, folder_name
@@ -63,7 +62,7 @@ class RawStore:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._folder = store if isinstance(store, FileStore) and not os.environ.get(STORE_GROUP) else None
+        self._folder = store if isinstance(store, FileStore) else None
 
     def put(
         self, lines: bytes, *, day: int, job: str, attempt: int, sender: str, sequence: int, suffix: str = EVENTS

@@ -7,8 +7,8 @@
 Because of the file system, `a` and `a/b` cannot both be objects. Symbolic links, pipes, deadlines and `fork` are
 handled by the places (`bootseer.places`).
 
-Several users may write to a store in a folder: objects have mode 0640 and the group of the store's folder, or the
-configured one; folders have mode 2750, or 2770 if the group may write to the store's root. The umask is not applied.
+Several users may write to a store in a folder: objects have mode 0640 and the group of the store's folder; folders have
+mode 2750, or 2770 if the group may write to the store's root. The umask is not applied.
 
 The only shared state is the file system: any number of threads, processes and nodes may use one folder.
 """
@@ -16,7 +16,6 @@ The only shared state is the file system: any number of threads, processes and n
 from __future__ import annotations
 
 import contextlib
-import grp
 import hashlib
 import re
 import secrets
@@ -35,7 +34,6 @@ from bootseer.errors import (
     NotFoundError,
     PermanentError,
     TransientError,
-    UsageError,
 )
 from bootseer.io.deadline import within
 from bootseer.logs import logger
@@ -54,8 +52,6 @@ from bootseer.store.store import (
 )
 
 _LOG = logger(__name__)
-STORE_GROUP = "BOOTSEER_STORE_GROUP"
-"""Environment variable: the group with read access to what is written into a store in a folder."""
 _UPLOADS = ".uploads"
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
 # A killed writer leaves its file; after a day it is taken for abandoned.
@@ -184,16 +180,14 @@ class PlaceStore:
         except AccessError as error:
             if not self.place.is_local:
                 raise
-            raise AccessError(f"{error}; objects are for the store's group ({STORE_GROUP})") from error
+            raise AccessError(f"{error}; objects are for the group of the store's folder") from error
 
 
 class FileStore(PlaceStore):
     """A `Store` in a folder, which is created with the first object."""
 
-    def __init__(self, root: Path, *, group: str = "") -> None:
-        """`group`: name or number of the group with read access to new objects; empty: that of the folder."""
+    def __init__(self, root: Path) -> None:
         super().__init__(FolderPlace(root), f"file://{root.absolute()}")
-        self._group = _checked_group(group)
 
     def make_folder(self, path: str) -> None:
         """See `PlaceStore.make_folder`: group-writable if the store's root is."""
@@ -218,14 +212,7 @@ class FileStore(PlaceStore):
             raise NotFolderError(f"{self.uri}/{path} is not a folder")
 
     def share(self, path: str, mode: int) -> None:
-        if self._group:
-            try:
-                self.place.set_owner(path, None, self._group)
-            except AccessError as error:
-                raise AccessError(
-                    f"{self.uri}: this user does not belong to group {self._group} ({STORE_GROUP})"
-                ) from error
-        elif path:
+        if path:
             # Fails for a group that this user does not belong to: then the object keeps the user's own group.
             with contextlib.suppress(BootseerError):
                 self.place.set_owner(path, None, self.place.stat("").group)
@@ -318,12 +305,3 @@ class PlaceUpload:
         except BaseException:
             self.abort()
             raise
-
-
-def _checked_group(group: str) -> str:
-    try:
-        return group if not group or group.isdecimal() else grp.getgrnam(group).gr_name
-    except KeyError:
-        raise UsageError(
-            f"there is no group {group!r}", hint=f"{STORE_GROUP} names the group that reads the store"
-        ) from None

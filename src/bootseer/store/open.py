@@ -82,12 +82,12 @@ def open_registry(host: str, repository: str, *, plain_http: bool = False, mirro
 
 def _open_file(uri: str, path: str) -> Store:
     from bootseer.places import check_slashes
-    from bootseer.store.file import STORE_GROUP, FileStore
+    from bootseer.store.file import FileStore
 
     check_slashes(uri)
     if uri.startswith("file://") and not path.startswith("/"):
         raise UsageError(f"{shown(uri)!r} names a host", hint="use file:///FOLDER or a plain path")
-    return FileStore(Path(path), group=os.environ.get(STORE_GROUP, ""))
+    return FileStore(Path(path))
 
 
 def is_loopback(host: str) -> bool:
