@@ -184,12 +184,12 @@ def test_create_is_one_request_that_only_takes_a_free_name(store: Store, proxy: 
     assert get(store, "a/name") == b"first"
 
 
-def test_where_the_condition_is_not_known_create_looks_before_it_writes(store: Store, proxy: FaultProxy) -> None:
+def test_where_the_condition_is_not_known_nothing_is_created(store: Store, proxy: FaultProxy) -> None:
     unknown = Fault(status=501, body=b"<Error><Code>NotImplemented</Code></Error>")
     proxy.plan = lambda request: unknown if "if-none-match" in request.headers else None
-    assert store.create("a/name", b"first")
-    assert not store.create("a/name", b"second")
-    assert get(store, "a/name") == b"first"
+    with pytest.raises(PermanentError, match="does not support conditional writes"):
+        store.create("a/name", b"first")
+    assert list(store.list()) == []
 
 
 def test_a_create_without_an_answer_is_transient_and_not_tried_again(store: Store, proxy: FaultProxy) -> None:

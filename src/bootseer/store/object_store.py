@@ -95,14 +95,10 @@ class ObjectStore:
             except Exception as error:
                 if not isinstance(error, NotSupportedError) and status_of(error) != 501:
                     raise
-            else:
-                return True
-            try:
-                obstore.head(self._reader, path)
-            except FileNotFoundError:
-                obstore.put(self._reader, path, data, use_multipart=False)
-                return bytes(obstore.get(self._reader, path).bytes()) == data
-            return False
+                raise PermanentError(
+                    f"{self.uri}: the server does not support conditional writes (If-None-Match)"
+                ) from error
+            return True
 
         return self._bucket.call(name, make, timeout_s)
 

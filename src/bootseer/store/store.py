@@ -80,8 +80,8 @@ class Store(Protocol):
         """Write a small object under a path name unless that exists; returns whether it was written, then durably.
 
         Atomic where the store supports it: of many writers, one gets True. Elsewhere it is a check, a write and another
-        check, and two concurrent writers may both get True: in registries, in object stores without `If-None-Match`,
-        and in folders on file systems without hard links. Readers always see the whole object or none.
+        check, and two concurrent writers may both get True: in registries, and in folders on file systems without hard
+        links. Object stores without `If-None-Match` refuse it. Readers always see the whole object or none.
 
         After a `TransientError` it may have been written. At most `MAX_CREATE_BYTES`; `refs` as in `Upload.commit`.
         """
