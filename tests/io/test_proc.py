@@ -62,27 +62,27 @@ def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) ->
     handle = os.open(path, os.O_WRONLY | os.O_CREAT)
     number = os.fstat(handle).st_ino
     me = os.getpid()
-    assert num_writers(me, "f", number)
-    assert not num_writers(me, "f", number + 1), "another file"
+    assert num_writers(me, number)
+    assert not num_writers(me, number + 1), "another file"
     copy = os.dup(handle)
-    assert num_writers(me, "f", number) == 2
+    assert num_writers(me, number) == 2
     os.close(handle)
-    assert num_writers(me, "f", number)
+    assert num_writers(me, number)
     path.unlink()
-    assert num_writers(me, "f", number), "whatever became of its name"
+    assert num_writers(me, number), "whatever became of its name"
     os.close(copy)
-    assert not num_writers(me, "f", number)
+    assert not num_writers(me, number)
 
 
 def test_readers_are_no_writers(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     with (tmp_path / "f").open("rb") as file:
-        assert not num_writers(os.getpid(), "f", os.fstat(file.fileno()).st_ino)
+        assert not num_writers(os.getpid(), os.fstat(file.fileno()).st_ino)
 
 
 def test_what_cannot_be_seen_is_not_open() -> None:
-    assert not num_writers(0, "f", 1)
-    assert not num_writers(2**22 + 1, "f", 1)
+    assert not num_writers(0, 1)
+    assert not num_writers(2**22 + 1, 1)
     assert process_of(0) == 0
     assert process_of(2**22 + 1) == 0
 

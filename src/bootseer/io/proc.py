@@ -87,31 +87,22 @@ def was_killed(thread: int) -> bool:
     return bool(fields) and bool(int(fields[6]) & _SIGNALED)
 
 
-def num_writers(process: int, name: str, inode: int) -> int:
+def num_writers(process: int, inode: int) -> int:
     """How many descriptors of `process` are open for writing on the file with this inode number; 0 if not visible.
 
     A shell opens the file of `{ a; b; } > file` once, and each program in it inherits and closes the descriptor: FUSE
-    reports each close, but not which one is the last. Before Linux 5.14 fdinfo has no inode numbers: all files called
-    `name` are counted. Descriptors from several opens of one file cannot be distinguished.
+    reports each close, but not which one is the last. Descriptors from several opens of one file cannot be
+    distinguished.
     """
     try:
         numbers = os.listdir(f"/proc/{process}/fdinfo") if process > 0 else []  # noqa: PTH208 - numbers, not paths
     except OSError:
         return 0
-    return sum(_is_open_at(process, number, name, inode) for number in numbers)
+    return sum(_is_written_at(process, number, inode) for number in numbers)
 
 
-def _is_open_at(process: int, number: str, name: str, inode: int) -> bool:
+def _is_written_at(process: int, number: str, inode: int) -> bool:
     text = read(process, f"fdinfo/{number}")
-    if b"\nino:" in text and b"\nino:\t%d\n" % inode not in text:  # most of a process's descriptors
+    if b"\nino:\t%d\n" % inode not in text:  # most of a process's descriptors
         return False
-    info = _fields(text)
-    if int(info.get("flags", "0"), 8) & os.O_ACCMODE == os.O_RDONLY:
-        return False
-    if "ino" in info:
-        return int(info["ino"]) == inode
-    try:
-        path = os.readlink(f"/proc/{process}/fd/{number}")  # noqa: PTH115 - the text
-    except OSError:
-        return False
-    return path.removesuffix(" (deleted)").rpartition("/")[2] == name
+    return int(_fields(text).get("flags", "0"), 8) & os.O_ACCMODE != os.O_RDONLY

@@ -22,8 +22,8 @@ from bootseer.logs import logger
 from bootseer.machine import child
 from bootseer.machine.check import KERNEL, Check
 
-OLDEST = (5, 11)
-"""The first kernel with unprivileged overlay mounts. On older kernels measuring works, and little else."""
+OLDEST = (5, 14)
+"""On older kernels measuring works, and little else: /proc does not tell the inode numbers of open files."""
 FILE_BACKED_EROFS = (6, 12)
 """The first kernel that mounts EROFS from a file without a loop device."""
 RESENDS = (6, 9)
@@ -84,7 +84,7 @@ def check_kernel() -> Check:
     if name.sysname != "Linux" or version is None:
         return Check(KERNEL, "broken", f"{name.sysname} {name.release}", "BootSeer runs on Linux only", "", opens)
     if version < OLDEST:
-        reason = f"older than {OLDEST[0]}.{OLDEST[1]}: measuring works, mounts without root do not"
+        reason = f"older than {OLDEST[0]}.{OLDEST[1]}: measuring works, mounts may not"
         return Check(KERNEL, "limited", name.release, reason, "apt-get install linux-image-amd64", opens)
     return Check(KERNEL, "ok", name.release, opens=opens)
 

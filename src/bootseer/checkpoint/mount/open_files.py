@@ -229,11 +229,10 @@ class OpenFiles:
 
     def _may_be_written(self, opened: Handle, processes: set[int]) -> bool:
         """Whether these processes have more writable descriptors of the file than its other open handles explain."""
-        name = (opened.node.path or "").rpartition("/")[2]
         with self._lock:
             numbers = opened.content.writers - {opened.number}
             others = sum(self._handles[number].opener in processes for number in numbers)
-        return sum(num_writers(process, name, opened.node.number) for process in processes) > others
+        return sum(num_writers(process, opened.node.number) for process in processes) > others
 
     def _publish_if_last(self, content: Content, check: Check = no_check, *, discard: bool = False) -> None:
         """Publish, unless another handle may still write, whose close publishes then. `discard`: drop content that
