@@ -4,7 +4,7 @@ The first process creates the lease. Its holder writes a new heartbeat number ev
 lease whose number does not change (`lease_state`). Two processes may briefly both believe that they hold it: in stores
 without atomic creation, and when two take over at once. Then both build, the first to publish wins, and nothing is
 wrong. If the store refuses leases, nothing waits. Everything has a deadline; clock, sleep and randomness are arguments.
-A `Lease` belongs to one thread and its heartbeat thread.
+A `Lease` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import os
 import random
 import secrets
-import threading
 import time
 from collections.abc import Callable
 
@@ -51,7 +50,6 @@ class Lease:
         self._store = store
         self._name = name
         self._record = record
-        self._lock = threading.Lock()
         self.lost = False
         """Another process took this one for dead and holds the lease now. The result may still be published: the first
         publisher wins."""
@@ -63,20 +61,18 @@ class Lease:
 
     def beat(self) -> bool:
         """Write a heartbeat; False once the lease is lost. If the store does not respond, the next beat tries again."""
-        with self._lock:
-            try:
-                if not self._is_ours():
-                    self.lost = True
-                else:
-                    self._record = self._record.next()
-                    put(self._store, self._name, self._record.encode(), timeout_s=self.interval_s)
-            except BootseerError:
-                pass  # the next beat is soon, and waiters do not count time in which they could not read either
-            return not self.lost
+        # After an error the next beat is soon, and waiters do not count time in which they could not read either.
+        with contextlib.suppress(BootseerError):
+            if not self._is_ours():
+                self.lost = True
+            else:
+                self._record = self._record.next()
+                put(self._store, self._name, self._record.encode(), timeout_s=self.interval_s)
+        return not self.lost
 
     def release(self) -> None:
         """Give the lease back if it is still ours. If the store does not respond, it will look dead to others."""
-        with self._lock, contextlib.suppress(BootseerError):
+        with contextlib.suppress(BootseerError):
             if self.lost or not self._is_ours():
                 self.lost = True
                 return
