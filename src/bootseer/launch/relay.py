@@ -70,7 +70,8 @@ class Relay:
             if self._num_forwarded >= last or ENDING.intersection(signal.sigpending()):
                 return
             if last == math.inf and time.monotonic() >= deadline_s:
-                last = self._num_forwarded + _READ_BYTES + self._num_waiting()
+                # The pipe first: what the thread takes from it meanwhile is counted twice, not missed.
+                last = self._num_waiting() + self._num_forwarded + _READ_BYTES
             self._thread.join(_POLL_S)
 
     def _is_behind(self) -> bool:
