@@ -32,7 +32,7 @@ from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import parse_reference
 from bootseer.mounts import kernel, shared_layers
 from bootseer.mounts.layers import mount_erofs
-from bootseer.mounts.method import Facts
+from bootseer.mounts.method import MountMethod
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
@@ -174,7 +174,7 @@ def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why
         writable=converted.folder / "changed",
         above=lambda digest: [above],
         # With a reason against every other way the files are written out.
-        facts=Facts(fuse=why, erofs_file=why, loop=why),
+        refused=dict.fromkeys(list(MountMethod)[:3], why) if why else {},
     )
     root = mounted.root
     assert mounted.facts["way"] == ("unpacked files" if why else "EROFS from files")
@@ -474,16 +474,16 @@ def test_this_process_does_not_pull_from_a_bucket_before_it_starts_a_daemon(
 ) -> None:
     monkeypatch.setattr(mounting, "breaks_forks", lambda uri: True)
     monkeypatch.setattr(materialize, "breaks_forks", lambda uri: True)
-    facts = None
+    refused = None
     if where == "on a full disk":
         monkeypatch.setattr(CacheSpace, "is_short", lambda space, num_bytes=0: True)
     else:
-        facts = Facts(erofs_file="said to be missing", loop="said to be missing")
-    mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", facts=facts)
+        refused = dict.fromkeys(list(MountMethod)[:2], "said to be missing")
+    mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", refused=refused)
     assert mounted.facts["mode"] == "lazy"
     mounted.close()
     monkeypatch.setattr(materialize, "choose_loading", lambda *asked: Prediction(LAZY, "without a hot set"))
-    mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", facts=facts)
+    mounted = mount_image(request(converted, loading="auto"), converted.folder / "mnt", refused=refused)
     assert mounted.facts["reason"] == "without a hot set"  # no pull was chosen, so none was prevented
     mounted.close()
 

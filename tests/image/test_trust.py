@@ -21,7 +21,7 @@ from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source, this_platform
-from bootseer.mounts.method import Facts
+from bootseer.mounts.method import MountMethod
 from bootseer.store.open import open_store
 from image_node import Node, convert_box, have_converted, have_in_registry, push
 from oci_images import file, layer, write_docker_archive, write_layout
@@ -305,13 +305,13 @@ class TestSigned:
         value = document(uri, node.digest)
         file = document(uri, evil)["layers"][0]["file"]
         forge(uri, node.digest, {**value, "layers": [{**part, "file": file} for part in value["layers"]]})
-        nothing = Facts(erofs_file="said to be missing", loop="said to be missing", fuse="said to be missing")
-        mounted = mount_image(request(node, node.digest), node.folder / "naive", facts=nothing)
+        nothing = dict.fromkeys(list(MountMethod)[:3], "said to be missing")
+        mounted = mount_image(request(node, node.digest), node.folder / "naive", refused=nothing)
         assert (mounted.root / "evil").exists()
         mounted.close()
         put(uri, document_name(node.digest), good)
         (node.cache / "images" / document_name(node.digest)).unlink()
-        mounted = mount_image(request(node, node.digest), node.folder / "good", facts=nothing)
+        mounted = mount_image(request(node, node.digest), node.folder / "good", refused=nothing)
         assert not (mounted.root / "evil").exists()
         mounted.close()
 

@@ -47,13 +47,13 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
     bootseer doctor --bundle bug.tar.gz     # without secrets; check it before you send it
     """
     from bootseer.hdfs.addresses import configuration
-    from bootseer.image.mounting import methods
+    from bootseer.image.mounting import trial
     from bootseer.launch import doctor
     from bootseer.snapshotter import service
 
     cache = cache_root(os.environ, os.getuid())
     more = [
-        (methods.CHECK, methods.check),
+        (trial.CHECK, lambda: trial.check(cache)),
         (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
         (doctor.PEERS, doctor.check_peers),
         (doctor.NAMES, doctor.check_names),

@@ -1,4 +1,4 @@
-"""Probes of kernel features: version, FUSE, EROFS, loop devices, user namespaces.
+"""Probes of kernel features: version, FUSE, user namespaces.
 
 Each feature is really used, in a child (`sandbox`), because its name in /proc/filesystems does not say whether a
 container's seccomp filter and the user's permissions allow it.
@@ -6,15 +6,12 @@ container's seccomp filter and the user's permissions allow it.
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import os
 import re
 import shutil
 import sys
-import tempfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +54,9 @@ class Trial:
         return f"{self.step}: {os.strerror(self.errno)}" if self.errno else f"{self.step} did not work"
 
 
-def attempt(trial: str, *arguments: str) -> Trial:
+def attempt(trial: str) -> Trial:
     """Run one trial of `sandbox`. A child that hangs or crashes counts as a failed trial."""
-    ended = child.run([sys.executable, "-I", "-S", str(_SCRIPT), trial, *arguments], deadline_s=DEADLINE_S)
+    ended = child.run([sys.executable, "-I", "-S", str(_SCRIPT), trial], deadline_s=DEADLINE_S)
     if ended.code is None:
         return Trial(False, error=ended.error)
     _LOG.debug("trial %s: %s", trial, ended.output or ended.error)
@@ -115,40 +112,6 @@ def check_fuse() -> Check:
 def may_open_fuse() -> bool:
     """Whether the modes of /dev/fuse allow this user to open it."""
     return os.access("/dev/fuse", os.R_OK | os.W_OK)
-
-
-_IMAGE = (
-    "eNrt0TsKwkAQgOFJYrCxsvECSgphC29gK6RJbScJCBIfpLAVK2uvYJOj5BbGzsLS2oxgsUViYaf+HyzMzs7uwKwIgH91Ke/n6LEq"
-    "PI07utyaGs/Kb9bHaW9yGOXdIthvryETBAAAAL7HbJlmcZoxCAAAAAAAfpiv6zYWGVo5p6HWffNO3zodaNx6xYG+ZoxJ5ou49t6z"
-    "12kn0rb2fkMPh+8CAAAAAOAjFUq9FTY="
-)
-"""A compressed EROFS image, by `erofs.writer`, with one file: `file`, of which the content is `content`."""
-
-
-def try_erofs() -> Trial:
-    """Mount a tiny image. A file on tmpfs cannot be mounted, so two folders are tried."""
-    trial = Trial(False, error="no writable folder for a trial image")
-    for parent in dict.fromkeys(("/var/tmp", tempfile.gettempdir())):  # noqa: S108 - a private folder is made there
-        if not os.access(parent, os.W_OK):
-            continue
-        with tempfile.TemporaryDirectory(prefix="bootseer-", dir=parent, ignore_cleanup_errors=True) as folder:
-            image, point = Path(folder, "image"), Path(folder, "point")
-            image.write_bytes(zlib.decompress(base64.b64decode(_IMAGE)))
-            point.mkdir()
-            trial = attempt("erofs", str(image), str(point), "file", "content")
-        if trial.worked or trial.errno != errno.EINVAL:
-            break
-    return trial
-
-
-def loop_problem() -> str:
-    """Why loop devices cannot be used here; empty if they can."""
-    control = "/dev/loop-control"
-    try:
-        os.close(os.open(control, os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        return f"{control}: {os.strerror(error.errno or 0)}"
-    return ""
 
 
 def check_user_namespaces() -> Check:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,7 @@ from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.control import FILES
 from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.method import Choice, Facts, MountMethod
+from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.shared_layers import mount_layer, unmount_own
 from bootseer.mounts.state import MountState
@@ -58,7 +58,7 @@ def mount_image(
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
     show: Show = no_progress,
-    facts: Facts | None = None,
+    refused: Mapping[MountMethod, str] | None = None,
 ) -> MountedImage:
     """Mount the image on `target`, which is created if missing.
 
@@ -68,12 +68,11 @@ def mount_image(
     can be mounted. With `lifeline` the mount ends with this process; without root, this process then enters a user
     namespace and stays in it.
     `suid`: set-uid programs of the image take effect; its device nodes never do.
-    `facts`: what works on this machine; None: determined here. Raises `UsageError` if this user cannot mount, and
-    `BootseerError` if all methods fail.
+    `refused`: methods that are not to be tried, with the reasons; None: determined here. Raises `UsageError` if this
+    user cannot mount, and `BootseerError` if all methods fail.
     """
-    facts = facts or methods.initial_facts(private=lifeline)
-    # Checked first, so that a user who cannot mount gets the error before anything is fetched.
-    methods.choose_method(facts, private=lifeline, writable=writable is not None)
+    found = dict(refused or methods.refused_untried(private=lifeline, writable=writable is not None))
+    methods.choose_method(found, private=lifeline)
     if suid and not lifeline and not user_namespace.may_mount():
         raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")
     attributes = MS_NODEV if suid else MS_NODEV | MS_NOSUID
@@ -87,7 +86,7 @@ def mount_image(
         writable=writable,
         above=above,
         attributes=attributes,
-        what_works=facts,
+        refused=found,
     )
     state, known = mount.run(request.store)
     return mount.handle(state, known)
@@ -102,8 +101,8 @@ class _ImageMount(LazyMount):
     writable: Path | None
     above: LayersAbove
     attributes: int
-    what_works: Facts
-    choice: Choice = field(init=False)
+    refused: methods.Refused
+    method: MountMethod = field(init=False)
     _layers_above: Sequence[Path] = ()
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
@@ -129,7 +128,9 @@ class _ImageMount(LazyMount):
         document = self._image.document
         facts |= {
             "image": self.subject.name,
-            "refused_ways": "; ".join(f"{method.value}: {reason}" for method, reason in self.choice.refused),
+            "refused_ways": "; ".join(
+                f"{method.value}: {reason}" for method, reason in methods.better_ones(self.refused, self.method).items()
+            ),
             "layers": len(self.stack),
             "stored_bytes": document.stored_bytes,
         }
@@ -146,30 +147,27 @@ class _ImageMount(LazyMount):
 
     def mount_files(self) -> tuple[MountMethod, Path]:
         """Mount with the best method; if it fails, with the next one."""
-        facts = self.what_works
-        private = self.lifeline
         while True:
-            choice = methods.choose_method(facts, private=private, writable=self.writable is not None)
-            if choice.method in (MountMethod.EROFS_FILE, MountMethod.EROFS_LOOP):
+            method = self.method = methods.choose_method(self.refused, private=self.lifeline)
+            if method in (MountMethod.EROFS_FILE, MountMethod.EROFS_LOOP):
                 self.serve_lazily()
             # While the daemon fetches, or, for the other methods, before a user namespace is entered.
             self._find_layers_above()
-            if reason := methods.describe_fallback(choice):
+            if reason := methods.describe_fallback(self.refused, method):
                 self.say(f"the image is mounted {reason}")
             try:
-                if choice.method is MountMethod.UNPACK:
+                if method is MountMethod.UNPACK:
                     self._mount_unpacked(reason)
-                elif choice.method is MountMethod.FUSE_TREE:
+                elif method is MountMethod.FUSE_TREE:
                     self._mount_served_tree()
                 else:
-                    self._mount_layers(loop=choice.method is MountMethod.EROFS_LOOP)
-                self.choice = choice
-                return choice.method, self.target
-            except _MethodFailed as error:
+                    self._mount_layers(loop=method is MountMethod.EROFS_LOOP)
+                return method, self.target
+            except _MethodFailed as failed:
                 self.unmount_files()
                 self.check_origin()
                 self.stop_daemon()
-                facts = methods.after_failure(facts, choice.method, str(error), private=private)
+                methods.refuse(self.refused, method, failed.error)
 
     def _find_layers_above(self) -> None:
         self._layers_above = self._layers_above or self.above(self.subject.digest)
@@ -195,13 +193,13 @@ class _ImageMount(LazyMount):
                 return
             except BootseerError as error:
                 self.unmount_files()
-                if not loop and number_of(error) == errno.ENOTBLK:
-                    # EROFS cannot be mounted from files of this file system (tmpfs): fetching them does not help.
-                    raise _MethodFailed(str(error)) from error
+                if methods.is_no_erofs(error) or (not loop and number_of(error) == errno.ENOTBLK):
+                    # There is no EROFS, or none from files of this file system (tmpfs): fetching them does not help.
+                    raise _MethodFailed(error) from error
                 try:
                     self.pull_after_failure(error)
                 except CacheFull as full:
-                    raise _MethodFailed(f"{error}; {full}") from full
+                    raise _MethodFailed(CacheFull(f"{error}; {full}")) from full
         with _method_errors():
             mount()
 
@@ -265,7 +263,11 @@ class _ImageMount(LazyMount):
 
 
 class _MethodFailed(Exception):  # noqa: N818 - no error: the next method is tried
-    """A mount method failed; the text is the reason."""
+    """A mount method failed."""
+
+    def __init__(self, error: BootseerError | OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @contextlib.contextmanager
@@ -274,4 +276,4 @@ def _method_errors() -> Iterator[None]:
     try:
         yield
     except (BootseerError, OSError) as error:
-        raise _MethodFailed(str(error)) from error
+        raise _MethodFailed(error) from error
