@@ -3,8 +3,8 @@
 `launch.run` blocks signals until there is a command to forward them to. Inside `interruptible`, signals that ask a
 process to end raise `Interrupted` instead, so that cleanup runs on the way out.
 
-Cleanup may wait for servers that do not answer. A verb whose leftovers are removed later by another process has the
-default action restored at the first signal: a second Ctrl-C ends the process at once.
+Cleanup may wait for servers that do not answer. If leftovers of a verb are removed later by another process, a second
+Ctrl-C ends it at once. Other signals do not: `timeout` sends each twice.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bootseer.launch.supervise import ENDING, say
 def interruptible(*, once: bool = False) -> Iterator[None]:
     """Raise `Interrupted` in the main thread for a terminating signal; ignored signals stay ignored.
 
-    `once`: the second signal has its default action.
+    `once`: of further signals, only SIGINT has an effect, its default action.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if once:
             for each in ours:
-                signal.signal(each, signal.SIG_DFL)
-            say("interrupted: cleaning up; a second signal ends it at once")
+                signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
+            say("interrupted: cleaning up; Ctrl-C ends it at once")
         raise Interrupted(number, signal.Signals(number).name)
 
     before = {number: signal.getsignal(number) for number in ENDING}
@@ -37,8 +37,8 @@ def interruptible(*, once: bool = False) -> Iterator[None]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
     for number in ours:
         signal.signal(number, interrupt)
-        if once:
-            _reset_when_caught(number)
+    if once and signal.SIGINT in ours:
+        _reset_when_caught(signal.SIGINT)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
         yield
