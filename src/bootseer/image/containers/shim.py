@@ -76,7 +76,7 @@ def main() -> int:
         _exec_runtime(command, parent)
     handle = os.pidfd_open(runtime)
     while not select.select([handle], [], [], _LOOK_S)[0]:
-        if signal.sigpending() & _ENDING:  # it hangs, as in the hook of a device whose driver is broken
+        if signal.SIGTERM in signal.sigpending():  # it hangs, as in the hook of a device whose driver is broken
             os.kill(runtime, signal.SIGKILL)
     failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
     # Both runtimes give the standard streams to the container's user, also files of the host.
