@@ -58,8 +58,11 @@ def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -
         assert (run.returncode, output) == (0, "made\n"), error
     assert "waiting for it, 600 s at most" in error
     assert place.num_setups == 1
-    modes = {event.node: event.attrs["mode"] for event in place.events() if event.stage == "environment_start"}
-    assert modes == {"cache": "captured", "other": "restored"}
+    starts = {event.node: event.attrs for event in place.events() if event.stage == "environment_start"}
+    assert {node: start["mode"] for node, start in starts.items()} == {"cache": "captured", "other": "restored"}
+    (document,) = place.documents()
+    # The wait for the builder was not saved.
+    assert starts["other"]["saved_s"] == pytest.approx(document["setup_s"] - starts["other"]["seconds"], abs=0.01)
 
 
 @pytest.mark.parametrize("wait", ["0s", "1s"])

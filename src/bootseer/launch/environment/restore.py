@@ -91,7 +91,6 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
         builder=document.builder,
         trust=document.trust,
         age_s=round(age_s, 3),
-        saved_s=round(document.setup_s - seconds, 3),
         num_files=document.num_files,
         size_bytes=document.size_bytes,
         roots=len(document.roots),

@@ -234,6 +234,7 @@ class EnvironmentStart:
         if session.warm is not None:
             session.warm.report.send(until)
         numbers = prepared.layer.end_startup() if prepared.layer is not None else {}
+        document = prepared.decision.document
         facts = {
             "mode": "bypassed" if prepared.decision.code == "bypass" else prepared.mode,
             "code": prepared.decision.code,
@@ -241,6 +242,8 @@ class EnvironmentStart:
             "what": self.task.what,
             "seconds": round(self.seconds, 3),
             "until": until,
+            # Less than all of `seconds`: a start that waited for the builder saved little.
+            **({"saved_s": round(document.setup_s - self.seconds, 3)} if document is not None else {}),
             **prepared.facts,
             **numbers,
         }
