@@ -255,6 +255,31 @@ def test_packages_that_are_not_python_s_count_in_a_conda_environment(empty: Proj
     assert [row.name for row in difference(before.components, after)] == [f"environment {prefix}"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "source {conda}/etc/profile.d/conda.sh\nconda activate train\npip install click",
+        "eval \"$({conda}/bin/conda shell.bash hook)\"; ENV=train; conda activate $ENV",
+        ". {conda}/bin/activate train; pip install click",
+        "{conda}/bin/conda run -n train pip install click",
+        "sudo {conda}/bin/mamba install --name=train numpy",
+    ],
+)
+def test_an_environment_of_conda_that_is_named_counts(empty: Project, text: str) -> None:
+    conda = empty.root / "conda"
+    for name in ("conda-meta/history", "etc/profile.d/conda.sh", "bin/conda", "bin/mamba", "bin/activate"):
+        (conda / name).parent.mkdir(parents=True, exist_ok=True)
+        (conda / name).touch()
+    empty.write("setup.sh", text.format(conda=conda) + "\nconda create -n new; conda activate new")
+    for name in ("train", "new"):
+        (conda / "envs" / name / "conda-meta").mkdir(parents=True)
+    before = empty.key(setup="setup.sh")
+    for name in ("train", "new"):
+        (conda / "envs" / name / "conda-meta/numpy-2.0-0.json").touch()
+    after = empty.key(setup="setup.sh")
+    assert [row.name for row in difference(before.components, after)] == [f"environment {conda}/envs/train"]
+
+
 def test_the_configuration_of_conda_counts_wherever_it_lies(empty: Project) -> None:
     empty.env |= {"CONDA_EXE": str(empty.root / "conda/bin/conda"), "CONDA_PREFIX": str(empty.root / "conda/envs/x")}
     digests = {empty.key().digest}

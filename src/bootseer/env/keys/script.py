@@ -49,7 +49,6 @@ _PACKAGED = (
 )  # fmt: skip
 """Folders whose files a package most likely owns."""
 
-
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _CHANGE_FOLDER = ("cd", "pushd")
 _PIP = re.compile(r"pip[\d.]*")
@@ -71,6 +70,8 @@ class Inputs(Struct):
     folders: dict[str, None] = field(default_factory=dict)
     environments: dict[str, None] = field(default_factory=dict)
     """Python environments that the setup uses or changes."""
+    conda: dict[str, bool] = field(default_factory=dict)
+    """Names of conda environments; False for those that the setup creates."""
     outputs: set[str] = field(default_factory=set)
     """Paths that the setup writes: what an earlier start left there is not an input."""
     variables: set[str] = field(default_factory=set)
@@ -149,6 +150,7 @@ class Reader:
             if words and _VARIABLE.fullmatch(words[0]):
                 inputs.append(words[0])  # its value may be a path with blanks
                 words = [*self._paths.expand(words[0]).split(), *words[1:]]
+            self._note_conda(words)
             if not programs.is_wrapper(words):
                 break
             words, values = programs.unwrapped(words)
@@ -161,6 +163,16 @@ class Reader:
             inputs.append(".venv")  # uv installs into it if there is one
             words = words[1:]
         return Command(tuple(words), command.outputs, tuple(inputs))
+
+    def _note_conda(self, words: Sequence[str]) -> None:
+        """Note the conda environments that are named: `conda activate x`, `source activate x`, `conda install -n x`."""
+        names = [name for word, name in pairwise(words) if posixpath.basename(word) == "activate"]
+        if words and posixpath.basename(words[0]) in programs.CONDA:
+            names += option_values(words, ("-n", "--name"))
+            for path in self._paths.existing(words[0]) if "/" in words[0] else ():
+                self._environment(path)
+        for name in (text for word in names for text in self._paths.meanings(word)):
+            self._inputs.conda[name] = "create" not in words and self._inputs.conda.get(name, True)
 
     def _note_installations(self, text: str) -> None:
         """Note that a text that no shell reads here may install something in any version."""
@@ -439,12 +451,25 @@ def gather(
                 )
                 return inputs
             _follow(path, cwd, env, files, inputs)
+    _add_conda_environments(inputs, env, files)
     inputs.requirements.add_files(inputs.requirement_files.items(), files, cwd)
     inputs.requirements.close()
     inputs.variables |= inputs.requirements.variables
     if inputs.requirements.uses_cwd and "VIRTUAL_ENV" not in env:
         inputs.cwd_reason = inputs.cwd_reason or "a checkout that is installed in place lies in it"
     return inputs
+
+
+def _add_conda_environments(inputs: Inputs, env: Mapping[str, str], files: NodeFiles) -> None:
+    """Add the conda environments that the setup uses by name, wherever conda may have them."""
+    home, search = env.get("HOME", ""), [*env.get("PATH", "").split(":"), posixpath.dirname(env.get("CONDA_EXE", ""))]
+    roots = [*inputs.environments, *map(posixpath.dirname, search), env.get("MAMBA_ROOT_PREFIX", ""), f"{home}/.conda"]
+    folders = [f"{root}/envs" for root in roots]
+    folders += f"{env.get('CONDA_ENVS_PATH', '')}:{env.get('CONDA_ENVS_DIRS', '')}".split(":")
+    for name in (name for name, is_used in inputs.conda.items() if is_used):
+        for path in roots if name == "base" else [f"{folder}/{name}" for folder in folders]:
+            if files.kind(f"{path}/conda-meta") == "folder":
+                inputs.environments[path] = None
 
 
 def _is_run_by_shell(path: str, files: NodeFiles) -> bool:
