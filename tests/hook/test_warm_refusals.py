@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from bootseer.hook import programs, warm_child, warm_parent
+from bootseer.hook import programs, warm_child, warm_launcher, warm_parent
 from hook.test_warm import HOOK, Launcher
 
 pytestmark = pytest.mark.slow
@@ -35,6 +36,13 @@ _UNFIT = {
     "secret": ("import secrets\nkept = secrets.token_hex()", "random bytes, in library"),
     "folder": ("import os\nos.chdir('/')", "current folder"),
 }
+
+
+def test_a_parent_that_does_not_answer_in_time_is_told_as_late() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.raises(warm_launcher.LostError, match="did not answer within 0 s") as lost:
+        warm_launcher.ask(ours, {}, [], 0.01)
+    assert lost.value.facts == {"late": True}
 
 
 @pytest.mark.parametrize("case", _UNFIT)

@@ -56,6 +56,14 @@ def test_a_parent_that_cannot_be_copied_is_not_started_again_until_its_modules_c
     assert merge_records(known, [newer], []).launchers["torchrun"].never == ""
 
 
+def test_a_parent_that_does_not_answer_is_waited_for_at_most_twice():
+    late = _refused(why_not="the warm parent did not answer within 120 s", late=True)
+    known = merge_records(Known(), [RECORDED], [late])
+    assert known.launchers["torchrun"].never == ""
+    again = merge_records(known, [RECORDED], [late])
+    assert again.launchers["torchrun"].never == late["why_not"]
+
+
 def test_what_concerns_one_start_alone_is_not_learnt():
     known = merge_records(Known(), [RECORDED], [_refused(why_not="the variable X differs", module="", unfit=False)])
     assert known == merge_records(Known(), [RECORDED], [])

@@ -196,7 +196,7 @@ def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int], ready_s
         poll = select.poll()
         poll.register(ours, select.POLLIN)
         if not poll.poll(1000 * ready_s):
-            raise LostError(f"the warm parent did not answer within {ready_s:.0f} s")
+            raise LostError(f"the warm parent did not answer within {ready_s:.0f} s", {"late": True})
         answer = ours.recv(65536)
         if not answer:
             raise LostError("the warm parent ended before it answered")

@@ -35,6 +35,8 @@ _MAX_RECORDS = 16
 _MAX_KEPT = 400
 """Files, two for each job; the oldest are deleted."""
 _MAX_COLD = 64
+_LATE = ""
+"""Among the modules of `Record.cold`: a warm parent did not answer in time."""
 _NEVER_WHOLE = ("torch", "jax")
 """Packages without which a warm start gains nothing: only single modules of them are left out."""
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
@@ -85,15 +87,19 @@ def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Ma
     for refusal in refusals:
         for name, one in launchers.items():
             reason, module = str(refusal.get("why_not") or "")[:300], str(refusal.get("module") or "")[:300]
+            late = refusal.get("late") is True
             if one.program != refusal.get("program"):
                 continue
-            if module and len(one.cold) < _MAX_COLD:
+            if late and _LATE not in one.cold and len(one.cold) < _MAX_COLD:
+                # Its files may have come slowly. The second time an import hangs, for which each start would wait.
+                launchers[name] = replace(one, cold={**one.cold, _LATE: reason})
+            elif module and len(one.cold) < _MAX_COLD:
                 # A second refused module of a package: leave out all of it, not one more module each start.
                 package = module.partition(".")[0]
                 if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
                     module = package
                 launchers[name] = replace(one, cold={**one.cold, module: reason})
-            elif refusal.get("unfit") is True and not module:
+            elif (late or refusal.get("unfit") is True) and not module:
                 launchers[name] = replace(one, never=reason)
     return Known(dict(list(launchers.items())[-_MAX_RECORDS:]))
 
