@@ -112,14 +112,19 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
 
 
 def warm_lines(startup: StartupSpans) -> list[str]:
-    """How many Python programs were forked from a warm parent and what that saved; the reasons for the others."""
+    """How many Python programs were forked from a warm parent and what that saved: the imports of all but one, which
+    each warm parent made; the reasons for the others."""
     warm = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
     reasons = Counter(str(why) for mark in warm if (why := mark.attrs.get("why_not")))
-    saved_s = [_number(mark.attrs.get("saved_s")) or 0.0 for mark in warm if not mark.attrs.get("why_not")]
+    imports_s: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for mark in warm:
+        if not mark.attrs.get("why_not"):
+            imports_s[mark.node, mark.pid].append(_number(mark.attrs.get("saved_s")) or 0.0)
     lines = []
-    if saved_s:
-        which = plural(len(saved_s), "Python program")
-        lines.append(f"{which} started warm: {format_seconds(sum(saved_s))} of CPU time saved")
+    if imports_s:
+        saved_s = sum(sum(times) - max(times) for times in imports_s.values())
+        words = f": {format_seconds(saved_s)} of CPU time saved" if saved_s else ""
+        lines.append(f"{plural(sum(map(len, imports_s.values())), 'Python program')} started warm{words}")
     ordered = sorted(reasons, key=lambda reason: (-reasons[reason], reason))
     return lines + [f"{plural(reasons[one], 'program')} not started warm: {one}" for one in ordered[:_MAX_REASONS]]
 
