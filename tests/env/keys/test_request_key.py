@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import base64
+import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -230,65 +234,40 @@ def test_the_job_s_own_folder_counts_where_all_of_it_is_copied(empty: Project) -
     assert changed == [[], ["folder ."]]
 
 
-def test_files_for_pip_in_an_environment_file_of_conda_count_also_in_a_script(empty: Project) -> None:
-    empty.write("setup.sh", "conda env update -f gpu.yml\n")
-    empty.write("gpu.yml", "dependencies:\n  - numpy=1\n  - pip:\n    - -r more.txt\n")
-    keys = []
-    for text in ("six==1\n", "six==2\n"):
-        empty.write("more.txt", text)
-        keys.append(empty.key(setup="setup.sh"))
-    assert keys[0].digest != keys[1].digest
-    assert "dependencies of gpu.yml" in keys[0].unpinned
+def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Project) -> None:
+    repository, served = empty.root / "repository", empty.root / "served/private.git"
+    repository.mkdir()
+    git("init", "-q", "-b", "main", cwd=repository)
+    git("commit", "-q", "--allow-empty", "-m", "one", cwd=repository)
+    git("clone", "-q", "--bare", str(repository), str(served), cwd=empty.root)
+    git("update-server-info", cwd=served)
+    arguments: list[bytes] = []
 
+    class Private(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    arguments.append(path.read_bytes())
+            if self.headers["Authorization"] == f"Basic {base64.b64encode(b'bot:pass word').decode()}":
+                super().do_GET()
+            else:
+                self.send_error(401)
 
-def test_packages_that_are_not_python_s_count_in_a_conda_environment(empty: Project) -> None:
-    prefix = empty.root / "conda"
-    (prefix / "conda-meta").mkdir(parents=True)
-    names = ("executable", "implementation", "version", "abi", "base_prefix")
-    answer = json.dumps({**dict.fromkeys(names, "x"), "prefix": str(prefix), "own_folders": []})
-    python = empty.write("python3", f"#!/bin/sh\necho 'bootseer:{answer}'\n")
-    python.chmod(0o755)
-    env = empty.env | {"PATH": f"{empty.job}:{empty.env['PATH']}"}
-    before = empty.key(env=env)
-    (prefix / "conda-meta/cuda-12.1-0.json").touch()
-    after = empty.key(env=env)
-    assert [row.name for row in difference(before.components, after)] == [f"environment {prefix}"]
+        def log_message(self, *_: object) -> None:
+            pass
 
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "source {conda}/etc/profile.d/conda.sh\nconda activate train\npip install click",
-        "eval \"$({conda}/bin/conda shell.bash hook)\"; ENV=train; conda activate $ENV",
-        ". {conda}/bin/activate train; pip install click",
-        "{conda}/bin/conda run -n train pip install click",
-        "sudo {conda}/bin/mamba install --name=train numpy",
-    ],
-)
-def test_an_environment_of_conda_that_is_named_counts(empty: Project, text: str) -> None:
-    conda = empty.root / "conda"
-    for name in ("conda-meta/history", "etc/profile.d/conda.sh", "bin/conda", "bin/mamba", "bin/activate"):
-        (conda / name).parent.mkdir(parents=True, exist_ok=True)
-        (conda / name).touch()
-    empty.write("setup.sh", text.format(conda=conda) + "\nconda create -n new; conda activate new")
-    for name in ("train", "new"):
-        (conda / "envs" / name / "conda-meta").mkdir(parents=True)
-    before = empty.key(setup="setup.sh")
-    for name in ("train", "new"):
-        (conda / "envs" / name / "conda-meta/numpy-2.0-0.json").touch()
-    after = empty.key(setup="setup.sh")
-    assert [row.name for row in difference(before.components, after)] == [f"environment {conda}/envs/train"]
-
-
-def test_the_configuration_of_conda_counts_wherever_it_lies(empty: Project) -> None:
-    empty.env |= {"CONDA_EXE": str(empty.root / "conda/bin/conda"), "CONDA_PREFIX": str(empty.root / "conda/envs/x")}
-    digests = {empty.key().digest}
-    for place in ("conda/.condarc", "conda/envs/x/.condarc", "home/.conda/.condarc", "home/.config/conda/.condarc"):
-        path = empty.root / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"channels: [{place}]\n")
-        digests.add(empty.key().digest)
-    assert len(digests) == 5
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Private, directory=str(served.parent))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_port}/private.git"
+        empty.write("requirements.txt", f"private @ git+http://bot:${{TOKEN}}@{place}@main\n")
+        empty.env |= {"TOKEN": "pass%20word"}
+        key = empty.key(requirements=("requirements.txt",))
+        server.shutdown()
+    assert key.components[f"repository git+http://{place}@main"] == git("rev-parse", "main", cwd=served)
+    assert not key.unpinned or "commit is unknown" not in str(key.unpinned)
+    assert "word" not in str(key)
+    assert any(b"ls-remote" in each for each in arguments)
+    assert not [each for each in arguments if b"pass%20word" in each or b"pass word" in each]
 
 
 def test_a_job_that_lies_elsewhere_has_the_same_key_when_nothing_remembers_the_place(empty: Project) -> None:

@@ -294,7 +294,7 @@ class _Collector:
 
     def _repositories(self, inputs: Inputs) -> None:
         wanted = inputs.requirements.repositories
-        commits = commits_of(wanted.values(), self._ask.env) if wanted else {}
+        commits = commits_of(wanted.values(), self._ask.env, inputs.requirements.logins) if wanted else {}
         for (address, reference), item in wanted.items():
             name = f"repository {address}{f'@{reference}' if reference else ''}"
             commit = commits.get((address, reference))

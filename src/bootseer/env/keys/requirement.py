@@ -93,7 +93,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
     # A marker after an address is preceded by a blank; addresses contain none.
     place = whole.split(maxsplit=1)[0]
     if _VCS.match(place):
-        address, reference = _revision(place.partition("#")[0])
+        address, reference = split_revision(place.partition("#")[0])
         return Requirement("vcs", name or _egg(place), without_credentials(address), reference, editable, hashed)
     if place.startswith("file:"):
         path = re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0])
@@ -105,7 +105,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
     return Requirement("path", name, path, "", editable, hashed)
 
 
-def _revision(address: str) -> tuple[str, str]:
+def split_revision(address: str) -> tuple[str, str]:
     """Address and the revision after the last `@` of its path."""
     scheme, _, rest = address.partition("://")
     host, slash, path = rest.partition("/")

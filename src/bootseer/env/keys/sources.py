@@ -10,6 +10,7 @@ A moved branch gives another key: `git ls-remote` is called, with a deadline and
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import glob
 import os
@@ -18,6 +19,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from bootseer.env.keys.files import MAX_FILES, NodeFiles
 from bootseer.env.keys.key import digest_of
@@ -195,8 +197,10 @@ _MAX_ASKED = 32
 _COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\t(\S+)")
 
 
-def commits_of(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """The commit for each address and reference; those not found are missing."""
+def commits_of(
+    wanted: Iterable[Requirement], env: Mapping[str, str], logins: Mapping[str, str]
+) -> dict[tuple[str, str], str]:
+    """The commit for each address and reference; those not found are missing. `logins` is that of `Requirements`."""
     asked = list(wanted)
     found = {(item.target, item.reference): item.reference for item in asked if item.pinned}
     open_ones = [item for item in asked if not item.pinned and item.target.startswith("git+")][:_MAX_ASKED]
@@ -206,17 +210,23 @@ def commits_of(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tu
     quiet = {**env, "GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "SSH_ASKPASS": "true", "LC_ALL": "C"}
     quiet.setdefault("GIT_SSH_COMMAND", f"ssh -o BatchMode=yes -o ConnectTimeout={DEADLINE_S:.0f}")
     with Tasks("bootseer-git", min(8, len(open_ones))) as pool:
-        answers = list(pool.map(lambda item: _ask(program, item, quiet), open_ones))
+        answers = list(pool.map(lambda item: _ask(program, item, quiet, logins.get(item.target, "")), open_ones))
     for item, commit in zip(open_ones, answers, strict=True):
         if commit:
             found[item.target, item.reference] = commit
     return found
 
 
-def _ask(program: str, item: Requirement, env: Mapping[str, str]) -> str:
+def _ask(program: str, item: Requirement, env: Mapping[str, str], address_with_login: str) -> str:
     address, reference = item.target.removeprefix("git+"), item.reference or "HEAD"
     if address.startswith("-") or reference.startswith("-"):
         return ""
+    login = address_with_login.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    if login and "$" not in login:  # by variables (git 2.31), as every user of the machine can read arguments
+        words = base64.b64encode(unquote(login if ":" in login else f"{login}:").encode()).decode()
+        number = int(count) if (count := env.get("GIT_CONFIG_COUNT", "")).isdecimal() else 0
+        env = {**env, "GIT_CONFIG_COUNT": f"{number + 1}", f"GIT_CONFIG_KEY_{number}": f"http.{address}.extraHeader"}
+        env[f"GIT_CONFIG_VALUE_{number}"] = f"Authorization: Basic {words}"
     # The patterns match suffixes of names: `main` would also find `feature/main`.
     answer = child.run(
         [program, "ls-remote", "--", address, reference, f"{reference}^{{}}"], deadline_s=DEADLINE_S, env=env

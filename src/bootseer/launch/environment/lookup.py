@@ -24,8 +24,8 @@ from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
 
-_KEY_S = 900.0
-"""Inputs of a setup may be large, or need a request to a repository."""
+_KEY_S = 300.0
+"""Inputs of a setup may be large, or need a request to a repository. They may also lie on a server that hangs."""
 _LOOK_S = 60.0
 """More than all of the child's deadlines up to its decision."""
 _SLACK_S = 90.0
