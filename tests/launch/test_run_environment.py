@@ -249,7 +249,7 @@ def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None
     assert "its changes are discarded" in ran.stderr
     assert not (place.project / "started").exists()
     assert not (place.project / "half").exists()
-    assert not place.documents()
+    assert not list(place.store.glob("environments/*/*"))
     place.run("--setup", script, "--", "true", code=7)
     assert place.num_setups == 2
     assert not place.leftovers()
@@ -345,15 +345,16 @@ def test_require_ends_where_there_is_no_snapshot_and_refresh_makes_it_anew(place
     assert after["built_s"] > before["built_s"]
 
 
-def test_files_that_the_key_does_not_know_make_it_untrusted_until_they_are_declared(place: Place) -> None:
+def test_files_that_the_key_does_not_know_keep_a_snapshot_from_being_made_until_they_are_declared(place: Place) -> None:
     secret_input = place.root / "elsewhere.txt"
     secret_input.write_text("1\n")
     place.write("read.py", f"print(open('{secret_input}').read())")
     script = place.counting_script("python -c \"exec(compile(open('read.py').read(), 'x', 'exec'))\" > seen\n")
     ran = place.run("--setup", script, "--", "true")
-    assert str(secret_input) in ran.stderr
-    place.run("--setup", script, "--", "true")
-    assert (place.start()["mode"], place.start()["code"]) == ("installed", "untrusted")
+    assert f"it read files that its key does not cover: {secret_input}" in ran.stderr
+    assert not place.documents()
+    assert str(secret_input) in place.run("--setup", script, "--", "true").stderr
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "unsafe")
     words = ("--env-input", str(secret_input), "--env-input", "read.py", "--setup", script, "--", "true")
     assert "does not know" not in place.run(*words).stderr
     place.run(*words)

@@ -100,7 +100,7 @@ def test_a_setup_without_a_snapshot_leaves_the_machine_s_python_as_it_is(place: 
         assert place.run(*words).stdout == "alpha 1.0\nhello\n1\n\n"
         assert not (place.site / "alpha.py").exists()
         assert place.num_setups == number
-    assert (place.start()["mode"], place.start()["code"]) == ("installed", "untrusted")
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "unsafe")
     assert (place.project / "seen").exists()
     assert not place.leftovers()
     assert not place.mounts()

@@ -65,6 +65,30 @@ def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -
     assert starts["other"]["saved_s"] == pytest.approx(document["setup_s"] - starts["other"]["seconds"], abs=0.01)
 
 
+def test_of_a_setup_that_is_not_snapshot_safe_no_further_start_waits_for_a_builder(place: Place) -> None:
+    secret = "export API_TOKEN=" + "a1B2" * 10
+    script, gate = gated(place, secret)
+    words = ("--setup", script, "--", "cat", "made")
+    one = place.begin(*words)
+    wait_for(lambda: place.num_setups)
+    place.cache = "other"
+    two = place.begin(*words)
+    wait_for(lambda: any(event.stage == "environment_setup.wait" for event in place.events()))
+    gate.mkdir()  # not a file, which would be an input of the next start
+    for run in (one, two):
+        output, error = run.communicate(timeout=DEADLINE_S)
+        assert (run.returncode, output) == (0, "made\n"), error
+    found = "this setup is not snapshot-safe, as cache found: it exports API_TOKEN, which looks like a secret"
+    assert found in error
+    place.cache = "third"
+    assert found in place.run(*words).stderr
+    codes = {event.node: event.attrs["code"] for event in place.events() if event.stage == "environment_start"}
+    assert codes == {"cache": "no-snapshot", "other": "unsafe", "third": "unsafe"}
+    assert len([event for event in place.events() if event.stage == "environment_setup.wait"]) == 2
+    place.run("--env", "refresh", *words)
+    assert (place.start()["mode"], place.num_setups) == ("captured", 4)
+
+
 @pytest.mark.parametrize("wait", ["0s", "1s"])
 def test_who_waits_too_long_installs(place: Place, wait: str) -> None:
     script, gate = gated(place)

@@ -61,8 +61,8 @@ def test_without_mounts_of_its_own_a_daemon_is_known_by_its_environment() -> Non
     script = f"setsid {WAITS} </dev/null >/dev/null 2>&1 & echo $!"
     pid = int(subprocess.run(["sh", "-c", script], env=env, stdout=subprocess.PIPE, check=True).stdout)
     try:
-        unsafe, _ = baseline.side_effects(NOBODY_WATCHED, grace_s=0.0)
-        assert [reason for reason in unsafe if "process" in reason and str(pid) in reason]
+        _, this_time, _ = baseline.side_effects(NOBODY_WATCHED, grace_s=0.0)
+        assert [reason for reason in this_time if "process" in reason and str(pid) in reason]
     finally:
         os.kill(pid, signal.SIGKILL)
 
@@ -172,7 +172,7 @@ def test_where_nobody_watched_only_an_environment_or_what_is_used_later_counts(t
         name.mkdir()
     (names[0] / "pyvenv.cfg").touch()
     try:
-        unsafe, _ = baseline.side_effects(NOBODY_WATCHED, mentions=[f"python {names[1]}/train.py"], grace_s=0.0)
+        unsafe, _, _ = baseline.side_effects(NOBODY_WATCHED, mentions=[f"python {names[1]}/train.py"], grace_s=0.0)
         about = [reason for reason in unsafe if tmp_path.name in reason]
         assert about == [f"it installed into {name}, which is not kept: use another folder" for name in names[:2]]
     finally:

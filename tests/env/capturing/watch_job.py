@@ -52,7 +52,8 @@ def main() -> None:
         if spec.get("kill_the_watch"):
             os.kill(watching, 9)
         reads = watch.end()
-        unsafe, _ = baseline.side_effects(reads, mentions=spec.get("mentions", ()), grace_s=spec.get("grace_s", 0.2))
+        mentions = spec.get("mentions", ())
+        unsafe, this_time, _ = baseline.side_effects(reads, mentions=mentions, grace_s=spec.get("grace_s", 0.2))
         captured = {change.path for change in capture.changes()}
         base = [os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix), *spec.get("base", ())]
         said = {
@@ -62,7 +63,7 @@ def main() -> None:
             "writes": reads.outside_writes,
             "complete": reads.complete,
             "why": reads.why,
-            "unsafe": unsafe,
+            "unsafe": [*unsafe, *this_time],
             "unaccounted": unaccounted(reads.paths, spec.get("accounted", ()), captured, base, ["/home/user"]),
             "watching": Path(f"/proc/{watching}").exists(),
         }

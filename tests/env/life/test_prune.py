@@ -17,6 +17,7 @@ from bootseer.artifact.objects import missing, put
 from bootseer.artifact.prune import GRACE_S
 from bootseer.env.document import document_name
 from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog, prune
+from bootseer.env.life.unsafe import MAX_AGE_S, Mark, mark_name, write_mark
 from bootseer.errors import PermanentError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
@@ -303,3 +304,10 @@ def test_in_a_folder_the_bytes_are_freed(tmp_path_factory: pytest.TempPathFactor
     catalog.remove(KEY, BUILT_S)
     prune(catalog, LATER_S)
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_marks_of_setups_go_when_they_do_not_count_any_more(catalog: Catalog, store: Store) -> None:
+    write_mark(store, Mark(KEY, "it mounted tmpfs on /srv", "n1", BUILT_S))
+    write_mark(store, Mark(OTHER_KEY, "it mounted tmpfs on /srv", "n1", BUILT_S + MAX_AGE_S))
+    prune(catalog, BUILT_S + MAX_AGE_S + 1)
+    assert [stored.name for stored in store.list("environments/")] == [mark_name(OTHER_KEY)]

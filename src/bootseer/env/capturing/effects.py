@@ -222,21 +222,27 @@ class Baseline:
         reads: Reads,
         *,
         mentions: Sequence[str] = (),
+        command: Sequence[str] = (),
         grace_s: float = 1.0,
         relaunch: SetupContext | None = None,
-    ) -> tuple[list[str], list[Daemon]]:
-        """Reasons why the setup is not snapshot-safe, and its processes that can be started again.
+    ) -> tuple[list[str], list[str], list[Daemon]]:
+        """Reasons why the setup is not snapshot-safe: what it does each time, and what happened this time; and its
+        processes that can be started again.
 
-        `reads` is what it opened; `mentions` are texts that name what the job will use (see `leftovers`). Forks as
-        `take` does.
+        `reads` is what it opened; `mentions` and `command` are texts that name what the job will use (see `leftovers`);
+        other jobs may have another command. Forks as `take` does.
 
         Waits at most `grace_s` for processes that are about to end. Those still running are reasons, unless `relaunch`
         is given and they can be started again.
         """
         found = self.running(grace_s=grace_s)
         daemons: list[Daemon] = []
-        if relaunch is None:
-            unsafe = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
+        # Another program may have changed the kernel's state.
+        this_time = KernelState.now().changes(self._kernel)
+        unsafe: list[str] = []
+        if relaunch is None:  # other starts may start them again
+            running = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
+            this_time += [listed(running, 5)] if running else []
         else:
             daemons, unsafe = find_restartable(
                 found, replace(relaunch, privileges=self._before.get("privileges", {})), reads
@@ -246,14 +252,14 @@ class Baseline:
         again = {path for one in daemons for path in runtime_files(one)}
         inside = _inspect_inside(self._enter)
         unsafe += self._mount_changes(inside)
-        unsafe += KernelState.now().changes(self._kernel)
-        if reads.complete:
-            written = [path for path in reads.outside_writes if path not in again]
-            unsafe += left_in_scratch(written, mentions)
-            unsafe += left_elsewhere(written, Exclusions())
-        else:
-            unsafe += self._new_in_scratch(inside, mentions)
-        return unsafe, daemons
+        written = [path for path in reads.outside_writes if path not in again]
+
+        def left(names: Sequence[str]) -> list[str]:
+            return left_in_scratch(written, names) if reads.complete else self._new_in_scratch(inside, names)
+
+        unsafe += left_elsewhere(written, Exclusions()) if reads.complete else []
+        (unsafe if left(mentions) else this_time).extend(left([*mentions, *command]))
+        return unsafe, this_time, daemons
 
     def running(self, *, grace_s: float = 0.0) -> dict[int, str]:
         """Names of the setup's processes, by process id (`leftover_processes`)."""

@@ -2,6 +2,7 @@
 
     environments/<key>/document         see `env.document`; replaced only on purpose
     environments/<key>/lease            the node that builds it (`election`)
+    environments/<key>/unsafe           why there is no snapshot (`unsafe`)
     environments/trash/...              removed snapshots whose objects still exist (`artifact.prune`)
 
 The copies have the same names below `<cache>/environments`: documents that were used or built here, and indexes and
@@ -14,6 +15,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 
 from bootseer.artifact import catalog as artifacts
@@ -25,6 +27,7 @@ from bootseer.artifact.prune import GRACE_S, Pruned
 from bootseer.artifact.prune import prune as prune_artifacts
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, EnvironmentDocument, document_name, is_key
+from bootseer.env.life import unsafe
 from bootseer.env.life.decide import Lookup
 from bootseer.errors import BootseerError, UsageError
 from bootseer.store.file import FileStore
@@ -42,9 +45,9 @@ def _check_key(key: str) -> None:
         )
 
 
-def _key_in(name: str) -> str:
-    key, _, last = name.removeprefix(FOLDER).partition("/")
-    return key if last == "document" and is_key(key) else ""
+def _key_in(name: str, last: str = "document") -> str:
+    key, _, found = name.removeprefix(FOLDER).partition("/")
+    return key if found == last and is_key(key) else ""
 
 
 ENVIRONMENTS = Kind(
@@ -91,7 +94,11 @@ def prune(
         # A document from the future is not expired: this node's clock may be wrong.
         return document.max_age_s is not None and now_s - document.built_s > document.max_age_s
 
-    return prune_artifacts(catalog, now_s, grace_s=grace_s, in_use=in_use, also_used=also_used, expired=is_expired)
+    done = prune_artifacts(catalog, now_s, grace_s=grace_s, in_use=in_use, also_used=also_used, expired=is_expired)
+    for stored in list(catalog.store.list(FOLDER)):
+        if (key := _key_in(stored.name, "unsafe")) and not unsafe.reason(catalog.store, key, now_s):
+            done.try_step(key, partial(catalog.store.delete, stored.name))
+    return done
 
 
 MAX_UNUSED_S = 30 * 24 * 3600.0

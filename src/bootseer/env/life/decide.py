@@ -62,6 +62,7 @@ REASONS: Mapping[str, str] = {
     "bypass": "no snapshot was wanted",
     "unkeyable": "something that the setup depends on cannot be put into a key, so that no snapshot can be trusted",
     "untrusted": "when the snapshot was built, the setup read files that the key does not know; declare them",
+    "unsafe": "the setup does what a snapshot cannot repeat, as an earlier start found: no start waits for a builder",
     "refused:<code>": "the snapshot was built for another platform or another key; <code> is what differs",
     "other-version": "the snapshot was written by another version of BootSeer",
     "store-down": "the store does not answer or refuses, and this node does not know the snapshot",
@@ -76,7 +77,7 @@ REASONS: Mapping[str, str] = {
     "failed": "an error of BootSeer",
 }
 """Meaning of each code. `refused:<code>` stands for all codes of the gate (`keys.key.gate`)."""
-FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "daemons", "not-root", "failed")
+FALLBACKS = ("unsafe", "conflict", "cannot-mount", "damaged", "store-down", "daemons", "not-root", "failed")
 """Codes for `fall_back`, besides those of `refused`."""
 
 
@@ -170,7 +171,8 @@ def after_wait(
 
 
 def fall_back(decision: Decision, code: str, words: str) -> Decision:
-    """The decision after the snapshot could not be used, or the setup not be captured; `code` is one of `FALLBACKS`."""
+    """The decision after the snapshot could not be used, the setup not be captured, or when it is known to be not
+    snapshot-safe (`unsafe`); `code` is one of `FALLBACKS`."""
     return _with_required_mode(_follow_up(decision, Action.INSTALL, code, words))
 
 
@@ -199,7 +201,7 @@ def _applicable(
     if document is None:
         yield Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"])
         return
-    if document.trust == "untrusted":
+    if document.trust == "untrusted":  # by version 0.2, which published such snapshots
         paths = ", ".join(document.unaccounted[:_MAX_PATHS])
         yield Decision(Action.INSTALL, "untrusted", REASONS["untrusted"] + (f": {paths}" if paths else ""))
     if refusal is not None:

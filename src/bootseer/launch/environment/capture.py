@@ -41,7 +41,7 @@ from bootseer.env.restoring.safe_tree import TreeFolders
 from bootseer.errors import BootseerError
 from bootseer.launch.environment.lookup_process import key_request_of
 from bootseer.launch.environment.plain import say_failed
-from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, start_publishing
+from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, report_unsafe, start_publishing
 from bootseer.launch.environment.relaunch import read_pid_files, remove_stale_files
 from bootseer.launch.environment.setup import SetupHost, SetupResult, SetupRun, setup_problems
 from bootseer.launch.environment.task import Task
@@ -138,10 +138,10 @@ def capture(
         with interruptible():
             with task.stage("capture") as facts:
                 division = divide(captured.changes, TreeFolders(str(view.root)))
-                reasons = captured.unsafe_reasons(command, division)
+                reasons, this_time = captured.unsafe_reasons(command, division)
                 prepared = PreparedEnvironment("captured", decision, apply_exports(captured.done.exports, task.env))
                 prepared.undo.push(opened.pop_all())  # from here on the command needs what was opened
-                if captured.daemons and not reasons:
+                if captured.daemons and not reasons and not this_time:
                     prepared.undo.callback(_end_daemons, baseline, captured.daemons, read_pid_files(captured.daemons))
                 show_changes(task, view, captured.changes, division, prepared)
                 facts.update(roots=len(division.roots), loose=len(division.loose))
@@ -154,13 +154,14 @@ def capture(
                 roots=len(division.roots),
                 loose=len(division.loose),
             )
-            return captured.done, prepared, _publishing(task, publication, reasons)
+            return captured.done, prepared, _publishing(task, publication, reasons, this_time)
 
 
-def _publishing(task: Task, publication: Publication, reasons: Sequence[str]) -> Publishing | None:
-    if reasons:
-        report_outcome(task, False, f"this setup is not snapshot-safe: {'; '.join(reasons)}")
-        return None
+def _publishing(
+    task: Task, publication: Publication, reasons: Sequence[str], this_time: Sequence[str]
+) -> Publishing | None:
+    if reasons or this_time:
+        return report_unsafe(task, publication.key, reasons, this_time=this_time)
     try:
         return start_publishing(task, publication)
     except BootseerError as error:
@@ -187,6 +188,8 @@ class _CapturedSetup:
     """For recording the processes that it left; None: they make it unsafe."""
     daemons: tuple[Daemon, ...] = ()
     """Processes that can be started again."""
+    unknown: tuple[str, ...] = ()
+    """Files that it read and the key does not cover, once `unsafe_reasons` has looked."""
 
     def __init__(self, task: Task, key: RequestKey, view: Capture, baseline: Baseline, done: SetupResult) -> None:
         self._task = task
@@ -215,13 +218,16 @@ class _CapturedSetup:
         self.done = replace(done, packages=packages).ending_now()
         return True
 
-    def unsafe_reasons(self, command: Sequence[str], division: Division) -> list[str]:
-        """Reasons why restoring the files alone would not be enough."""
+    def unsafe_reasons(self, command: Sequence[str], division: Division) -> tuple[list[str], list[str]]:
+        """Reasons why restoring the files alone would not be enough: what the setup does, and what happened this
+        time."""
         done = self.done
-        used = [*command, self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
+        used = [self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
         pid_files = tuple(path for path in self._view.left_out.reasons if path.endswith(".pid"))
         setup = replace(self.daemon_context, paths=pid_files) if self.daemon_context is not None else None
-        unsafe, daemons = self._baseline.side_effects(self.reads, mentions=used, relaunch=setup)
+        unsafe, this_time, daemons = self._baseline.side_effects(
+            self.reads, mentions=used, command=command, relaunch=setup
+        )
         self.daemons = tuple(daemons)
         for line in self._view.left_out.warnings:
             say(line)
@@ -232,13 +238,13 @@ class _CapturedSetup:
             unsafe.append(f"it wrote names of this node or job to {listed(lists)}: let the command write such files")
         left_out = chain.from_iterable(self._view.left_out.paths.values())
         own = (*(change.path for change in self.changes), *left_out) if self._view.way == "scan" else ()
-        return [*done.reasons, *unsafe, *self._packages_outside(), *input_changes(self._task, self._key, own)]
+        self.unknown = self._unaccounted(self.changes) if self.reads.complete else ()
+        reasons = [*done.reasons, *unsafe, *self._packages_outside(), *unknown_reads(self.unknown)]
+        return reasons, [*done.unknown, *this_time, *input_changes(self._task, self._key, own)]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
-        unknown = self._unaccounted(self.changes) if self.reads.complete else ()
         # Written by daemons at each start: restored, they would be in the way.
         runtime_files = {path for daemon in self.daemons for path in (*daemon.pid_files, daemon.output)}
-        trust, unaccounted_for = trust_of(self.reads, unknown)
         return Publication(
             key=self._key,
             decision=decision,
@@ -246,8 +252,7 @@ class _CapturedSetup:
             root=self._view.root,
             division=division,
             done=self.done,
-            trust=trust,
-            unaccounted=unaccounted_for,
+            trust=trust_of(self.reads, self.unknown),
             left_out=self._view.left_out,
             daemons=self.daemons,
             validate=partial(self._problems, division),
@@ -303,16 +308,15 @@ def input_changes(task: Task, key: RequestKey, own: Sequence[str] = ()) -> list[
     return [f"inputs of it changed while it ran: {listed(foreign)}"] if foreign else []
 
 
-def trust_of(reads: Reads, found: tuple[str, ...]) -> tuple[Trust, tuple[str, ...]]:
-    """How far the key covers the setup's reads, and the uncovered reads; `found` is the result of `unaccounted`."""
-    if not reads.complete:
-        return "unobserved", ()
-    if not found:
-        return "observed", ()
-    say(
-        f"the setup read files that its key does not cover: {listed(found)}; declare them by --env-input for a snapshot"
-    )
-    return "untrusted", found
+def trust_of(reads: Reads, found: Sequence[str]) -> Trust:
+    """How far the key covers the setup's reads; `found` is the result of `unaccounted`."""
+    return "unobserved" if not reads.complete else "untrusted" if found else "observed"
+
+
+def unknown_reads(found: Sequence[str]) -> list[str]:
+    """The reads that the key does not cover, as a reason: changes of these files would go unnoticed."""
+    words = f"it read files that its key does not cover: {listed(found)} (declare them by --env-input)"
+    return [words] if found else []
 
 
 def _installers(path: str | None) -> list[str]:

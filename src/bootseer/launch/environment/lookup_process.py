@@ -17,9 +17,9 @@ from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys.key import RequestKey, gate
 from bootseer.env.keys.request_key import KeyRequest, facts_folder_of, request_key
-from bootseer.env.life import election
+from bootseer.env.life import election, unsafe
 from bootseer.env.life.catalog import Catalog, NodeCatalog
-from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
+from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide, fall_back
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.store.open import open_store
@@ -101,7 +101,7 @@ class LookupProcess:
         if document is not None:
             document = self._with_age_limit(document)
             found = dataclasses.replace(found, document=document)
-        return decide(
+        decision = decide(
             mode,
             found,
             now_s=time.time(),
@@ -109,6 +109,13 @@ class LookupProcess:
             damaged=self._damaged,
             may_publish=task.signatures.may_publish,
         )
+        builds = decision.action is Action.BUILD and mode != "refresh"
+        return self._unless_unsafe(catalog, decision) if builds else decision
+
+    def _unless_unsafe(self, catalog: Catalog, decision: Decision) -> Decision:
+        """The decision, or to run the setup at once if it is known to be not snapshot-safe."""
+        reason = unsafe.reason(catalog.store, self._key.digest, time.time())
+        return fall_back(decision, "unsafe", reason) if reason else decision
 
     def _say(self, line: str) -> None:
         self._send({"say": line})
@@ -146,6 +153,11 @@ class LookupProcess:
             words=ended.words,
             ours=ended.lease is not None,
         )
+        if ended.ended == "builder-gave-up":
+            decided = self._unless_unsafe(catalog, decided)
+        if ended.lease is not None and decided.action is not Action.BUILD:
+            ended.lease.release()
+            return decided, None
         return decided, ended.lease
 
     def _hold(self, lease: Lease) -> None:

@@ -12,23 +12,28 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from bootseer import __version__
 from bootseer.artifact.places import environments_folder
+from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Trust
 from bootseer.env.keys.key import RequestKey
+from bootseer.env.life import unsafe
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.roots import Division
 from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.env.snapshot.write import Written, write_snapshot
-from bootseer.errors import PermanentError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
@@ -40,7 +45,7 @@ from bootseer.units import format_bytes, plural
 
 EVENT = "environment_publish"
 _NICENESS = 10
-_MAX_UNACCOUNTED = 20
+_MARK_S = 15.0
 _log = logger(__name__)
 
 
@@ -58,7 +63,6 @@ class Publication:
     """Of the changes on a host; None in an image, where all of them are one layer."""
     done: SetupResult
     trust: Trust
-    unaccounted: tuple[str, ...]
     left_out: LeftOut
     """What the rules left out of the changes."""
     daemons: tuple[Daemon, ...]
@@ -105,6 +109,18 @@ class Publishing:
             report_outcome(self._task, bool(result.pop("published")), str(result.pop("why_not", "")), result)
 
 
+class Marking(Publishing):
+    """A mark in progress. What it is about has been reported."""
+
+    def finish(self) -> None:
+        """Wait for it, as other starts wait for its builder's lease."""
+        self._background.wait(_MARK_S)
+        self.stop()
+
+    def _report(self) -> None:
+        pass
+
+
 def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
     """Report the outcome of the snapshot to the user and as an event."""
     task.outcome.update(outcome := {"published": published, "why_not": why_not, **(facts or {})})
@@ -114,6 +130,44 @@ def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mappin
     elif why_not:
         say(f"no snapshot of the environment was published: {why_not}")
     task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
+
+
+def report_unsafe(
+    task: Task, key: RequestKey, reasons: Sequence[str], *, this_time: Sequence[str] = ()
+) -> Publishing | None:
+    """Report that the setup is not snapshot-safe, and mark it in the store for other starts, if it would be so again.
+
+    `reasons` are what it does, `this_time` what happened while it ran.
+    """
+    report_outcome(task, False, f"this setup is not snapshot-safe: {'; '.join((*reasons, *this_time))}")
+    if not reasons:
+        return None
+    try:
+        log = task.folder.path / "publish.log"
+        work = partial(_mark, task, key.digest, "; ".join(reasons))
+        return Marking(task, start_background(work, name="bootseer-env", log=log, niceness=_NICENESS))
+    except BootseerError:
+        return None
+
+
+def _mark(task: Task, key: str, reason: str, send: Send) -> None:
+    options = task.options
+    check = _secret_check(task, Exclusions(), ())
+    mark = unsafe.Mark(key, reason[:1000], task.node[:1000], time.time())
+    if check.check_text("its mark", mark.reason.encode("utf-8", "surrogateescape")):
+        mark = replace(mark, reason="see what that start printed")
+    with contextlib.closing(open_store(task.store_uri, plain_http=options.plain_http)) as store:
+        unsafe.write_mark(store, mark)
+
+
+def _secret_check(task: Task, exclusions: Exclusions, withheld: Collection[Change]) -> SecretCheck:
+    return SecretCheck(
+        exclusions,
+        withheld=withheld,
+        variables=task.env,
+        rules=task.options.secret_rules,
+        cache=environments_folder(task.options.cache) / "secret-rules",
+    )
 
 
 def start_publishing(task: Task, publication: Publication) -> Publishing:
@@ -132,13 +186,7 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
     options = task.options
     key, num_changes = publication.key.digest[:12], len(publication.changes)
     _log.info("environment %s: %d changes are checked and written", key, num_changes)
-    check = SecretCheck(
-        publication.left_out.exclusions,
-        withheld=publication.left_out.withheld.values(),
-        variables=task.env,
-        rules=options.secret_rules,
-        cache=environments_folder(options.cache) / "secret-rules",
-    )
+    check = _secret_check(task, publication.left_out.exclusions, publication.left_out.withheld.values())
     if problems := publication.validate():
         raise PermanentError("; ".join(problems))
     with contextlib.closing(open_store(task.store_uri, plain_http=options.plain_http)) as store:
@@ -162,6 +210,8 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
         node_catalog = NodeCatalog(options.cache, lambda line: send({"say": line}))
         if published:
             node_catalog.keep(document, catalog.encode_signed(document))
+            with contextlib.suppress(BootseerError):  # out of date, as with `--env refresh`
+                store.delete(unsafe.mark_name(document.key))
         send(
             {
                 "published": published,
@@ -194,7 +244,7 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
         exports=done.exports,
         platform=key.platform,
         trust=publication.trust,
-        unaccounted=publication.unaccounted[:_MAX_UNACCOUNTED],
+        unaccounted=(),
         builder=task.node,
         version=__version__,
         built_s=time.time(),

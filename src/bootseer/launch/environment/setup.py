@@ -59,6 +59,8 @@ class SetupResult:
     exports: tuple[Export, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why the setup cannot be published."""
+    unknown: tuple[str, ...] = ()
+    """What could not be found out about it, so that it is not published this time."""
     began_s: float = 0.0
     """Seconds since 1970."""
     ended_s: float = 0.0
@@ -183,7 +185,7 @@ class SetupRun:
                 done = self._record_new_packages(done)
             except Exception as error:  # the setup itself has succeeded
                 unknown = f"its installed packages are not known: {type(error).__name__}: {error}"
-                done = replace(done, reasons=(*done.reasons, unknown))
+                done = replace(done, unknown=(unknown,))
         return done.ending_now()
 
     def _script(self, script: str, done: SetupResult) -> SetupResult:

@@ -28,6 +28,7 @@ from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccount
 from bootseer.env.capturing.reads import Reads, not_watched
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
+from bootseer.env.document import Trust
 from bootseer.env.installing.interpreter import runner
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import REASONS, Decision
@@ -39,9 +40,9 @@ from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch.environment.capture import input_changes, trust_of
+from bootseer.launch.environment.capture import input_changes, trust_of, unknown_reads
 from bootseer.launch.environment.plain import ScriptRun, prepare_script
-from bootseer.launch.environment.publish import Publication, report_outcome, start_publishing
+from bootseer.launch.environment.publish import Publication, report_outcome, report_unsafe, start_publishing
 from bootseer.launch.environment.setup import EXPORTS, SetupHost, SetupResult, setup_problems
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import Task
@@ -56,7 +57,6 @@ Mount = Callable[[Path, LayersAbove, bool], MountedImage]
 """Mount the image with a folder for changes and additional layers; the flag: for the setup, not for the command."""
 UPPER = "upper"
 """The upper layer, below a mount's folder for changes (`image.mounting.mount`)."""
-_UNSAFE = "this setup is not snapshot-safe"
 _MAX_LOOKED_AT = 20_000
 _CLOCK_S = 0.1
 """Tolerance for file times, which are of the kernel's last tick, or of a server's clock."""
@@ -269,18 +269,22 @@ class UpperLayer:
         task = self._task
         try:
             with interruptible():
-                reasons = [*done.reasons, *self._writes_into_mounts(done), *input_changes(task, key)]
-            if reasons:
-                report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
+                reads = self._host.reads()
+                unknown = unaccounted(reads.paths, key.accounted, (), host=False) if reads.complete else ()
+                reasons = [*done.reasons, *self._writes_into_mounts(done), *unknown_reads(unknown)]
+                this_time = [*done.unknown, *input_changes(task, key)]
+            if reasons or this_time:
+                self._start.publishing = report_unsafe(task, key, reasons, this_time=this_time)
                 return self.remount()
             with interruptible(), task.stage("capture") as facts:
                 layer = self._move_to_layer()
                 changes = self._changes(layer)
                 facts.update(changes=len(changes), way="container")
-            if reasons := self._in_scratch(layer, changes, done):
-                report_outcome(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
+            if reasons := self._in_scratch(layer, changes, done, self._start.command):
+                lasting = reasons if self._in_scratch(layer, changes, done, ()) else []  # for any command
+                self._start.publishing = report_unsafe(task, key, lasting, this_time=[] if lasting else reasons)
             else:
-                self._start_publishing(done, changes, key)
+                self._start_publishing(done, changes, key, trust_of(reads, ()))
         except Exception as error:  # an error of BootSeer must not fail the job
             self._check_mounted(error)
             report_outcome(task, False, _in_words(error))
@@ -346,7 +350,9 @@ class UpperLayer:
             say(line)
         return changes
 
-    def _in_scratch(self, layer: Path, changes: Sequence[Change], done: SetupResult) -> list[str]:
+    def _in_scratch(
+        self, layer: Path, changes: Sequence[Change], done: SetupResult, command: Sequence[str]
+    ) -> list[str]:
         """Files that the setup left in the container's scratch folders and the command needs, as messages."""
         tops = [layer / scratch.lstrip("/") for scratch in SCRATCH]
         files = [
@@ -356,7 +362,7 @@ class UpperLayer:
             for folder, _, names in os.walk(top)
             for name in names
         ]
-        used = [*self._start.command, *(export.value for export in done.exports), *mentions(changes)]
+        used = [*command, *(export.value for export in done.exports), *mentions(changes)]
         return left_in_scratch(files, used)
 
     def _writes_into_mounts(self, done: SetupResult) -> Iterator[str]:
@@ -368,10 +374,8 @@ class UpperLayer:
                 if path:
                     yield f"it wrote {path}, in a mount, which is not captured"
 
-    def _start_publishing(self, done: SetupResult, changes: Sequence[Change], key: RequestKey) -> None:
+    def _start_publishing(self, done: SetupResult, changes: Sequence[Change], key: RequestKey, trust: Trust) -> None:
         task, prepared = self._task, self._start.prepared
-        reads = self._host.reads()
-        trust, unknown = trust_of(reads, unaccounted(reads.paths, key.accounted, (), host=False))
         if prepared is not None:
             prepared.mode = "captured"
             prepared.facts.update(key=key.digest, builder=task.node, trust=trust, way="container")
@@ -383,7 +387,6 @@ class UpperLayer:
             division=None,
             done=done,
             trust=trust,
-            unaccounted=unknown,
             left_out=self._left_out,
             daemons=(),
             validate=partial(self._host.problems, done),
