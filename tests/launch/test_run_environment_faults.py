@@ -205,7 +205,7 @@ def test_without_the_store_a_node_restores_what_it_knows(place: Place) -> None:
     assert (place.start()["mode"], place.start()["code"]) == ("installed", "store-down")
 
 
-def test_damaged_objects_make_the_setup_run_and_the_snapshot_anew(place: Place) -> None:
+def test_damaged_objects_make_the_setup_run_and_the_next_start_make_the_snapshot_anew(place: Place) -> None:
     script = place.counting_script("mkdir data; echo words > data/vocab\n")
     words = ("--setup", script, "--", "cat", "data/vocab")
     place.run(*words)
@@ -213,14 +213,17 @@ def test_damaged_objects_make_the_setup_run_and_the_snapshot_anew(place: Place) 
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    place.cache = "other"
-    assert place.run(*words).stdout == "words\n"
-    assert (place.start()["mode"], place.start()["code"]) == ("captured", "damaged")
-    assert place.num_setups == 2
-    place.cache = "third"
-    (place.project / "data" / "vocab").unlink()
-    assert place.run(*words).stdout == "words\n"
-    assert (place.start()["mode"], place.num_setups) == ("restored", 2)
+    for cache, mode, code in (
+        ("other", "installed", "damaged"),
+        ("third", "captured", "no-snapshot"),
+        ("fourth", "restored", "hit"),
+    ):
+        place.cache = cache
+        ran = place.run(*words)
+        assert (ran.stdout, place.start()["mode"], place.start()["code"]) == ("words\n", mode, code)
+        assert ("is removed from its store" in ran.stderr) is (code == "damaged")
+        (place.project / "data" / "vocab").unlink()
+    assert place.num_setups == 3
 
 
 @pytest.mark.fuse

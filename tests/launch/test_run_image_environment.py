@@ -248,7 +248,7 @@ def test_a_damaged_snapshot_is_made_anew(job: Callable[..., Any], node: Node, tm
         if path.is_file() and path.name != "document":
             path.write_bytes(b"damaged")
     more = {"BOOTSEER_CACHE": str(tmp_path / "cache2")}  # another node
-    for mode, code in (("captured", "damaged"), ("restored", "hit")):
+    for mode, code in (("installed", "damaged"), ("captured", "no-snapshot"), ("restored", "hit")):
         ran, start = job(*WORDS, more=more)
         assert (ran.stdout, start["mode"], start["code"]) == (SAID, mode, code), ran.stderr
 

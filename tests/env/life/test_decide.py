@@ -35,7 +35,6 @@ FORGED = Lookup("unsigned", why="not signed")
 NO_KEY = {"may_publish": False}
 NEWER = Lookup("other-version", why="another version")
 REFUSAL = ("cpu", "built for x86-64-v4")
-GONE = "a block is missing"
 
 TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("auto", Lookup("found", FOUND), {}, Action.RESTORE, "hit"),
@@ -47,9 +46,6 @@ TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("auto", DOWN, {}, Action.INSTALL, "store-down"),
     ("auto", Lookup("found", OLD), {}, Action.BUILD, "expired"),
     ("auto", Lookup("unreachable", OLD), {}, Action.INSTALL, "expired"),
-    ("auto", Lookup("found", FOUND), {"damaged": GONE}, Action.BUILD, "damaged"),
-    ("auto", HERE, {"damaged": GONE}, Action.INSTALL, "damaged"),
-    ("auto", Lookup("found", OLD), {"damaged": GONE}, Action.BUILD, "damaged"),
     ("auto", Lookup("found", UNTRUSTED), {}, Action.INSTALL, "untrusted"),
     ("auto", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
     ("auto", Lookup("found", OLD), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
@@ -96,14 +92,13 @@ def test_what_was_found_and_asked_for_decides(
 
 def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
     lookups = [NONE, DOWN, HERE, BROKEN, NEWER, FORGED, *(Lookup("found", each) for each in (FOUND, OLD, UNTRUSTED))]
-    cases = itertools.product(MODES, lookups, [None, REFUSAL], ["", GONE], [(), ("cannot read x",)], [True, False])
-    for mode, found, refusal, damaged, problems, may_publish in cases:
+    cases = itertools.product(MODES, lookups, [None, REFUSAL], [(), ("cannot read x",)], [True, False])
+    for mode, found, refusal, problems, may_publish in cases:
         decision = decide(
             mode,
             found,
             now_s=NOW_S,
             refusal=refusal,
-            damaged=damaged,
             problems=problems,
             may_publish=may_publish,
         )
@@ -113,7 +108,6 @@ def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
         # Nothing suspicious is ever used, and `require` never installs.
         if decision.action is Action.RESTORE:
             assert refusal is None
-            assert not damaged
             assert not problems
             assert decision.document == FOUND
         if mode == "require":
@@ -124,7 +118,6 @@ def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
     ("found", "more", "replaces"),
     [
         (Lookup("found", OLD), {}, OLD),
-        (Lookup("found", FOUND), {"damaged": GONE}, FOUND),
         (BROKEN, {}, None),
     ],
 )

@@ -118,17 +118,15 @@ def decide(
     now_s: float,
     problems: tuple[str, ...] = (),
     refusal: tuple[str, str] | None = None,
-    damaged: str = "",
     may_publish: bool = True,
 ) -> Decision:
     """The first decision.
 
     `found` may be `Lookup("none")` with `bypass` and with `problems`, which are the key's (`RequestKey.problems`);
-    `refusal` is code and message of the gate for the document; `damaged` is the defect that this start has found in the
-    snapshot, empty if none. Without `may_publish` signatures are required and this start has no key: its snapshot would
-    be unusable, and would prevent others from publishing one.
+    `refusal` is code and message of the gate for the document. Without `may_publish` signatures are required and this
+    start has no key: its snapshot would be unusable, and would prevent others from publishing one.
     """
-    decision = replace(next(_applicable(mode, found, now_s, problems, refusal, damaged)), mode=mode)
+    decision = replace(next(_applicable(mode, found, now_s, problems, refusal)), mode=mode)
     if decision.action is Action.BUILD and not may_publish:
         unsigned = decision.code == "unsigned"
         words = decision.reason if unsigned else f"{decision.reason}; {_NO_KEY}"
@@ -182,7 +180,6 @@ def _applicable(
     now_s: float,
     problems: tuple[str, ...],
     refusal: tuple[str, str] | None,
-    damaged: str,
 ) -> Iterator[Decision]:
     """The decisions that apply: the first one counts."""
     document, state = found.document, found.kind
@@ -207,11 +204,11 @@ def _applicable(
     if refusal is not None:
         # A rebuild would be refused where this one is used, and the two platforms would replace it in turns.
         yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])
-    if stale := "damaged" if damaged else "expired" if document.expired(now_s) else "":
-        words = damaged or f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
+    if document.expired(now_s):
+        words = f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
         if state == "unreachable":  # a new one could not be published now
-            yield Decision(Action.INSTALL, stale, words)
-        yield Decision(Action.BUILD, stale, words, replaces=document, replace=True)
+            yield Decision(Action.INSTALL, "expired", words)
+        yield Decision(Action.BUILD, "expired", words, replaces=document, replace=True)
     if state == "unreachable":
         words = REASONS["hit-on-node"] + (f": {found.why}" if found.why else "")
         yield Decision(Action.RESTORE, "hit-on-node", words, document)

@@ -55,12 +55,11 @@ class LookupResult(Struct):
             self.helper.stop()
 
 
-def look_up(task: Task, image: str, *, damaged: str = "") -> LookupResult:
+def look_up(task: Task, image: str) -> LookupResult:
     """Look up the environment. Raises `BootseerError` if the child fails or does not answer in time; that the store
     does not answer is no error, but a reason for the decision.
 
-    `image` is the digest of the image to run in; empty without one. `damaged` is the defect of the snapshot that was
-    found before, which is to be rebuilt.
+    `image` is the digest of the image to run in; empty without one.
     """
     # Needed by the child and by the run: imported before the fork, they are loaded once.
     import bootseer.artifact.lease
@@ -74,7 +73,7 @@ def look_up(task: Task, image: str, *, damaged: str = "") -> LookupResult:
     def work(send: Send) -> None:
         from bootseer.launch.environment.lookup_process import LookupProcess
 
-        LookupProcess(task, image, send, read_end, write_end, damaged).run()
+        LookupProcess(task, image, send, read_end, write_end).run()
 
     try:
         helper = start_background(work, name="bootseer-lease", log=task.folder.path / "lookup.log")

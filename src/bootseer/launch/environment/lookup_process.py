@@ -60,13 +60,12 @@ class LookupProcess:
     _key: RequestKey
     """Set before the first decision."""
 
-    def __init__(self, task: Task, image: str, send: Send, read_end: int, write_end: int, damaged: str) -> None:
+    def __init__(self, task: Task, image: str, send: Send, read_end: int, write_end: int) -> None:
         os.close(write_end)  # this process does not build
         self._task = task
         self._image = image
         self._send = send
         self._read_end = read_end
-        self._damaged = damaged
 
     def run(self) -> None:
         """Send the key and the decision, a second one after waiting for a builder; then hold the lease, if any."""
@@ -106,7 +105,6 @@ class LookupProcess:
             found,
             now_s=time.time(),
             refusal=self._refusal(document),
-            damaged=self._damaged,
             may_publish=task.signatures.may_publish,
         )
         builds = decision.action is Action.BUILD and mode != "refresh"

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from bootseer.errors import BootseerError, Interrupted
 from bootseer.launch.command import Options, run_command
 from bootseer.launch.environment.plain import run_after_setup
@@ -151,34 +149,24 @@ class EnvironmentStart:
         key, decision = self.look_up(image)
         if decision.action is Action.RESTORE:
             decision = self._restore(decision, on_host=not image)
-            if decision.code == "damaged":  # in the store: another look-up, to rebuild it
-                _, again = self.look_up(image, damaged=decision.reason)
-                if again.action is Action.RESTORE:  # rebuilt by another start meanwhile
-                    decision = self._restore(again, on_host=not image)
-                else:
-                    if again.code == "failed":
-                        say(f"the environment is not rebuilt: {again.reason}")
-                    decision = replace(again, code=decision.code, reason=decision.reason)
         return key, decision
 
-    def look_up(self, image: str = "", *, damaged: str = "") -> tuple[RequestKey | None, Decision]:
-        """Key and decision. Errors lead to running the setup. `image` and `damaged` are those of `lookup.look_up`."""
+    def look_up(self, image: str = "") -> tuple[RequestKey | None, Decision]:
+        """Key and decision. Errors lead to running the setup. `image` is that of `lookup.look_up`."""
         from bootseer.env.life.decide import Action, Decision
         from bootseer.launch.environment.lookup import look_up
 
         mode = self.task.options.mode
         try:
             with interruptible():
-                if self._lookup is not None:  # of a damaged snapshot
-                    self._lookup.close()
-                self._lookup = look_up(self.task, image, damaged=damaged)
+                self._lookup = look_up(self.task, image)
                 return self._lookup.key, self._lookup.decision
         except Exception as error:  # an error of BootSeer must not fail the job
             _log.warning("the lookup failed", exc_info=True)
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
     def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
-        from bootseer.launch.environment.restore import restore
+        from bootseer.launch.environment.restore import remove_damaged, restore
         from bootseer.launch.environment.view import fallback_for
 
         try:
@@ -186,7 +174,11 @@ class EnvironmentStart:
                 self.prepared = restore(self.task, decision, self.command, on_host=on_host)
         except Exception as error:  # an error of BootSeer must not fail the job
             _log.warning("the snapshot cannot be restored", exc_info=True)
-            return fallback_for(decision, error)
+            fallback = fallback_for(decision, error)
+            if fallback.code == "damaged" and decision.document is not None:
+                with reporting_errors("the damaged snapshot was not removed"):
+                    remove_damaged(self.task, decision.document, fallback.reason)
+            return fallback
         return decision
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
