@@ -105,8 +105,6 @@ def _inside(old: Sequence[str], new: Sequence[str]) -> str:
 
 
 def _changed(old: str, new: str) -> str:
-    if old.endswith(" bytes") and new.endswith(" lines"):
-        return "its lines count since this version, before it was its bytes"
     if old.startswith("sha256:") or new.startswith("sha256:"):
         return "its content changed"
     return f"{shortened(old)} -> {shortened(new)}"
