@@ -83,7 +83,7 @@ def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> N
     }
     pylock = PYLOCK + 'directory = { path = "lib" }\nwheels = [{ path = "x.whl", hashes = {sha256 = "aa"} }]\n'
     assert [one.target for one in unhashed_sources("pylock", "pylock.toml", pylock.encode())] == ["lib"]
-    assert lines_of_pip(CONDA.encode()).split("\n") == ["-r more.txt", "./local"]
+    assert lines_of_pip(CONDA.encode()).split("\n") == ["-r more.txt", "./local", "click==8"]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,20 @@ def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> N
     [
         "  - -r sub/a.txt  # why\n  - wheels/x-1.whl",
         "  - '-r sub/a.txt'\n  -   \"wheels/x-1.whl\"",
-        " ['-r sub/a.txt', click, \"wheels/x-1.whl\"]",
-        " [\n  -r sub/a.txt,\n  wheels/x-1.whl ]",
+        "    ['-r sub/a.txt', click, \"wheels/x-1.whl\"]",
+        "    [\n    -r sub/a.txt,\n    wheels/x-1.whl ]",
         "  - -rsub/a.txt\n  - x @ file:wheels/x-1.whl",
     ],
 )
 def test_what_pip_installs_for_conda_is_found_in_any_form(text: str) -> None:
     lines = lines_of_pip(f"channels: [a, nvidia/label/b]\ndependencies:\n- c/d::e\n- pip:\n{text}\n".encode())
-    first, second = (line.partition("  #")[0] for line in lines.split("\n"))
-    assert (first.replace(" ", ""), second.removeprefix("x @ file:")) == ("-rsub/a.txt", "wheels/x-1.whl")
+    first, *_, last = lines.split("\n")
+    assert (first.replace(" ", ""), last.removeprefix("x @ file:")) == ("-rsub/a.txt", "wheels/x-1.whl")
+
+
+def test_an_environment_file_that_only_conda_can_refuse_is_no_error() -> None:
+    for text in ("[", "- a", "dependencies: 1", "dependencies:\n- pip:\n- pip: x\n- 3\n", "[" * 100_000):
+        assert lines_of_pip(text.encode()) == ""
 
 
 def test_conda_comes_first_and_each_lock_is_installed_by_itself() -> None:

@@ -155,15 +155,8 @@ def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterabl
 
 
 def _places(folder: Path) -> list[tuple[Path, int]]:
-    """Places for upper layers, the best first; with a size limit in bytes for those in memory, otherwise 0."""
-    places = [(folder, 0)]
-    other = Path("/var/tmp")  # noqa: S108 - a folder of ours in it
-    with contextlib.suppress(OSError):
-        existing = next(above for above in (folder, *folder.absolute().parents) if above.exists())
-        if other.stat().st_dev != existing.stat().st_dev:
-            places.append((other / f"bootseer-{os.geteuid()}", 0))
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE_OF_MEMORY
-    return [*places, *((place, memory) for place, _ in places)]
+    """Places for upper layers, the best first; with a size limit in bytes for the one in memory, otherwise 0."""
+    return [(folder, 0), (folder, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE_OF_MEMORY)]
 
 
 def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> None:

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bootseer.errors import AccessError
 from bootseer.fuse.syscalls import check, libc
 
 OPENED, WRITTEN = 0x20, 0x08
@@ -50,8 +49,6 @@ class Group:
         # O_NONBLOCK: do not wait for the other end of a named pipe, nor for a file lease to be broken.
         how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         flags = _CLOEXEC | _NONBLOCK | _UNLIMITED_QUEUE | _UNLIMITED_MARKS
-        if not hasattr(libc, "fanotify_init"):
-            raise AccessError("watch files: the C library has no fanotify")
         self._queue = check(libc.fanotify_init(flags, how), "watch files")
 
     def fileno(self) -> int:

@@ -13,7 +13,6 @@ These functions run in the helper child of a `Namespace`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse.syscalls import MS_RDONLY, number_of
+from bootseer.fuse.syscalls import MS_RDONLY
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, visible
 from bootseer.mounts.layers import WHOLE_FILES, copy_attributes, short_names
@@ -257,16 +256,11 @@ def _overlay(lower: str, upper: Path, work: Path, attributes: int, *, userxattr:
             ("upperdir", names[1]),
             ("workdir", names[2]),
             *WHOLE_FILES,
+            ("volatile", None),  # no syncs: a capture is useless after a crash of the machine anyway
         ]
         if userxattr:
             options.append(("userxattr", None))
-        try:
-            # `volatile` skips all syncs: a capture is useless after a crash of the machine anyway.
-            return kernel.create_mount("overlay", [*options, ("volatile", None)], attributes=attributes)
-        except BootseerError as error:
-            if number_of(error) != errno.EINVAL:
-                raise
-            return kernel.create_mount("overlay", options, attributes=attributes)
+        return kernel.create_mount("overlay", options, attributes=attributes)
 
 
 def _attributes(mount: Mount) -> int:

@@ -11,6 +11,7 @@ versions exist. Does no I/O.
 
 from __future__ import annotations
 
+import importlib
 import json
 import posixpath
 import re
@@ -147,13 +148,6 @@ _OTHERS = {
     "setup.cfg": _PROJECT,
 }
 _DEPENDENCIES = re.compile(rb"^dependencies[ \t]*:", re.MULTILINE)
-_LOCAL = (
-    r"(?:-[a-zA-Z-]+[ =]|-[rcef](?=[\w./])|\.{0,2}/|file:|[^\s,#'\"\[\]]+(?:\s*@\s*file:|\.(?:whl|zip|tgz|tar\.\w+)))"
-)
-# An item of a block list, a quoted item of any list, or an item of a flow list (`pip: [./a, ./b]`).
-_OF_PIP = re.compile(
-    rf"^\s+-\s+({_LOCAL}.*)|(?:^\s+-|[\[,])\s*(['\"])({_LOCAL}.*?)\2|[\[,]\s*({_LOCAL}[^,\]\n'\"]*)", re.MULTILINE
-)
 _OF_PROJECT = ("dependencies", "optional-dependencies", "requires-python", "dynamic")
 
 
@@ -252,9 +246,16 @@ def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Require
 
 
 def lines_of_pip(data: bytes) -> str:
-    """The files and folders for pip that a conda environment names, one a line."""
-    items = _OF_PIP.finditer(data.decode("utf-8", "replace"))
-    return "\n".join((item[1] or item[3] or item[4]).rstrip() for item in items)
+    """What a conda environment has pip install, one item a line."""
+    yaml: Any = importlib.import_module("yaml")  # only files of conda need it
+
+    try:
+        found = yaml.safe_load(data.decode("utf-8", "replace"))
+    except (yaml.YAMLError, ValueError, RecursionError):  # conda will say it
+        return ""
+    items = found.get("dependencies") if isinstance(found, dict) else None
+    lists = [item.get("pip") for item in items or () if isinstance(item, dict)] if isinstance(items, list) else []
+    return "\n".join(str(item) for each in lists if isinstance(each, list) for item in each)
 
 
 def grouped(files: Sequence[tuple[str, bytes]]) -> list[tuple[FileKind, list[str]]]:

@@ -79,8 +79,7 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import import_errors
 
-                # In version 0.2 it is `tell`.
-                _call(vars(import_errors).get("report") or vars(import_errors)["tell"], error)
+                _call(import_errors.report, error)
             except Exception:
                 pass
 
