@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.log_scan import Scanned, scan
 from bootseer.trace.event import decode, encode
 from fleet import Fleet
+from startups import EPOCH_S, began, span
 
 LINES = Fleet(2).lines()
 EVENTS = [decode(line) for line in LINES]
@@ -257,3 +259,26 @@ def test_lines_of_other_programs_belong_to_the_attempt_and_restart_in_which_they
     assert sorted({(one.attempt, one.restart, one.wall_ns // 60_000_000_000 % 60) for one in installs}) == [
         (0, 0, 0), (1, 0, 20), (1, 0, 30), (1, 1, 50)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("zone", "trains", "seconds"),
+    [("UTC", True, 150), ("Europe/Berlin", True, 150), ("America/Chicago", False, 200)],
+)
+def test_times_of_another_zone_are_told_and_not_billed(found, monkeypatch, zone, trains, seconds):
+    """Megatron prints times without a zone: those of a pod, read on a machine of another zone."""
+    begin_s = 1_795_197_225 - EPOCH_S  # 17:53:45 UTC, before the first of its lines
+    own = [one for stage in ("run", "command") for one in span(begin_s, begin_s + 200, stage, outcome="failed")]
+    own += began(begin_s + 150) if trains else []
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        result = found(b"".join(map(encode, own)) + Path("tests/golden/megatron/setup.log").read_bytes())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    report = analyse(result.events, Options(), read=result.input())
+    assert report.overhead.startup_s == seconds
+    is_right = zone == "UTC"
+    assert ("model_initialization.megatron_init" in {stage.stage for stage in report.stages}) == is_right
+    assert any("time zone" in line for line in report.headlines) != is_right

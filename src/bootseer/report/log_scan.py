@@ -36,8 +36,9 @@ from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import line_time, other_unit
 from bootseer.report.model import Fact, Input
 from bootseer.report.search import line_starts
-from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
+from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
+from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
 _MAX_LINE = 1 << 20
@@ -54,6 +55,9 @@ _MAX_TAG = 16
 _DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
 """Their log files often have the node after the program: `slurmd.gpu-17.log`."""
 _SLOW_S = 10.0
+_WITHIN = frozenset({"torchelastic", "nccl", "megatron", "transformers", "steps"})
+"""Programs whose lines are written while the command runs."""
+_SLACK_NS = 60 * NS_PER_S
 
 
 @dataclass(slots=True)
@@ -213,7 +217,33 @@ def _name_jobs(result: Scanned) -> None:
                 events.append(event._replace(job=job, attempt=attempt, restart=restart, node=node, attrs=attrs))
             else:  # a list of events of a whole cluster includes pods of other jobs
                 result.skipped["other_node"] += 1
-    result.events = events
+    wrong = _of_another_zone(events)
+    result.events = [event for event in events if (event.node, event.attrs.get(FOREIGN)) not in wrong]
+    if wrong:
+        result.skipped["other_zone"] += len(events) - len(result.events)
+
+
+def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
+    """Nodes and programs with lines that seem to be from before or after the run that wrote them: a time without a zone
+    is taken for one of this machine's zone, which need not be that of the log."""
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    for event in events:
+        if not _foreign(event):
+            of = event.node, event.attempt
+            last[of] = max(last.get(of, event.wall_ns), event.wall_ns)
+            if event.stage == "run" and event.phase == BEGIN:
+                first[of] = min(first.get(of, event.wall_ns), event.wall_ns)
+    found = set()
+    for event in events:
+        of = event.node, event.attempt
+        within = _foreign(event) and (event.attrs[FOREIGN] in _WITHIN or event.stage == "training_began")
+        if within and of in first:
+            # Signs of life are written at least each time that a tenth of the run's age has passed.
+            later_ns = max(_SLACK_NS, (last[of] - first[of]) // 8)
+            if not first[of] - _SLACK_NS <= event.wall_ns <= last[of] + later_ns:
+                found.add((event.node, event.attrs[FOREIGN]))
+    return found
 
 
 def _begins(own: Sequence[Event]) -> list[tuple[int, int, int]]:

@@ -39,6 +39,12 @@ _SKIPPED = (
     ("unreadable", "file", "of the folder could not be read; their content is missing here."),
     ("unit", "event", "with times in s, ms or µs instead of ns: ignored."),
     ("version", "event", "of a newer BootSeer: ignored, upgrade to read them."),
+    (
+        "other_zone",
+        "event",
+        "of other programs lie outside of the run: ignored; if the log's times are of another time zone, set TZ to it "
+        "(TZ=UTC bootseer report ...).",
+    ),
 )
 # (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
 BUCKETS: tuple[tuple[float, str, float], ...] = (
