@@ -80,6 +80,19 @@ def test_places_that_are_none(run, tmp_path):
     assert "no job has run" in one_line(run("report"), 2)
 
 
+def test_a_folder_named_like_a_job_does_not_hide_it(run, env, log, tmp_path):
+    """Projects and their jobs often have the same name."""
+    spool = Path(env["BOOTSEER_SPOOL"], "moe", "attempt-0")
+    spool.mkdir(parents=True)
+    (spool / "n.1.1.events").write_bytes(LOG)
+    (tmp_path / "moe").mkdir()
+    log(b"import torch\n", "moe/train.py")
+    assert run("report", "moe").stdout.startswith("Startup took ")
+    assert run("report", "--follow", "moe").stdout.startswith("3 of 3 nodes began training\n")
+    assert run("diff", "moe@0", "moe@0").returncode == 0
+    assert "no events" in one_line(run("report", "moe/"), 1)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 
 from bootseer.errors import UsageError
@@ -139,14 +140,23 @@ def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> lis
     """The current files of a place; none for a job that has not started, and while a log is rotated."""
     if place == inputs.STDIN or os.path.isfile(place):  # noqa: PTH113 - pathlib raises for a name that is too long
         return inputs.sources([place])
-    folder = place if inputs.exists(place) else spools.find_job(spools.default_root(env), place)
+    folder = place if _is_path(place, env) else spools.find_job(spools.default_root(env), place)
     if folder is None:
         return []
     return inputs.inside(spools.newest_attempt(folder) if attempt is None else folder)
 
 
+def _is_path(place: str, env: Mapping[str, str]) -> bool:
+    """Whether a place is a path. The bare name of a folder is rather that of a job: a project's folder and its jobs
+    often have the same name."""
+    if os.sep not in place and os.path.isdir(place):  # noqa: PTH112 - pathlib raises for a name that is too long
+        with suppress(UsageError):  # a user without a home has no jobs
+            return spools.find_job(spools.default_root(env), place) is None
+    return place == inputs.STDIN or inputs.exists(place)
+
+
 def _resolve(place: str, env: Mapping[str, str]) -> str:
-    if place == inputs.STDIN or inputs.exists(place):
+    if _is_path(place, env):
         return place
     root = spools.default_root(env)
     job = spools.find_job(root, place)

@@ -83,11 +83,10 @@ def _new_attempt(folder: int, path: str, mode: int) -> int:
 
 
 def find_job(root: str, job: str) -> str | None:
-    """The folder of a job's events, or None: by its full name, by the folder name of earlier versions, or by one part
-    of Slurm's NAME-ID (the latest)."""
-    for name in (folder_name(job), safe_name(job)):
-        if os.path.isdir(os.path.join(root, name)):
-            return os.path.join(root, name)
+    """The folder of a job's events, or None: by its full name, or by one part of Slurm's NAME-ID (the latest)."""
+    own = os.path.join(root, folder_name(job))
+    if os.path.isdir(own):
+        return own
     half = re.escape(job)
     ours = re.compile(rf"{half}-\d+(_\d+)?" if not job.isdecimal() else rf".+-{half}(_\d+)?")
     return next((entry.path for entry in _newest_first(root) if ours.fullmatch(entry.name)), None)
@@ -115,8 +114,10 @@ def _newest_first(folder: str) -> list[os.DirEntry[str]]:
 
 
 def latest(root: str) -> str | None:
-    """The attempt with the latest write."""
-    from pathlib import Path
-
-    files = [path for path in Path(root).glob(f"*/{_ATTEMPT}*/*{SUFFIX}") if path.is_file()]
-    return str(max(files, key=lambda path: path.stat().st_mtime_ns).parent) if files else None
+    """The attempt with events whose last process began last."""
+    attempts = [entry for job in _newest_first(root) for entry in _newest_first(job.path)]
+    for entry in sorted(attempts, key=lambda one: -one.stat().st_mtime_ns):
+        with suppress(OSError):
+            if entry.name.startswith(_ATTEMPT) and any(name.endswith(SUFFIX) for name in os.listdir(entry.path)):
+                return entry.path
+    return None
