@@ -285,6 +285,22 @@ def test_spools_of_many_jobs_are_sent_and_gone_ones_forgotten(service, tmp_path,
     sender.close()
 
 
+def test_of_many_folders_few_are_open(service, tmp_path, link, monkeypatch):
+    monkeypatch.setattr(ship, "_MOST_OPEN", 2)
+    for number in range(5):
+        spool(tmp_path / "spool", f"job-{number}", num_nodes=1)
+    sender = Spools([str(tmp_path / "spool")], link(service.url))
+
+    def num_open() -> int:
+        here = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return sum(name.startswith(str(tmp_path)) and name.endswith(".shipped") for name in here)
+
+    assert sender.step()
+    assert num_open() == 2
+    assert sender.waiting() == 0
+    assert num_open() == 0
+
+
 def test_a_folder_with_a_huge_file_does_not_hold_up_the_others(service, tmp_path, link):
     huge = tmp_path / "spool" / "a" / "attempt-0"
     huge.mkdir(parents=True)

@@ -49,6 +49,7 @@ _REFUSED_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 600.0
 _MAX_POSITIONS = 64 << 20
 _MOST_BATCHES = 64
+_MOST_OPEN = 100
 _OPEN_S, _IDLE_S, _POLL_IDLE_S = 10.0, 600.0, 60.0
 """A folder without new events is closed after `_OPEN_S`; after `_IDLE_S` it is polled only every `_POLL_IDLE_S`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -416,14 +417,18 @@ class Spools:
             if sent or shipper.pending:
                 changed_s = now_s
             self._changed[folder] = (changed_s, now_s)
-            if now_s - changed_s > _OPEN_S:  # there may be thousands of folders: do not keep all open
+            if now_s - changed_s > _OPEN_S or len(self._shippers) > _MOST_OPEN:  # there may be thousands of folders
                 self._shippers.pop(folder).close()
         return any_sent
 
     def waiting(self) -> int:
         """Number of folders with events that the service has not accepted yet."""
-        folders = {folder for place in self._places for folder in attempt_folders(place)}
-        return sum(not self._shippers.setdefault(folder, Shipper(folder, self._link)).all_sent() for folder in folders)
+        count = 0
+        for folder in {folder for place in self._places for folder in attempt_folders(place)}:
+            shipper = self._shippers.pop(folder, None) or Shipper(folder, self._link)
+            count += not shipper.all_sent()
+            shipper.close()  # a process may not have so many open
+        return count
 
     def close(self) -> None:
         """Release all locks, so that other processes can send."""
