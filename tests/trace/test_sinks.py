@@ -302,3 +302,19 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path: Path) -> 
         b"from the handler\n",
         b"from the program\n",
     ]
+
+
+def test_rights_that_a_file_system_does_not_have_cost_neither_events_nor_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o2700)
+
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    sink = SpoolSink(str(tmp_path), "n")
+    for number in range(3):
+        sink.write(encode(EVENT._replace(mono_ns=number)))
+    assert [numbers(texts) for texts in lines(tmp_path).values()] == [[0, 1, 2]]
+    assert sink.lost == 0

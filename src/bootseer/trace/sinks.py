@@ -12,6 +12,7 @@ import stat
 import time
 from _thread import RLock  # as `threading.RLock`, whose import would delay every job by 1.5 ms
 from collections.abc import Sequence
+from contextlib import suppress
 
 from bootseer.io.fork import in_each_process
 
@@ -81,7 +82,8 @@ class SpoolSink:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(os.path.join(folder, name), flags, mode)
         if mode & stat.S_IRGRP:
-            os.fchmod(self._fd, mode)  # whatever the umask
+            with suppress(OSError):  # a file system without modes
+                os.fchmod(self._fd, mode)  # whatever the umask
         status = os.fstat(self._fd)
         self._file, self._pid = (status.st_ino, status.st_dev), os.getpid()
 
