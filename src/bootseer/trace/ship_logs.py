@@ -218,7 +218,9 @@ class Logs:
         try:
             return {path: _Stream(**stream) for path, stream in ship.read_positions(self._positions).items()}
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}  # new or damaged: all lines are sent again, and the service detects duplicates
+            # New or damaged: all is sent again, as by another sender. The service drops repeated events, but takes the
+            # other lines of a job's log for those of another log.
+            return {}
 
     def _save(self) -> None:
         ship.write_positions(self._positions, {path: asdict(stream) for path, stream in self._streams.items()})
