@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -145,15 +146,20 @@ def test_a_pattern_outranks_what_the_hook_concluded(found):
     """The user says by `--began-pattern` what counts; the spool's own mark must not hide it."""
     spool = b"".join(line for line in Fleet(1).lines())
     own = [event for event in (decode(line) for line in Fleet(1).lines()) if event.stage == "training_began"]
-    log = b"2026-09-21T14:30:00Z iteration 1 done\n"
-    result = found(spool + log, began_pattern=re.compile(rb"iteration 1\b"))
+    log = b"%s iteration 1 done\n" % datetime.fromtimestamp(own[0].wall_ns // 10**9, UTC).isoformat().encode()
+    result = found(spool + log, patterns=[("training_began", re.compile(rb"iteration 1\b"))])
     marks = [event for event in result.events if event.stage == "training_began"]
     assert [mark.attrs["by"] for mark in marks] == ["optimizer_step", "pattern"]
     assert {(mark.job, mark.node) for mark in marks} == {(own[0].job, own[0].node)}
 
 
-def test_a_pattern_in_a_line_without_time_is_counted(found):
-    assert found(b"iteration 1\n", began_pattern=re.compile(b"iteration 1")).skipped == {"began_without_time": 1}
+def test_of_lines_that_end_the_startup_the_first_counts_and_needs_a_time(found):
+    pattern = [("training_began", re.compile(b"iteration"))]
+    result = found(b"2026-09-21T14:30:00Z iteration 1\n2026-09-21T14:30:09Z iteration 2\n", patterns=pattern)
+    assert [event.attrs["line"][-1] for event in result.events] == ["1"]
+    result = found(b"iteration 1\n2026-09-21T14:30:09Z iteration 2\n", patterns=pattern)
+    assert not result.events
+    assert [fact.text for fact in result.facts] == ["the line that ends the first step has no time"]
 
 
 def test_words_of_every_day_wake_no_parser():
@@ -178,13 +184,11 @@ def test_lines_of_nothing_but_one_clue_take_linear_time(found, more):
     assert found(b"".join(clue * (200_000 // len(clue)) + b"\n" for clue in clues)).lines == len(clues)
 
 
-@pytest.mark.parametrize("option", ["began_pattern", "patterns"])
-def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch, option):
+def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch):
     monkeypatch.setattr(scanning, "_SLOW_S", 0.1)
     endless = re.compile(rb"(?P<begin>(?:a+)+$)")
-    value = endless if option == "began_pattern" else [("queue", endless)]
     with pytest.raises(UsageError, match=r"took more than 0 s for 1 MB of log"):
-        found(b"a" * 60 + b"b\n", **{option: value})
+        found(b"a" * 60 + b"b\n", patterns=[("queue", endless)])
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

@@ -77,11 +77,13 @@ def report_command(
     if wait and not follow:
         raise click.UsageError("--wait needs --follow")
     options = Options(**chosen)
-    pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     stages = of_stages(patterns)
+    if began_pattern is not None:
+        stages.append(("training_began", compiled(began_pattern, re.MULTILINE)))
     with watched(follow, as_json, color) as watch, Progress("reading") as progress:
-        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=stages, watch=watch, wait=wait,
-                             progress=progress.show_bytes)  # fmt: skip
+        report = read_report(
+            logs, options, os.environ, patterns=stages, watch=watch, wait=wait, progress=progress.show_bytes
+        )
     if html is not None:
         from bootseer.report.render.html import render as render_html
 

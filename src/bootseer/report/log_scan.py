@@ -30,7 +30,7 @@ from operator import itemgetter
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.report import inputs
-from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Builder, Line, Parser
+from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser
 from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import line_time, other_unit
@@ -82,13 +82,11 @@ Progress = Callable[[int], None]
 def scan(
     sources: Iterable[inputs.Source],
     *,
-    began_pattern: re.Pattern[bytes] | None = None,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     progress: Progress | None = None,
 ) -> Scanned:
     """Scan the sources.
 
-    began_pattern: the first line of each file that matches marks the end of the first step, if the line has a time.
     patterns: stages with patterns of the site's own lines (`foreign.rules.Site`).
     progress: called with the number of bytes read so far.
 
@@ -98,7 +96,7 @@ def scan(
     result = Scanned()
     for source in sources:
         result.files += 1
-        reader = _FileScan(source, result, began_pattern, patterns)
+        reader = _FileScan(source, result, patterns)
         try:
             for block in inputs.blocks(source):
                 reader.feed(block)
@@ -124,16 +122,11 @@ class Growing:
     once.
     """
 
-    def __init__(
-        self,
-        *,
-        began_pattern: re.Pattern[bytes] | None = None,
-        patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
-    ) -> None:
+    def __init__(self, patterns: Sequence[tuple[str, re.Pattern[bytes]]] = ()) -> None:
         self.result = Scanned()
         self.over = False
         """Standard input has ended."""
-        self._how = (began_pattern, patterns)
+        self._patterns = patterns
         self._files: dict[str, _FileScan] = {}
         self._read: dict[str, tuple[int, float]] = {}
         """Inode and bytes read of each file."""
@@ -152,7 +145,7 @@ class Growing:
             reader = self._files.get(source.name)
             if reader is None:
                 self.result.files += 1
-                reader = self._files[source.name] = _FileScan(source, self.result, *self._how)
+                reader = self._files[source.name] = _FileScan(source, self.result, self._patterns)
             try:
                 archive = not offset and inputs.is_archive(source)
                 for block in inputs.blocks(source) if archive else inputs.new_blocks(source, int(offset)):
@@ -268,14 +261,9 @@ class _FileScan:
     """One file's scan: keeps the unfinished last line between blocks."""
 
     def __init__(
-        self,
-        source: inputs.Source,
-        result: Scanned,
-        began_pattern: re.Pattern[bytes] | None,
-        patterns: Sequence[tuple[str, re.Pattern[bytes]]],
+        self, source: inputs.Source, result: Scanned, patterns: Sequence[tuple[str, re.Pattern[bytes]]]
     ) -> None:
         self.source = source
-        self.began_pattern = began_pattern
         self.result = result
         is_spool = source.name.removesuffix(".zst").endswith(SUFFIX)  # it contains only events
         self.parsers: list[Parser] = [] if is_spool else parsers()
@@ -323,14 +311,6 @@ class _FileScan:
         # In CRI logs an event may be split over several lines: also take those that end within a tag.
         for needle in _PARTIAL if _CRI.match(text) else ():
             events.update(begin for begin in line_starts(text, needle) if _ends_in_tag(text, begin))
-        began = -1
-        if self.began_pattern is not None:
-            with _in_time(self.began_pattern):
-                found = self.began_pattern.search(text)
-            if found is not None:
-                self.began_pattern = None
-                began = text.rfind(b"\n", 0, found.start()) + 1
-                hits.setdefault(began, [])
         counted = 0
         for begin in sorted(events | hits.keys()):
             self.lines += text.count(b"\n", counted, begin)
@@ -338,8 +318,6 @@ class _FileScan:
             raw = _unwrapped(text, begin)
             if begin in events:
                 self._events(raw)
-            if begin == began:
-                self._training_began(self._line(raw))
             wanted = hits.get(begin)
             # A line with an event is not a foreign log line, even if it contains a clue.
             if wanted and TAG_STEM not in raw:
@@ -347,6 +325,8 @@ class _FileScan:
                 for parser in wanted:
                     parser.feed(line)
         self.lines += text.count(b"\n", counted)
+        for site in self.sites:  # a start may be followed by them
+            self.result.events += site.taken()
 
     def _wanted(self, text: bytes) -> dict[int, list[Parser]]:
         """The parsers that want a line, by the line's offset."""
@@ -355,7 +335,7 @@ class _FileScan:
         for place, number in clues.hits(text) if self.parsers else ():
             wanted = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
             wanted += [one for index in wanting[number] if (one := self.parsers[index]) not in wanted]
-        for site in self.sites:
+        for site in (site for site in self.sites if not site.done):
             with _in_time(site.pattern):
                 for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:
                     hits.setdefault(begin, []).append(site)
@@ -365,14 +345,6 @@ class _FileScan:
         text = raw.decode("utf-8", "replace")
         wall_ns = line_time(text, reference_ns=self.near_ns)
         return Line(text, self.source.name, self.lines + 1, wall_ns, self.node)
-
-    def _training_began(self, line: Line) -> None:
-        if line.wall_ns is None:
-            self.result.skipped["began_without_time"] += 1
-            return
-        made = Builder("pattern")
-        made.instant(line, "training_began", line.wall_ns, attrs={"by": "pattern", "line": line.text[:200]})
-        self.result.events += made.finish().events
 
     def _events(self, raw: bytes) -> None:
         # A stem quoted in prose is not a damaged event. Events contain no tags, so each ends before the next tag.

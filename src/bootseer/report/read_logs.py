@@ -35,7 +35,6 @@ def read_report(
     options: Options,
     env: Mapping[str, str],
     *,
-    began_pattern: re.Pattern[bytes] | None = None,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     watch: Callable[[Moment], None] | None = None,
     wait: bool = False,
@@ -52,7 +51,7 @@ def read_report(
             _resolve(place, env)
         if not places:
             _latest(env)
-    found = _read(places, env, began_pattern, patterns, options, watch, progress)
+    found = _read(places, env, patterns, options, watch, progress)
     report = analyse(found.events, options, facts=found.facts, read=found.input())
     one = report.startup
     _LOG.info(
@@ -93,7 +92,6 @@ def read_all(places: Sequence[str], env: Mapping[str, str], progress: Progress |
 def _read(
     places: Sequence[str],
     env: Mapping[str, str],
-    began_pattern: re.Pattern[bytes] | None = None,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     options: Options | None = None,
     watch: Callable[[Moment], None] | None = None,
@@ -101,10 +99,9 @@ def _read(
 ) -> Scanned:
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
-        found = scan(inputs.sources(paths), began_pattern=began_pattern, patterns=patterns, progress=progress)
+        found = scan(inputs.sources(paths), patterns=patterns, progress=progress)
     else:
-        growing = Growing(began_pattern=began_pattern, patterns=patterns)
-        found = _follow(places, options or Options(), env, growing, watch)
+        found = _follow(places, options or Options(), env, Growing(patterns), watch)
     _LOG.info(
         "read %d files, %d bytes, %d lines: %d events, %d facts; skipped: %s",
         *(found.files, found.bytes, found.lines, len(found.events), len(found.facts), dict(found.skipped) or "nothing"),

@@ -19,7 +19,7 @@ from bootseer.report.foreign import parser as make
 from bootseer.report.foreign.parser import BY_LOG, NODES, Builder, Findings, Line, Parser, Place
 from bootseer.report.foreign.times import LATEST_NS, line_time, parse_duration
 from bootseer.report.search import Clue
-from bootseer.trace.event import FAILED, OK
+from bootseer.trace.event import FAILED, OK, Event
 
 BEGIN: Final = "begin"
 END: Final = "end"
@@ -217,13 +217,32 @@ class TableParser(Parser):
 class Site(TableParser):
     """Lines of a site's own programs, by a pattern for one stage, which serves as the clue."""
 
+    done = False
+    """Of lines that end the startup, only the first of a file counts."""
+
     def __init__(self, stage: str, pattern: re.Pattern[bytes]) -> None:
         super().__init__("pattern", ())
         self.pattern = pattern
+        self._ends_startup = stage == "training_began"
         self._of_role = {role: Rule(role, stage, "") for role in (BEGIN, END, MARK)}
         self._of_role[TOOK] = Rule(TOOK, stage, "", says="a duration that --pattern found")
 
+    def taken(self) -> list[Event]:
+        """The events since the last call."""
+        events = self._builder.finish().events
+        found, events[:] = events[:], []
+        return found
+
     def feed(self, line: Line) -> None:
+        if self.done:
+            return
+        if self._ends_startup:
+            self.done = True
+            if line.wall_ns is None:
+                self._builder.fact(line, "training_began", "the line that ends the first step has no time", None)
+            attrs = {"by": "pattern", "line": line.text[:200]}
+            self._builder.instant(line, "training_began", line.wall_ns, attrs=attrs)
+            return
         found = self.pattern.search(line.text.encode("utf-8", "replace"))
         if found is None:
             return
