@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from typing import Any
@@ -61,29 +60,6 @@ def test_reading_twice_gives_the_same_spans_and_other_lines_give_others(read: An
 # torchelastic ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    [
-        "[2026-11-20 17:54:26,000] torch.distributed.elastic.agent.server.api: [INFO] ",
-        "2026-11-20 17:54:26,000 INFO:torch.distributed.elastic.agent.server.api:",
-        "[default0]:[2026-11-20 17:54:26,000] torch.distributed.elastic.agent.server.api: [INFO] ",
-    ],
-)
-def test_torch_before_2_3(read: Any, prefix: str) -> None:
-    found = read(
-        f"{prefix}[default] Rendezvous'ing worker group\n"
-        f"{prefix}[default] Rendezvous complete for workers. Result:\n"
-        f"{prefix}  restart_count=2\n"
-        f"{prefix}[default] Starting worker group\n"
-    )
-    assert [(event["phase"], event["restart"]) for event in found["torchelastic"]["events"]] == [
-        ("begin", 2),
-        ("end", 2),
-        ("instant", 2),
-    ]
-    assert found["torchelastic"]["events"][0]["attrs"]["barrier"] == "launcher_rendezvous:2"
-
-
 def test_a_rendezvous_that_never_completes_stays_open(read: Any) -> None:
     found = read(AGENT.format(second=1, pid=7) + "[default] Rendezvous'ing worker group")
     assert _events(found, "torchelastic") == [("begin", "model_initialization.launcher_rendezvous")]
@@ -109,40 +85,11 @@ def test_an_announced_restart_counts_before_its_rendezvous_completes(read: Any) 
     assert read("\n".join(lines))["torchelastic"]["events"][0]["restart"] == 1
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"run_id": 5, "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": -1.0},
-        {"run_id": "a", "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": 1e300},
-        {"run_id": "a", "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": float("nan")},
-        {"run_id": "a", "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": "12"},
-        {"state": "RENDEZVOUS", "duration_ms": 12.0},
-        "not an object",
-        None,
-    ],
-)
-def test_events_with_absurd_values_are_dropped(read: Any, metadata: object) -> None:
-    record = {"name": "torchelastic.worker.status.RENDEZVOUS", "source": "AGENT", "timestamp": 0, "metadata": metadata}
-    assert read(AT + json.dumps(record)) == {}
-    del record["source"]
-    record["metadata"] = {"run_id": "a", "state": "START", "agent_restarts": 0}
-    assert read(AT + json.dumps(record)) == {}
-
-
 @pytest.mark.parametrize("run_id", ["none", "0127649f-4eb9-4c0f-82f0-e554a9f7c3e8"])
 def test_a_run_id_that_nobody_gave_names_no_job(read: Any, run_id: str) -> None:
     line = "W1120 17:54:26.000000 1 torch/distributed/launcher/api.py:254]   run_id                   : " + run_id
     assert read(line)["torchelastic"]["events"][0]["job"] == "(unknown)"
     assert read(line.replace(run_id, "moe"))["torchelastic"]["events"][0]["job"] == "moe"
-
-
-def test_a_failure_without_the_agents_lines_has_the_restart_of_the_events(read: Any) -> None:
-    metadata = {"run_id": "moe", "state": "START", "agent_restarts": 2}
-    event = {"name": "torchelastic.worker.status.START", "source": "WORKER", "timestamp": 0, "metadata": metadata}
-    failed = "failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python"
-    prefix = "E1120 17:54:26.000000 5 torch/distributed/elastic/multiprocessing/api.py:1002] "
-    events = read(f"{json.dumps(event)}\n{prefix}{failed}")["torchelastic"]["events"]
-    assert [(event["stage"], event["job"], event["restart"]) for event in events] == [("worker_failed", "moe", 2)]
 
 
 # nccl -----------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.report.foreign.times import (
-    EARLIEST_NS,
-    LATEST_NS,
-    line_time,
-    milliseconds_to_ns,
-    parse_duration,
-)
+from bootseer.report.foreign.times import EARLIEST_NS, LATEST_NS, line_time, parse_duration
 
 NS = 10**9
 BASE = int(datetime(2026, 11, 20, 17, 54, 26, tzinfo=UTC).timestamp()) * NS
@@ -158,8 +152,3 @@ def test_durations(text: str, ns: int) -> None:
 @pytest.mark.parametrize("text", ["", "12", "s", "1x", "-1s", "1s!", "x1s", "999999h", "1s-2s"])
 def test_what_is_no_plausible_duration_is_none(text: str) -> None:
     assert parse_duration(text) is None
-
-
-@pytest.mark.parametrize("value", [None, True, "12", -1, float("nan"), float("inf"), 1e300, [1]])
-def test_milliseconds_of_json_are_checked(value: object) -> None:
-    assert milliseconds_to_ns(value) is None

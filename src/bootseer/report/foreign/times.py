@@ -175,10 +175,3 @@ def parse_duration(text: str) -> int | None:
             total += int(fraction) * unit_ns // 10 ** len(fraction)
         end = part.end()
     return total if end == len(text) and end and total <= MAX_DURATION_NS else None
-
-
-def milliseconds_to_ns(value: object) -> int | None:
-    """ns of a JSON number of milliseconds, None when it is not a number, negative, NaN or not plausible."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return int(value * 1e6) if 0 <= value <= MAX_DURATION_NS / 1e6 else None
