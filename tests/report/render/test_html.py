@@ -30,7 +30,6 @@ _SECTIONS = (
     "stragglers",
     "stages",
     "spread",
-    "ledger",
     "coverage",
     "clock",
     "unobserved",

@@ -330,7 +330,6 @@ def test_the_page_never_scrolls_sideways(
     assert said["page"] <= width
     assert said["cut"] == []
     assert width < 1280 or said["wide"] == []  # the last columns are in sight
-    assert "Ledger" not in said["wide"]
 
 
 def test_it_reads_without_script(opened: Opener, small: Report) -> None:

@@ -28,7 +28,6 @@ from bootseer.report.render.html_svg import Palette, patterns, scale_of
 from bootseer.report.render.html_text import GLOSSARY, count, data_block, signed
 from bootseer.report.render.html_values import (
     MAX_LISTED,
-    ledger_rows,
     listed_segments,
     looks,
     node_facts,
@@ -46,7 +45,6 @@ _SECTIONS = (
     ("stragglers", "Stragglers"),
     ("stages", "Stages"),
     ("spread", "Spread"),
-    ("ledger", "Cost"),
     ("coverage", "Evidence"),
     ("images", "Images"),
     ("environments", "Environments"),
@@ -87,7 +85,7 @@ def _templates() -> Environment:
     )  # fmt: skip
     text: tuple[Callable[..., Any], ...] = (
         html_text.seconds, html_text.percent, html_text.ratio, html_text.size, html_text.moment, count, signed,
-        plural, host_list, located, ledger_rows, listed_segments, node_facts, outcome_words, spread_stages,
+        plural, host_list, located, listed_segments, node_facts, outcome_words, spread_stages,
         startup_facts, fold.own_s, fold.top, fold.outliers, fold.in_order,
     )  # fmt: skip
     made.globals |= {function.__name__: _html(function) for function in html}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from bootseer.report.analysis.stragglers import MIN_NODES
 from bootseer.report.model import WORK, Node, Report, Segment, Stage, Startup, Straggler
@@ -62,32 +62,6 @@ def spread_stages(stages: list[Stage]) -> list[Stage]:
         return not inner and stage.cdf[-1][0] - stage.cdf[0][0] >= _MIN_SPREAD_S
 
     return [stage for stage in stages if spreads(stage)]
-
-
-class LedgerRow(NamedTuple):
-    """What a top-level stage cost, in GPU-hours or else in seconds of nodes; `most`: that of the largest stage."""
-
-    stage: str
-    work: float
-    wait: float
-    cost: float | None
-    most: float
-    in_hours: bool
-
-
-def ledger_rows(report: Report) -> list[LedgerRow]:
-    """The top-level stages; none if the stage table shows the same: without GPUs, on a single node."""
-    stages = [stage for stage in report.stages if stage.depth == 0 and stage.num_nodes]
-    in_hours = bool(report.overhead.gpu_hours) and all(stage.gpu_hours is not None for stage in stages)
-    if not in_hours and len(report.nodes) < 2:
-        return []
-    totals = [stage.work_s + stage.wait_s for stage in stages]
-    weights = [stage.gpu_hours or 0.0 for stage in stages] if in_hours else totals
-    rows = []
-    for stage, total, weight in zip(stages, totals, weights, strict=True):
-        work = weight * stage.work_s / total if total > 0 else 0.0
-        rows.append(LedgerRow(stage.stage, work, weight - work, stage.cost, max(weights), in_hours))
-    return rows
 
 
 def looks(report: Report) -> set[str]:
