@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 from hypothesis import given
@@ -213,23 +212,3 @@ def test_a_stage_named_like_the_whole_is_a_stage():
     difference = pair(a, report(span(0, 6, "startup"), span(6, 9, "first_step"), began(9)))
     assert [(row.stage, row.a_s, row.b_s) for row in difference.stages] == [("startup", 5, 6), ("first_step", 3, 3)]
     assert (difference.overall.stage, difference.overall.a_s, difference.overall.b_s) == ("startup", 8, 9)
-
-
-@pytest.mark.parametrize(
-    ("num_runs", "slow", "advice"),
-    [
-        (4, 2.0, r"Proving environment_setup \+\d+\.\d\d s takes about 6 runs of each side\."),
-        (4, 1.0, r"10 runs of A would prove a factor of 3\.\d\d\."),
-        (1, 1.3, r"Proving environment_setup \+\d+\.\d\d s takes about \d+ runs of "),
-    ],
-)
-def test_too_few_runs_are_told_how_many_it_takes(num_runs, slow, advice):
-    verdict = compare([varied(i, 0.15) for i in range(num_runs)], [varied(99, 0.15, slow=slow)]).verdict
-    assert re.search(advice, verdict), verdict
-
-
-def test_the_number_of_runs_that_is_advised_proves_the_change():
-    """Without noise of the advice's own: runs that vary by 15 % and a change of a known size."""
-    few = compare([varied(i, 0.15) for i in range(4)], [varied(99, 0.15, slow=2.0)])
-    assert not few.slower
-    assert compare([varied(i, 0.15) for i in range(6)], [varied(99 + i, 0.15, slow=2.0) for i in range(6)]).slower

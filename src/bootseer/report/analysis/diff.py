@@ -32,9 +32,6 @@ _FEW_S = 2.0
 _LEAST_SCATTER = 0.03
 """Smallest assumed deviation: two runs or nodes that happen to agree do not prove that they never differ."""
 _TINY_S = 0.01
-_RUNS = (3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
-"""Numbers of runs that may be recommended."""
-_USUAL_RUNS = 10
 _MEDIANS_ERROR = math.sqrt(math.pi / 2)
 """Standard error of a median of many, in standard errors of the mean."""
 # Assumed standard errors of a pair's difference (as logarithm) where its nodes cannot show them: with few nodes, with
@@ -177,9 +174,7 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
         verdict="",
         headlines=_headlines(("A", a, sides[0]), ("B", b, sides[1])),
     )
-    # Large changes that may still be variation between runs: more runs could prove them.
-    doubtful = [row for name, row in [*changes.items(), (_ALL, overall)] if name in judged and judged[name].large]
-    return replace(difference, verdict=_verdict(difference, reached, len(judged), doubtful))
+    return replace(difference, verdict=_verdict(difference, reached, len(judged)))
 
 
 def _identity(report: Report) -> tuple[str, int, int, int]:
@@ -313,7 +308,7 @@ def _common(counts: Mapping[str, int]) -> str:
     return listed(ordered)
 
 
-def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, doubtful: Sequence[StageChange]) -> str:
+def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) -> str:
     """In words: what changed, and on what evidence."""
     provable = _provable((difference.a_runs, difference.b_runs), difference.run_variation, num_tests)
     chance = f"by {difference.run_variation:.0%}; a factor below {provable:.3g} may be chance"
@@ -333,29 +328,11 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, do
         return f"{took}; changed beyond {noise}: {changes}{basis}."
     if overall.verdict in (SLOWER, FASTER):
         return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, but no single stage explains it{basis}."
-    advice = _more_runs(difference, num_tests, doubtful)
     unproven = _names_of(difference.stages, UNPROVEN) or _names_of([overall], UNPROVEN)
     if unproven:
-        return f"{took} ({unproven} on its nodes). One pair does not prove a change of this size{basis}. {advice}"
-    return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}. {advice}".rstrip()
-
-
-def _more_runs(difference: Difference, num_tests: int, doubtful: Sequence[StageChange]) -> str:
-    """How many runs would prove the largest of the doubtful changes; if there is none, what a usual baseline could
-    prove."""
-    spread = difference.run_variation
-    sizes = [(abs(math.log(max(row.b_s or 0.0, _TINY_S) / max(row.a_s or 0.0, _TINY_S))), row) for row in doubtful]
-    if not sizes:
-        if difference.a_runs not in range(2, _USUAL_RUNS):
-            return ""
-        shown = _provable((_USUAL_RUNS, difference.b_runs), spread, num_tests)
-        return f"{_USUAL_RUNS} runs of A would prove a factor of {shown:.3g}."
-    size, row = max(sizes, key=lambda found: found[0])
-    for side, of_b in (("A", difference.b_runs), ("each side", 0)):
-        for runs in _RUNS:
-            if runs > difference.a_runs and _provable((runs, of_b or runs), spread, num_tests) <= math.exp(size):
-                return f"Proving {row.stage} {row.delta_s or 0.0:+.2f} s takes about {runs} runs of {side}."
-    return f"Proving {row.stage} {row.delta_s or 0.0:+.2f} s takes more than {_RUNS[-1]} runs of each side."
+        more = "several runs (--baseline) may"
+        return f"{took} ({unproven} on its nodes). One pair does not prove a change of this size{basis}; {more}."
+    return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}."
 
 
 def _provable(runs: tuple[int, int], spread: float, num_tests: int) -> float:
