@@ -18,7 +18,7 @@ from bootseer.errors import AccessError, BootseerError, CorruptError, TransientE
 from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
 from bootseer.peers.interfaces import Interface, chosen
-from bootseer.peers.members import Listed, Membership, expand_hosts, open_source, parse_list
+from bootseer.peers.members import Listed, Membership, open_source, parse_list, slurm_hosts
 from bootseer.peers.rendezvous import Rendezvous, parse_record
 from bootseer.peers.server import Server
 from bootseer.places.objects import ObjectPlace
@@ -28,23 +28,10 @@ SECRET = b"s" * 32
 LOOPBACK = (Interface("lo", "127.0.0.1", 1),)
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("gpu1", ["gpu1"]),
-        ("gpu[001-003,007],login1", ["gpu001", "gpu002", "gpu003", "gpu007", "login1"]),
-        ("r[1-2]n[08-10]", ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10"]),
-        ("a[1]b,c", ["a1b", "c"]),
-    ],
-)
-def test_slurms_host_lists(text: str, hosts: list[str]) -> None:
-    assert expand_hosts(text) == hosts
-
-
-@pytest.mark.parametrize("text", ["", ",", "a[", "a]", "a[x]", "a[3-1]", "a[1-999999999]", "a[1-9999]b[1-9999]"])
-def test_malformed_host_lists_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        expand_hosts(text)
+def test_a_malformed_list_of_slurm_is_an_error() -> None:
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "gpu[1-2]"}) == ["gpu1", "gpu2"]
+    with pytest.raises(UsageError, match="is not a list of hosts"):
+        slurm_hosts({"SLURM_JOB_NODELIST": "gpu[1-"})
 
 
 def test_lines_of_a_list() -> None:

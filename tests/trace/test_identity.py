@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.trace.event import KINDS
-from bootseer.trace.identity import discover, number, without_outer_job
+from bootseer.trace.identity import discover, expand_hosts, number, without_outer_job
 from bootseer.trace.tracer import from_environment
 
 VARIABLES = [
@@ -182,3 +183,39 @@ def test_topology(env: dict[str, str], topology: str) -> None:
 )
 def test_number_of_the_node(env: dict[str, str], number: int | None) -> None:
     assert discover(env, hostname="h").node_rank == number
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("gpu[001-003,007],login1", ["gpu001", "gpu002", "gpu003", "gpu007", "login1"]),
+        ("r[1-2]n[08-10]-ib", [f"r{rack}n{n}-ib" for rack in (1, 2) for n in ("08", "09", "10")]),
+        ("a[1]b,c", ["a1b", "c"]),
+    ],
+)
+def test_slurms_host_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a[", "a]", "a[b", "a[x]", "a[]", "a[3-1]", "node[4-1],a", "a[1]]"])
+def test_malformed_host_lists_name_none(text: str) -> None:
+    assert expand_hosts(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "n[0-999999999]",
+        "n" + "[1-99]" * 500,
+        ",".join(["n[1-9999]"] * 400),
+        "n[" + ",".join(["1-19999"] * 500) + "]",
+        "n[" + "0" * 4000 + "1-19999]",
+        ",".join(["n[1-99999][1-99999][1-99999][9-1]"] * 120),
+    ],
+)
+def test_too_long_host_lists_name_none_and_cost_no_time(text: str) -> None:
+    """They may be in a log, which is not trusted."""
+    began_s = time.process_time()
+    assert expand_hosts(text) == []
+    assert time.process_time() - began_s < 1

@@ -27,7 +27,8 @@ from bootseer.logs import logger
 from bootseer.peers.choice import RACK, Peer
 from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at_own
 from bootseer.peers.job import SECRET_BYTES
-from bootseer.peers.rendezvous import MAX_PEERS, Rendezvous
+from bootseer.peers.rendezvous import Rendezvous
+from bootseer.trace.identity import expand_hosts
 
 _LOG = logger(__name__)
 _MAX_SECRET: Final = 4096
@@ -195,28 +196,15 @@ def parse_list(lines: Iterable[str], source: str) -> list[Peer]:
     return peers
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Expand a list of hosts in Slurm's notation: `gpu[001-003,007],login1`. Raises `UsageError`."""
-    hosts: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        found = [""]
-        for literal, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
-            ends = [literal] if literal else _numbers(inside, text)
-            if len(found) * len(ends) > MAX_PEERS:
-                raise UsageError(f"{text[:80]!r} names too many hosts", hint=f"at most {MAX_PEERS}")
-            found = [prefix + end for prefix in found for end in ends]
-        hosts += found
-    if not hosts or re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
-        raise UsageError(f"{text[:80]!r} is not a list of hosts", hint="as Slurm writes it: gpu[001-003,007]")
-    return hosts
-
-
 def slurm_hosts(env: Mapping[str, str]) -> list[str]:
     """The hosts of this job step. Raises `UsageError` outside of Slurm."""
     text = next((env[name] for name in _SLURM_LIST if env.get(name)), "")
     if not text:
         raise UsageError("--peers slurm: this is not a Slurm job", hint="name the nodes, or a folder that they share")
-    return expand_hosts(text)
+    hosts = expand_hosts(text)
+    if not hosts:
+        raise UsageError(f"{text[:80]!r} is not a list of hosts", hint="as Slurm writes it: gpu[001-003,007]")
+    return hosts
 
 
 def hosts_of(name: str, port: int) -> list[Peer]:
@@ -227,17 +215,6 @@ def hosts_of(name: str, port: int) -> list[Peer]:
     version = min(family for family, *_ in found)
     addresses = sorted({joined(str(address[0]), port) for family, *_, address in found if family == version})
     return [Peer(address, (address,)) for address in addresses]
-
-
-def _numbers(inside: str, text: str) -> list[str]:
-    numbers = []
-    for part in inside.split(","):
-        first, _, last = part.partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal() and 0 <= int(last) - int(first) < MAX_PEERS):
-            raise UsageError(f"{text[:80]!r} is not a list of hosts", hint="as Slurm writes it: gpu[001-003,007]")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
 
 
 def _with_port(word: str, source: str) -> str:

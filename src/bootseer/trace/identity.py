@@ -6,12 +6,14 @@ Sources in order of precedence: the user (`BOOTSEER_*`, set by `bootseer run` fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from bootseer.trace.event import KINDS, NO_RANK
 
 Env = Mapping[str, str]
+MAX_HOSTS = 20_000
 RESTART = "BOOTSEER_RESTART"
 OUTER_NODE = "BOOTSEER_SLURM_NODE"
 """Set by a run in a job of Slurm: the name of its node; empty where `salloc` was called."""
@@ -155,3 +157,30 @@ def discover(env: Env, *, hostname: str) -> Identity:
         # Slurm's topology address ends with the node's name.
         topology=env.get("BOOTSEER_TOPOLOGY", "").strip() or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
     )
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a list as Slurm writes it: `gpu[001-003,007],login1`; none of an invalid one, or of too many."""
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        found = [""]
+        for literal, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
+            ends = [literal] if literal else _numbers(inside)
+            if not 0 < len(found) * len(ends) <= MAX_HOSTS - len(hosts):
+                return []
+            found = [prefix + end for prefix in found for end in ends]
+        hosts += found
+    return hosts if set("[]").isdisjoint(re.sub(r"\[[^\[\]]*\]", "", text)) else []
+
+
+def _numbers(inside: str) -> list[str]:
+    """`001`, `002`, `007` of `001-002,007`."""
+    numbers: list[str] = []
+    for part in inside.split(","):
+        if re.fullmatch(r"\d{1,9}(-\d{1,9})?", part, re.ASCII) is None:
+            return []
+        first, _, last = part.partition("-")
+        if not int(first) <= int(last or first) < int(first) + MAX_HOSTS - len(numbers):
+            return []
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers

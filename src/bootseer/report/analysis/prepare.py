@@ -18,9 +18,9 @@ from bootseer.report.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, b
 from bootseer.report.analysis.spans import TRUNCATED, NodeSpans, Offset, Span, StartupSpans, apart, begin_of, offsets
 from bootseer.report.analysis.stages import Piece, cut, time_by_stage
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
-from bootseer.report.foreign.rules import hosts_of
 from bootseer.report.model import WAIT
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
+from bootseer.trace.identity import expand_hosts
 from bootseer.units import S_PER_H, seconds
 
 _SHORT_S = 0.01
@@ -257,7 +257,7 @@ def of_one_job(events: Sequence[Event], options: Options) -> tuple[list[Event], 
         if FOREIGN not in event.attrs or not isinstance(event.attrs.get(NODES), str):
             found.append(event)
             continue
-        nodes = hosts_of(event.attrs[NODES]) if room else []
+        nodes = expand_hosts(event.attrs[NODES]) if room else []
         num_cut += not room or len(nodes) > room
         found += [event._replace(node=node) for node in nodes[:room]]
         room -= min(len(nodes), room)

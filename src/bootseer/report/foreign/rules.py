@@ -12,7 +12,6 @@ import re
 from bisect import bisect
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import islice, product
 from typing import Any, Final, NamedTuple
 
 from bootseer.report.foreign import parser as make
@@ -20,6 +19,7 @@ from bootseer.report.foreign.parser import BY_LOG, NODES, Builder, Findings, Lin
 from bootseer.report.foreign.times import LATEST_NS, line_time, parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import FAILED, OK, Event
+from bootseer.trace.identity import expand_hosts
 
 BEGIN: Final = "begin"
 END: Final = "end"
@@ -38,9 +38,6 @@ STEP: Final = "step"
 _MAX_NUMBER = 20
 _MAX_STEPS = 8
 """Maximum number of lines about steps that are compared: several ranks may log the same step."""
-_MAX_HOSTS = 16_384
-_MAX_PIECES = 10
-"""Slurm's names have at most five numbers."""
 _MAX_TRIES = 8
 """Maximum number of occurrences of a literal in a line that are tried."""
 _NUMBERS = ("bytes", "packages", "precision_s")
@@ -130,7 +127,7 @@ class TableParser(Parser):
     def _record(self, line: Line, rule: Rule, fields: Mapping[str, str]) -> None:
         """Record a line. `fields`: the named groups of the rule's pattern."""
         hosts = fields.get("host", "")
-        host = next(iter(hosts_of(hosts)), "")
+        host = next(iter(expand_hosts(hosts)), "")
         place = Place(make.name(host), job=make.name(fields.get("job", "")))
         at_ns = _time(line, fields)
         attrs = _attrs(fields) | ({NODES: hosts} if hosts != host else {})
@@ -250,32 +247,6 @@ class Site(TableParser):
         fields = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
         role = TOOK if {"s", "ms"} & fields.keys() else next((role for role in (BEGIN, END) if role in fields), MARK)
         self._record(line, self._of_role[role], fields)
-
-
-def hosts_of(text: str) -> list[str]:
-    """The nodes of a list as Slurm writes it, `gpu[01-03,07],rack[1-2]n[1-4]`, at most 16,384."""
-    found: list[str] = []
-    for one in re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text):
-        pieces = re.findall(r"[^\[\]]+|\[[\d,-]*\]", one)[:_MAX_PIECES]
-        # Nothing is listed for nodes that are not kept: a line of 4 KiB can name millions.
-        if len(found) == _MAX_HOSTS or not all(any(True for _ in _endings(piece)) for piece in pieces):
-            continue
-        names = [""]
-        for piece in pieces:
-            endings = list(islice(_endings(piece), _MAX_HOSTS))
-            names = [name + ending for name, ending in islice(product(names, endings), _MAX_HOSTS)]
-        found += names[: _MAX_HOSTS - len(found)]
-    return found
-
-
-def _endings(piece: str) -> Iterator[str]:
-    """`01`, `02`, `07` of `[01-02,07]`; other text as it is."""
-    if not piece.startswith("["):
-        yield piece
-        return
-    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", piece):
-        for number in range(int(first), int(last or first) + 1):
-            yield f"{number:0{len(first)}d}"
 
 
 def _time(line: Line, fields: Mapping[str, str]) -> int | None:
