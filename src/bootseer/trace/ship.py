@@ -4,9 +4,8 @@ Events are always written to the spool first. A sender then sends what the servi
 while its command runs, `bootseer ship` afterwards, or the node's agent.
 
 The hidden file `.shipped` in a spool folder records how far each file was sent. Its lock is held by the only active
-sender, also if nodes share a spool folder. A batch's byte ranges and number are recorded before it is sent: after a
-crash the same bytes are sent again with the same number, by which the service detects the duplicate. Only event lines
-are sent.
+sender, also if nodes share a spool folder. After a crash, the last batch may be sent again: the service counts each
+event once. Only event lines are sent.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from bootseer.io.trusted_folder import is_secret
 from bootseer.trace.event import Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
 from bootseer.trace.spool_tail import Part, new_lines, read_part, spool_files
+from bootseer.trace.spools import fingerprint
 
 if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler
@@ -49,7 +49,7 @@ _REFUSED_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 600.0
 _MAX_POSITIONS = 64 << 20
 _MOST_BATCHES = 64
-_MOST_OPEN = 100
+_MOST_OPEN = 32
 _OPEN_S, _IDLE_S, _POLL_IDLE_S = 10.0, 600.0, 60.0
 """A folder without new events is closed after `_OPEN_S`; after `_IDLE_S` it is polled only every `_POLL_IDLE_S`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -231,29 +231,22 @@ class Shipper:
         self._positions = -1
         """Descriptor of `.shipped`, locked; -1 while another process sends."""
         self._is_open = False
-        self._sender = ""
-        self._sequence = 0
+        self._sender = f"{safe_name(os.uname().nodename)[:60]}-{fingerprint(folder)[:8]}"
         self._files: dict[str, tuple[int, int]] = {}
         self.pending: list[Part] = []
-        """A batch that was not accepted yet."""
+        """A batch that was not accepted yet: the same bytes again are stored once, if only the answer was lost."""
 
     def step(self) -> bool:
         """Send a batch, if there is one and no pause; returns whether it was sent (there may be more). Never raises."""
         if time.monotonic() < self._link.not_before or not self._acquire():
             return False
         try:
-            if not self.pending:
-                self.pending = self._gather()
-                if not self.pending:
-                    return False
+            self.pending = self.pending or self._gather()
             lines = b"".join(line for part in self.pending for line in event_lines(read_part(self.folder, part)))
         except OSError:
             return False  # retried at the next call
-        if lines:
-            self._save()
-            if not self._link.send(lines, self._sender, self._sequence):
-                return False
-            self._sequence += 1
+        if not self.pending or (lines and not self._link.send(lines, self._sender, None)):
+            return False
         for part in self.pending:
             self._files[part.name] = (part.inode, part.end)
         self.pending = []
@@ -297,29 +290,18 @@ class Shipper:
         return True
 
     def _load(self) -> None:
-        self._sender = f"{safe_name(os.uname().nodename)[:60]}-{os.urandom(4).hex()}"
-        self._sequence, self._files, self.pending = 0, {}, []
-        if self._positions < 0:
-            return
-        try:
-            state = read_positions(self._positions)
-            if state["version"] != _VERSION or state.get("service", self._link.service) != self._link.service:
-                return  # written by another version, or for another service: this one gets all events
-            sender, sequence = str(state["sender"]), int(state["sequence"])
-            files = {str(name): (int(inode), int(offset)) for name, (inode, offset) in state["files"].items()}
-            pending = [Part(str(n), int(i), int(b), int(e)) for n, i, b, e in state["pending"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return  # new or damaged: all events are sent again, and the service detects duplicates
-        if sender == safe_name(sender) and 0 <= sequence < 1 << 59 and all("/" not in part.name for part in pending):
-            self._sender, self._sequence, self._files, self.pending = sender, sequence, files, pending
+        self._files, self.pending = {}, []
+        # If it is new or damaged, written by another version or for another service, all events are sent.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            state = read_positions(self._positions) if self._positions >= 0 else {}
+            if (state["version"], state.get("service", self._link.service)) == (_VERSION, self._link.service):
+                self._files = {str(name): (int(inode), int(end)) for name, (inode, end) in state["files"].items()}
 
     def _save(self) -> None:
         """Write in place: a rename would change the folder's mtime, which identifies the latest attempt."""
         if self._positions < 0:
             return
-        state = {"version": _VERSION, "service": self._link.service, "sender": self._sender, "sequence": self._sequence,
-                 "files": self._files, "pending": self.pending}  # fmt: skip
-        write_positions(self._positions, state)
+        write_positions(self._positions, {"version": _VERSION, "service": self._link.service, "files": self._files})
 
     def _gather(self) -> list[Part]:
         """The next batch: byte ranges of complete new lines. Raises `OSError` if the folder was deleted."""
