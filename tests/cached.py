@@ -159,7 +159,6 @@ def kill_everywhere(pipe, name: str, before: list[str], scratch: Path) -> None:
         root = scratch / str(len(roots))
         for each in before:
             SCENARIOS[each](root, index)
-            Cache(root, boot=BOOT).unpin(index.identity)
         pid = os.fork()
         if pid == 0:
             _run_and_die(name, root, index, len(roots))
@@ -211,12 +210,10 @@ def _create_and_put(root: Path, index: Index) -> None:
 
 def _complete(root: Path, index: Index) -> None:
     cached = Cache(root, boot=BOOT).open(index)
-    cached.mark_hot([0, 1])
     cached.claim(7)
     put(cached, FILE)
     cached.release(7)
     cached.sync()
-    cached.pin()
     cached.close()
 
 
@@ -226,11 +223,7 @@ def _new_boot(root: Path, index: Index) -> None:
     cached.close()
 
 
-def _prune_cold(root: Path, index: Index) -> None:
-    Cache(root, boot=BOOT).prune(6 * BLOCK)
-
-
-def _prune_all(root: Path, index: Index) -> None:
+def _prune(root: Path, index: Index) -> None:
     Cache(root, boot=BOOT).prune(0)
 
 
@@ -238,8 +231,7 @@ SCENARIOS = {
     "create and put": _create_and_put,
     "complete": _complete,
     "new boot": _new_boot,
-    "prune cold": _prune_cold,
-    "prune all": _prune_all,
+    "prune": _prune,
 }
 
 

@@ -188,7 +188,6 @@ def test_a_closed_file_says_so(cached, data):
         lambda: cached.claim(0),
         cached.sync,
         cached.verify_all,
-        cached.pin,
     ):
         with pytest.raises(PermanentError, match="closed"):
             call()
@@ -332,11 +331,6 @@ def test_a_file_that_was_replaced_does_not_write_into_its_successor(cache, cache
     assert cached.read(0, len(data)) == data
     assert other.num_ready == len(ZEROS)
     other.close()
-
-
-def test_hot_blocks_lie_inside_the_file(cached):
-    with pytest.raises(IndexError):
-        cached.mark_hot([13])
 
 
 class AsBytes(RuleBasedStateMachine):

@@ -136,7 +136,6 @@ def test_evicting_makes_room_on_a_full_disk(disk):
     cache = Cache(disk / "cache", boot=BOOT)
     cached = cache.open(index_of(data))
     put(cached, data, range(50))
-    cached.mark_hot([0, 1])
     cached.sync()
     cached.close()
     fill_up(disk)
@@ -152,7 +151,6 @@ def test_blocks_that_fill_the_disk_leave_room_for_what_says_where_they_are(disk)
     cached = Cache(disk / "cache", boot=BOOT).open(index_of(data))
     with pytest.raises(CacheFull, match="cache prune"):
         put(cached, data, range(200))
-    cached.mark_hot([0])
     cached.sync()
     num_ready = cached.num_ready
     cached.close()

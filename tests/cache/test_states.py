@@ -61,8 +61,8 @@ def test_two_that_have_a_live_map_open_see_each_others_changes(index, tmp_path):
     one, two = LiveMap.open(tmp_path, index, "boot"), LiveMap.open(tmp_path, index, "boot")
     one.set(12, READY)
     assert two.get(12) == READY
-    two.set_all(states_of(index, 1))
-    assert one.get_all() == states_of(index, 1)
+    two.set(1, UNVERIFIED)
+    assert (one.get(1), one.get_all(12)) == (UNVERIFIED, bytes([READY]))
     os.close(one.fd)
     os.close(two.fd)
 

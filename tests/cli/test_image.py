@@ -191,7 +191,7 @@ def test_hot_sets_are_shown_exported_and_merged_elsewhere(bootseer: Run, node: N
 @pytest.mark.usefixtures("converted")
 def test_the_cache_is_shown_verified_and_pruned(bootseer: Run, node: Node) -> None:
     bootseer("image", "run", node.reference, "--loading", "pull", "--", "true")
-    shown = as_json(bootseer("cache", "show", "--json"), "bootseer.cache/1")
+    shown = as_json(bootseer("cache", "show", "--json"), "bootseer.cache/2")
     assert len(shown["files"]) == 2
     assert all(file["trusted"] for file in shown["files"])
     assert bootseer("cache", "show").stdout.splitlines()[-1].startswith("2 files, ")
@@ -199,9 +199,9 @@ def test_the_cache_is_shown_verified_and_pruned(bootseer: Run, node: Node) -> No
     with data.open("r+b") as file:
         file.seek(5000)
         file.write(b"damage")
-    verified = as_json(bootseer("cache", "verify", "--json", code=1), "bootseer.cache/1")
+    verified = as_json(bootseer("cache", "verify", "--json", code=1), "bootseer.cache/2")
     assert list(verified["dropped_blocks"].values()) == [[0]]
-    pruned = as_json(bootseer("cache", "prune", "--to", "0", "--json"), "bootseer.cache/1")
+    pruned = as_json(bootseer("cache", "prune", "--to", "0", "--json"), "bootseer.cache/2")
     assert pruned["freed_bytes"] > 12 << 20
     assert json.loads(bootseer("cache", "show", "--json").stdout)["files"] == []
 

@@ -35,17 +35,8 @@ class Layer:
 
     index = SimpleNamespace(identity=IDENTITY)
 
-    def __init__(self, path: Path, pins: list[str] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.pins = [] if pins is None else pins
-
-    def pin(self) -> bool:
-        is_new = not self.pins
-        self.pins += ["mounted"] * is_new
-        return is_new
-
-    def unpin(self) -> None:
-        self.pins.remove("mounted")
 
 
 def mounted_state(runtime: Runtime, place: Path) -> MountState:
@@ -153,10 +144,9 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
-def cache_at(root: Path, unpinned: list[str] | None = None) -> Any:
+def cache_at(root: Path) -> Any:
     """Stands for the cache that a layer's file is in."""
-    found = [] if unpinned is None else unpinned
-    return SimpleNamespace(root=root, unpin=found.append)
+    return SimpleNamespace(root=root)
 
 
 def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
@@ -234,32 +224,14 @@ def test_a_record_that_another_user_wrote_is_no_mount(place: Path, what: str) ->
 def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha"})
-    pins: list[str] = []
     with ThreadPoolExecutor(8) as pool:
-        found = set(
-            pool.map(
-                lambda _: mount_shared(runtime, Layer(image, pins)),
-                range(16),
-            )
-        )
+        found = set(pool.map(lambda _: mount_shared(runtime, Layer(image)), range(16)))
     (layer,) = found
-    assert pins == ["mounted"]
     assert (layer / "a").read_bytes() == b"alpha"
     assert [point for point in kernel.mount_points() if point == str(layer)] == [str(layer)]
     assert unmount_idle(runtime, cache_at(place), idle_s=3600) == []
-    assert unmount_idle(runtime, cache_at(place, pins), idle_s=0) == [IDENTITY]
-    assert pins == ["mounted", IDENTITY]
+    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
     assert mounted_layers(runtime) == []
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_layer_that_could_not_be_mounted_has_no_new_pin(place: Path, is_new: bool) -> None:
-    (place / "layer").write_bytes(b"not an image")
-    pins = [] if is_new else ["mounted"]
-    before = list(pins)
-    with pytest.raises(PermanentError):
-        mount_shared(Runtime(place / "run"), Layer(place / "layer", pins))
-    assert pins == before
 
 
 def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(place: Path) -> None:
@@ -296,8 +268,6 @@ from bootseer.mounts.state import Runtime
 class Layer:
     index = type("Index", (), {"identity": sys.argv[3]})
     path = Path(sys.argv[2])
-    def pin(self):
-        print("pinned", flush=True)
 mount_shared(Runtime(Path(sys.argv[1])), Layer())
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -309,11 +279,9 @@ def test_what_a_killed_process_left_mounted_is_used(place: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", KEEPER, str(runtime.root), str(image), IDENTITY], capture_output=True, check=False
     )
-    assert (ended.returncode, ended.stdout) == (-9, b"pinned\n")
-    pins: list[str] = []
-    layer = mount_shared(runtime, Layer(image, pins))
+    assert ended.returncode == -9
+    layer = mount_shared(runtime, Layer(image))
     assert (layer / "a").read_bytes() == b"alpha"
-    assert pins == []
 
 
 def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:

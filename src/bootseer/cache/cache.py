@@ -9,7 +9,6 @@ of all steps are in docs/formats/cache.md.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import stat
@@ -19,18 +18,17 @@ from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bootseer.blocks.index import Index
-from bootseer.cache import disk, entries, evict
+from bootseer.cache import disk, entries
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import Damaged, mapped
 from bootseer.cache.entries import Entry
-from bootseer.cache.eviction_plan import Step, goal_bytes, plan
+from bootseer.cache.eviction_plan import Candidate, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
-from bootseer.io.files import can_punch, discard, may_be_shared
+from bootseer.io.files import discard
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -47,7 +45,7 @@ class Pruned(Struct, frozen=True):
     used_bytes: int
     """Disk usage before."""
     freed_bytes: int
-    steps: tuple[Step, ...]
+    evicted: tuple[Candidate, ...]
     in_use: tuple[str, ...]
     """Identities of entries that were skipped because they are in use."""
 
@@ -117,34 +115,27 @@ class Cache:
         found = self.entries()
         used = sum(one.disk_bytes for one in found)
         goal = to_bytes if to_bytes is not None else self._goal(used)
-        steps = [Step(one.identity, True, one.disk_bytes) for one in found if one.damaged and not one.in_use]
+        chosen: list[Candidate] = [one for one in found if one.damaged and not one.in_use]
         if goal is not None:
             sound = [one for one in found if not one.damaged]
-            if not self._punches():  # whole entries only
-                sound = [replace(one, cold_bytes=0) for one in sound]
-            steps += plan(sound, used - sum(step.num_bytes for step in steps), goal)
+            chosen += plan(sound, used - sum(one.disk_bytes for one in chosen), goal)
         in_use = tuple(one.identity for one in found if one.in_use)
         if dry_run:
-            return Pruned(used, sum(step.num_bytes for step in steps), tuple(steps), in_use)
+            return Pruned(used, sum(one.disk_bytes for one in chosen), tuple(chosen), in_use)
         with mapped("evict from", self.root):
-            done = [step for step in steps if self._evict(step)]
+            done = [one for one in chosen if self._evict(self._files / one.identity)]
             for path in (self.root / disk.TRASH).iterdir():
                 discard(path)
-            with self._lock() as lock:
+            with self._lock():
                 # Machines that share the cache may see only their own locks.
-                kept_s = time.time() - _CREATED_S if may_be_shared(lock) else math.inf
+                kept_s = time.time() - _CREATED_S
                 for path in (self.root / disk.NEW).iterdir():
                     with contextlib.suppress(FileNotFoundError):
                         if path.name.startswith(self._boot[:8]) or path.lstat().st_mtime < kept_s:
                             discard(path)
             after = sum(one.disk_bytes for one in self.entries())
-        _LOG.info("%s: %d bytes, %d after the eviction of %d entries or parts", self.root, used, after, len(done))
+        _LOG.info("%s: %d bytes, %d after the eviction of %d entries", self.root, used, after, len(done))
         return Pruned(used, max(used - after, 0), tuple(done), in_use)
-
-    def unpin(self, identity: str) -> None:
-        """Undo `CachedFile.pin`. Nothing happens when there is no pin."""
-        with mapped("unpin", self._files / identity):
-            entries.remove_pin(self._files / identity)
 
     def _paths(self) -> list[Path]:
         with mapped("read", self._files):
@@ -196,7 +187,7 @@ class Cache:
                 raise Damaged(f"{entry} has data of another size")
             live = LiveMap.open(entry, index, self._boot) or self._new_live_map(entry, index, data)
             opened.callback(os.close, live.fd)
-            cached = CachedFile(entry, index, self._boot, lease=lease, data=data, live=live)
+            cached = CachedFile(entry, index, lease=lease, data=data, live=live)
             opened.pop_all()
             return cached
 
@@ -246,7 +237,7 @@ class Cache:
         with self._lock():
             if not locks.is_same(folder, entry):
                 return  # another process replaced it
-            gone = evict.move_to_trash(entry, self.root)
+            gone = self._move_to_trash(entry)
         _LOG.warning("%s was damaged and is replaced", entry)
         discard(gone)
 
@@ -260,18 +251,33 @@ class Cache:
                 limit = used + shutil.disk_usage(self.root).free
         return goal_bytes(used, limit)
 
-    def _punches(self) -> bool:
-        """Whether blocks can be evicted: readers on other machines, whose locks may not be seen here, would read zeros.
-        A file that is deleted gives them an error at worst."""
-        with mapped("examine", self.root):
-            lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                return can_punch(lock) and not may_be_shared(lock)
-            finally:
-                os.close(lock)
+    def _evict(self, entry: Path) -> bool:
+        """Delete an entry that is not in use; returns whether it was. Raises `OSError` and `TransientError`.
 
-    def _evict(self, step: Step) -> bool:
-        entry = self._files / step.identity
-        with contextlib.suppress(FileNotFoundError):  # another process evicted it
-            return evict.evict(entry, step, self.root, self._boot)
+        Who has a file of it open nevertheless, unseen here, keeps the whole file: nothing is taken out of files.
+        """
+        with contextlib.ExitStack() as opened, contextlib.suppress(FileNotFoundError):  # another process evicted it
+            # Held open: the entry may be replaced between any two steps, but the new one cannot have its inode number.
+            folder = os.open(entry, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            with contextlib.suppress(FileNotFoundError, Damaged):  # a missing file is not leased
+                lease = disk.open_file(entry / disk.LEASE)
+                opened.callback(os.close, lease)
+                # From here on openers wait; then they find that the entry has moved, and create a new one.
+                if not (locks.try_flock(lease) and locks.is_same(lease, entry / disk.LEASE)):
+                    return False
+            if entries.is_open(entry):
+                return False
+            with self._lock():
+                if not locks.is_same(folder, entry):
+                    return False
+                gone = self._move_to_trash(entry)
+            discard(gone)
+            return True
         return False
+
+    def _move_to_trash(self, entry: Path) -> Path:
+        """Move an entry to the trash, holding the root lock. Raises `OSError`."""
+        gone = self.root / disk.TRASH / f"{entry.name}.{os.getpid()}-{os.urandom(4).hex()}"
+        entry.rename(gone)
+        return gone

@@ -17,13 +17,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from bootseer.blocks.codec import Buffer, digest_of
 from bootseer.blocks.index import Index
-from bootseer.cache import disk, entries
+from bootseer.cache import disk
 from bootseer.cache.disk import MissingBlocks, mapped
 from bootseer.cache.states import MISSING, READY, SYNC_CLAIM, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
@@ -45,13 +45,12 @@ Progress = Callable[[int, int], None]
 class CachedFile:
     """A lease on one cached file. Until `close` nothing of it is evicted."""
 
-    def __init__(self, entry: Path, index: Index, boot: str, *, lease: int, data: int, live: LiveMap) -> None:
+    def __init__(self, entry: Path, index: Index, *, lease: int, data: int, live: LiveMap) -> None:
         """Takes ownership of the descriptors; `lease` is locked."""
         self.index = index
         self.entry = entry
         self.path = entry / disk.DATA
-        """A sparse file of full size: holes are missing blocks. Mount it only if `trusted`, and pinned."""
-        self._boot = boot
+        """A sparse file of full size: holes are missing blocks. Mount it only if `trusted`."""
         _devnull()  # opened now: `close` must not need a new descriptor
         self._fds = (lease, data, live.fd)
         self._data = data
@@ -59,7 +58,6 @@ class CachedFile:
         self._size = index.size_bytes
         self._shift = index.block_size.bit_length() - 1
         self._verified = bytearray(index.num_blocks)
-        self._read = bytearray(index.num_blocks)
         self._claimed: set[int] = set()
         self._lock = threading.Lock()  # guards _claimed
         self._sync_lock = threading.Lock()  # one thread syncs at a time; guards _anchored
@@ -122,7 +120,6 @@ class CachedFile:
             except OSError:
                 data = b""
             if len(data) == end - offset:
-                self._note_read(first, last)
                 return data
             # Truncated by another program, or a disk error: previous verification is void.
             self._verified[first : last + 1] = bytes(last + 1 - first)
@@ -153,7 +150,6 @@ class CachedFile:
         self._check_open()
         if missing:
             raise MissingBlocks(missing)
-        self._note_read(offset >> self._shift, (end - 1) >> self._shift)
 
     def descriptor(self) -> int:
         """A descriptor for `sendfile`; its content at missing blocks is undefined. The caller closes it."""
@@ -210,27 +206,6 @@ class CachedFile:
         with mapped("look at the locks of", self.entry):
             return block in self._claimed or self._live.any_claim(block)
 
-    def mark_hot(self, blocks: Iterable[int]) -> None:
-        """Mark these blocks as part of a hot set: they are evicted last."""
-        with mapped("write to", self.entry):
-            flags = bytearray(self.index.num_blocks)
-            for block in blocks:
-                flags[block] = entries.HOT
-            entries.add_use(self.entry, flags)
-
-    def pin(self) -> bool:
-        """Protect the entry after `close`, until `unpin`, `Cache.unpin` or a reboot: for a mount that no process
-        serves. Returns whether the pin is new."""
-        self._check_open()
-        with mapped("pin", self.entry):
-            is_new = not entries.pins_of(self.entry, self._boot)
-            entries.add_pin(self.entry, self._boot)
-            return is_new
-
-    def unpin(self) -> None:
-        with mapped("unpin", self.entry):
-            entries.remove_pin(self.entry)
-
     def sync(self) -> None:
         """Make everything stored here survive a machine crash. Cheap if nothing is new. Raises `CacheFull`.
 
@@ -274,7 +249,6 @@ class CachedFile:
         if self._closed:
             return
         self._closed = True
-        self._store_use()
         # Redirected, not closed: a concurrent call must not read another file opened under the same number. Order
         # matters, states first and lease last: a concurrent `put` must neither mark a block ready whose bytes went to
         # /dev/null, nor write to an entry that is being evicted.
@@ -284,12 +258,6 @@ class CachedFile:
     def _check_open(self) -> None:
         if self._closed:
             raise PermanentError(f"{self.entry}: this file was closed")
-
-    def _note_read(self, first: int, last: int) -> None:
-        if first == last:
-            self._read[first] = 1
-        else:
-            self._read[first : last + 1] = b"\1" * (last + 1 - first)
 
     def _fill(self, block: int, offset: int, into: memoryview) -> bool:
         """Read a part of a verified block, or read and verify a whole block; returns success.
@@ -357,13 +325,6 @@ class CachedFile:
                 sync_path(path)
             self._anchored = True
         Durable.from_states(states, StatIdentity.of(self._data) if whole else None).store(self.entry, self.index)
-        self._store_use()
-
-    def _store_use(self) -> None:
-        if 1 not in self._read:
-            return
-        with contextlib.suppress(OSError):  # only a hint
-            entries.add_use(self.entry, self._read.replace(b"\1", bytes([entries.READ])))
 
 
 @cache

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
-from bootseer.io.files import discard, replace_file
+from bootseer.io.files import discard, may_be_shared, replace_file
 
 FILES = "files"
 NEW = "new"
@@ -30,10 +30,8 @@ INDEX = "index"
 DATA = "data"
 LIVE = "live"
 DURABLE = "durable"
-USE = "use"
 LEASE = "lease"
 LAST_USE = "last-use"
-PINS = "pins"
 
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -126,7 +124,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 def has_other_users(fd: int) -> bool:
     """Whether anything else has this file open for reading or writing, such as a mount of it in any mount namespace.
-    False where the file system cannot tell."""
+    False where the file system cannot tell; network file systems refuse leases for reasons of their own."""
     try:
         # The kernel grants a write lease only for a file that nothing else has open. A process that opens it meanwhile
         # waits, and we get a signal, by default one that would kill us.
@@ -134,5 +132,5 @@ def has_other_users(fd: int) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
-        return error.errno == errno.EAGAIN
+        return error.errno == errno.EAGAIN and not may_be_shared(fd)
     return False

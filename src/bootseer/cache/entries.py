@@ -1,9 +1,7 @@
-"""The entries of a cache, for `cache show` and for planning evictions; pins, and usage flags of blocks.
+"""The entries of a cache, for `cache show` and for planning evictions.
 
-A lease ends with its process, and a file mounted directly by the kernel has none. A *pin* is a small file in the entry
-with the boot id: it protects the entry until it is removed or the machine reboots, when the mount is gone too. *Use* is
-a byte per block: whether it is in a hot set, and whether it was read. It is a hint for eviction, written without a
-sync; an update lost in a race of two processes only makes a block look colder than it is.
+An entry is in use while a process has it open, which holds a lease, or the kernel has it mounted. A mount has no lease,
+and may be in any mount namespace, but it has the data file open, which the kernel tells (`disk.has_other_users`).
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import MAX_INDEX_BYTES, Index
 from bootseer.cache import disk
 from bootseer.cache.disk import Damaged
@@ -23,16 +21,7 @@ from bootseer.cache.states import MISSING, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError
 from bootseer.io import locks
 
-HOT = 1
-READ = 2
 _BLOCK = 512  # the unit of st_blocks, whatever the file system
-_PIN = "mounted"
-
-# Flag columns are processed as whole byte strings: entries have hundreds of thousands of blocks.
-_ANY = bytes(value != 0 for value in range(256))
-_NONE = bytes(value == 0 for value in range(256))
-_HOT = bytes(value & HOT != 0 for value in range(256))
-_TAKES_ROOM = bytes(value != ZERO for value in range(256))
 
 
 class Entry(Candidate, frozen=True, kw_only=True):
@@ -41,13 +30,10 @@ class Entry(Candidate, frozen=True, kw_only=True):
     path: Path
     leases: tuple[int, ...]
     """Pids that have it open, as far as visible here."""
-    pins: tuple[str, ...]
     damaged: bool = False
     """Its content is unknown: it is replaced at its next use."""
     size_bytes: int = 0
     ready_bytes: int = 0
-    hot_bytes: int = 0
-    """Ready bytes that are in a hot set."""
     trusted: bool = False
     """See `CachedFile.trusted`."""
 
@@ -61,24 +47,14 @@ def examine(path: Path, boot: str) -> Entry | None:
                 disk_bytes += file.lstat().st_blocks * _BLOCK
     except (FileNotFoundError, NotADirectoryError):
         return None
-    holding = tuple(pins_of(path, boot))
-    in_use, leases = bool(holding) or is_leased(path), tuple(locks.holders(path / disk.LEASE))
-    entry = partial(Entry, path.name, last_use_ns(path), in_use, disk_bytes, path=path, leases=leases, pins=holding)
+    leases = tuple(locks.holders(path / disk.LEASE))
+    entry = partial(Entry, path.name, last_use_ns(path), is_in_use(path), disk_bytes, path=path, leases=leases)
     try:
         index = read_index_of(path)
         states, trusted = states_of(path, index, boot)
     except Damaged:
         return entry(damaged=True) if os.path.lexists(path) else None
-    flags = use_of(path, index.num_blocks)
-    ready = states.translate(_ANY)
-    cold = _both(_both(ready, flags.translate(_NONE)), index.codecs().translate(_TAKES_ROOM))
-    return entry(
-        size_bytes=index.size_bytes,
-        ready_bytes=_bytes_of(index, ready),
-        hot_bytes=_bytes_of(index, _both(ready, flags.translate(_HOT))),
-        cold_bytes=min(_bytes_of(index, cold), disk_bytes),
-        trusted=trusted,
-    )
+    return entry(size_bytes=index.size_bytes, ready_bytes=_ready_bytes(index, states), trusted=trusted)
 
 
 def read_index_of(path: Path) -> Index:
@@ -116,16 +92,25 @@ def states_of(path: Path, index: Index, boot: str) -> tuple[bytes, bool]:
     return states, durable is not None and durable.whole == stat_identity and MISSING not in states
 
 
-def is_leased(path: Path) -> bool:
-    """Whether a process has the entry open; True if that cannot be determined."""
+def is_in_use(path: Path) -> bool:
+    """Whether a process has the entry open, or the kernel has it mounted; True if that cannot be determined."""
+    return _applies(path / disk.LEASE, lambda fd: not locks.try_flock(fd)) or is_open(path)
+
+
+def is_open(path: Path) -> bool:
+    """Whether anything has the data of an entry open, as a mount has; True if that cannot be determined."""
+    return _applies(path / disk.DATA, disk.has_other_users)
+
+
+def _applies(path: Path, question: Callable[[int], bool]) -> bool:
     try:
-        fd = disk.open_file(path / disk.LEASE)
+        fd = disk.open_file(path)
     except (FileNotFoundError, Damaged):
         return False
     except OSError:
         return True
     try:
-        return not locks.try_flock(fd, shared=False)
+        return question(fd)
     except OSError:
         return True
     finally:
@@ -151,58 +136,9 @@ def note_use(path: Path) -> None:
             os.close(fd)
 
 
-def _both(one: bytes, two: bytes) -> bytes:
-    return (int.from_bytes(one, "little") & int.from_bytes(two, "little")).to_bytes(len(one), "little")
-
-
-def _bytes_of(index: Index, chosen: bytes) -> int:
-    """Bytes of the file in the chosen blocks; only the last block may be shorter."""
-    if not chosen:
+def _ready_bytes(index: Index, states: bytes) -> int:
+    """Bytes of the file in present blocks; only the last block may be shorter."""
+    if not states:
         return 0
-    last = index.num_blocks - 1
-    return chosen.count(1) * index.block_size - chosen[last] * (index.block_size - index.length(last))
-
-
-def add_pin(entry: Path, boot: str) -> None:
-    folder = entry / disk.PINS
-    folder.mkdir(mode=0o700, exist_ok=True)
-    disk.write_file(folder / _PIN, boot.encode())
-
-
-def remove_pin(entry: Path) -> None:
-    """Undo `add_pin`. Nothing happens if there is no pin. Raises `OSError`."""
-    (entry / disk.PINS / _PIN).unlink(missing_ok=True)
-
-
-def pins_of(entry: Path, boot: str) -> list[str]:
-    """Names of the valid pins; an unreadable one counts as valid."""
-    try:
-        paths = sorted((entry / disk.PINS).iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [path.name for path in paths if _is_pinned(path, boot)]
-
-
-def _is_pinned(path: Path, boot: str) -> bool:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return True
-    # Boot ids have equal length: a shorter content was truncated by a crash, after which no mount exists.
-    return content == boot.encode()
-
-
-def use_of(entry: Path, num_blocks: int) -> bytes:
-    """The flags of all blocks; zero where unknown."""
-    try:
-        data = disk.read_file(entry / disk.USE, num_blocks)
-    except (OSError, Damaged):
-        data = b""
-    return data.ljust(num_blocks, b"\0")
-
-
-def add_use(entry: Path, flags: bytes | bytearray) -> None:
-    """Add flags, one byte per block, to those that are stored. Raises `OSError`."""
-    # As two large integers: a loop over a million blocks would take longer than writing them.
-    merged = int.from_bytes(use_of(entry, len(flags)), "little") | int.from_bytes(flags, "little")
-    disk.write_file(entry / disk.USE, merged.to_bytes(len(flags), "little"))
+    whole = (len(states) - states.count(MISSING)) * index.block_size
+    return whole if states[-1] == MISSING else whole - index.block_size + index.length(len(states) - 1)

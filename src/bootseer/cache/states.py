@@ -177,10 +177,6 @@ class LiveMap:
         """Set the state of one block for all processes. Raises `OSError`."""
         os.pwrite(self.fd, bytes((state,)), _LIVE_HEADER.size + block)
 
-    def set_all(self, states: bytes) -> None:
-        """Set all states; requires exclusive use of the entry. Raises `OSError`."""
-        write_all(self.fd, states, _LIVE_HEADER.size)
-
     def try_claim(self, block: int) -> bool:
         """Lock the byte of a block against other open file descriptions, without blocking. Raises `OSError`.
 

@@ -26,7 +26,7 @@ _FOLDER = click.option(
     metavar="DIR",
     help="Folder of the cache (default: this node's).",
 )
-_JSON = json_option("bootseer.cache/1")
+_JSON = json_option("bootseer.cache/2")
 
 
 @click.command("show")
@@ -37,23 +37,20 @@ def show_command(folder: Path | None, output: Output) -> None:
     cache = _cache(folder)
     entries = cache.entries()
     total = sum(entry.disk_bytes for entry in entries)
-    rows = table("file", "on disk", "here", "hot", "last used", "state", right=("on disk", "here", "hot", "last used"))
+    rows = table("file", "on disk", "here", "last used", "state", right=("on disk", "here", "last used"))
     for entry in entries:
         rows.add_row(
             entry.identity[:12],
             format_bytes(entry.disk_bytes),
             f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-",
-            format_bytes(entry.hot_bytes),
             f"{format_seconds(max(time.time() - entry.last_use_ns / 1e9, 0))} ago" if entry.last_use_ns else "never",
             styled(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
         )
-    names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "hot_bytes", "cold_bytes", "in_use", "damaged",
-             "trusted")  # fmt: skip
+    names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "in_use", "damaged", "trusted")
     files = [
         {
             **{name: getattr(entry, name) for name in names},
             "pids": list(entry.leases),
-            "pins": list(entry.pins),
             "last_used_at": entry.last_use_ns / 1e9 or None,
         }
         for entry in entries
@@ -96,7 +93,7 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.option("--to", "to_size", metavar="SIZE", help="Target size, such as 200g (default: by how full the disk is).")
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be freed.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
-    """Free disk space. Files in use are kept; blocks that no start has ever read are evicted first."""
+    """Free disk space. Files in use are kept; of the others, those go first that were not used for the longest time."""
     cache = _cache(folder)
     if not dry_run:
         # Layers that are kept mounted for the next start would keep their files in use.
@@ -104,7 +101,6 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
         unmount_idle(runtime, cache, idle_s=0)
         delete_idle_trees(_root(folder), runtime, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
-    steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]
     kept = f", {plural(len(pruned.in_use), 'file')} in use" if pruned.in_use else ""
     output(
         {
@@ -112,7 +108,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
             "dry_run": dry_run,
             "used_bytes": pruned.used_bytes,
             "freed_bytes": pruned.freed_bytes,
-            "steps": steps,
+            "evicted": [{"identity": one.identity, "disk_bytes": one.disk_bytes} for one in pruned.evicted],
             "in_use": list(pruned.in_use),
         },
         f"{'would free' if dry_run else 'freed'} {format_bytes(pruned.freed_bytes)} of "

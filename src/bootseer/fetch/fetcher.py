@@ -70,14 +70,6 @@ class Fetcher(Reads):
                     self._scheduler.want(file, (block,), Purpose.HOT, now)
                 actions = self._advance(now, complete)
             self._run_actions(actions)
-        hot: dict[int, list[int]] = {}
-        for file, block in known:
-            hot.setdefault(file, []).append(block)
-        for file, numbers in hot.items():
-            try:
-                self._files[file].cached.mark_hot(numbers)
-            except BootseerError as error:
-                self._report_problem(f"hot blocks may be evicted as early as others: {error}")
 
     def stream_rest(self, *, full_speed: bool = False) -> None:
         """Fetch everything missing: in the background while readers are idle, or with `full_speed` at once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 from functools import cache
 from pathlib import Path
@@ -71,17 +70,6 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def can_punch(fd: int) -> bool:
-    """Whether the file system of a writable file supports hole punching. Raises `OSError`."""
-    try:
-        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # beyond the end: no data is lost
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return False
-        raise
-    return True
 
 
 def may_be_shared(fd: int) -> bool:

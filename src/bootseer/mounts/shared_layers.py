@@ -9,8 +9,8 @@ harmless, the next image mounts it again.
     <runtime>/layers/<identity>.lock    flock during mount and unmount; mtime: last use; content: device, inode, size
                                         and times of the mounted file
 
-The data is pinned in the cache for as long as the mount exists. A layer that is not complete is mounted in the folder
-of its own mount, from a file that the mount's daemon serves.
+The cache keeps a file that is mounted (`cache.entries`). A layer that is not complete is mounted in the folder of its
+own mount, from a file that the mount's daemon serves.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def mount_shared(runtime: Runtime, file: CachedFile, *, loop: bool | None = None
     """Mount a complete and trusted layer, unless exactly that is mounted already; returns the mount point.
 
     A mount of a file that was replaced or modified since is unmounted first: the file, or cached pages of it, may
-    differ from the verified content. The layer is pinned before mounting, under the lock. If that fails, a new pin is
-    removed: else files would stay in the cache until a reboot on nodes that cannot mount them. `loop`: see
+    differ from the verified content. `file` is open, which keeps it in the cache until the mount does. `loop`: see
     `mount_erofs`.
     """
     identity = file.index.identity
@@ -78,13 +77,7 @@ def mount_shared(runtime: Runtime, file: CachedFile, *, loop: bool | None = None
             mounted = False
         if not mounted:
             target.mkdir(mode=0o755, exist_ok=True)
-            is_new = file.pin()
-            try:
-                mount_erofs(file.path, target, loop=loop)
-            except BaseException:
-                if is_new:
-                    file.unpin()
-                raise
+            mount_erofs(file.path, target, loop=loop)
             _LOG.info("layer %s is mounted from %s", identity, file.path)
             os.ftruncate(lock, 0)
             os.pwrite(lock, shown, 0)
@@ -100,7 +93,8 @@ def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Colle
     """Unmount layers that no mounted image uses and that were not used for `idle_s` seconds, and remove records of dead
     mounts; returns the unmounted layers. Those in `needed` stay mounted.
 
-    Layers from files of another cache that uses the same runtime folder stay: their files would stay pinned there.
+    Layers from files of another cache that uses the same runtime folder stay: this one would gain
+    no space.
     """
     runtime.remove_stale()
     root = f"{os.path.realpath(cache.root)}/"
@@ -121,7 +115,6 @@ def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Colle
                 if runtime.is_mounting():
                     continue
                 kernel.unmount(runtime.layers / identity)
-                cache.unpin(identity)
                 (runtime.layers / identity).rmdir()
             _LOG.info("layer %s was idle and is unmounted", identity)
             unmounted.append(identity)

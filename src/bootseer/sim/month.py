@@ -59,14 +59,11 @@ class _Node:
         if goal is None:
             return
         candidates = [
-            Candidate(name, entry.last_use, name in in_use, int((entry.hot + entry.cold) * 1e9), int(entry.cold * 1e9))
+            Candidate(name, entry.last_use, name in in_use, int((entry.hot + entry.cold) * 1e9))
             for name, entry in self.entries.items()
         ]
-        for step in plan(candidates, used, goal):
-            if step.whole:
-                del self.entries[step.identity]
-            else:
-                self.entries[step.identity].cold -= step.num_bytes / 1e9
+        for one in plan(candidates, used, goal):
+            del self.entries[one.identity]
 
 
 @dataclass
