@@ -308,6 +308,14 @@ def test_more_folders_than_a_process_may_have_open_are_sent_once(service, env, t
     assert service.raw_lines() == sorted(lines)
 
 
+def test_many_folders_that_take_no_position_are_sent_once(service, run, tmp_path):
+    """As those of a read-only archive."""
+    for number in range(ship._MOST_OPEN + 3):
+        (spool(tmp_path / "spool", f"job-{number}", num_nodes=1)[0] / ".shipped").mkdir()
+    done = run("ship", "--json", "--to", service.url, "--within", "5", str(tmp_path / "spool"))
+    assert (done.returncode, json.loads(done.stdout)["batches"]) == (0, ship._MOST_OPEN + 3)
+
+
 def test_a_folder_with_a_huge_file_does_not_hold_up_the_others(service, tmp_path, link):
     huge = tmp_path / "spool" / "a" / "attempt-0"
     huge.mkdir(parents=True)

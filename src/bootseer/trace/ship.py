@@ -261,6 +261,11 @@ class Shipper:
         except OSError:
             return True  # the folder was deleted
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the position is in the folder, which is open and locked."""
+        return self._positions >= 0
+
     def close(self) -> None:
         """Release the lock, so that another process can send."""
         if self._positions >= 0:
@@ -400,17 +405,21 @@ class Spools:
                 changed_s = now_s
             self._changed[folder] = (changed_s, now_s)
             if now_s - changed_s > _OPEN_S or len(self._shippers) > _MOST_OPEN:  # there may be thousands of folders
-                self._shippers.pop(folder).close()
+                self._forget(folder)
         return any_sent
 
     def waiting(self) -> int:
         """Number of folders with events that the service has not accepted yet."""
         count = 0
         for folder in {folder for place in self._places for folder in attempt_folders(place)}:
-            shipper = self._shippers.pop(folder, None) or Shipper(folder, self._link)
-            count += not shipper.all_sent()
-            shipper.close()  # a process may not have so many open
+            count += not self._shippers.setdefault(folder, Shipper(folder, self._link)).all_sent()
+            self._forget(folder)
         return count
+
+    def _forget(self, folder: str) -> None:
+        """Close a folder. Where the position cannot be stored, it must be kept here, and nothing is open."""
+        if self._shippers[folder].is_stored:
+            self._shippers.pop(folder).close()
 
     def close(self) -> None:
         """Release all locks, so that other processes can send."""
