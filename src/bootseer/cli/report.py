@@ -64,7 +64,7 @@ def report_command(
     """Show where a startup's time went, node by node.
 
     LOG is a file (plain, gzip, zstd), a folder, or - for standard input, with event spools, job logs, or both. JOB is
-    the name of a job that ran on this machine. The default is the last job of this machine.
+    the name of a job that ran on this machine; a folder of the same name is JOB/. The default is the last job here.
 
     \b
     bootseer report                                    # the last `bootseer run` here
