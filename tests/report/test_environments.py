@@ -90,11 +90,6 @@ def test_nodes_are_summed_up_by_the_way_in_which_their_environments_came() -> No
     assert installed == "n9 ran the setup without a snapshot in 100.0 s: refused: driver 535, the snapshot's 550"
 
 
-def test_an_untrusted_snapshot_is_named_as_such() -> None:
-    _, warning = environment_summary(rows(event("n0", **RESTORED | {"trust": "untrusted"})))
-    assert "--env-input" in warning
-
-
 def test_reasons_without_end_do_not_fill_the_report() -> None:
     many = environment_summary(rows(*(event(f"n{i}", **REFUSED | {"reason": f"reason {i}"}) for i in range(9))))
     assert len(many) == 4

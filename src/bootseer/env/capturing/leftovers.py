@@ -2,8 +2,8 @@
 captured.
 
 *Reads.* A file is accounted for if the request key holds its content, the base covers it (the image, or the host's
-fingerprint), the setup made or changed it, or its content has no influence on what is installed. Any other file makes a
-snapshot untrusted: it could change without changing the key. The files that a plain `pip install -r` or
+fingerprint), the setup made or changed it, or its content has no influence on what is installed. Any other file keeps a
+snapshot from being made: it could change without changing the key. The files that a plain `pip install -r` or
 `uv pip install -r` opens are all accounted for.
 
 *Leftovers* in a scratch folder are of three kinds: garbage that no later start can rely on (a random name, a log, the

@@ -303,11 +303,7 @@ def _environment_lines(mode: str, group: Sequence[EnvironmentStart]) -> list[str
         age = f" made {format_seconds(median(ages))} ago" if ages else ""
         by = f" by {builders[0]}" if len(builders) == 1 else f" by {len(builders)} builders" if builders else ""
         made = f"{_nodes(group)} restored a snapshot{age}{by}"
-        lines = [f"{made}{_took(group)}{_saved(group)}{_size(group)}{_fetched(group)}"]
-        if untrusted := [one for one in group if one.trust == "untrusted"]:
-            why = f"the setup read files that its key does not cover ({_nodes(untrusted)})"
-            lines.append(f"untrusted: {why}; add them with --env-input")
-        return lines
+        return [f"{made}{_took(group)}{_saved(group)}{_size(group)}{_fetched(group)}"]
     if mode == CAPTURED:
         lines = [f"{_nodes(group)} ran the setup{_took(group)}{_size(group)}; {reason}"]
         if kept := [one for one in group if one.published]:
