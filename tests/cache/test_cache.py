@@ -236,6 +236,13 @@ def test_the_last_use_decides_the_order(cache):
     assert order == [indexes[i].identity for i in (1, 3, 2, 0)]
 
 
+def test_what_was_used_for_long_was_used_until_it_was_closed(cache, index):
+    cached = cache.open(index)
+    cache.open(index_of(content(2, 1))).close()
+    cached.close()
+    assert cache.entries()[0].identity == index.identity
+
+
 def test_entries_tell_what_is_here(cache, index, data):
     cached = cache.open(index)
     put(cached, data, [0, 1, 12])

@@ -74,6 +74,7 @@ class Cache:
         Raises `CacheFull`, `AccessError`, and `TransientError` when another process takes too long to evict the entry.
         """
         cached = self._open(index)
+        cached.is_use = True
         entries.note_use(cached.entry)
         return cached
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bootseer.blocks.codec import Buffer, digest_of
 from bootseer.blocks.index import Index
-from bootseer.cache import disk
+from bootseer.cache import disk, entries
 from bootseer.cache.disk import MissingBlocks, mapped
 from bootseer.cache.states import MISSING, READY, SYNC_CLAIM, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
@@ -63,6 +63,8 @@ class CachedFile:
         self._sync_lock = threading.Lock()  # one thread syncs at a time; guards _anchored
         self._unsynced = True  # another process may have died before it synced
         self._anchored = False
+        self.is_use = False
+        """Whether the entry counts as used until this is closed."""
         self._closed = False
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
         # Not at interpreter exit: other threads may still use the numbers; the kernel closes them.
@@ -249,6 +251,8 @@ class CachedFile:
         if self._closed:
             return
         self._closed = True
+        if self.is_use:
+            entries.note_use(self.entry)  # it may have been open for weeks
         # Redirected, not closed: a concurrent call must not read another file opened under the same number. Order
         # matters, states first and lease last: a concurrent `put` must neither mark a block ready whose bytes went to
         # /dev/null, nor write to an entry that is being evicted.
