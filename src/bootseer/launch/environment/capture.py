@@ -161,7 +161,8 @@ def _publishing(
     task: Task, publication: Publication, reasons: Sequence[str], this_time: Sequence[str]
 ) -> Publishing | None:
     if reasons or this_time:
-        return report_unsafe(task, publication.key, reasons, this_time=this_time)
+        report_unsafe(task, reasons, this_time)
+        return None
     try:
         return start_publishing(task, publication)
     except BootseerError as error:

@@ -30,6 +30,7 @@ _LOOK_S = 60.0
 """More than all of the child's deadlines up to its decision."""
 _SLACK_S = 90.0
 _RELEASE_S = 10.0
+_MAX_REASON = 1000
 _log = logger(__name__)
 
 
@@ -42,9 +43,12 @@ class LookupResult(Struct):
     """Holds the lease until the last process that has `lease_pipe` closes it."""
     lease_pipe: int
 
-    def release(self) -> None:
-        """Release the lease in this process; other processes may still hold it."""
+    def release(self, unsafe: str = "") -> None:
+        """Release the lease in this process; other processes may still hold it. `unsafe`: why the setup is to be marked
+        as not snapshot-safe first."""
         if self.lease_pipe >= 0:
+            with contextlib.suppress(OSError):  # the helper has ended
+                os.write(self.lease_pipe, unsafe.encode("utf-8", "surrogateescape")[:_MAX_REASON])
             os.close(self.lease_pipe)
             self.lease_pipe = -1
 

@@ -14,15 +14,18 @@ import msgspec
 from msgspec.structs import replace
 
 from bootseer.artifact.lease import Held, Lease, NoLease
+from bootseer.artifact.places import environments_folder
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys.key import RequestKey, gate
 from bootseer.env.keys.request_key import KeyRequest, facts_folder_of, request_key
 from bootseer.env.life import election, unsafe
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide, fall_back
+from bootseer.errors import BootseerError
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.store.open import open_store
+from bootseer.store.store import Store
 
 
 def key_request(
@@ -84,7 +87,7 @@ class LookupProcess:
                     decision, lease = self._wait_for_builder(catalog, decision)
                     self._send(msgspec.to_builtins(decision))
                 if lease is not None and decision.action is Action.BUILD:
-                    self._hold(lease)
+                    self._hold(lease, store)
             finally:
                 if lease is not None:
                     lease.release()
@@ -158,8 +161,29 @@ class LookupProcess:
             return decided, None
         return decided, ended.lease
 
-    def _hold(self, lease: Lease) -> None:
-        """Send heartbeats until all building processes have closed their end of the pipe."""
-        while not select.select([self._read_end], [], [], lease.interval_s)[0]:
-            if not lease.beat():
-                return
+    def _hold(self, lease: Lease, store: Store) -> None:
+        """Send heartbeats until all building processes have closed their end of the pipe. What comes through it is why
+        the setup is not snapshot-safe."""
+        reason = b""
+        while True:
+            if not select.select([self._read_end], [], [], lease.interval_s)[0]:
+                if not lease.beat():
+                    return
+            elif piece := os.read(self._read_end, 4096):
+                reason += piece
+            else:
+                break
+        if reason:
+            with contextlib.suppress(BootseerError):
+                self._mark(store, reason)
+
+    def _mark(self, store: Store, reason: bytes) -> None:
+        from bootseer.env.capturing.exclude import Exclusions
+        from bootseer.env.snapshot.secret_check import SecretCheck  # needed by few starts
+
+        options = self._task.options
+        rules, cache = options.secret_rules, environments_folder(options.cache) / "secret-rules"
+        if SecretCheck(Exclusions(), variables=self._task.env, rules=rules, cache=cache).check_text("its mark", reason):
+            reason = b"see what that start printed"
+        words, node = reason.decode("utf-8", "replace"), self._task.node[:1000]
+        unsafe.write_mark(store, unsafe.Mark(self._key.digest, words, node, time.time()))

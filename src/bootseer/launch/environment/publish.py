@@ -12,17 +12,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from bootseer import __version__
 from bootseer.artifact.places import environments_folder
-from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Trust
@@ -45,7 +41,6 @@ from bootseer.units import format_bytes, plural
 
 EVENT = "environment_publish"
 _NICENESS = 10
-_MARK_S = 15.0
 _log = logger(__name__)
 
 
@@ -109,18 +104,6 @@ class Publishing:
             report_outcome(self._task, bool(result.pop("published")), str(result.pop("why_not", "")), result)
 
 
-class Marking(Publishing):
-    """A mark in progress. What it is about has been reported."""
-
-    def finish(self) -> None:
-        """Wait for it, as other starts wait for its builder's lease."""
-        self._background.wait(_MARK_S)
-        self.stop()
-
-    def _report(self) -> None:
-        pass
-
-
 def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
     """Report the outcome of the snapshot to the user and as an event."""
     task.outcome.update(outcome := {"published": published, "why_not": why_not, **(facts or {})})
@@ -132,42 +115,11 @@ def report_outcome(task: Task, published: bool, why_not: str = "", facts: Mappin
     task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
 
 
-def report_unsafe(
-    task: Task, key: RequestKey, reasons: Sequence[str], *, this_time: Sequence[str] = ()
-) -> Publishing | None:
-    """Report that the setup is not snapshot-safe, and mark it in the store for other starts, if it would be so again.
-
-    `reasons` are what it does, `this_time` what happened while it ran.
-    """
+def report_unsafe(task: Task, reasons: Sequence[str], this_time: Sequence[str]) -> None:
+    """Report that the setup is not snapshot-safe. `reasons` are what it does, which is marked in the store
+    (`env.life.unsafe`); `this_time` is what happened while it ran."""
     report_outcome(task, False, f"this setup is not snapshot-safe: {'; '.join((*reasons, *this_time))}")
-    if not reasons:
-        return None
-    try:
-        log = task.folder.path / "publish.log"
-        work = partial(_mark, task, key.digest, "; ".join(reasons))
-        return Marking(task, start_background(work, name="bootseer-env", log=log, niceness=_NICENESS))
-    except BootseerError:
-        return None
-
-
-def _mark(task: Task, key: str, reason: str, send: Send) -> None:
-    options = task.options
-    check = _secret_check(task, Exclusions(), ())
-    mark = unsafe.Mark(key, reason[:1000], task.node[:1000], time.time())
-    if check.check_text("its mark", mark.reason.encode("utf-8", "surrogateescape")):
-        mark = replace(mark, reason="see what that start printed")
-    with contextlib.closing(open_store(task.store_uri, plain_http=options.plain_http)) as store:
-        unsafe.write_mark(store, mark)
-
-
-def _secret_check(task: Task, exclusions: Exclusions, withheld: Collection[Change]) -> SecretCheck:
-    return SecretCheck(
-        exclusions,
-        withheld=withheld,
-        variables=task.env,
-        rules=task.options.secret_rules,
-        cache=environments_folder(task.options.cache) / "secret-rules",
-    )
+    task.unsafe = "; ".join(reasons)
 
 
 def start_publishing(task: Task, publication: Publication) -> Publishing:
@@ -186,7 +138,13 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
     options = task.options
     key, num_changes = publication.key.digest[:12], len(publication.changes)
     _log.info("environment %s: %d changes are checked and written", key, num_changes)
-    check = _secret_check(task, publication.left_out.exclusions, publication.left_out.withheld.values())
+    check = SecretCheck(
+        publication.left_out.exclusions,
+        withheld=publication.left_out.withheld.values(),
+        variables=task.env,
+        rules=options.secret_rules,
+        cache=environments_folder(options.cache) / "secret-rules",
+    )
     if problems := publication.validate():
         raise PermanentError("; ".join(problems))
     with contextlib.closing(open_store(task.store_uri, plain_http=options.plain_http)) as store:

@@ -246,7 +246,7 @@ class EnvironmentStart:
     def release_lease(self) -> None:
         """Release the lease in this process; the publishing process holds it until it has ended."""
         if self._lookup is not None:
-            self._lookup.release()
+            self._lookup.release(self.task.unsafe)
 
     def finish_publishing(self, code: int) -> None:
         """Wait for the publication, unless the command was killed or asked to end by a signal; Ctrl-C cancels it."""

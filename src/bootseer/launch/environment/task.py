@@ -100,6 +100,8 @@ class Task:
     """Displays progress while a start waits."""
     outcome: dict[str, Any] = field(default_factory=dict)
     """Outcome of the publication, set by `publish.report_outcome`."""
+    unsafe: str = ""
+    """Why the setup is not snapshot-safe, whenever it runs; set by `publish.report_unsafe`."""
     folder: OwnedFolder = field(init=False)
 
     def __post_init__(self) -> None:

@@ -274,7 +274,7 @@ class UpperLayer:
                 reasons = [*done.reasons, *self._writes_into_mounts(done), *unknown_reads(unknown)]
                 this_time = [*done.unknown, *input_changes(task, key)]
             if reasons or this_time:
-                self._start.publishing = report_unsafe(task, key, reasons, this_time=this_time)
+                report_unsafe(task, reasons, this_time)
                 return self.remount()
             with interruptible(), task.stage("capture") as facts:
                 layer = self._move_to_layer()
@@ -282,7 +282,7 @@ class UpperLayer:
                 facts.update(changes=len(changes), way="container")
             if reasons := self._in_scratch(layer, changes, done, self._start.command):
                 lasting = reasons if self._in_scratch(layer, changes, done, ()) else []  # for any command
-                self._start.publishing = report_unsafe(task, key, lasting, this_time=[] if lasting else reasons)
+                report_unsafe(task, lasting, [] if lasting else reasons)
             else:
                 self._start_publishing(done, changes, key, trust_of(reads, ()))
         except Exception as error:  # an error of BootSeer must not fail the job
