@@ -21,7 +21,7 @@ from bootseer.store.store import Stored
 
 MAGIC = b"BSBLKIDX"
 VERSION = 1
-MIN_BLOCK_SIZE = 4096  # the page size: cached blocks are punched out of files and mapped
+MIN_BLOCK_SIZE = 4096  # the page size: cached files are mapped
 MAX_BLOCK_SIZE = 16 << 20
 MAX_BLOCKS = 1 << 26
 MAX_STRIPES = 1024
