@@ -86,8 +86,6 @@ def test_a_batch_that_comes_again_is_there_once_and_one_of_several_jobs_is_divid
         ({"x_bootseer_sender": "n", "content_encoding": "zstd"}, zstandard.compress(bytes(40 << 20)), 413),
         ({"x_bootseer_sender": "n"}, bytes(ingest.MAX_BODY_BYTES + 1), 413),
         ({"x_bootseer_sender": "n", "x_bootseer_kind": "log"}, b"x", 400),
-        ({"x_bootseer_sender": "n", "x_bootseer_kind": "log", "x_bootseer_job": "team a/llama"}, b"x", 400),
-        ({"x_bootseer_sender": "n", "x_bootseer_kind": "log", "x_bootseer_job": "x" * 81}, b"x", 400),
     ],
 )
 def test_bad_batches_are_told_and_leave_nothing(service, headers, data, status):

@@ -195,12 +195,13 @@ def test_an_abandoned_start_is_over_also_after_its_database_was_lost(place: Plac
     assert [row.state for row in place.rows(schema.start)] == [schema.CLOSED]
 
 
-def test_a_log_that_arrived_without_the_database_belongs_to_the_job_it_was_sent_for(place: Place) -> None:
+@pytest.mark.parametrize("job", ["moe", "team a/llama 7", "größe"])
+def test_a_log_that_arrived_without_the_database_belongs_to_the_job_it_was_sent_for(place: Place, job: str) -> None:
     line = b"2026-11-24T12:00:00Z step 1\n"
-    kept = place.raw.put(line, day=20_000, job="moe", attempt=0, sender="s", sequence=0, suffix=LOG)
+    kept = place.raw.put(line, day=20_000, job=job, attempt=0, sender="s", sequence=0, suffix=LOG)
     assert place.raw.read(kept.name) == line
     assert reconcile(place.database, place.raw) == 1
-    assert [row.job for row in place.rows(schema.batch)] == ["moe"]
+    assert [row.job for row in place.rows(schema.batch)] == [job]
     found = scan([Source(kept.name, place.folder / kept.name, True)])
     assert (found.lines, dict(found.skipped)) == (1, {})
 

@@ -168,9 +168,9 @@ def looked(logs: Logs, started: Callable[[], Logs]) -> Logs:
 def test_a_stage_of_a_sites_own_may_begin_in_one_batch_and_end_in_another(service, tmp_path):
     path, where = tmp_path / "node7.log", target(service.url, {})
     link = Link(where)
-    logs = Logs([str(path)], "own-7", link, where, tmp_path)
+    logs = Logs([str(path)], "own/7", link, where, tmp_path)
     with pytest.raises(UsageError, match="another process"):
-        Logs([str(path)], "own-7", link, where, tmp_path)
+        Logs([str(path)], "own/7", link, where, tmp_path)
     told = (
         "corpus: reading",
         "step",
@@ -187,7 +187,7 @@ def test_a_stage_of_a_sites_own_may_begin_in_one_batch_and_end_in_another(servic
     until = time.monotonic() + 300
     while True:
         assert time.monotonic() < until
-        rows = [row for row in service.rows(schema.start) if row.job == "own-7"]
+        rows = [row for row in service.rows(schema.start) if row.job == "own/7"]
         names = {row.id: row.name for row in service.rows(schema.stage)}
         took = {names[row.stage_id]: row.max_s for row in service.rows(schema.stage_start)
                 if rows and row.start_id == rows[0].id}  # fmt: skip

@@ -4,6 +4,9 @@
 
 One immutable, compressed object per batch and attempt; `bootseer report` can read such a folder. The name contains a
 digest of the lines, so a batch that is sent again maps to the same object.
+
+No line of a log names its job. If the folder's name does not either, the job follows in a skippable frame of zstd,
+which all other readers ignore.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Final, NamedTuple
@@ -32,6 +36,9 @@ MAX_PLAIN_BYTES: Final = 32 << 20
 """Size of the lines in one object."""
 _READERS: Final = 8
 _AT_ONCE: Final = 1000
+_SKIPPABLE: Final = struct.Struct("<II")
+"""Header of a skippable frame: its magic number, one of sixteen, and its size."""
+_MAGIC: Final = 0x184D2A5B
 _NAME: Final = re.compile(
     r"(?P<day>\d{1,6})/(?P<folder>[^/]{1,255})/attempt-(?P<attempt>\d{1,18})/"
     r"(?P<sequence>\d{1,19})-[0-9a-f]{16}-(?P<sender>[^/]{1,80})\.(?:events|log)\.zst"
@@ -77,6 +84,9 @@ class RawStore:
         digest = hashlib.sha256(lines).hexdigest()[:16]
         name = f"{day:d}/{job_folder(job)}/attempt-{attempt:d}/{sequence:d}-{digest}-{safe_name(sender)}{suffix}"
         packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(lines)
+        if suffix == LOG and job_folder(job) != job:
+            named = job.encode()
+            packed += _SKIPPABLE.pack(_MAGIC, len(named)) + named
         if len(packed) <= MAX_CREATE_BYTES:
             made = self._create_here(name, packed) if self._folder else self.store.create(name, packed)
             return Kept(name, made)
@@ -109,6 +119,13 @@ class RawStore:
         except zstandard.ZstdError as error:
             raise CorruptError(f"{self.store.uri}: {name} is damaged: {error}") from error
         return lines
+
+    def job_of_log(self, name: str, folder: str) -> str:
+        """The job of a log in this folder: the folder's name, or that after the lines."""
+        unpacker = zstandard.ZstdDecompressor().decompressobj()
+        unpacker.decompress(b"".join(self.store.read(name)))
+        job = unpacker.unused_data[_SKIPPABLE.size :].decode(errors="replace")
+        return job if job_folder(job) == folder else folder
 
     def names(self, day: int | None = None) -> Iterator[str]:
         """The objects of a day; without it, all."""
@@ -152,7 +169,7 @@ class RawStore:
 
 def job_folder(job: str) -> str:
     """The folder of a job's lines: its name, or a digest of it if it is not valid in object names. Two jobs may share a
-    folder; their events are told apart by their content, and jobs of logs have valid names."""
+    folder; their lines are told apart by their content."""
     name = folder_name(job)
     return name if name[0].isalnum() or name[0] == "_" else f"_{fingerprint(job)[:16]}"
 

@@ -149,6 +149,8 @@ def _batch(raw: RawStore, name: str, now_ns: int) -> dict[str, Any]:
                 continue
             job, attempt = event.job, event.attempt
             break
+    else:
+        job = raw.job_of_log(name, key.folder)
     return {
         "raw_key": name,
         "day": key.day,
