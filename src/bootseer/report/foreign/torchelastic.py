@@ -4,6 +4,9 @@ It reads the agent's log lines, which exist at `LOGLEVEL=INFO`, as torch has wri
 
     I1120 17:54:26.369000 5426 torch/distributed/elastic/agent/server/api.py:707] [default] Rendezvous'ing worker group
 
+2.3 and 2.4 have the thread's identifier instead of the process's. The path is relative to a folder of `sys.path`, so it
+begins with `site-packages/` in many installations.
+
 At the default level only failures and the warning about OMP_NUM_THREADS are printed: the launcher's start, and each
 failed worker. An agent prints one failure for each restart, so that a second failure means that the workers were
 restarted after the first.
@@ -25,7 +28,8 @@ MAX_RESTARTS = 1_000_000
 
 _LABEL = re.compile(r"\s*(\[[A-Za-z][\w./-]{0,120}\]:?|\d{1,6}:(?=\s)|\[\d+,\d+\]<std(?:out|err)>:)?", re.ASCII)
 _GLOG = re.compile(
-    r"[IWE]\d{4}(?:\d{4})? [\d:.]{8,18}\s+(\d{1,9}) torch/distributed/([\w./]{1,120})\.py:\d+\] ?", re.ASCII
+    r"[IWE]\d{4}(?:\d{4})? [\d:.]{8,18}\s+(\d{1,20}) (?:[^\s\]]{1,300}/)?torch/distributed/([\w./]{1,120})\.py:\d+\] ?",
+    re.ASCII,
 )
 _RESULT = re.compile(r"\s+(restart_count|group_rank|group_world_size)=(\d{1,9})\s*$", re.ASCII)
 _RUN_ID = re.compile(r"\s+run_id\s+: (\S{1,256})\s*$")
