@@ -14,6 +14,8 @@ from bootseer.trace.event import KINDS, NO_RANK
 
 Env = Mapping[str, str]
 MAX_HOSTS = 20_000
+_MAX_PIECES = 10
+"""Slurm's names have at most five numbers."""
 RESTART = "BOOTSEER_RESTART"
 OUTER_NODE = "BOOTSEER_SLURM_NODE"
 """Set by a run in a job of Slurm: the name of its node; empty where `salloc` was called."""
@@ -164,7 +166,10 @@ def expand_hosts(text: str) -> list[str]:
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         found = [""]
-        for literal, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
+        pieces = re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word)
+        if len(pieces) > _MAX_PIECES:
+            return []
+        for literal, inside in pieces:
             ends = [literal] if literal else _numbers(inside)
             if not 0 < len(found) * len(ends) <= MAX_HOSTS - len(hosts):
                 return []

@@ -66,6 +66,22 @@ def test_a_rendezvous_that_never_completes_stays_open(read: Any) -> None:
     assert _events(found, "torchelastic") == [("begin", "model_initialization.launcher_rendezvous")]
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "W0724 02:13:08.958000 140694527051584 torch/distributed/",  # 2.3, 2.4
+        "W0321 23:22:48.944000 1 site-packages/torch/distributed/",
+        "W0731 10:49:55.044000 3247964 /opt/conda/envs/gpt/lib/python3.10/site-packages/torch/distributed/",
+    ],
+)
+def test_each_form_of_torchs_prefix_is_read(read: Any, prefix: str) -> None:
+    found = read(
+        f"{prefix}run.py:792] Setting OMP_NUM_THREADS\n"
+        f"{prefix}elastic/multiprocessing/api.py:833] failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python\n"
+    )
+    assert [stage for _, stage in _events(found, "torchelastic")] == ["launcher_start", "worker_failed"]
+
+
 def test_agents_that_srun_merged_are_kept_apart(read: Any) -> None:
     begin, end = "[default] Rendezvous'ing worker group", "[default] Rendezvous complete for workers. Result:"
     lines = [
@@ -355,6 +371,8 @@ def test_events_that_name_many_nodes_are_repeated_within_bounds(monkeypatch: pyt
     repeated, num_cut = prepare.of_one_job(events, prepare.Options())
     assert (len(repeated), num_cut) == (2_500, 7)
     assert analyse(events, prepare.Options()).input.skipped == {"many_nodes": 7}
+    malformed = begin._replace(attrs={"nodes": "n[1-", "parsed_from": "slurm"})
+    assert prepare.of_one_job([malformed], prepare.Options()) == ([], 1)
     absurd = begin._replace(attrs={"nodes": 5, "parsed_from": "slurm"})
     assert prepare.of_one_job([absurd], prepare.Options()) == ([absurd], 0)
 

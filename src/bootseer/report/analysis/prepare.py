@@ -258,7 +258,7 @@ def of_one_job(events: Sequence[Event], options: Options) -> tuple[list[Event], 
             found.append(event)
             continue
         nodes = expand_hosts(event.attrs[NODES]) if room else []
-        num_cut += not room or len(nodes) > room
+        num_cut += not nodes or len(nodes) > room
         found += [event._replace(node=node) for node in nodes[:room]]
         room -= min(len(nodes), room)
     return found, num_cut
