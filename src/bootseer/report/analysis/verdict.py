@@ -42,8 +42,8 @@ _SKIPPED = (
     (
         "other_zone",
         "event",
-        "of other programs lie outside of the run: ignored; if the log's times are of another time zone, set TZ to it "
-        "(TZ=UTC bootseer report ...).",
+        "of other programs ignored, because some lie outside of the run: the log has an earlier run, too, or times of "
+        "another time zone (then set TZ to it: TZ=UTC bootseer report ...).",
     ),
 )
 # (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
