@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Final, NamedTuple
@@ -36,9 +35,8 @@ MAX_PLAIN_BYTES: Final = 32 << 20
 """Size of the lines in one object."""
 _READERS: Final = 8
 _AT_ONCE: Final = 1000
-_SKIPPABLE: Final = struct.Struct("<II")
-"""Header of a skippable frame: its magic number, one of sixteen, and its size."""
-_MAGIC: Final = 0x184D2A5B
+_SKIPPABLE: Final = b"\x5b\x2a\x4d\x18"
+"""The beginning of a skippable frame, which is followed by four bytes of its size."""
 _NAME: Final = re.compile(
     r"(?P<day>\d{1,6})/(?P<folder>[^/]{1,255})/attempt-(?P<attempt>\d{1,18})/"
     r"(?P<sequence>\d{1,19})-[0-9a-f]{16}-(?P<sender>[^/]{1,80})\.(?:events|log)\.zst"
@@ -86,7 +84,7 @@ class RawStore:
         packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(lines)
         if suffix == LOG and job_folder(job) != job:
             named = job.encode()
-            packed += _SKIPPABLE.pack(_MAGIC, len(named)) + named
+            packed += _SKIPPABLE + len(named).to_bytes(4, "little") + named
         if len(packed) <= MAX_CREATE_BYTES:
             made = self._create_here(name, packed) if self._folder else self.store.create(name, packed)
             return Kept(name, made)
@@ -124,7 +122,7 @@ class RawStore:
         """The job of a log in this folder: the folder's name, or that after the lines."""
         unpacker = zstandard.ZstdDecompressor().decompressobj()
         unpacker.decompress(b"".join(self.store.read(name)))
-        job = unpacker.unused_data[_SKIPPABLE.size :].decode(errors="replace")
+        job = unpacker.unused_data[len(_SKIPPABLE) + 4 :].decode(errors="replace")
         return job if job_folder(job) == folder else folder
 
     def names(self, day: int | None = None) -> Iterator[str]:

@@ -167,11 +167,9 @@ def expand_hosts(text: str) -> list[str]:
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         found = [""]
         pieces = re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word)
-        if len(pieces) > _MAX_PIECES:
-            return []
         for literal, inside in pieces:
             ends = [literal] if literal else _numbers(inside)
-            if not 0 < len(found) * len(ends) <= MAX_HOSTS - len(hosts):
+            if len(pieces) > _MAX_PIECES or not 0 < len(found) * len(ends) <= MAX_HOSTS - len(hosts):
                 return []
             found = [prefix + end for prefix in found for end in ends]
         hosts += found
