@@ -15,7 +15,7 @@ from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect, lease_byt
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
-from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.errors import AccessError, CorruptError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import Entry, Place
 from checkpoint.striped_files import content_of, put_striped
@@ -60,6 +60,31 @@ def test_an_attempt_that_begins_while_its_folder_is_listed_is_left_alone(place: 
             assert collect(other, "") == 0
         attempt.publish()
     assert (job / "step-1").is_dir()
+
+
+def test_a_new_file_whose_head_cannot_be_read_is_not_published_without_its_parts(place: Place, job: Path) -> None:
+    with Attempt(place, "model") as attempt:
+        put_striped(place, f"{attempt.path}/model", content_of(4 << 20), stripes=2)
+        with (job / attempt.path / "model").open("r+b") as head:
+            head.seek(20)
+            head.write(b"damaged")
+        with pytest.raises(CorruptError):
+            attempt.publish_file("model")
+    assert not (job / "model").exists()
+
+
+def test_a_striped_file_whose_head_is_damaged_can_be_replaced_and_its_parts_stay(place: Place, job: Path) -> None:
+    put_striped(place, "step-1", content_of(4 << 20), stripes=2)
+    with (job / "step-1").open("r+b") as head:
+        head.seek(20)
+        head.write(b"damaged")
+    parts = set((job / STRIPES).rglob("*"))
+    for publish in (lambda attempt: attempt.publish_file("new", replace=True), lambda it: it.publish(replace=True)):
+        with Attempt(place, "step-1") as attempt:
+            place.write_bytes(f"{attempt.path}/new", b"x")
+            publish(attempt)
+    assert (job / "step-1/new").read_bytes() == b"x"
+    assert parts <= set((job / STRIPES).rglob("*"))
 
 
 def test_users_of_a_job_share_the_folder_of_attempts(place: Place, job: Path) -> None:

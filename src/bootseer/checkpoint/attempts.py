@@ -200,7 +200,8 @@ class Attempt:
                 self._check_lease()
             raise
         self._drop_old()
-        self._drop_parts(replaced)
+        if not self._has_old:  # otherwise `collect` may restore it
+            self._drop_parts(replaced)
 
     def publish_file(self, name: str, *, replace: bool = False) -> None:
         """Publish one file of the folder as the target, its parts first. Raises `AlreadyExistsError`."""
@@ -222,8 +223,8 @@ class Attempt:
         self._drop_parts(replaced)
 
     def _replaced_id(self) -> str | None:
-        """The id of the target if that is a striped file."""
-        with contextlib.suppress(NotFoundError, IsFolderError):
+        """The id of the target if that is a striped file whose head says it; otherwise its parts stay."""
+        with contextlib.suppress(NotFoundError, IsFolderError, AccessError, CorruptError):
             return Files(self._place).id_of(self._target)
         return None
 

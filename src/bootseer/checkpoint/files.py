@@ -116,9 +116,10 @@ class Files:
         return self._head(self._file(path))
 
     def id_of(self, path: str) -> str | None:
-        """The id of a striped file, for `drop_parts`; None for an ordinary file, and for one whose head does not say:
-        then its parts stay."""
-        return self._id_of(self._file(path))
+        """The id of a striped file, the name of the folder of its parts; None for an ordinary file. Raises
+        `CorruptError`."""
+        entry = self._file(path)
+        return self._peek(entry)[1] if maybe_head(entry) else None
 
     def remove(self, path: str, entry: Entry | None = None) -> None:
         """Remove a file: its visible part first, then its parts. `entry`: its attributes, if known."""
@@ -306,6 +307,7 @@ class Files:
         return entry
 
     def _id_of(self, entry: Entry) -> str | None:
+        """As `id_of`, for `drop_parts`; None also for a file whose head does not say it: then its parts stay."""
         with contextlib.suppress(AccessError, CorruptError):
             return self._peek(entry)[1] if maybe_head(entry) else None
         return None
