@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import warm
 from bootseer.checkpoint.files import Files
@@ -32,7 +33,8 @@ from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.fuse import syscalls
 from bootseer.io import locks
 from bootseer.mounts import kernel
-from bootseer.mounts.state import Runtime
+from bootseer.mounts.process import ProcessId
+from bootseer.mounts.state import MountState, Runtime
 from bootseer.places.folder import FolderPlace
 from checkpoint.mounted_place import MIB
 from waiting import until
@@ -226,6 +228,39 @@ def test_what_was_mounted_in_the_place_of_a_dead_mount_stays(runtime: Runtime, s
         assert all_mounted(runtime) == []
     finally:
         kernel.unmount(target)
+
+
+@pytest.mark.root
+def test_a_dead_mount_below_another_one_stays_recorded(runtime: Runtime, start: Start) -> None:
+    said = start()
+    target = Path(said["target"])
+    os.kill(said["pid"], signal.SIGKILL)
+    until(lambda: the(runtime, target).health == "daemon dead", "dead")
+    # Over a dead mount nobody can mount; so the other one is made elsewhere and moved there.
+    other = target.with_name("other")
+    other.mkdir()
+    syscalls.mount("tmpfs", "somebody's", other)
+    moved = kernel.clone_mount(other, recursive=True)
+    kernel.unmount(other)
+    kernel.attach(moved, target)
+    with pytest.raises(TransientError, match="another file system is mounted over it"):
+        the(runtime, target).unmount()
+    kernel.unmount(target)
+    the(runtime, target).unmount()
+    assert not kernel.is_mount(target)
+
+
+@pytest.mark.root
+def test_a_bind_mount_that_an_earlier_version_left_is_unmounted(tmp_path: Path, runtime: Runtime) -> None:
+    target, details = tmp_path / "mount", {"access": "plain", "cache": ""}
+    target.mkdir()
+    state = MountState(runtime.new_folder().name, str(target), "x", runtime.boot, made_s=1.0, details=details)
+    runtime.write(replace(state, daemon=ProcessId(2**22 + 1, 1)))
+    kernel.attach(kernel.clone_mount(tmp_path / "place", recursive=True), target)
+    assert the(runtime, target).health == "daemon dead"
+    the(runtime, target).unmount()
+    assert not kernel.is_mount(target)
+    assert all_mounted(runtime) == []
 
 
 def test_mounting_over_a_mount_or_a_file_or_into_the_place_is_refused(

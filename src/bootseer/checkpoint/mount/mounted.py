@@ -102,8 +102,13 @@ class MountedCheckpoint(Struct, frozen=True):
         reply: Mapping[str, Any] = {}
         if daemon is None:
             # Somebody may have mounted another file system there since. By force it would end for all its users.
-            if kernel.is_mount(self.target) and _kind_at(self.target) in ("", _KIND):
+            kinds = _kinds_at(self.target)
+            if kinds[-1:] == [_KIND]:
                 detach(self.target, force=True)
+            elif _KIND in kinds:
+                raise TransientError(f"{self.target}: another file system is mounted over it; unmount that before")
+            elif kinds and self.state.details.get("access") == "plain":
+                detach(self.target, lazy=True)
         elif force:
             reply = daemon.stop(timeout_s=END_S, force=True, waiting=waiting)
         else:
@@ -207,10 +212,10 @@ def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterat
         yield
 
 
-def _kind_at(target: Path) -> str:
-    """The type of the file system that is mounted on a folder; "" if unknown. Does not access it: it may hang."""
+def _kinds_at(target: Path) -> list[str]:
+    """The types of the file systems that are mounted on a folder, the topmost last. Does not access it: it may hang."""
     point = str(Path(os.path.realpath(target.parent), target.name))
-    return next((mount.kind for mount in visible(mount_table()) if mount.path == point), "")
+    return [mount.kind for mount in mount_table() if mount.path == point]
 
 
 def _absolute(uri: str) -> str:
