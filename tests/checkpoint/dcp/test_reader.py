@@ -27,7 +27,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
 from bootseer.checkpoint.dcp import LoadSettings, StripedReader, StripedWriter  # noqa: E402
+from bootseer.checkpoint.dcp import load as load_module  # noqa: E402
 from bootseer.checkpoint.locations import resolve  # noqa: E402
+from bootseer.checkpoint.reading.file import CheckpointFile  # noqa: E402
+from bootseer.checkpoint.reading.reading import Reading  # noqa: E402
 from bootseer.errors import TransientError, UsageError  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 
@@ -361,6 +364,24 @@ def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) 
     (tmp_path / "__0.metadata").write_bytes((tmp_path / ".metadata").read_bytes())
     (tmp_path / ".metadata").write_bytes(b"cut")
     assert "the checkpoint's metadata is damaged" in refusal(empty(), tmp_path)
+
+
+def test_a_file_that_cannot_be_opened_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose server is gone never answers."""
+    save_plainly(full(), tmp_path)
+    is_over, opened = threading.Event(), Reading.open
+
+    def open_file(reading: Reading, path: str) -> CheckpointFile:
+        if path.endswith(".distcp"):
+            is_over.wait(120)
+        return opened(reading, path)
+
+    monkeypatch.setattr(Reading, "open", open_file)
+    monkeypatch.setattr(load_module, "_OPEN_S", 0.05)
+    said = refusal(empty(), tmp_path)
+    assert not is_over.is_set()
+    is_over.set()
+    assert "no complete answer within" in said
 
 
 def test_metadata_of_each_rank_is_none_of_a_checkpoint(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.tensors import empty_bytes, memory_of
 from bootseer.errors import CorruptError, PermanentError
+from bootseer.io.deadline import within
 from bootseer.io.tasks import Tasks
 
 _EDGE_BYTES = 4096
@@ -231,6 +232,8 @@ def _elements(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     return record.as_strided(layout.size, layout.stride, layout.first + record.storage_offset())
 
 
+_OPEN_S = 330.0
+"""As long as a read may make no progress. A folder of a network file system whose server is gone never answers."""
 _GRACE_S = 5.0
 """How long a failed load waits for reads that still write into tensors."""
 
@@ -301,7 +304,7 @@ class _Files:
             if file is None:
                 if self._is_closed:  # by an error: a read that was queued must not write to the tensors any more
                     raise PermanentError(f"{name}: the load has ended")
-                file = self._open_file(name)
+                file = within(_OPEN_S, name, lambda: self._open_file(name))
                 with self._lock:
                     self._open[name] = file
         try:
