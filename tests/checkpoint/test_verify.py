@@ -72,6 +72,20 @@ def test_a_wrong_parity_is_found(files: Files, job: Path) -> None:
     assert "parity" in problem.what
 
 
+def test_a_chunk_is_repairable_if_the_parity_is_wrong_in_other_rows_only(files: Files, job: Path) -> None:
+    head = put_striped(files.place, "model", content_of(6 * _MIB), stripes=3, parity=True)
+    first, parity = (job / part_paths("model", head)[number] for number in (0, 3))
+    flip(parity, 0)
+    flip(first, _MIB)
+    assert [(problem.offset, problem.repairable) for problem in verify(files, "model").problems] == [
+        (0, True),
+        (3 * _MIB, True),
+    ]
+    flip(first, _MIB)
+    flip(first, 0)
+    assert not any(problem.repairable for problem in verify(files, "model").problems)
+
+
 @pytest.mark.parametrize("lost", ["deleted", "cut"])
 def test_a_lost_part_is_a_problem_of_each_of_its_chunks(files: Files, job: Path, lost: str) -> None:
     head = put_striped(files.place, "model", content_of(6 * _MIB), stripes=3, parity=True)

@@ -21,6 +21,7 @@ from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.tasks import Count, Tasks
@@ -138,13 +139,23 @@ def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> li
         bad = list(islice(results, len(parts)))
         in_row = Counter(chunk // stripes for of_part in bad[:stripes] for chunk, _, _ in of_part)
         for part, of_part in zip(parts, bad, strict=True):
-            has_parity = part is segment.parity or (segment.parity is not None and not bad[-1])
             for chunk, what, giver in of_part:
                 others = in_row[chunk // stripes] - (part is not segment.parity)
                 offset, length = segment.start + chunk * CHUNK_BYTES, index.length(chunk)
                 node = giver or ",".join(part.nodes)
-                found.append(Problem(path, offset, length, part.name, node, what, has_parity and not others))
+                repairable = segment.parity is not None and not others
+                if repairable and part is not segment.parity and bad[-1]:
+                    # A parity that was read to its end with wrong bytes may still be right in this row.
+                    repairable = len(bad[-1]) == 1 and _is_readable(files, path, offset, length)
+                found.append(Problem(path, offset, length, part.name, node, what, repairable))
     return found
+
+
+def _is_readable(files: Files, path: str, offset: int, length: int) -> bool:
+    reading = Reading(files.place)
+    with contextlib.suppress(BootseerError), contextlib.closing(reading), reading.open(path) as file:
+        return len(file.read(offset, length)) == length
+    return False
 
 
 def _bad(file: OpenFile, segment: Segment, part: Part, chunks: range) -> Iterator[_Bad]:
