@@ -170,15 +170,10 @@ def _sample(arm: _Arm, lab: _Lab) -> Sample:
 
         linger = way.wait_until_streamed if arm.streamed and isinstance(way, Lazy) else lambda: None
         cold, (link_bytes, requests) = node.start(steps, way.env, others, seen, linger)
-        coverage = None
-        if isinstance(way, Lazy) and hot_bytes is not None:
-            coverage = way.hot_set(lab.image)["coverage"]
-            if coverage is None:
-                raise RuntimeError(f"{arm.name}: the start did not use its hot set")
         again = _again(way, lab.image, others) if arm.later else None
     finally:
         way.clean()
-    return Sample(cold, link_bytes, requests, again, hot_bytes, coverage)
+    return Sample(cold, link_bytes, requests, again, hot_bytes)
 
 
 def _again(way: Way, image: str, others: set[int]) -> tuple[node.Started, node.Started]:
@@ -212,7 +207,6 @@ def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
         "again_cold_page_cache_s": [sample.again[1].ready_s if sample.again else None for sample in of_arm],
         "again_cold_page_cache_work_s": [sample.again[1].work_s if sample.again else None for sample in of_arm],
         "hot_mb": [sample.hot_bytes / 1e6 if sample.hot_bytes is not None else None for sample in of_arm],
-        "coverage": [sample.coverage for sample in of_arm],
     }
     known = {name: [value for value in values if value is not None] for name, values in columns.items()}
     return {name: median(values) for name, values in known.items() if values}

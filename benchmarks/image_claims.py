@@ -50,8 +50,6 @@ class Sample:
     """A later start, warm, and one with an empty page cache; None where they were not measured."""
     hot_bytes: int | None
     """Stored size of the hot set that the start was given; None: it had none."""
-    coverage: float | None
-    """Part of what the start needed that was in it."""
 
 
 def claims(found: Mapping[str, Sequence[Sample]]) -> list[Must]:
