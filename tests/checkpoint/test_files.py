@@ -105,6 +105,18 @@ def test_a_damaged_head_is_an_error_and_can_be_removed(files: Files, root: Path,
         files.stat("job/model")
 
 
+def test_parts_are_removed_of_a_version_that_looks_like_the_one_before(
+    files: Files, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in HDFS, where a version is a time, which programs set, and a size."""
+    monkeypatch.setattr("bootseer.places.folder.version_of", lambda status: "same")
+    for seed in (1, 2):
+        put_striped(files.place, "job/model", content_of(3 * _MIB, seed), stripes=2)
+        assert files.stat("job/model").is_striped
+        files.remove("job/model")
+        assert everything(root) == set()
+
+
 def test_removing_a_file_removes_its_parts_after_it_is_hidden(files: Files, root: Path, content: bytes) -> None:
     head = put_striped(files.place, "job/model", content, stripes=2)
     steps: list[tuple[str, str]] = []
