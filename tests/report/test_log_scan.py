@@ -20,7 +20,7 @@ from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.log_scan import Scanned, scan
 from bootseer.trace.event import decode, encode
 from fleet import Fleet
-from startups import EPOCH_S, began, span
+from startups import EPOCH_S, began, moment, span
 
 LINES = Fleet(2).lines()
 EVENTS = [decode(line) for line in LINES]
@@ -263,6 +263,20 @@ def test_lines_of_other_programs_belong_to_the_attempt_and_restart_in_which_they
     assert sorted({(one.attempt, one.restart, one.wall_ns // 60_000_000_000 % 60) for one in installs}) == [
         (0, 0, 0), (1, 0, 20), (1, 0, 30), (1, 1, 50)
     ]  # fmt: skip
+
+
+def test_a_late_line_of_a_killed_attempt_costs_no_other_line(found):
+    """torchrun may outlive `bootseer run` for a moment: its last line is after the attempt, in the same zone."""
+    begin_s = 1_795_197_225 - EPOCH_S  # 17:53:45 UTC
+    own = [one for stage in ("run", "command") for one in span(begin_s, None, stage)]
+    own += moment(begin_s + 200, "alive"), *began(begin_s + 150)
+    again = [one for stage in ("run", "command") for one in span(begin_s + 800, begin_s + 900, stage)]
+    own += [one._replace(attempt=1) for one in again]
+    line = "E1120 {}.000000 7 torch/distributed/{} failed (exitcode: -9) local_rank: 0 (pid: 9) of binary: python\n"
+    log = "".join(line.format(at, "elastic/multiprocessing/api.py:833]") for at in ("17:57:00", "17:57:08", "18:08:00"))
+    result = found(b"".join(map(encode, own)) + log.encode())
+    assert "other_zone" not in result.skipped
+    assert [one.attempt for one in result.events if one.stage == "worker_failed"] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import re
 import signal
 import threading
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -217,8 +217,8 @@ def _name_jobs(result: Scanned) -> None:
 
 
 def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
-    """Nodes and programs with lines that seem to be from before or after the run that wrote them: a time without a zone
-    is taken for one of this machine's zone, which need not be that of the log."""
+    """Nodes and programs with lines that seem to be from before or after all runs on the node: a time without a zone is
+    taken for one of this machine's zone, which need not be that of the log."""
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
     for event in events:
@@ -227,15 +227,16 @@ def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
             last[of] = max(last.get(of, event.wall_ns), event.wall_ns)
             if event.stage == "run" and event.phase == BEGIN:
                 first[of] = min(first.get(of, event.wall_ns), event.wall_ns)
+    runs = defaultdict(list)
+    for (node, attempt), begin_ns in first.items():
+        # Signs of life are written at least each time that a tenth of the run's age has passed.
+        end_ns = last[node, attempt] + max(_SLACK_NS, (last[node, attempt] - begin_ns) // 8)
+        runs[node].append((begin_ns - _SLACK_NS, end_ns))
     found = set()
     for event in events:
-        of = event.node, event.attempt
         within = _foreign(event) and (event.attrs[FOREIGN] in _WITHIN or event.stage == "training_began")
-        if within and of in first:
-            # Signs of life are written at least each time that a tenth of the run's age has passed.
-            later_ns = max(_SLACK_NS, (last[of] - first[of]) // 8)
-            if not first[of] - _SLACK_NS <= event.wall_ns <= last[of] + later_ns:
-                found.add((event.node, event.attrs[FOREIGN]))
+        if within and event.node in runs and not any(a <= event.wall_ns <= b for a, b in runs[event.node]):
+            found.add((event.node, event.attrs[FOREIGN]))
     return found
 
 

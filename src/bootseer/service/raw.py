@@ -35,8 +35,7 @@ MAX_PLAIN_BYTES: Final = 32 << 20
 """Size of the lines in one object."""
 _READERS: Final = 8
 _AT_ONCE: Final = 1000
-_SKIPPABLE: Final = b"\x5b\x2a\x4d\x18"
-"""The beginning of a skippable frame, which is followed by four bytes of its size."""
+_SKIPPABLE: Final = b"\x5b\x2a\x4d\x18"  # begins a skippable frame; its size follows, in four bytes
 _NAME: Final = re.compile(
     r"(?P<day>\d{1,6})/(?P<folder>[^/]{1,255})/attempt-(?P<attempt>\d{1,18})/"
     r"(?P<sequence>\d{1,19})-[0-9a-f]{16}-(?P<sender>[^/]{1,80})\.(?:events|log)\.zst"

@@ -4,7 +4,7 @@ It reads the agent's log lines, which exist at `LOGLEVEL=INFO`, as torch has wri
 
     I1120 17:54:26.369000 5426 torch/distributed/elastic/agent/server/api.py:707] [default] Rendezvous'ing worker group
 
-2.3 and 2.4 have a number of the thread. The path is relative to a folder of `sys.path`, so it may begin with others.
+2.3 and 2.4 have a number of the thread. `torch/` may follow other folders, such as `site-packages/`.
 
 At the default level only failures and the warning about OMP_NUM_THREADS are printed: the launcher's start, and each
 failed worker. An agent prints one failure for each restart, so that a second failure means that the workers were
