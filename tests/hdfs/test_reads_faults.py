@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -249,7 +251,9 @@ class TestFaults:
         assert read(reads.open(path), avoid=frozenset({second})) == DATA[: 4 * MIB]
         assert failures(reads)[first]
 
-    def test_blocks_without_checksums_anywhere_are_refused(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_blocks_without_checksums_anywhere_are_read_and_counted(
+        self, faulty: HdfsCluster, reads: HdfsReads, tmp_path: Path
+    ) -> None:
         put(faulty.uri, "/unchecked", DATA[: 4 * MIB], block_size=MIB, replication=2)
         two_nodes(faulty, "/unchecked")
         name = faulty.where("/unchecked", replicas=2)[1].block
@@ -258,7 +262,16 @@ class TestFaults:
             (sums,) = block.parent.glob(f"{name}_*.meta")
             sums.unlink()
         assert len(blocks) == 2
-        assert "it has no checksums of the block" in str(error_of(reads.open("/unchecked")))
+        file = reads.open("/unchecked")
+        assert read(file) == DATA[: 4 * MIB]
+        counted = reads.facts()["unchecked"]
+        assert counted
+        assert read(file, piece=MIB // 4) == DATA[: 4 * MIB]
+        assert reads.facts()["unchecked"] == counted, "this is known by now"
+        command = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{faulty.uri}/unchecked", str(tmp_path / "copy")]
+        got = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "were read without checksums" in got.stderr
+        assert (tmp_path / "copy").read_bytes() == DATA[: 4 * MIB]
 
     def test_a_file_that_was_removed_is_said_to_be_so_by_each_read(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         put(faulty.uri, "/removed", DATA[:MIB])

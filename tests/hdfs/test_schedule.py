@@ -8,6 +8,7 @@ import pytest
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.hdfs.errors import (
+    NO_CHECKSUMS,
     DataNodeError,
     RefusedError,
     SilentError,
@@ -128,6 +129,57 @@ def test_wrong_bytes_everywhere_are_corrupt() -> None:
         if played.schedule.to_locate:
             played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), 0.0)
     assert isinstance(played.error(), CorruptError)
+
+
+def without_checksums(played: Played, *nodes: str) -> None:
+    """Serve all requests; these DataNodes have no checksums."""
+    while (run := played.take()) is not None:
+        if run.queue.name in nodes and run.pieces[0].check:
+            played.finish(run, RefusedError(NO_CHECKSUMS, token=False))
+        else:
+            played.serve(run)
+
+
+def test_bytes_without_checksums_are_not_used_while_a_replica_has_some() -> None:
+    played = Played(("a:1", "b:1"))
+    for number in range(9):
+        ticket = played.read(number * 100, 100)
+        without_checksums(played, "a:1")
+        assert ticket.node == "b:1"
+    assert not played.schedule.counts["unchecked"]
+
+
+def test_bytes_without_checksums_are_used_where_no_replica_has_any() -> None:
+    played = Played(("a:1", "b:1"))
+    tickets = [played.read(0, 100)]
+    without_checksums(played, "a:1", "b:1")
+    played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), 0.0)
+    without_checksums(played, "a:1", "b:1")
+    tickets.append(played.read(300, 100))
+    assert not played.take().pieces[0].check  # type: ignore[union-attr]
+    assert played.ended == tickets[:1]
+    assert played.schedule.counts["unchecked"] == 1
+
+
+def test_a_corrupt_replica_is_not_retried_where_the_other_has_no_checksums() -> None:
+    played = Played(("a:1", "b:1"))
+    for number in range(2):
+        ticket = played.read(number * 100, 100)
+        played.now_s += 2.0
+        while ticket not in played.ended:
+            run = played.take()
+            if run is None:
+                played.schedule.located(played.schedule.to_locate.popleft(), located([("a:1", "b:1")]), played.now_s)
+            elif run.queue.name == "a:1":
+                assert run.pieces[0].check
+                played.claim(run, 100)
+                played.receive(run, right=False)
+                played.finish(run, WrongBytesError("wrong"))
+            elif run.pieces[0].check:
+                played.finish(run, RefusedError(NO_CHECKSUMS, token=False))
+            else:
+                played.serve(run)
+        assert (ticket.error, ticket.node) == (None, "b:1")
 
 
 def test_another_version_is_never_mixed_in() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import LocatedFile
 from bootseer.hdfs.errors import (
+    NO_CHECKSUMS,
     DataNodeError,
     LostConnectionError,
     RefusedError,
@@ -27,6 +28,7 @@ ERRORS = st.sampled_from(
         RefusedError("refused", token=False),
         RefusedError("token", token=True),
         UnevenError("uneven"),
+        RefusedError(NO_CHECKSUMS, token=False),
     ]
 )
 REPLICAS = st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3, unique=True).map(tuple)

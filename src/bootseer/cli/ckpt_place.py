@@ -65,10 +65,12 @@ def files_at(uri: str) -> Iterator[Files]:
 
 
 def tell_fallback(place: Mapping[str, object]) -> str:
-    """Report a fallback to hdfs-native, from a place's statistics. Returns its reason; "" if there was none."""
+    """Report a fallback to hdfs-native, and unverified reads, by a place's statistics. Returns the former's reason."""
     reason = str(place.get("fallback", ""))
     if reason:
         say(f"reads use hdfs-native and are slower: {reason}")
+    if unchecked := place.get("unchecked"):
+        say(f"{unchecked} ranges of ordinary files were read without checksums: no DataNode in reach has HDFS's")
     return reason
 
 

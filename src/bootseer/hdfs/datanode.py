@@ -21,6 +21,7 @@ from typing import Final
 from bootseer.hdfs import checksums
 from bootseer.hdfs.block_locations import Block
 from bootseer.hdfs.errors import (
+    NO_CHECKSUMS,
     DataNodeError,
     LostConnectionError,
     RefusedError,
@@ -249,7 +250,7 @@ class BlockRead:
             self._kind, self._chunk, self._at = _parse_answer(receive_delimited(receive, _MAX_ANSWER_BYTES))
             self._has_sums = check
             if check and self._kind == checksums.NONE:
-                raise RefusedError("it has no checksums of the block", token=False)
+                raise RefusedError(NO_CHECKSUMS, token=False)
             self._skip = offset - self._at
             if not 0 <= self._skip < self._chunk or self._at % self._chunk:
                 raise MalformedError(f"bytes from {self._at} on where {offset} was asked")

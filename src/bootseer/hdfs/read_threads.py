@@ -157,7 +157,7 @@ class ReadThreads:
         connection.set_timeout(late_s)
         read = BlockRead(
             connection, block, ticket.offset - block.start, len(ticket.into),
-            check=ticket.check, on_silence=raise_silent,
+            check=ticket.check and block.id not in ticket.source.unchecked, on_silence=raise_silent,
         )  # fmt: skip
         done = 0
         while part := read.next_bytes():
@@ -324,7 +324,7 @@ class ReadThreads:
             first.block,
             first.offset,
             run.length,
-            check=first.ticket.check,
+            check=first.check,
             max_packets=run.packets,
             on_silence=lambda silent_s: self._check_silence(run, silent_s),
         )

@@ -68,8 +68,8 @@ class HdfsReads:
 
     def facts(self) -> dict[str, Any]:
         """Statistics of all reads: for each DataNode bytes, requests, seconds (of all its connections) and failures;
-        then numbers of retries, hedges, location refreshes and corrupt pieces. `fallback` says why hdfs-native was
-        used, "" if it was not."""
+        then numbers of retries, hedges, location refreshes, corrupt pieces, and pieces read without checksums because
+        no available DataNode has them. `fallback` says why hdfs-native was used, "" if it was not."""
         native = self._fallback if self._reason else None
         with self._threads.estimates() as schedule:
             counts = schedule.counts
@@ -85,7 +85,7 @@ class HdfsReads:
                 }
                 | (native.nodes() if native is not None else {}),
                 "retries": counts["retries"] + (native.num_retries if native is not None else 0),
-                **{name: counts[name] for name in ("hedges", "hedges_won", "refreshes", "wrong")},
+                **{name: counts[name] for name in ("hedges", "hedges_won", "refreshes", "wrong", "unchecked")},
                 "fallback": self._reason,
             }
 

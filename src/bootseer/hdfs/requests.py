@@ -79,6 +79,8 @@ class HdfsSource(Struct, eq=False):
     """Time of the latest refresh."""
     gone: PermanentError | None = None
     """The error of the latest refresh, if the file is gone."""
+    unchecked: set[int] = field(default_factory=set)
+    """Blocks of which no DataNode has checksums."""
 
 
 _MAX_EXTENSIONS: Final = 4
@@ -127,7 +129,8 @@ class Ticket(Struct, eq=False):
             offset = at - block.start
             length = min(piece_bytes - offset % piece_bytes, block.length - offset, end - at)
             view = self.into[at - self.offset : at - self.offset + length]
-            self.pieces.append(Piece(self, block, offset, length, view, self.source.location_version))
+            check = self.check and block.id not in self.source.unchecked
+            self.pieces.append(Piece(self, block, offset, length, view, check, self.source.location_version))
             at += length
         self.num_left = len(self.pieces)
 
@@ -142,6 +145,8 @@ class Piece(Struct, eq=False):
     length: int
     view: memoryview
     """Its destination; `NOTHING` after its end, so that references to the piece do not keep memory."""
+    check: bool
+    """Read it from DataNodes that have checksums of it, and compare it with them."""
     location_version: int
     """The refresh of locations that `block` comes from."""
     state: State = State.PARKED
@@ -173,7 +178,7 @@ class Piece(Struct, eq=False):
     @property
     def key(self) -> tuple[int, int, bool]:
         """The key by which its predecessor finds it."""
-        return (self.block.id, self.offset, self.ticket.check)
+        return (self.block.id, self.offset, self.check)
 
 
 _LOST_S: Final = 300.0
@@ -211,7 +216,7 @@ class PausedPieces:
         due = [piece for until_s, piece in self._until if until_s <= now_s and piece.state is State.PARKED]
         self._until = [entry for entry in self._until if entry[0] > now_s]
         for piece in due:
-            piece.tried, piece.refreshed = {}, False
+            piece.tried, piece.refreshed, piece.check = {}, False, piece.ticket.check
         return due
 
 
@@ -402,7 +407,7 @@ class NodeQueue:
         only_urgent = self.has_urgent()
         while num_bytes < most_bytes and len(found) < _MAX_PIECES:
             end = piece.offset + piece.length
-            following = self._by_start.get((piece.block.id, end, piece.ticket.check))
+            following = self._by_start.get((piece.block.id, end, piece.check))
             if following is None or not self._is_queued(following) or (only_urgent and not following.ticket.urgent):
                 break
             if num_bytes + following.length > most_bytes:

@@ -24,6 +24,7 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import LocatedFile, Node
 from bootseer.hdfs.choice import NodeChoice, NodeQueues
 from bootseer.hdfs.errors import (
+    NO_CHECKSUMS,
     DataNodeError,
     LostConnectionError,
     RefusedError,
@@ -252,6 +253,7 @@ class Schedule:
         if isinstance(answer, LocatedFile):
             source.located = answer
             source.location_version += 1
+            source.unchecked.clear()
         for piece in parked:
             if piece.state is not State.PARKED:
                 continue
@@ -301,7 +303,7 @@ class Schedule:
             located = ticket.source.located
             piece.block = located.block_at(piece.block.start + piece.offset)
             piece.location_version = ticket.source.location_version
-            piece.tried = {}
+            piece.check, piece.tried = ticket.check, {}
         nodes = [node for node in piece.block.nodes if node.host_port not in piece.tried]
         busy = piece.original.run if piece.original is not None else None
         nodes = [node for node in nodes if busy is None or node.host_port != busy.queue.name]
@@ -313,6 +315,8 @@ class Schedule:
         if not healthy and piece.reasons and piece.original is None and self._may_relocate(piece, now_s):
             # Its DataNodes are excluded, and it might wait in vain: there may be a new replica.
             self._relocate(piece)
+        elif not healthy and piece.check and NO_CHECKSUMS in piece.tried.values():
+            self._read_unchecked(piece, now_s)
         else:
             self.queues.add(piece, healthy or trusted, first=first)
 
@@ -383,8 +387,20 @@ class Schedule:
                 self._queue(original, now_s)
         elif self._may_relocate(piece, now_s):
             self._relocate(piece)
+        elif piece.check and NO_CHECKSUMS in piece.tried.values():
+            self._read_unchecked(piece, now_s)
         elif not self._paused.try_add(piece, now_s):
             self.fail(piece.ticket, piece.ticket.source.gone or read_error(piece), at_once=False)
+
+    def _read_unchecked(self, piece: Piece, now_s: float) -> None:
+        """Read a piece from the DataNodes without checksums, as Hadoop's clients do: no other one can be read."""
+        self.counts["unchecked"] += 1
+        piece.check = False
+        nodes = [node.host_port for node in piece.block.nodes]
+        piece.tried = {node: "" for node in nodes if piece.tried.get(node) != NO_CHECKSUMS}
+        if not piece.tried:
+            piece.ticket.source.unchecked.add(piece.block.id)
+        self._queue(piece, now_s)
 
     def _may_relocate(self, piece: Piece, now_s: float) -> bool:
         return not piece.refreshed and now_s >= piece.ticket.source.located_s + _LOCATION_FRESH_S
@@ -461,8 +477,8 @@ class Schedule:
             return
         self._num_hedges += 1
         self.counts["hedges"] += 1
-        memory = memoryview(bytearray(piece.length))
-        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.location_version)
+        view = memoryview(bytearray(piece.length))
+        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, view, piece.check, piece.location_version)
         hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
         self.queues.add(hedge, others, first=True)
 
