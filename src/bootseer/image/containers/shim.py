@@ -74,10 +74,11 @@ def main() -> int:
     parent, runtime = os.getpid(), os.fork()
     if runtime == 0:
         _exec_runtime(command, parent)
-    handle = os.pidfd_open(runtime)
+    handle, asked = os.pidfd_open(runtime), False
     while not select.select([handle], [], [], _LOOK_S)[0]:
-        if signal.SIGTERM in signal.sigpending():  # it hangs, as in the hook of a device whose driver is broken
+        if asked:  # it hangs, as in the hook of a device whose driver is broken
             os.kill(runtime, signal.SIGKILL)
+        asked = signal.SIGTERM in signal.sigpending()
     failed = os.waitstatus_to_exitcode(os.waitpid(runtime, 0)[1])
     # Both runtimes give the standard streams to the container's user, also files of the host.
     changed = owners - _stream_owners()
