@@ -115,10 +115,10 @@ class Files:
         """The head of a striped file; None for an ordinary file."""
         return self._head(self._file(path))
 
-    def id_of(self, path: str) -> str | None:
-        """The id of a striped file, the name of the folder of its parts; None for an ordinary file. Raises
-        `CorruptError`."""
-        return self._id(self._file(path))
+    def id_of(self, path: str, entry: Entry | None = None) -> str | None:
+        """The id of a striped file; None for an ordinary file. Raises `CorruptError`. `entry`: as of `remove`."""
+        # Always read: in HDFS, a program that sets the time of a file can give two versions of it the same.
+        return peek_id(self.place.read_first(path, PEEK_BYTES)) if maybe_head(self._file(path, entry)) else None
 
     def remove(self, path: str, entry: Entry | None = None) -> None:
         """Remove a file: its visible part first, then its parts. `entry`: its attributes, if known."""
@@ -305,14 +305,10 @@ class Files:
             raise IsFolderError(f"{self._uri_of(path)} is a folder")
         return entry
 
-    def _id(self, entry: Entry) -> str | None:
-        # Always read: in HDFS, a program that sets the time of a file can give two versions of it the same.
-        return peek_id(self.place.read_first(entry.path, PEEK_BYTES)) if maybe_head(entry) else None
-
     def _id_of(self, entry: Entry) -> str | None:
         """As `id_of`, for `drop_parts`; None also for a file whose head does not say it: then its parts stay."""
         with contextlib.suppress(AccessError, CorruptError):
-            return self._id(entry)
+            return self.id_of(entry.path, entry)
         return None
 
     def _has_only_hidden(self, path: str) -> bool:
