@@ -173,7 +173,12 @@ def test_another_service_gets_all_events(service, tmp_path, link):
 
 def test_a_damaged_position_or_a_folder_without_any_costs_nothing_but_work(service, tmp_path, link):
     folder, lines = spool(tmp_path / "spool")
-    for content in (b"", b"[1", b'{"version":1,"sender":"../x","sequence":0,"files":{},"pending":[]}', b"\xff"):
+    state = '{"version": %d, "files": %s}'
+    inodes = {entry.name: [entry.inode(), -(10**30)] for entry in os.scandir(folder)}
+    forged = [
+        (state % (ship._VERSION, text)).encode() for text in ('{"n": [1, Infinity]}', "[]", "7", json.dumps(inodes))
+    ]
+    for content in (b"", b"[1", b"\xff", b"[" * 100_000, *forged):
         (folder / ".shipped").write_bytes(content)
         shipper = Shipper(str(folder), link(service.url))
         until_sent(shipper)

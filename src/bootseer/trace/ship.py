@@ -297,10 +297,10 @@ class Shipper:
     def _load(self) -> None:
         self._files, self.pending = {}, []
         # If it is new or damaged, written by another version or for another service, all events are sent.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            state = read_positions(self._positions) if self._positions >= 0 else {}
-            if (state["version"], state.get("service", self._link.service)) == (_VERSION, self._link.service):
-                self._files = {str(name): (int(inode), int(end)) for name, (inode, end) in state["files"].items()}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            old = read_positions(self._positions) if self._positions >= 0 else {}
+            if (old["version"], old.get("service", self._link.service)) == (_VERSION, self._link.service):
+                self._files = {name: (int(inode), max(int(at), 0)) for name, (inode, at) in dict(old["files"]).items()}
 
     def _save(self) -> None:
         """Write in place: a rename would change the folder's mtime, which identifies the latest attempt."""
