@@ -102,13 +102,11 @@ class MountedCheckpoint(Struct, frozen=True):
         reply: Mapping[str, Any] = {}
         if daemon is None:
             # Somebody may have mounted another file system there since. By force it would end for all its users.
-            kinds = _kinds_at(self.target)
-            if kinds[-1:] == [_KIND]:
-                detach(self.target, force=True)
+            kinds, is_plain = _kinds_at(self.target), self.state.details.get("access") == "plain"
+            if kinds and (is_plain or kinds[-1] == _KIND):
+                detach(self.target, force=not is_plain, lazy=True)
             elif _KIND in kinds:
                 raise TransientError(f"{self.target}: another file system is mounted over it; unmount that before")
-            elif kinds and self.state.details.get("access") == "plain":
-                detach(self.target, lazy=True)
         elif force:
             reply = daemon.stop(timeout_s=END_S, force=True, waiting=waiting)
         else:
