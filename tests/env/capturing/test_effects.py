@@ -67,6 +67,13 @@ def test_without_mounts_of_its_own_a_daemon_is_known_by_its_environment() -> Non
         os.kill(pid, signal.SIGKILL)
 
 
+def test_without_mounts_of_its_own_a_new_mount_may_be_of_another_program() -> None:
+    before = {"mounts": [], "scratch": [(str(path), False) for path in Path("/tmp").iterdir()]}
+    unsafe, this_time, _ = Baseline(None, before, KernelState.now(), "mark").side_effects(NOBODY_WATCHED, grace_s=0.0)
+    assert not unsafe
+    assert any(reason.startswith("it mounted proc on /proc") for reason in this_time)
+
+
 @pytest.mark.root
 @needs_fuse
 def test_a_killed_process_that_the_kernel_holds_is_not_left_running(tmp_path: Path) -> None:
@@ -172,8 +179,10 @@ def test_where_nobody_watched_only_an_environment_or_what_is_used_later_counts(t
         name.mkdir()
     (names[0] / "pyvenv.cfg").touch()
     try:
-        unsafe, _, _ = baseline.side_effects(NOBODY_WATCHED, mentions=[f"python {names[1]}/train.py"], grace_s=0.0)
-        about = [reason for reason in unsafe if tmp_path.name in reason]
+        mentions = [f"python {names[1]}/train.py"]
+        unsafe, this_time, _ = baseline.side_effects(NOBODY_WATCHED, mentions=mentions, grace_s=0.0)
+        assert not unsafe
+        about = [reason for reason in this_time if tmp_path.name in reason]
         assert about == [f"it installed into {name}, which is not kept: use another folder" for name in names[:2]]
     finally:
         (names[0] / "pyvenv.cfg").unlink()

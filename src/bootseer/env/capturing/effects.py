@@ -251,14 +251,15 @@ class Baseline:
         unsafe = [listed(unsafe, 5)] if unsafe else []
         again = {path for one in daemons for path in runtime_files(one)}
         inside = _inspect_inside(self._enter)
-        unsafe += self._mount_changes(inside)
+        # Without mounts of its own, or a watch, these may be another program's.
+        (this_time if self._enter is None else unsafe).extend(self._mount_changes(inside))
         written = [path for path in reads.outside_writes if path not in again]
 
         def left(names: Sequence[str]) -> list[str]:
             return left_in_scratch(written, names) if reads.complete else self._new_in_scratch(inside, names)
 
         unsafe += left_elsewhere(written, Exclusions()) if reads.complete else []
-        (unsafe if left(mentions) else this_time).extend(left([*mentions, *command]))
+        (unsafe if reads.complete and left(mentions) else this_time).extend(left([*mentions, *command]))
         return unsafe, this_time, daemons
 
     def running(self, *, grace_s: float = 0.0) -> dict[int, str]:

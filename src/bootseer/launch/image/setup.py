@@ -271,8 +271,9 @@ class UpperLayer:
             with interruptible():
                 reads = self._host.reads()
                 unknown = unaccounted(reads.paths, key.accounted, (), host=False) if reads.complete else ()
-                reasons = [*done.reasons, *self._writes_into_mounts(done), *unknown_reads(unknown)]
-                this_time = [*done.unknown, *input_changes(task, key)]
+                reasons = [*done.reasons, *unknown_reads(unknown)]
+                # In a mount another program may have written.
+                this_time = [*done.unknown, *self._writes_into_mounts(done), *input_changes(task, key)]
             if reasons or this_time:
                 report_unsafe(task, reasons, this_time)
                 return self.remount()
