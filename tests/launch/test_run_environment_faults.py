@@ -315,6 +315,9 @@ def test_a_full_disk_makes_no_snapshot_and_no_harm(place: Place) -> None:
 def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_anew(place: Place) -> None:
     words = ("--setup", place.alpha_script(), "--")
     place.run(*words, "true")
+    ran = place.run("--env", "require", *words, "python", "-c", "import alpha, no_such_module", code=1)
+    assert "is at fault, --env refresh makes it anew" in ran.stderr
+    assert place.documents()
     ran = place.run(*words, "python", "-c", "import alpha, no_such_module", code=1)
     assert "is removed from its store: the next start makes it anew" in ran.stderr
     place.run(*words, "python", "-c", "import alpha")

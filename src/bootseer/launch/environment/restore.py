@@ -188,7 +188,12 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
     events = task.session.tail().poll(last=True)
     if any(event.stage == TRAINING_BEGAN for event in events):
         return
-    if reason := _evidence(events, code):
+    if not (reason := _evidence(events, code)):
+        return
+    if task.options.mode == "require" or not task.signatures.may_publish:
+        # Starts like this one would have no environment without it, and the job may be at fault.
+        say(f"{reason}: if the environment's snapshot {document.key[:12]} is at fault, --env refresh makes it anew")
+    else:
         _remove(task, document, reason, once_a_day=True)
 
 
@@ -200,10 +205,12 @@ def _remove(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: 
 
     def remove(store: Store) -> bool:
         catalog = Catalog(store, say)
+        # Before the look: it takes long in a registry, and another start may make a new one meanwhile.
+        again = once_a_day and catalog.has_removed(document.key, time.time() - _DAY_S)
         found = catalog.look(document.key)
         if found.kind == "none" or (found.document is not None and build_id(found.document) != build_id(document)):
             return False
-        if once_a_day and catalog.has_removed(document.key, time.time() - _DAY_S):
+        if again:
             say(f"{label} is used further, as one was removed within the last day; --env refresh makes it anew")
             return False
         catalog.remove(document.key, time.time())
