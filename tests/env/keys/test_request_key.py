@@ -215,6 +215,7 @@ def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Proje
     git("commit", "-q", "--allow-empty", "-m", "one", cwd=repository)
     git("clone", "-q", "--bare", str(repository), str(served), cwd=empty.root)
     git("update-server-info", cwd=served)
+    (served.parent / "public.git").symlink_to(served)
     arguments: list[bytes] = []
 
     class Private(SimpleHTTPRequestHandler):
@@ -222,7 +223,8 @@ def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Proje
             for path in Path("/proc").glob("[0-9]*/cmdline"):
                 with contextlib.suppress(OSError):
                     arguments.append(path.read_bytes())
-            if self.headers["Authorization"] == f"Basic {base64.b64encode(b'bot:pass word').decode()}":
+            wanted = f"Basic {base64.b64encode(b'bot:pass word').decode()}"
+            if self.headers["Authorization"] == (wanted if "private" in self.path else None):
                 super().do_GET()
             else:
                 self.send_error(401)
@@ -233,11 +235,14 @@ def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Proje
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Private, directory=str(served.parent))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"127.0.0.1:{server.server_port}/private.git"
-        empty.write("requirements.txt", f"private @ git+http://bot:${{TOKEN}}@{place}@main\n")
+        public = place.replace("private", "public")  # refuses a login, as of a token that has expired
+        lines = (f"{name} @ git+http://bot:${{TOKEN}}@{at}@main\n" for name, at in (("one", place), ("two", public)))
+        empty.write("requirements.txt", "".join(lines))
         empty.env |= {"TOKEN": "pass%20word"}
         key = empty.key(requirements=("requirements.txt",))
         server.shutdown()
-    assert key.components[f"repository git+http://{place}@main"] == git("rev-parse", "main", cwd=served)
+    for at in (place, public):
+        assert key.components[f"repository git+http://{at}@main"] == git("rev-parse", "main", cwd=served)
     assert not key.unpinned or "commit is unknown" not in str(key.unpinned)
     assert "word" not in str(key)
     assert any(b"ls-remote" in each for each in arguments)

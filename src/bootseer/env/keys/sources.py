@@ -221,18 +221,19 @@ def _ask(program: str, item: Requirement, env: Mapping[str, str], address_with_l
     address, reference = item.target.removeprefix("git+"), item.reference or "HEAD"
     if address.startswith("-") or reference.startswith("-"):
         return ""
-    login = address_with_login.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    with_login, login = env, address_with_login.partition("://")[2].partition("/")[0].rpartition("@")[0]
     if login and "$" not in login:  # by variables (git 2.31), as every user of the machine can read arguments
         words = base64.b64encode(unquote(login if ":" in login else f"{login}:").encode()).decode()
         number = int(count) if (count := env.get("GIT_CONFIG_COUNT", "")).isdecimal() else 0
-        env = {**env, "GIT_CONFIG_COUNT": f"{number + 1}", f"GIT_CONFIG_KEY_{number}": f"http.{address}.extraHeader"}
-        env[f"GIT_CONFIG_VALUE_{number}"] = f"Authorization: Basic {words}"
+        names = ("COUNT", f"KEY_{number}", f"VALUE_{number}")
+        values = (f"{number + 1}", f"http.{address}.extraHeader", f"Authorization: Basic {words}")
+        with_login = {**env, **{f"GIT_CONFIG_{name}": value for name, value in zip(names, values, strict=True)}}
     # The patterns match suffixes of names: `main` would also find `feature/main`.
     answer = child.run(
-        [program, "ls-remote", "--", address, reference, f"{reference}^{{}}"], deadline_s=DEADLINE_S, env=env
+        [program, "ls-remote", "--", address, reference, f"{reference}^{{}}"], deadline_s=DEADLINE_S, env=with_login
     )
-    if answer.code != 0:
-        return ""
+    if answer.code != 0:  # a server may refuse a login that has expired, and need none
+        return _ask(program, item, env, "") if with_login is not env else ""
     lines: dict[str, str] = {name: commit for commit, name in _COMMIT.findall(answer.output)}
     for name in (reference, f"refs/tags/{reference}^{{}}", f"refs/tags/{reference}", f"refs/heads/{reference}"):
         if name in lines:
