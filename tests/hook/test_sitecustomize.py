@@ -71,13 +71,13 @@ def test_a_folder_of_our_name_beside_the_program_does_not_hide_us(tmp_path):
 
 
 def test_an_earlier_bootseer_in_the_jobs_environment_is_called_as_it_wants(tmp_path):
-    """As version 0.2: its watch takes one argument."""
+    """As version 0.2: its watch takes one argument, and its import errors have another name."""
     hook = tmp_path / "bootseer" / "hook"
     hook.mkdir(parents=True)
     (tmp_path / "safetensors.py").touch()
     (hook.parent / "__init__.py").touch()
     (hook / "watch.py").write_text("find_spec = print\ndef start(started_ns): print('watches')")
-    (hook / "import_errors.py").write_text("def report(error): print(error)")
+    (hook / "import_errors.py").write_text("def tell(error): print(error)")
     env = {"PYTHONPATH": f"{Path(marks.__file__).parent}/path:{tmp_path}", "BOOTSEER_TRACE": "stderr"}
     words = [sys.executable, "-c", "import safetensors, missing"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)

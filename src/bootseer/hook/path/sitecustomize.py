@@ -79,7 +79,8 @@ def _watch_imports() -> None:
                 Package.install()
                 from bootseer.hook import import_errors
 
-                _call(import_errors.report, error)
+                # In version 0.2, which images still contain, it is `tell`.
+                _call(vars(import_errors).get("report") or vars(import_errors)["tell"], error)
             except Exception:
                 pass
 
