@@ -204,6 +204,17 @@ def test_a_node_that_knows_an_image_notices_that_its_blocks_were_deleted(removed
         mounted.close()
 
 
+def test_an_image_of_more_layers_than_the_kernel_takes_is_served_at_once() -> None:
+    said: list[str] = []
+    with made_image([layer(file(f"f{number}", os.urandom(3000))) for number in range(230)]) as image:
+        mounted = mount_image(image.request(loading="lazy"), image.folder / "at", say=said.append)
+        assert mounted.facts["way"] == MountMethod.FUSE_TREE.value
+        assert len(list(mounted.root.iterdir())) == 230
+        mounted.close()
+    assert len(said) == 1, "nothing is fetched for the attempt"
+    assert "longer than a page" in said[0]
+
+
 def test_a_daemon_serves_although_many_files_were_open_when_it_was_started() -> None:
     """As those of an image with hundreds of layers."""
     with made_image([layer(file("noise", os.urandom(1 << 20)))]) as image, ExitStack() as opened:

@@ -53,7 +53,7 @@ def mount(kind: str | None, source: Path | str, target: Path | str, *, flags: in
     """mount(2). The kernel truncates options to a page, so longer ones are an error here."""
     data = os.fsencode(options)
     if len(data) >= os.sysconf("SC_PAGE_SIZE"):
-        raise PermanentError(f"mount {kind} on {target}: the options are longer than a page")
+        raise failure(f"mount {kind} on {target}", errno.E2BIG, "the options are longer than a page")
     name = None if kind is None else kind.encode()
     check(libc.mount(os.fsencode(source), os.fsencode(target), name, flags, data or None), f"mount {kind} on {target}")
 

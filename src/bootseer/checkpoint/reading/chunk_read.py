@@ -244,7 +244,7 @@ class ChunkRead:
         others = [node for node in file.nodes(offset) if node not in bad]
         if len(self._wrong) < _MAX_WRONG and (others or len(self._wrong) == 1):
             # The same node gets a second chance with the place's own checksums: if these fail too, the place turns to
-            # other replicas by itself, and reports this one as corrupt.
+            # other replicas by itself.
             again = len(self._wrong) == 1
             self._ask(file, frozenset(others) if again else bad, check=again)
         else:

@@ -60,15 +60,17 @@ def refused_untried(*, private: bool, writable: bool) -> Refused:
 
 def refuse(refused: Refused, method: MountMethod, error: BootseerError | OSError) -> None:
     """Add a method that has failed, for any reason, so that it is not chosen again."""
-    if method in _EROFS and is_no_erofs(error):
-        refused |= {each: refused.get(each, _NO_EROFS) for each in _EROFS}
+    if method in _EROFS and (reason := why_no_erofs(error)):
+        refused |= {each: refused.get(each, reason) for each in _EROFS}
     else:
         refused[method] = str(error)
 
 
-def is_no_erofs(error: BootseerError | OSError) -> bool:
-    """Whether a mount failed because this kernel has no EROFS."""
-    return isinstance(error, BootseerError) and number_of(error) == errno.ENODEV and "mount erofs" in str(error)
+def why_no_erofs(error: BootseerError | OSError) -> str:
+    """Why a mount failed, if this kernel has no EROFS, or no overlays of so many layers; else empty."""
+    number = number_of(error) if isinstance(error, BootseerError) else 0
+    is_missing = number == errno.ENODEV and "mount erofs" in str(error)
+    return _NO_EROFS if is_missing else str(error) if number == errno.E2BIG else ""
 
 
 def choose_method(refused: Mapping[MountMethod, str], *, private: bool) -> MountMethod:

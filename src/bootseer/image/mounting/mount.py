@@ -193,8 +193,8 @@ class _ImageMount(LazyMount):
                 return
             except BootseerError as error:
                 self.unmount_files()
-                if methods.is_no_erofs(error) or (not loop and number_of(error) == errno.ENOTBLK):
-                    # There is no EROFS, or none from files of this file system (tmpfs): fetching them does not help.
+                if methods.why_no_erofs(error) or (not loop and number_of(error) == errno.ENOTBLK):
+                    # No EROFS, or none from files of this file system (tmpfs), or too many layers: fetching is no help.
                     raise _MethodFailed(error) from error
                 try:
                     self.pull_after_failure(error)
