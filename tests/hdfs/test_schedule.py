@@ -8,14 +8,13 @@ import pytest
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.hdfs.errors import (
-    NO_CHECKSUMS,
     DataNodeError,
     RefusedError,
     SilentError,
     UnevenError,
     WrongBytesError,
 )
-from bootseer.hdfs.requests import ReadSettings
+from bootseer.hdfs.requests import NO_CHECKSUMS, ReadSettings
 from hdfs.played import PIECE, Played, located
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import LocatedFile
 from bootseer.hdfs.errors import (
-    NO_CHECKSUMS,
     DataNodeError,
     LostConnectionError,
     RefusedError,
@@ -16,7 +15,7 @@ from bootseer.hdfs.errors import (
     UnevenError,
     WrongBytesError,
 )
-from bootseer.hdfs.requests import Run, Ticket
+from bootseer.hdfs.requests import NO_CHECKSUMS, Run, Ticket
 from hdfs.played import NODES, Played, located
 
 ERRORS = st.sampled_from(

@@ -21,7 +21,6 @@ from typing import Final
 from bootseer.hdfs import checksums
 from bootseer.hdfs.block_locations import Block
 from bootseer.hdfs.errors import (
-    NO_CHECKSUMS,
     DataNodeError,
     LostConnectionError,
     RefusedError,
@@ -31,7 +30,7 @@ from bootseer.hdfs.errors import (
 )
 from bootseer.hdfs.protection import Aes, Channel, Messages, Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, receive_delimited
-from bootseer.hdfs.requests import MAX_PACKETS
+from bootseer.hdfs.requests import MAX_PACKETS, NO_CHECKSUMS
 
 _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10

@@ -20,8 +20,6 @@ from bootseer.errors import (
     PermanentError,
 )
 
-NO_CHECKSUMS = "it has no checksums of the block"
-
 
 class DataNodeError(Exception):
     """The DataNode did not deliver what was requested. The connection cannot be used any more."""

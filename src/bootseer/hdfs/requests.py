@@ -50,6 +50,7 @@ class ReadSettings(Struct, frozen=True):
 
 
 NOTHING: Final = memoryview(b"")
+NO_CHECKSUMS: Final = "it has no checksums of the block"
 MAX_PACKETS: Final = 16
 """Received by one system call: 1 MiB."""
 

@@ -24,7 +24,6 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.block_locations import LocatedFile, Node
 from bootseer.hdfs.choice import NodeChoice, NodeQueues
 from bootseer.hdfs.errors import (
-    NO_CHECKSUMS,
     DataNodeError,
     LostConnectionError,
     RefusedError,
@@ -34,6 +33,7 @@ from bootseer.hdfs.errors import (
 )
 from bootseer.hdfs.requests import (
     MAX_PACKETS,
+    NO_CHECKSUMS,
     NOTHING,
     HdfsSource,
     NodeQueue,
