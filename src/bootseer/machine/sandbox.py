@@ -39,8 +39,8 @@ def check(step: str, result: int) -> None:
         raise StepError(step, ctypes.get_errno())
 
 
-def mount(kind: str, source: str, target: str, options: str = "", flags: int = 0) -> None:
-    result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), flags, options.encode())
+def mount(kind: str, source: str, target: str, options: str) -> None:
+    result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), 0, options.encode())
     check(f"mount {kind}", result)
 
 
@@ -68,22 +68,14 @@ def enter_user_namespace() -> None:
             raise StepError(f"write {name}", error.errno or 0) from None
 
 
-def scratch() -> Path:
-    """A new tmpfs in this process's mount namespace."""
-    folder = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
-    mount("tmpfs", "bootseer", folder, "size=1m")
-    return Path(folder)
-
-
 def try_fuse() -> None:
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:
         raise StepError("open /dev/fuse", error.errno or 0) from None
-    target = scratch() / "point"
-    target.mkdir()
+    target = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
     # mount(2) does not wait for a FUSE server.
-    mount("fuse", "bootseer", str(target), f"fd={device},rootmode=40000,user_id=0,group_id=0")
+    mount("fuse", "bootseer", target, f"fd={device},rootmode=40000,user_id=0,group_id=0")
     check("umount", _libc.umount2(os.fsencode(target), 2))
 
 
