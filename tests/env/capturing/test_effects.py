@@ -67,6 +67,18 @@ def test_without_mounts_of_its_own_a_daemon_is_known_by_its_environment() -> Non
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_process_that_ends_while_it_is_looked_at_is_not_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: object) -> daemons.Daemon:
+        process.kill()
+        process.wait()
+        raise ProcessLookupError
+
+    monkeypatch.setattr(daemons, "_describe", end)
+    setup = daemons.SetupContext({}, ("X", "1"), (), "node")
+    with subprocess.Popen(["sleep", "100"]) as process:
+        assert daemons.find_restartable({process.pid: "sleep"}, setup, NOBODY_WATCHED) == ([], [])
+
+
 def test_without_mounts_of_its_own_a_new_mount_may_be_of_another_program() -> None:
     before = {"mounts": [], "scratch": [(str(path), False) for path in Path("/tmp").iterdir()]}
     unsafe, this_time, _ = Baseline(None, before, KernelState.now(), "mark").side_effects(NOBODY_WATCHED, grace_s=0.0)

@@ -70,7 +70,8 @@ def find_restartable(pids: Mapping[int, str], setup: SetupContext, reads: Reads)
         except _NotRestartable as why:
             reasons.append(f"it left a process running: {top.name} ({top.pid}), which is not started again: {why}")
         except OSError:
-            reasons.append(f"it left a process running: {top.name} ({top.pid}), which cannot be looked at")
+            if Path(f"/proc/{top.pid}").exists():  # it has not ended just now
+                reasons.append(f"it left a process running: {top.name} ({top.pid}), which cannot be looked at")
     return found, reasons
 
 
