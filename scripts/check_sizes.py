@@ -7,8 +7,8 @@ from pathlib import Path
 LIMIT = 500
 # Of all modules in src. A change that needs more raises them in a commit of its own, which says what it could not do
 # without; one that removes lowers them.
-SRC_LINES = 94_950
-SRC_FILES = 491
+SRC_LINES = 93_645
+SRC_FILES = 490
 FOLDERS = ("src", "tests", "examples", "benchmarks", "scripts")
 SUFFIXES = (".py", ".sh")
 
