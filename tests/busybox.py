@@ -54,10 +54,11 @@ def runtime_or_skip(name: Runtime) -> Runtime:
 def running(command: str) -> list[int]:
     """Processes of this machine with this command line, those in containers included."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().rstrip(b"\0").replace(b"\0", b" ") == command.encode():
-                found.append(int(path.parent.name))
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(path.name)
+            if (path / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ") == command.encode():
+                found.append(pid)
     return found
 
 

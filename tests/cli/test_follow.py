@@ -163,7 +163,7 @@ def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):
         "import bootseer; bootseer.training_began()\n"
         "gc.freeze()\n"  # or Python collects all objects of PyTorch at its end, for 0.6 s of processor time
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "late.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"]
     with follow("--wait", "late") as process:
         assert run("run", "-q", "--job", "late", "--", *torchrun).returncode == 0
         out, errors = process.communicate()
