@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 from bootseer.image.containers.container import Runtime
 from bootseer.mounts import kernel
+from waiting import processes
 
 _PROGRAMS = ("sh", "cat", "echo", "env", "id", "kill", "ls", "mkdir", "mount", "pwd", "sleep", "stat", "touch", "true",
              "tty", "wc", "grep", "dd", "sha256sum")  # fmt: skip
@@ -53,13 +53,7 @@ def runtime_or_skip(name: Runtime) -> Runtime:
 
 def running(command: str) -> list[int]:
     """Processes of this machine with this command line, those in containers included."""
-    found = []
-    for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(path.name)
-            if (path / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ") == command.encode():
-                found.append(pid)
-    return found
+    return [pid for pid, words in processes() if words.rstrip(b"\0").replace(b"\0", b" ") == command.encode()]
 
 
 def without_mixed_cgroups() -> None:

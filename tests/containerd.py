@@ -24,6 +24,7 @@ import pytest
 from bootseer.hdfs.protobuf import Message
 from bootseer.hdfs.protobuf import field as f
 from bootseer.mounts import kernel
+from waiting import processes
 
 _WAIT_S = 120.0
 _CALL_S = 300.0
@@ -233,9 +234,9 @@ def containerd(
             node.kill(name, signal.SIGTERM)
         if node.passed is not None:
             node.passed.close()
-        for process in Path("/proc").glob("[0-9]*/cmdline"):  # shims outlive containerd
-            with contextlib.suppress(OSError):
-                if b"containerd-shim" in (words := process.read_bytes()) and os.fsencode(folder) in words:
-                    os.kill(int(process.parent.name), signal.SIGKILL)
+        for pid, words in processes():  # shims outlive containerd
+            if b"containerd-shim" in words and os.fsencode(folder) in words:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         for point in reversed([p for p in kernel.mount_points() if p.startswith(f"{os.path.realpath(folder)}/")]):
             kernel.unmount(Path(point), lazy=True)

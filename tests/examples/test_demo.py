@@ -23,6 +23,7 @@ from busybox import CONFIG
 from hdfs_links import links_missing
 from image_node import base_layers
 from oci_images import write_layout
+from waiting import processes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -100,11 +101,8 @@ def group(words: list[object], short: Path) -> subprocess.Popen[str]:
 def left(out: Path, short: Path) -> list[str]:
     """Mounts and processes that still know one of the folders."""
     found = [point for point in mount_points() if point.startswith((f"{out}/", f"{short}/"))]
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
+    for _, words in processes():
+        line = words.replace(b"\0", b" ").decode(errors="replace")
         if str(out) in line or str(short) in line:
             found.append(line)
     return found

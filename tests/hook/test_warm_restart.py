@@ -18,6 +18,7 @@ from bootseer.hook import programs
 from bootseer.trace.spool_tail import SpoolTail
 from conftest_launch import BOOTSEER
 from hook.test_warm import FACTS
+from waiting import processes
 
 LIMIT_S = 300
 LAUNCH = (
@@ -92,15 +93,8 @@ def job(tmp_path: Path) -> Job:
 
 def left(folder: Path) -> list[str]:
     """Warm parents of this job that run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_text(errors="replace")  # of any process of the machine, also one that is just starting
-        except OSError:
-            continue
-        if "warm_parent.py" in text and str(folder) in text:
-            found.append(text)
-    return found
+    texts = [words.decode(errors="replace") for _, words in processes()]
+    return [text for text in texts if "warm_parent.py" in text and str(folder) in text]
 
 
 def until_none_is_left(folder: Path) -> None:

@@ -20,6 +20,7 @@ from bootseer.mounts import kernel  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
 from image_node import Node, make_node  # noqa: E402
 from snapshotter_images import convert, pause, push_small  # noqa: E402
+from waiting import processes  # noqa: E402
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.slow]
 _WAIT_S = 300.0
@@ -136,12 +137,6 @@ class Site:
             shutil.rmtree(gone)
 
 
-def processes() -> Iterator[tuple[int, bytes]]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            yield int(path.parent.name), path.read_bytes()
-
-
 def ours(*folders: Path) -> list[int]:
     """Shims, daemons and containers of a node that is below a folder, without its registry and this process."""
     found = {
@@ -150,10 +145,10 @@ def ours(*folders: Path) -> list[int]:
         for folder in folders
         if os.fsencode(folder) in command and b"docker-registry" not in command
     } - {os.getpid()}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) in found:
-                found.add(int(path.parent.name))
+    for pid, _ in processes():
+        with contextlib.suppress(OSError):
+            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in found:
+                found.add(pid)
     return sorted(found)
 
 

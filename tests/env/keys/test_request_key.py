@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
 import shutil
 import threading
@@ -18,6 +17,7 @@ from msgspec.structs import replace
 from bootseer.env.keys.key import difference, gate
 from bootseer.env.keys.request_key import changed_inputs, facts_folder_of, request_key
 from setup_projects import Project, git, write_wheel
+from waiting import processes
 
 pytestmark = pytest.mark.slow
 
@@ -220,9 +220,7 @@ def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Proje
 
     class Private(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):
-                    arguments.append(path.read_bytes())
+            arguments.extend(words for _, words in processes())
             wanted = f"Basic {base64.b64encode(b'bot:pass word').decode()}"
             if self.headers["Authorization"] == (wanted if "private" in self.path else None):
                 super().do_GET()
