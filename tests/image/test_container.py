@@ -346,7 +346,7 @@ def test_a_device_s_hook_that_fails_is_not_taken_for_the_program(run: Run, tmp_p
 
 
 def test_a_hook_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path, root: Path, runtime: Runtime) -> None:
-    script = f"echo > {tmp_path}/begun; exec sleep 600.66"
+    script = f"echo > {tmp_path}/begun; exec sleep 600.83"
     hook = {"hookName": "createRuntime", "path": "/bin/sh", "args": ["sh", "-c", script], "env": ["PATH=/usr/bin:/bin"]}
     (tmp_path / "cdi").mkdir()
     (tmp_path / "cdi" / "tool.json").write_text(
@@ -362,7 +362,7 @@ def test_a_hook_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path, root:
             process.terminate()
             assert process.wait(60) == 128 + signal.SIGTERM
     finally:
-        for pid in running("sleep 600.66"):
+        for pid in running("sleep 600.83"):
             os.kill(pid, signal.SIGKILL)
         container.close()
 
