@@ -101,7 +101,7 @@ class MountedCheckpoint(Struct, frozen=True):
         daemon = self._daemon()
         reply: Mapping[str, Any] = {}
         if daemon is None:
-            # Somebody may have mounted another file system there since. By force it would end for all its users.
+            # Another file system may be mounted there by now, and a forced unmount would end it for all its users.
             kinds, is_plain = _kinds_at(self.target), self.state.details.get("access") == "plain"
             if kinds and (is_plain or kinds[-1] == _KIND):
                 detach(self.target, force=not is_plain, lazy=True)
