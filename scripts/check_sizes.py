@@ -7,8 +7,8 @@ from pathlib import Path
 LIMIT = 500
 # Of all modules in src. A change that needs more raises them in a commit of its own, which says what it could not do
 # without; one that removes lowers them.
-SRC_LINES = 93_645
-SRC_FILES = 490
+SRC_LINES = 93_748
+SRC_FILES = 491
 FOLDERS = ("src", "tests", "examples", "benchmarks", "scripts")
 SUFFIXES = (".py", ".sh")
 

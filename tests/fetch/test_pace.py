@@ -4,7 +4,7 @@ import pytest
 
 from bootseer.errors import PermanentError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings
-from bootseer.fetch.ledger import Pace
+from bootseer.fetch.pace import Pace
 
 SETTINGS = FetchSettings()
 MIB = 1 << 20

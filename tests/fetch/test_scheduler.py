@@ -7,29 +7,13 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.scheduler import Scheduler
-from fetch.virtual import BLOCK, Fault, Layout, World
+from fetch.virtual import BLOCK, EXACT, Answers, Fault, Layout, World, fetched, world
 
-SETTINGS = FetchSettings()
-
-
-def world(num_blocks: int = 1000, **options: object) -> World:
-    return World([Layout([BLOCK] * num_blocks)], **options)  # type: ignore[arg-type]
-
-
-class Answers(list[Buffer | BootseerError]):
-    """Collects what readers get."""
-
-    def __call__(self, answer: Buffer | BootseerError) -> None:
-        self.append(answer)
-
-
-def fetched(w: World, purpose: Purpose) -> list[int]:
-    return [block for _, fetch in w.launched if fetch.purpose is purpose for block in fetch.blocks]
+SETTINGS = EXACT
 
 
 def test_a_fresh_hot_set_starts_at_once_with_small_requests_that_grow() -> None:

@@ -24,6 +24,8 @@ from bootseer.fetch.scheduler import Scheduler
 from bootseer.store.store import Stored
 
 BLOCK = 128 << 10
+EXACT = FetchSettings(first_ahead_bytes=0, max_ahead_bytes=0)
+"""Requests for readers bring no other blocks."""
 _EPSILON = 1e-9
 
 
@@ -99,7 +101,7 @@ class World:
         routes: Routes | None = None,
         seed: int = 0,
     ) -> None:
-        self.settings = settings or FetchSettings()
+        self.settings = settings or EXACT
         self.now = 0.0
         self.layouts = layouts
         self._largest = max(max(layout.sizes, default=0) for layout in layouts)
@@ -315,3 +317,18 @@ class World:
 
 def void(_: object) -> None:
     """Drop a value."""
+
+
+def world(num_blocks: int = 1000, **options: object) -> World:
+    return World([Layout([BLOCK] * num_blocks)], **options)  # type: ignore[arg-type]
+
+
+class Answers(list[Buffer | BootseerError]):
+    """Collects what readers get."""
+
+    def __call__(self, answer: Buffer | BootseerError) -> None:
+        self.append(answer)
+
+
+def fetched(w: World, purpose: Purpose) -> list[int]:
+    return [block for _, fetch in w.launched if fetch.purpose is purpose for block in fetch.blocks]

@@ -110,9 +110,12 @@ class Reads:
         """
         marks = index.num_blocks
         file = File(index, StoreOrigin(store), peers, cached, bytearray(marks), bytearray(marks))
+        here = bytearray(b"\1" * marks)
+        for blocks in file.missing():
+            here[blocks.start : blocks.stop] = bytes(len(blocks))
         with self._lock:
             self._files.append(file)
-            return self._scheduler.add(index, store.uri, peers)
+            return self._scheduler.add(index, store.uri, peers, here)
 
     def read(
         self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None
@@ -399,7 +402,7 @@ class Reads:
             stats.peer_bytes += step.received_bytes
         self._scheduler.block_arrived(fetch.number, step.block, now)
         self._distrusted.discard(key)
-        if fetch.purpose is Purpose.HOT:
+        if fetch.purpose is Purpose.HOT and self._scheduler.files[fetch.file].hot[step.block]:
             self._files[fetch.file].prefetched_hot[step.block] = 1
         if step.cache_error is not None:
             self._cache_error = step.cache_error

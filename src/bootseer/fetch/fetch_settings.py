@@ -30,6 +30,17 @@ class FetchSettings(Struct, frozen=True):
     """Largest prefetch request: beyond this, the time to first byte does not affect throughput any more."""
     demand_bytes: int = _MIB
     """Largest demand request. The kernel reads at most 1 MiB at once; a larger one would occupy a slot for too long."""
+    request_cost_s: float = 0.002
+    """What a request costs client and store besides its bytes. Hot blocks with a gap between them that transfers faster
+    are fetched in one request."""
+    gap_bytes: int = 256 << 10
+    """Largest such gap."""
+    ahead_s: float = 0.004
+    """A reader's request reads ahead what transfers in this time, which is what another request would take. On slow
+    links it is nothing."""
+    first_ahead_bytes: int = 128 << 10
+    """... and this much until that is known."""
+    max_ahead_bytes: int = 512 << 10
     inflight_bytes: int = 64 * _MIB
     """Limit of outstanding bytes of all running requests, which bounds memory."""
     reserved_bytes: int = 8 * _MIB

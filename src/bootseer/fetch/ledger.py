@@ -1,4 +1,4 @@
-"""The state of the scheduler: origins with their pace and queues, wanted blocks, and running requests.
+"""The state of the scheduler: origins with their queues, wanted blocks, and running requests.
 
 Each block of a file is present, or not wanted, or has one `Wanted` entry, which is queued at one of the file's origins,
 in flight, or postponed to its next attempt. `Ledger` maintains this invariant; its subclass `scheduler.Scheduler`
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, field
 
-from bootseer.errors import BootseerError, TransientError
+from bootseer.errors import BootseerError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
+from bootseer.fetch.pace import Pace
 from bootseer.fetch.stats import FetchStats
 
 if TYPE_CHECKING:
@@ -24,12 +25,8 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """File number and block."""
-_RECENT = 64
 # Limits runs of all-zero blocks, which have no bytes.
 _MAX_RUN = 1024
-# Fewer samples give no 90th percentile.
-_MIN_SAMPLES = 8
-_MAX_WINDOW_S = 1.0
 _NEVER = float("-inf")
 
 
@@ -60,105 +57,6 @@ class Fetch(Struct, frozen=True):
     timeout_s: float
     step: Hashable = None
     """For peers, the step of the route: which one is asked, and how. None: the store is asked."""
-
-
-class Pace:
-    """The congestion control and health of one origin, learned from its responses. Times are seconds of one clock.
-
-    The number of concurrent requests grows by one per round of successes and halves on a failure (AIMD). The prefetch
-    window follows the measured throughput, so that a reader's request on a slow link does not wait behind seconds of
-    prefetch. Retry-After applies to all requests; other failures pause prefetch only, with exponential backoff.
-    """
-
-    def __init__(self, settings: FetchSettings) -> None:
-        self._settings = settings
-        self._limit = float(settings.first_requests)
-        self._cut_at = _NEVER
-        self._failures = 0
-        self._latencies: deque[float] = deque(maxlen=_RECENT)
-        self._fastest_s = 0.0
-        self._rate = 0.0
-        """Measured throughput in bytes per second; 0 if unknown."""
-        self._mark = _NEVER
-        self._bytes = 0
-        self.paused_until = _NEVER
-        """From a Retry-After: the origin gets no requests before."""
-        self.prefetch_after = _NEVER
-        """The origin gets no prefetch requests before."""
-        self._down_until = _NEVER
-        self.error: BootseerError | None = None
-        """The error of the latest request, if nothing has arrived since."""
-
-    @property
-    def limit(self) -> int:
-        return int(self._limit)
-
-    def request_started(self, num_running: int, now: float) -> None:
-        """`num_running` others run already. Idle time does not count as low throughput."""
-        if num_running == 0:
-            self._mark, self._bytes = now, 0
-
-    def arrived(self, num_bytes: int, now: float) -> None:
-        """Bytes of a running request arrived."""
-        self._down_until, self.error = _NEVER, None
-        self._bytes += num_bytes
-        passed = now - self._mark
-        if passed >= self._settings.window_s:
-            rate = self._bytes / passed
-            # Rises at once and falls slowly: readers that request little do not make a link slow.
-            self._rate = rate if rate > self._rate else 0.8 * self._rate + 0.2 * rate
-            self._mark, self._bytes = now, 0
-
-    def first_block(self, latency_s: float) -> None:
-        """The first block of a request arrived after `latency_s`."""
-        self._fastest_s = min(self._fastest_s, latency_s) if self._latencies else latency_s
-        self._latencies.append(latency_s)
-
-    def succeeded(self, num_running: int) -> None:
-        """A request succeeded; `num_running` includes it."""
-        self._failures = 0
-        self._down_until, self.error = _NEVER, None
-        self.prefetch_after = _NEVER
-        if num_running >= self.limit:
-            self._limit = min(self._limit + 1 / self._limit, float(self._settings.max_requests))
-
-    def failed(self, error: BootseerError, started: float, now: float, jitter: float) -> None:
-        """A request started at `started` failed; `jitter` is random, 0 to 1."""
-        self.error = error
-        if self.is_down(now):
-            self.reader_timed_out(now)
-        if isinstance(error, TransientError) and error.retry_after_s is not None:
-            # Jitter against simultaneous retries of all nodes, but never earlier than requested.
-            wait = min(max(error.retry_after_s, 0.0), self._settings.max_retry_after_s)
-            self.paused_until = max(self.paused_until, now + wait * (1 + 0.1 * jitter))
-        if started < self._cut_at:
-            return  # it started before the last cut, which already was the reaction to this problem
-        self._cut_at = now
-        self._limit = max(self._limit / 2, 1.0)
-        self._failures += 1
-        pause = min(self._settings.backoff_s * 2 ** min(self._failures, 20), self._settings.max_pause_s)
-        self.prefetch_after = now + pause * (0.5 + 0.5 * jitter)
-
-    def reader_timed_out(self, now: float) -> None:
-        """A reader reached its deadline without a block of this origin."""
-        if self.error is not None:
-            self._down_until = now + self._settings.deadline_s
-
-    def is_down(self, now: float) -> bool:
-        """Whether a reader reached its deadline, and all requests since have failed, the last one recently."""
-        return now < self._down_until
-
-    def window_bytes(self) -> int:
-        """The limit of prefetch bytes in flight."""
-        max_bytes = self._settings.inflight_bytes - self._settings.reserved_bytes
-        # By the fastest response: the usual one grows with the window, and the window would grow with it.
-        wait_s = max(self._settings.window_s, min(2 * self._fastest_s, _MAX_WINDOW_S))
-        return min(max(int(self._rate * wait_s), self._settings.min_window_bytes), max_bytes)
-
-    def hedge_after_s(self) -> float:
-        """How long a reader's block may be in flight before it is hedged."""
-        known = sorted(self._latencies) if len(self._latencies) >= _MIN_SAMPLES else [0.0]
-        return max(self._settings.hedge_s, self._settings.hedge_factor * known[int(0.9 * (len(known) - 1))])
 
 
 class Wanted(Struct):
@@ -276,6 +174,8 @@ class Request(Struct):
     """Stored bytes of each outstanding block."""
     started: float
     answered: bool = False
+    latest: float = 0.0
+    """When its latest block arrived."""
     cancelled: bool = False
 
 
@@ -309,27 +209,65 @@ class Ledger:
         """Whether nothing is wanted and nothing runs."""
         return not (self.wanted or self.running or any(origin.cold for origin in self.origins.values()))
 
-    def _adjacent(self, key: Key, most_bytes: int, eligible: Callable[[Key], bool]) -> tuple[range, list[int]]:
-        """The block with its successors in the same stripe whose stored bytes are adjacent, and their stored sizes.
+    def _adjacent(
+        self, key: Key, most_bytes: int, eligible: Callable[[Key], bool], gap_bytes: int = 0, *, ahead: bool = False
+    ) -> tuple[range, list[int]]:
+        """The block with its neighbours in the same stripe whose stored bytes are adjacent, and their stored sizes.
 
-        At least the block itself, then those that are `eligible` and fit into `most_bytes`.
+        At least the block itself, then those behind it and those before it that are `eligible` and fit into
+        `most_bytes`. Gaps of up to `gap_bytes` between two of them are included, if all their blocks are missing and
+        not wanted; with `ahead`, such blocks behind the last one, too.
         """
         number, first = key
         geometry = self.files[number].geometry
         step = len(geometry.stripes)
-        place = geometry.place(first)
-        sizes, total, end = [place.length], place.length, place.offset + place.length
-        block = first + step
-        while block < geometry.num_blocks and len(sizes) < _MAX_RUN and eligible((number, block)):
-            place = geometry.place(block)
+        places = {first: geometry.place(first)}
+        for direction in (step, -step):
+            gap = self._extend(number, places, direction, most_bytes, eligible, gap_bytes)
+            if ahead and direction > 0:
+                places |= gap
+        blocks = range(min(places), max(places) + 1, step)
+        return blocks, [places[block].length for block in blocks]
+
+    def _extend(
+        self,
+        number: int,
+        places: dict[int, Place],
+        step: int,
+        most_bytes: int,
+        eligible: Callable[[Key], bool],
+        gap_bytes: int,
+    ) -> dict[int, Place]:
+        """Extend a run at its end, or at its start if `step` is negative. Returns what could follow as a gap."""
+        file, forward = self.files[number], step > 0
+        stored = [place for place in places.values() if place.length]  # all-zero blocks are stored nowhere
+        room, gap_room = most_bytes - sum(place.length for place in stored), gap_bytes
+        gap: dict[int, Place] = {}
+        edges = [place.offset + place.length if forward else place.offset for place in stored]
+        edge = (max if forward else min)(edges, default=None)
+        block = (max if forward else min)(places) + step
+        while 0 <= block < file.geometry.num_blocks and len(places) + len(gap) < _MAX_RUN:
+            key = number, block
+            belongs = eligible(key)
+            if not belongs and (not gap_bytes or file.done[block] or key in self.wanted):
+                break
+            place = file.geometry.place(block)
             if place.length:
-                total += place.length
-                if total > most_bytes or (place.offset != end and total > place.length):
+                near, far = place.offset, place.offset + place.length
+                near, far = (near, far) if forward else (far, near)
+                if edge is not None and near != edge:
                     break
-                end = place.offset + place.length
-            sizes.append(place.length)
+                edge = far
+            room -= place.length
+            gap_room = gap_bytes if belongs else gap_room - place.length
+            if room < 0 or gap_room < 0:
+                break
+            gap[block] = place
+            if belongs:
+                places |= gap
+                gap = {}
             block += step
-        return range(first, first + step * len(sizes), step), sizes
+        return gap
 
     # Which blocks are wanted
 
@@ -440,10 +378,14 @@ class Ledger:
 
     def _received(self, request: Request, block: int, now: float) -> None:
         """A running request received a block, valid or not."""
+        pace, num_bytes = request.origin.pace, self._remove_outstanding(request, block)
         if not request.answered:
             request.answered = True
-            request.origin.pace.first_block(now - request.started)
-        request.origin.pace.arrived(self._remove_outstanding(request, block), now)
+            pace.first_block(now - request.started)
+        elif request.fetch.purpose is Purpose.DEMAND:
+            pace.next_block(num_bytes, now - request.latest)
+        request.latest = now
+        pace.arrived(num_bytes, now)
 
     def _remove_outstanding(self, request: Request, block: int) -> int:
         """Remove a block from a request's outstanding ones; returns its stored bytes."""

@@ -26,7 +26,8 @@ from typing import Final, Protocol, TypeVar
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import HotSetTrust
-from bootseer.fetch.ledger import FileState, Geometry, Key, Ledger, OriginQueues, Pace, Request, Wanted
+from bootseer.fetch.ledger import FileState, Geometry, Key, Ledger, OriginQueues, Request, Wanted
+from bootseer.fetch.pace import Pace
 
 T = TypeVar("T")
 _WINDOW_RUNS: Final = 8
@@ -85,8 +86,10 @@ class Routed(Ledger):
         """When a reader last needed a block."""
         self.trust = HotSetTrust(settings)
 
-    def add(self, geometry: Geometry, store: str, routes: Routes | None = None) -> int:
+    def add(self, geometry: Geometry, store: str, routes: Routes | None = None, here: bytearray | None = None) -> int:
         """Add a file with the name of its store and the routes of peers that are asked before; returns its number.
+
+        `here` has 1 for each block that is cached.
 
         Files of the same store share its pace and queues. All peers are one set.
         """
@@ -103,7 +106,7 @@ class Routed(Ledger):
         if routes is not None and self._peers is not None:
             self._routes[len(self.files)] = routes
             origins.insert(0, self._peers)
-        self.files.append(FileState(geometry, origins, bytearray(size), bytearray(size)))
+        self.files.append(FileState(geometry, origins, bytearray(size) if here is None else here, bytearray(size)))
         return len(self.files) - 1
 
     def rotate_hot(self, blocks: list[Key]) -> list[Key]:

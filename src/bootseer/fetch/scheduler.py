@@ -4,13 +4,16 @@ The fetcher reports events: a reader wants blocks, a block arrived, a request fa
 start now and when to call it again. The rules:
 
 - A block is requested from the peers, if its file has any (`routed`), and otherwise or after their failure from the
-  store, which is retried with growing pauses. Pace and health of both are learned (`ledger.Pace`).
+  store, which is retried with growing pauses. Pace and health of both are learned (`pace`).
 - A reader's block (`DEMAND`) goes first and has reserved request slots and bytes, because a blocked `read(2)` stalls
   the whole container. A queued prefetch that a reader wants is promoted; a running one counts as the reader's from then
   on, without a second request. A late one is hedged; with peers only a prefetch from the store, after the time that
   a reader's own request may take.
 - Hot blocks are fetched in the recorded order, adjacent ones in one request, as long as the hot set proves its worth
-  (`HotSetTrust`). Until then they give way whenever a reader waits for a block outside the hot set.
+  (`HotSetTrust`). Until then they give way whenever a reader waits for a block outside the hot set. A request spans
+  small gaps, which cost less than another request.
+- A reader's request reads ahead on fast links, where the next bytes, of which most will be needed, cost less than a
+  request of their own.
 - Cold blocks are fetched when hot ones are done and readers are idle.
 - Running requests are limited in number and bytes.
 
@@ -207,16 +210,22 @@ class Scheduler(Routed):
                 continue
             room = self._settings.inflight_bytes - self.inflight_bytes
             goes_along = partial(self._goes_along, origin, Purpose.DEMAND, step, now)
-            blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), goes_along)
+            # With peers, not the blocks that another node fetches from the store for all.
+            ahead_bytes = origin.pace.ahead_bytes() if self._peers is None else 0
+            most_bytes = min(self._settings.demand_bytes, room)
+            blocks, sizes = self._adjacent(key, most_bytes, goes_along, ahead_bytes, ahead=True)
             if sum(sizes) > room and self.inflight_bytes:
                 return
             self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, step=step)
 
     def _start_prefetch(self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float) -> None:
+        settings = self._settings
         if now < origin.blocked_until or not window_bytes or self._is_full(origin, window_bytes):
             return
         if origin.pauses and now < max(origin.pace.paused_until, origin.pace.prefetch_after):
             return
+        may_bridge = purpose is Purpose.HOT and self._peers is None and not self._only_near
+        gap_bytes = min(int(origin.pace.rate * settings.request_cost_s), settings.gap_bytes) if may_bridge else 0
         for key, step in self._ahead(origin, purpose, now):
             if self._is_full(origin, window_bytes):
                 return
@@ -224,7 +233,7 @@ class Scheduler(Routed):
                 continue
             most_bytes, room, left = self._prefetch_bytes(origin, window_bytes)
             goes_along = partial(self._goes_along, origin, purpose, step, now)
-            blocks, sizes = self._adjacent(key, min(most_bytes, room), goes_along)
+            blocks, sizes = self._adjacent(key, min(most_bytes, room), goes_along, gap_bytes)
             # A single block may always go, however small the window: an origin with a window below a block would get no
             # prefetch at all. Then only the memory limits it, and with nothing in flight not even that.
             if sum(sizes) > (room if origin.num_prefetch else left) and self.inflight_bytes:
@@ -327,7 +336,9 @@ class Scheduler(Routed):
             origin.demand.pop(key, None)
             wanted = self.wanted.get(key)
             if wanted is None:
-                wanted = self.wanted[key] = Wanted(prefetch=purpose, origin=place)
+                # Blocks in gaps and those read ahead are wanted by nothing: if the request fails, they are dropped.
+                prefetch = Purpose.COLD if purpose is Purpose.COLD else None
+                wanted = self.wanted[key] = Wanted(prefetch=prefetch, origin=place)
             wanted.requests.append(fetch.number)
             wanted.tried += () if step is None else (step,)
             if purpose is Purpose.DEMAND:
