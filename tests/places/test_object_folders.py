@@ -26,7 +26,7 @@ from s3_server import S3Server
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectPlace]:
-    monkeypatch.setattr(objects, "_BELIEVED_S", 0.0)
+    monkeypatch.setattr(objects, "_CACHED_S", 0.0)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with closing(ObjectPlace("s3://bucket/jobs")) as opened:
         opened._bucket.reader = opened._bucket.writer = MemoryStore()
@@ -63,7 +63,7 @@ def test_a_folder_that_another_tool_has_copied_into_itself_is_told(place: Object
     place.write_bytes("job/file", b"x")
     for key in ("job/file", f"{TEMPORARY_PREFIX}links/job"):
         obstore.copy(place._bucket.writer, f"jobs/{key}", f"jobs/job/backup/{key}")
-    with pytest.raises(PermanentError, match="job/backup/job is a folder above it: remove the object"):
+    with pytest.raises(PermanentError, match="job/backup/job contains itself: remove the object"):
         content(place)
 
 

@@ -62,7 +62,7 @@ def test_a_request_that_is_only_slow_is_not_made_twice(
     proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where many share a full link, it would have to carry the rest of it twice."""
-    monkeypatch.setattr(object_data, "_LEAST_LATE_S", 2.0)
+    monkeypatch.setattr(object_data, "_MIN_LATE_S", 2.0)
     data = os.urandom(4 * _MIB)
     with closing(open_place(uri)) as place:
         place.write_bytes("file", data)
@@ -88,15 +88,15 @@ def test_connections_that_all_die_at_once_delay_neither_their_requests_nor_those
     proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a router forgets them: nothing comes over any of them, and new ones work."""
-    monkeypatch.setattr(object_data, "_LEAST_LATE_S", 0.2)
-    monkeypatch.setattr(object_data, "_MOST_BYTES", 1 << 18)
+    monkeypatch.setattr(object_data, "_MIN_LATE_S", 0.2)
+    monkeypatch.setattr(object_data, "_REQUEST_BYTES", 1 << 18)
     data = os.urandom(4 * _MIB)
     outcomes: queue.Queue[ReadOutcome] = queue.Queue()
     with closing(open_place(uri)) as place:
         place.write_bytes("file", data)
         with opened(place, "file") as file:
             assert read(file, 0, 9) == data[:9]
-            dead = iter([Fault(stall_after=1000)] * int(object_data._FIRST_AT_ONCE))
+            dead = iter([Fault(stall_after=1000)] * int(object_data._FIRST_CONCURRENT))
             proxy.plan = lambda request: next(dead, None) if request.method == "GET" else None
             found = bytearray(len(data))
             for at in range(0, len(data), 1 << 18):

@@ -1,10 +1,12 @@
-"""Reading objects: ranges, by many requests at once.
+"""Reading objects: ranges, by many concurrent requests.
 
-Bytes go to their readers as they arrive. A request that has brought nothing for long is made again for what is missing,
-over another connection (hedged); one that fails is made again, until its deadline. One that is only slow is
-not: where many share a full link, what it has left would cross that twice. More are made at once as long as that brings
-more; half as many after the server has said that it is asked too much (429, 503). Each is for as much as lies together,
-up to a share of what readers wait for: a server's work for a byte falls with the size of the request.
+- Bytes are copied to their readers as they arrive.
+- A request that has received nothing for long is hedged: its missing bytes are requested over another connection. A
+  failed one is retried until its deadline. A slow one is neither: on a full link its bytes would be sent twice.
+- The number of concurrent requests grows as long as the throughput grows, and is halved when the server is overloaded
+  (429, 503).
+- Adjacent ranges are joined into one request, up to a share of what readers wait for: large requests cost a server less
+  per byte.
 """
 
 from __future__ import annotations
@@ -30,30 +32,31 @@ from bootseer.io.timer import Timer
 from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
 from bootseer.places.place import ChangedError, Entry
 
-_MAX_AT_ONCE = 48
-_FIRST_AT_ONCE = 4.0
+_MAX_CONCURRENT = 48
+_FIRST_CONCURRENT = 4.0
 _GAIN = 1.2
-"""Half as many requests again must bring so many times the rate, or the link or the processors are the limit."""
-_FORGETS = 0.9
-"""How fast the best rate is forgotten, so that more requests at once are tried again when conditions have changed."""
-_LEAST_LATE_S, _FIRST_LATE_S = 1.0, 10.0
-"""Bounds of how long a request may bring nothing, and that bound before it is known how long they usually do."""
-_MOST_HEDGES = 0.05
-"""Hedges per request, unless one has brought nothing for `_DEAD` times the time after which it is late: then its
-connection is dead, and nothing crosses a full link twice."""
+"""1.5 times as many requests must have this many times the throughput; otherwise link or processors are the limit."""
+_DECAY = 0.9
+"""The best throughput decays, so that more concurrent requests are tried again when conditions have changed."""
+_MIN_LATE_S, _FIRST_LATE_S = 1.0, 10.0
+"""When a request that receives nothing is late: at the earliest, and before the usual pauses are known."""
+_HEDGE_SHARE = 0.05
+"""Hedges per request. Beyond it, only a request that has received nothing for `_DEAD` times as long as a late one is
+hedged: its connection is dead, so no bytes are sent twice."""
 _DEAD = 4.0
 _MAX_HEDGES = 3
-"""Of one request."""
-_MOST_PUT_OFF = 4
+"""Per request."""
+_MAX_EXTENSIONS = 4
+"""How often the deadline of a request is extended while the server sends others their bytes."""
 _NUM_PAUSES = 64
 _PIECE_BYTES = 256 << 10
-"""So much is handed over at a time: it still is in the processor's cache when it is copied to its reader."""
-_MOST_BYTES = 8 << 20
-"""Of one request: what costs a server little more than a small one."""
-_LARGEST_BYTES = 32 << 20
-"""... and where readers wait for so much that all requests at once can be as large."""
-_MAX_LIES = 5
-"""A server that sends other bytes than it is asked for is not asked more often."""
+"""Size of the pieces that are copied to readers: each is still in the processor's cache."""
+_REQUEST_BYTES = 8 << 20
+"""Usual limit of one request, which costs a server little more than a small one."""
+_MAX_REQUEST_BYTES = 32 << 20
+"""The limit if readers wait for enough bytes to make all concurrent requests as large."""
+_MAX_WRONG_RANGES = 5
+"""After this many responses with another range than requested, a request fails."""
 FILE_MODE = 0o644
 FOLDER_MODE = 0o755
 
@@ -83,7 +86,7 @@ class _Read:
         return 0.0
 
     def put(self, start: int, data: memoryview) -> bool:
-        """Take what has arrived from `start` on, as all of this read before it has: whether this was the last of it."""
+        """Copy bytes from `start` on, after all earlier ones of this read. Returns whether the read is complete."""
         low, high = max(start, self.offset), min(start + len(data), self.end)
         if low >= high:
             return False
@@ -92,24 +95,24 @@ class _Read:
                 return False
             self._into[low - self.offset : high - self.offset] = data[low - start : high - start]
             is_last = self.is_over = high == self.end
-        if is_last:  # not `is_over`: another connection, or the deadline, may have ended the read since
-            self._tell(None)
+        if is_last:  # not `is_over`: another connection or the deadline may have ended the read since
+            self._report(None)
         return is_last
 
     def finish(self, error: BootseerError | None) -> None:
-        """Nothing more is written; the caller gets the error, unless the read has ended."""
+        """End the read with this error, unless it has ended. Its memory is not written to any more."""
         with self._lock:
             if self.is_over:
                 return
             self.is_over = True
-        self._tell(error)
+        self._report(error)
 
-    def _tell(self, error: BootseerError | None) -> None:
-        run_reported(partial(self._done, ReadOutcome(error, "")))  # its error must not end the reads joined to it
+    def _report(self, error: BootseerError | None) -> None:
+        run_reported(partial(self._done, ReadOutcome(error, "")))  # its error must not end the joined reads
 
 
 class _Request:
-    """One range of an object that is asked for at once: of a read, and of those that go on where it ends."""
+    """One requested range of an object: that of a read, and of adjacent reads after it."""
 
     def __init__(self, read: _Read) -> None:
         self.reads = [read]
@@ -117,32 +120,32 @@ class _Request:
         self.start = read.offset
         self.end = read.end
         self.at = read.offset
-        """All before it has arrived."""
-        self.heard_s = 0.0
-        """When something of it last arrived, or it was asked for."""
+        """All bytes before this offset have arrived."""
+        self.received_s = 0.0
+        """When bytes last arrived, or the request was sent."""
         self.until_s = read.until_s
         self.deadline_s = read.until_s - time.monotonic()
-        self.put_off = 0
-        """How often its deadline was put off."""
+        self.num_extensions = 0
+        """Of the deadline."""
         self.num_failures = 0
         self.num_running = 0
         self.num_hedges = 0
 
     @property
     def is_over(self) -> bool:
-        return all(read.is_over for read in reversed(self.reads))  # the last one goes on longest
+        return all(read.is_over for read in reversed(self.reads))  # the last one ends last
 
-    def remaining_s(self, heard_s: float) -> float:
-        """Seconds until its deadline, which is put off, but not for ever, while the server gives others their bytes:
-        what is asked for at once shares one link. `heard_s`: when it last did."""
+    def remaining_s(self, received_s: float) -> float:
+        """Seconds until its deadline, which is extended a few times while the server sends bytes of other requests:
+        they share the link. `received_s`: when bytes of any request last arrived."""
         now_s = time.monotonic()
-        if self.until_s <= now_s and self.put_off < _MOST_PUT_OFF and heard_s > now_s - self.deadline_s:
-            self.put_off += self.heard_s > 0  # while it waits for its turn, nothing is wrong with it
+        if self.until_s <= now_s and self.num_extensions < _MAX_EXTENSIONS and received_s > now_s - self.deadline_s:
+            self.num_extensions += self.received_s > 0  # while it is queued, extensions do not count
             self.until_s = now_s + self.deadline_s
         return self.until_s - now_s
 
     def put(self, start: int, data: memoryview) -> bool:
-        """Give its reads what has arrived from `start` on: whether this was the last that they needed."""
+        """Copy bytes from `start` on to the reads. Returns whether these completed the last one."""
         end, is_last = start + len(data), False
         first = bisect_right(self.reads, start, key=lambda read: read.offset) - 1
         for number in range(first, len(self.reads)):
@@ -150,11 +153,11 @@ class _Request:
                 break
             is_last = self.reads[number].put(start, data)
         self.at = max(self.at, end)
-        self.heard_s = time.monotonic()
+        self.received_s = time.monotonic()
         return is_last and end >= self.end
 
     def finish(self, error: BootseerError) -> None:
-        """End those of its reads that have not ended."""
+        """End its unfinished reads with this error."""
         for read in self.reads:
             read.finish(error)
 
@@ -164,31 +167,31 @@ class ObjectReads:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        # As many again for hedges: a thread whose connection is dead waits for obstore's timeout.
-        self._threads = Executor("bootseer-objects", 2 * _MAX_AT_ONCE)
+        # Twice as many, for hedges: a thread whose connection is dead waits for obstore's timeout.
+        self._threads = Executor("bootseer-objects", 2 * _MAX_CONCURRENT)
         self._timer = Timer("bootseer-objects-timer", threads=1)
         self._lock = threading.Lock()
         self._urgent: OrderedDict[tuple[ObjectFile, int], _Request] = OrderedDict()
         self._others: OrderedDict[tuple[ObjectFile, int], _Request] = OrderedDict()
-        """Those that wait, by file and where they begin."""
+        """Queued requests, by file and offset."""
         self._unfinished: weakref.WeakSet[_Read] = weakref.WeakSet()
         """Reads that may not have ended; those that have ended are removed with their last reference."""
-        self._at_once = self._enough = _FIRST_AT_ONCE
-        """How many requests are made at once, and with how many the best rate was reached."""
+        self._concurrent = self._best_concurrent = _FIRST_CONCURRENT
+        """The limit of concurrent requests, and the limit at which the best throughput was measured."""
         self._best_rate = 0.0
         self._begin_window()
         self._running = 0
-        """Threads that take requests. One whose request was hedged is not counted: the hedge's goes on in its place."""
+        """Threads that take requests. A hedge's thread replaces that of the hedged request, which is not counted."""
         self._pauses: deque[float] = deque(maxlen=_NUM_PAUSES)
-        """Of each request, the longest time in which nothing arrived."""
+        """The longest time without bytes of each recent request."""
         self._closed = False
         self._counts = {"bytes": 0, "requests": 0, "failures": 0}
         self._seconds = 0.0
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._events = {"retries": 0, "hedges": 0, "hedges_won": 0, "slow_downs": 0}
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
-        """Do it soon. Raises `TransientError` when there is no thread for it."""
+        """Queue a read. Raises `TransientError` if no thread can be started."""
         self._bucket.check_process()
         with self._lock:
             self._unfinished.add(read)
@@ -200,7 +203,7 @@ class ObjectReads:
         with self._lock:
             waiting, key = self._urgent if urgent else self._others, (request.file, request.start)
             if key in self._urgent or key in self._others:
-                key = (request.file, -1 - id(request))  # of another reader: what ends there goes on with that one
+                key = (request.file, -1 - id(request))  # the same range for another reader: it is not joined to others
             waiting[key] = request
             if not self._running:
                 self._begin_window()
@@ -208,76 +211,76 @@ class ObjectReads:
                 self._start_threads()
             except BaseException as error:
                 if not self._running or not isinstance(error, TransientError):
-                    del waiting[key]  # the caller uses the memory for something else now
+                    del waiting[key]  # the caller may reuse the memory
                     raise
 
     def _start_threads(self) -> None:
-        """As many as may work and have something to do. Under the lock. Raises `TransientError`."""
-        for _ in range(min(len(self._urgent) + len(self._others), int(self._at_once) - self._running)):
+        """Start threads up to the limit and the number of queued requests. Under the lock. Raises `TransientError`."""
+        for _ in range(min(len(self._urgent) + len(self._others), int(self._concurrent) - self._running)):
             self._threads.submit(self._work)
             self._running += 1
 
     def prioritize(self, read: _Read) -> None:
-        """A caller waits for it now."""
+        """A reader waits for this read now."""
         key = (read.file, read.offset)
         with self._lock:
             if (request := self._others.pop(key, None)) is not None:
                 self._urgent[key] = request
 
     def _work(self, request: _Request | None = None, hedge: int = 0) -> None:
-        """Make requests, one after another, beginning with the given hedge, until a later one goes on in this thread's
-        place."""
+        """Send queued requests one after another, first the given hedge. Ends when the current request is hedged,
+        because the hedge's thread replaces this one."""
         while True:
             if request is None:
                 if (request := self._take()) is None:
                     return
                 hedge = request.num_hedges
             if not request.is_over:
-                self._ask(request)
+                self._request(request)
             with self._lock:
                 if request.num_hedges != hedge:
                     return
             request = None
 
     def _take(self) -> _Request | None:
-        """What is asked for next, with what goes on where it ends; None when this thread is not needed any more."""
+        """The next request, joined with adjacent ones; None if this thread is not needed any more."""
         with self._lock:
             waiting = self._urgent or self._others
-            if not waiting or self._running > int(self._at_once):
+            if not waiting or self._running > int(self._concurrent):
                 self._running -= 1
                 return None
-            most_bytes = self._most_bytes()
+            max_bytes = self._next_bytes()
             _, request = waiting.popitem(last=False)
             while True:
                 key = (request.file, request.end)
                 waiting = self._urgent if key in self._urgent else self._others
                 more = waiting.get(key)
-                if more is None or more.end - request.start > most_bytes:
+                if more is None or more.end - request.start > max_bytes:
                     return request
                 del waiting[key]
                 request.reads += more.reads
                 request.end = more.end
 
-    def _most_bytes(self) -> float:
-        """Of the next request: twice its share of what readers wait for, since that grows again as others bring theirs.
-        What is only read ahead is not joined to so much: a reader may want another part of it sooner. Under the lock.
-        """
+    def _next_bytes(self) -> float:
+        """The limit of the next request: twice its share of the bytes that readers wait for, because readers continue
+        when other requests complete. Reads ahead do not count: a reader may need another part of them sooner. Under the
+        lock."""
         wanted = sum(request.end - request.start for request in self._urgent.values())
-        return max(_MOST_BYTES, min(2 * wanted / self._at_once, _LARGEST_BYTES))
+        return max(_REQUEST_BYTES, min(2 * wanted / self._concurrent, _MAX_REQUEST_BYTES))
 
-    def _ask(self, request: _Request) -> None:
+    def _request(self, request: _Request) -> None:
         began_s = time.monotonic()
-        if self._closed or request.remaining_s(self._heard_s) <= 0:
+        if self._closed or request.remaining_s(self._received_s) <= 0:
             why = "the place was closed" if self._closed else "not read in time"
             request.finish(TransientError(f"{request.file.what}: {why}"))
             return
         with self._lock:
             is_hedge = request.num_running > 0
             request.num_running += 1
-        request.heard_s = began_s
+        request.received_s = began_s
         if not is_hedge:
-            with suppress(TransientError):  # no thread for the timer: the request is not hedged, and obstore ends it
-                self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._look, request))
+            with suppress(TransientError):  # no thread for the timer: no hedges, and obstore's timeout ends the request
+                self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._check_late, request))
         failure: BootseerError | None = None
         is_first = False
         try:
@@ -302,12 +305,12 @@ class ObjectReads:
             self._adapt()
 
     def _receive(self, request: _Request) -> bool:
-        """Ask for what is missing of a request, until all of it has arrived, by whichever connection: whether the last
-        of it came by this one."""
+        """Receive the missing bytes of a request, until all have arrived over this or another connection. Returns
+        whether the last ones arrived over this one."""
         file, start = request.file, request.at
-        at, heard_s, pause_s, is_first = start, time.monotonic(), 0.0, False
+        at, received_s, pause_s, is_first = start, time.monotonic(), 0.0, False
         options: Any = {} if file.e_tag.startswith("W/") else {"if_match": file.e_tag}  # a weak tag never matches
-        if request.end - start < file.size_bytes:  # some servers answer as if all of it was no range
+        if request.end - start < file.size_bytes:  # some servers ignore the range if it is the whole object
             options["range"] = (start, request.end)
         with self._bucket.mapping(file.key):
             try:
@@ -316,13 +319,13 @@ class ObjectReads:
                     raise PreconditionError("the server ignores If-Match")
                 for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
                     data, now_s = memoryview(piece), time.monotonic()
-                    at, heard_s, pause_s = at + len(data), now_s, max(pause_s, now_s - heard_s)
+                    at, received_s, pause_s = at + len(data), now_s, max(pause_s, now_s - received_s)
                     if at > request.end:
                         break
                     is_first = request.put(at - len(data), data)
-                    self._heard(len(data))
+                    self._received(len(data))
                     if request.is_over and at < request.end:
-                        return False  # which closes the connection: the rest is not sent
+                        return False  # this closes the connection, so the rest is not sent
             except PreconditionError as error:
                 raise ChangedError(f"{file.what} was changed while it was read") from error
             except Exception as error:
@@ -337,51 +340,52 @@ class ObjectReads:
             self._pauses.append(pause_s)
         return is_first
 
-    def _heard(self, num_bytes: int) -> None:
+    def _received(self, num_bytes: int) -> None:
         with self._lock:
-            self._heard_s = time.monotonic()
+            self._received_s = time.monotonic()
             self._counts["bytes"] += num_bytes
             self._window_bytes += num_bytes
             self._adapt()
 
     def _adapt(self) -> None:
-        """Make more requests at once where that brings more, and else as many as before. Under the lock."""
-        if self._window_requests < self._at_once and self._window_bytes < self._at_once * _MOST_BYTES:
+        """Raise the limit of concurrent requests if the throughput has grown, otherwise return to the best one. Under
+        the lock."""
+        if self._window_requests < self._concurrent and self._window_bytes < self._concurrent * _REQUEST_BYTES:
             return
         rate = self._window_bytes / max(time.monotonic() - self._window_began_s, 1e-6)
         self._begin_window()
         if not (self._urgent or self._others):
-            return  # the rate is that of the readers
+            return  # the readers, not the requests, limit the throughput
         if rate > _GAIN * self._best_rate:
-            self._best_rate, self._enough = rate, self._at_once
-            self._at_once = min(1.5 * self._at_once, _MAX_AT_ONCE)
+            self._best_rate, self._best_concurrent = rate, self._concurrent
+            self._concurrent = min(1.5 * self._concurrent, _MAX_CONCURRENT)
             with suppress(TransientError):
                 self._start_threads()
         else:
-            self._best_rate, self._at_once = _FORGETS * self._best_rate, self._enough
+            self._best_rate, self._concurrent = _DECAY * self._best_rate, self._best_concurrent
 
     def _begin_window(self) -> None:
-        """From now on, what arrives and ends is counted for the next measurement of the rate."""
+        """Begin the next measurement of the throughput."""
         self._window_began_s = time.monotonic()
         self._window_bytes = self._window_requests = 0
 
     def _slow_down(self) -> None:
         with self._lock:
-            self._at_once = self._enough = max(self._at_once / 2, 1.0)
+            self._concurrent = self._best_concurrent = max(self._concurrent / 2, 1.0)
             self._best_rate = 0.0
             self._events["slow_downs"] += 1
 
     def _failed(self, request: _Request, error: BootseerError, *, is_alone: bool) -> None:
-        """Ask again later, unless another connection is still asked for the same."""
+        """Retry later, unless another connection still receives the same range."""
         with self._lock:
             self._counts["failures"] += 1
             request.num_failures += 1
         if not is_alone:
             return
-        is_liar = isinstance(error, OtherRangeError) and request.num_failures >= _MAX_LIES
+        is_wrong = isinstance(error, OtherRangeError) and request.num_failures >= _MAX_WRONG_RANGES
         wait_s = pause_s(request.num_failures, error)
         if (
-            is_liar
+            is_wrong
             or isinstance(error, ChangedError | SilentError)
             or not isinstance(error, TransientError)
             or time.monotonic() + wait_s > request.until_s
@@ -393,24 +397,24 @@ class ObjectReads:
         with self._lock:
             self._events["retries"] += 1
         try:
-            self._timer.after(wait_s, partial(self._again, request))
+            self._timer.after(wait_s, partial(self._retry, request))
         except TransientError:
             request.finish(error)
 
     def _note_silence(self, request: _Request) -> None:
-        """A request had all its time: the server is silent, unless it has sent bytes of others meanwhile."""
-        if not request.is_over and self._heard_s < time.monotonic() - request.deadline_s:
+        """A request reached its deadline: the server is silent, unless it has sent bytes of other requests."""
+        if not request.is_over and self._received_s < time.monotonic() - request.deadline_s:
             self._bucket.note_silence()
 
-    def _again(self, request: _Request) -> None:
+    def _retry(self, request: _Request) -> None:
         try:
             self._queue(request, urgent=True)
         except BootseerError as error:
             request.finish(error)
 
-    def _look(self, request: _Request) -> None:
-        """It may be late, or its time may be up."""
-        left_s = request.remaining_s(self._heard_s)
+    def _check_late(self, request: _Request) -> None:
+        """Hedge a late request, and fail it at its deadline."""
+        left_s = request.remaining_s(self._received_s)
         if left_s <= 0:
             self._note_silence(request)
             request.finish(TransientError(f"{request.file.what}: the server did not answer in time"))
@@ -418,30 +422,30 @@ class ObjectReads:
             return
         late_s = self._late_s()
         with self._lock:
-            is_allowed = self._events["hedges"] <= _MOST_HEDGES * self._counts["requests"]
-            wait_s = request.heard_s + (late_s if is_allowed else _DEAD * late_s) - time.monotonic()
-            # Under the lock: a thread whose request has just ended goes on, and no hedge may take its place.
+            is_allowed = self._events["hedges"] <= _HEDGE_SHARE * self._counts["requests"]
+            wait_s = request.received_s + (late_s if is_allowed else _DEAD * late_s) - time.monotonic()
+            # Under the lock: the thread of a request that has just ended continues, so no hedge may replace it.
             if wait_s <= 0 and request.num_running and request.num_hedges < _MAX_HEDGES:
                 with suppress(BootseerError):
                     self._threads.submit(partial(self._work, request, request.num_hedges + 1))
                     request.num_hedges += 1
                     self._events["hedges"] += 1
-        self._timer.after(min(left_s, wait_s if wait_s > 0 else late_s), partial(self._look, request))
+        self._timer.after(min(left_s, wait_s if wait_s > 0 else late_s), partial(self._check_late, request))
 
     def _late_s(self) -> float:
-        """How long a request may bring nothing: four times the longest pause of nineteen of twenty."""
+        """After how long without bytes a request is late: four times the 95th percentile of the longest pauses."""
         with self._lock:
             pauses = sorted(self._pauses)
-        return max(4 * pauses[len(pauses) * 19 // 20], _LEAST_LATE_S) if pauses else _FIRST_LATE_S
+        return max(4 * pauses[len(pauses) * 19 // 20], _MIN_LATE_S) if pauses else _FIRST_LATE_S
 
     def facts(self) -> dict[str, object]:
-        """See `Place.facts`; a bucket is one nameless node."""
+        """See `Place.facts`. The bucket is one node without a name."""
         with self._lock:
             node = {**self._counts, "seconds": self._seconds}
             return {"nodes": {"": node}, **self._events, "refreshes": 0, "fallback": ""}
 
     def close(self) -> None:
-        """Reads that have not ended end with an error."""
+        """End all unfinished reads with an error."""
         self._closed = True
         with self._lock:
             left = list(self._unfinished)
@@ -466,7 +470,7 @@ class ObjectFile(FileWithoutNodes):
     def read_into(
         self, offset: int, into: memoryview, done: Callable[[ReadOutcome], None], **options: Unpack[ReadOptions]
     ) -> _Read:
-        """See `OpenFile.read_into`. Servers check nothing that they send: only digests of our own find wrong bytes."""
+        """See `OpenFile.read_into`. Servers send no checksums: only BootSeer's own digests detect wrong bytes."""
         if offset < 0 or offset + len(into) > self.size_bytes:
             raise PermanentError(f"{self.what}: bytes {offset} to {offset + len(into)} of {self.size_bytes}")
         if self._closed:
@@ -488,5 +492,5 @@ def entry_of(path: str, meta: Any) -> Entry:
 
 
 def folder_entry(path: str, mtime_ns: int) -> Entry:
-    """A folder, of which a bucket knows nothing but when its link was made."""
+    """A folder, of which a bucket knows only the time of its link."""
     return Entry(path, True, 0, mtime_ns, FOLDER_MODE, "", "", "")

@@ -1,17 +1,17 @@
 """A prefix of a bucket as the place of checkpoints: `s3://bucket/prefix`, `gs://…`, `az://…`.
 
-Buckets have keys and no folders: a file has its path as its key, and what other tools have put is found under it. But
-a folder must get another name in one step, for a checkpoint is shown by that, and copying a terabyte is no step. So a
-folder may have a *link*: a small object `.attempts-links/NAME` beside it, which says under which prefix the folder's
-objects lie. Without one they lie under the folder's own name. To rename a folder is to make a link for the new name and
-to remove that of the old one; an empty link hides objects under the old name (docs/adr/0049-checkpoints-in-buckets.md).
+Buckets have keys but no folders. The key of a file is its path, so objects of other tools are found under their names.
+A checkpoint is published by renaming its folder, which must be atomic, so the objects cannot be copied. Instead, a
+folder may have a *link*: a small object `.attempts-links/NAME` next to it that contains the prefix of the folder's
+objects. Without a link, the prefix is the folder's own name. Renaming a folder creates a link for the new name and
+removes that of the old one; an empty link hides objects under the old name (docs/adr/0049-checkpoints-in-buckets.md).
 
-- Links are made by conditional writes (`If-None-Match`, `If-Match`), so that of many who want a name one gets it.
-- A folder whose renaming was cut short has two links. `.attempts-owner` among its objects says which counts, and is
-  changed first, by a conditional write: what is not the owner may be read, but neither renamed nor removed.
-- Keys in links are of the whole bucket: what a place shows may lie outside of its own root.
-- Objects have no rights, owners or times that can be set: those calls do nothing.
-- Safe to use from many threads; not in the child of a fork, which obstore's threads do not follow.
+- Links are created by conditional writes (`If-None-Match`, `If-Match`), so only one process can claim a name.
+- A folder whose rename was interrupted has two links. `.attempts-owner` among its objects names the valid one, and is
+  changed first, by a conditional write. Through the other link the folder can be read, but not renamed or removed.
+- Links contain keys of the whole bucket: objects of a place may be outside its root.
+- Objects have no permissions, owners or times that can be set: those calls do nothing.
+- Safe to use from many threads, but not in the child of a fork, where obstore's threads do not exist.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from bootseer.places.uploads import ObjectPart
 _LINKS = f"{TEMPORARY_PREFIX}links"
 _OWNER = f"{TEMPORARY_PREFIX}owner"
 _DATA = f"{TEMPORARY_PREFIX}data"
-"""Has folders that were made while the objects of another one lay under their name."""
+"""For folders that were created while the objects of another folder were under their name."""
 _OWN = (_LINKS, _OWNER, _DATA)
-_BELIEVED_S = 2.0
-"""So long, a folder on the way to what is asked for is where it was."""
+_CACHED_S = 2.0
+"""How long the location of a folder is cached."""
 _MANY_BYTES = 1 << 60  # a bucket is never full
 _SMALL_BYTES = 8 << 20
 _LINKS_AT_ONCE = 16
@@ -60,21 +60,22 @@ _CLAIMS = 5
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Where a folder lies."""
+    """The location of a folder."""
 
     prefix: str
-    """What the keys of its objects begin with: "" for the bucket itself, else with a slash at its end."""
+    """Of its objects' keys, ending in a slash; "" for the bucket itself."""
     link: str
-    """The key of the link that it has or could have; "" for the bucket itself."""
+    """The key of its link, whether it exists or not; "" for the bucket itself."""
     e_tag: str | None
-    """Of its link; None where it has none."""
+    """Of its link; None without a link."""
     mtime_ns: int
-    """When its link was made; 0 where it has none."""
-    is_shown: bool = False
-    """Whether no file is called so, which would hide it."""
-    is_closed: bool = False
-    """Whether the credentials may be for a folder in it alone, as with a policy for `bucket/jobs/*`."""
-    way: tuple[str, ...] = ()  # the prefixes of the folders down to it
+    """When its link was created; 0 without a link."""
+    is_visible: bool = False
+    """Whether it is known that no file of the same name hides it."""
+    is_forbidden: bool = False
+    """Whether the credentials may permit only a folder below it, as with a policy for `bucket/jobs/*`."""
+    ancestors: tuple[str, ...] = ()
+    """The prefixes of the folders down to it, including its own."""
 
 
 class ObjectPlace(SmallReads):
@@ -93,11 +94,11 @@ class ObjectPlace(SmallReads):
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, _Folder]] = {}
         self._is_conditional = False
-        """Whether the server has refused to overwrite what it was to create."""
+        """Whether the server is known to support conditional writes."""
 
     def name_problem(self, name: str) -> str:
         if name in _OWN:
-            return "it is BootSeer's own"
+            return "it is reserved by BootSeer"
         if not name.isprintable():
             return "names of objects are printable UTF-8"
         return "" if len(name.encode()) <= 255 else "it has more than 255 bytes"
@@ -107,20 +108,20 @@ class ObjectPlace(SmallReads):
     def stat(self, path: str) -> Entry:
         whole = join(self._root, path) if path else self._root
         known = self._recall(whole)
-        if known is not None and known.is_shown:
+        if known is not None and known.is_visible:
             return folder_entry(path, known.mtime_ns)
         if path:
             with suppress(NotFoundError):
                 return entry_of(path, self._bucket.head(self._key(path)))
         folder = self._folder(path, is_file=False)
-        if not path:  # nothing else tells whether the bucket is there, and may be read
+        if not path:  # only this shows whether the bucket exists and may be read
             if not self._bucket.has_any(folder.prefix) and self._is_file(folder.prefix.rstrip("/")):
                 raise NotFolderError(f"{self.uri} is not a folder")
             return folder_entry(path, folder.mtime_ns)
         with self._lock:
             until_s, found = self._known.get(whole, (0.0, None))
             if found is folder:  # the kernel asks for a folder after each change in it
-                self._known[whole] = (until_s, replace(folder, is_shown=True))
+                self._known[whole] = (until_s, replace(folder, is_visible=True))
         return folder_entry(path, folder.mtime_ns)
 
     def list(self, path: str) -> Iterator[Entry]:
@@ -128,7 +129,7 @@ class ObjectPlace(SmallReads):
         found = self._bucket.listed(folder.prefix)
         links = {name_of(link["path"]): link for link in self._bucket.listed(f"{folder.prefix}{_LINKS}/")["objects"]}
         plain = {name_of(prefix.rstrip("/")) for prefix in found["common_prefixes"]}.difference(links, _OWN)
-        # An object that marks the folder itself, as consoles make, has its path.
+        # Consoles create an object with the folder's own key as its marker.
         marker = folder.prefix.rstrip("/")
         files = {name_of(one["path"]): one for one in found["objects"] if one["path"] != marker}
         return iter([
@@ -145,7 +146,7 @@ class ObjectPlace(SmallReads):
             with suppress(NotFoundError):
                 self._folder(path, is_file=False)
                 raise IsFolderError(f"{self._what(path)} is a folder") from None
-            raise NotFoundError(f"{self._what(path)} is not there") from None
+            raise NotFoundError(f"{self._what(path)} does not exist") from None
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = FILE_MODE) -> Entry:
         self._put(self._key(path), data)
@@ -158,7 +159,7 @@ class ObjectPlace(SmallReads):
         self, paths: Sequence[str], *, part_bytes: int, mode: int = FILE_MODE, replication: int | None = None,
         avoid: frozenset[str] = frozenset(), last_resort: Sequence[str] = (),
     ) -> Sequence[ObjectPart]:  # fmt: skip
-        """See `Place.begin_parts`. A part begins to exist when it ends."""
+        """See `Place.begin_parts`. A part is visible only when it is complete."""
         for folder in {folder_of(path) for path in paths}:
             self.make_folder(folder, parents=True)
         return [ObjectPart(self._bucket, path, self._key(path), part_bytes) for path in paths]
@@ -167,15 +168,15 @@ class ObjectPlace(SmallReads):
         entry = self.stat(source)
         _check_path(target)
         if not source or f"{target}/".startswith(f"{source}/"):
-            raise PermanentError(f"{self._what(source)} cannot be renamed to {target}: that lies in it")
+            raise PermanentError(f"{self._what(source)} cannot be renamed to {target}, which is inside it")
         there: Entry | None = None
         with suppress(NotFoundError):
             there = self.stat(target)
         if there is not None and not replace:
-            raise AlreadyExistsError(f"{self._what(target)} is there already")
+            raise AlreadyExistsError(f"{self._what(target)} already exists")
         if there is not None and there.is_folder != entry.is_folder:
             kind = IsFolderError if there.is_folder else NotFolderError
-            raise kind(f"{self._what(target)} is {'a' if there.is_folder else 'no'} folder")
+            raise kind(f"{self._what(target)} is {'a' if there.is_folder else 'not a'} folder")
         if not entry.is_folder:
             self._rename_file(source, entry, target, replace=replace)
             return
@@ -184,26 +185,26 @@ class ObjectPlace(SmallReads):
         self._rename_folder(source, target)
 
     def max_rename_bytes(self, *, replace: bool) -> int | None:
-        """See `Place.max_rename_bytes`. A name is claimed by a conditional write, which has all of the object in it."""
+        """See `Place.max_rename_bytes`. A name is claimed by a conditional write of the whole object."""
         return MAX_COPY_BYTES.get(self._bucket.scheme) if replace else _SMALL_BYTES
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
             raise PermanentError(f"{self.uri} is the root and cannot be removed")
         if is_file or not self.stat(path).is_folder:
-            self._keep(folder_of(path))
+            self._make_permanent(folder_of(path))
             self._bucket.remove([self._key(path)])
             return
         folder = self._folder(path, fresh=True)
         self._forget(path)
         if self._owner(folder) is None:
-            self._take_away(folder.link)
+            self._remove_link(folder.link)
             return
         if not recursive and next(self.list(path), None) is not None:
             raise NotEmptyError(f"{self._what(path)} is not empty")
         self._erase(folder.prefix, whole=recursive)
         if folder.link != _plain_link(folder.prefix):
-            self._take_away(folder.link)
+            self._remove_link(folder.link)
 
     def make_folder(self, path: str, *, mode: int = FOLDER_MODE, parents: bool = False) -> None:
         _check_path(path)
@@ -212,7 +213,7 @@ class ObjectPlace(SmallReads):
         with suppress(NotFoundError):
             if self.stat(path).is_folder and parents:
                 return
-            raise AlreadyExistsError(f"{self._what(path)} is there already")
+            raise AlreadyExistsError(f"{self._what(path)} already exists")
         try:
             parent = self._folder(folder_of(path))
         except NotFoundError:
@@ -223,16 +224,16 @@ class ObjectPlace(SmallReads):
         link, prefix = f"{parent.prefix}{_LINKS}/{name_of(path)}", f"{parent.prefix}{name_of(path)}/"
         if self._put(link, prefix.encode(), create=True) is not None:
             return
-        # Another folder of this name was renamed, and its objects lie under it.
+        # A folder of this name was renamed, and its objects still have this prefix.
         data, e_tag, _ = self._bucket.read_small(link)
         if data or e_tag is None:
             if parents:
                 return
-            raise AlreadyExistsError(f"{self._what(path)} is there already")
+            raise AlreadyExistsError(f"{self._what(path)} already exists")
         prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
         self._put(f"{prefix}{_OWNER}", link.encode())
         if self._put(link, prefix.encode(), e_tag=e_tag) is None and not parents:
-            raise AlreadyExistsError(f"{self._what(path)} is there already")
+            raise AlreadyExistsError(f"{self._what(path)} already exists")
 
     def set_mode(self, path: str, mode: int) -> None:
         self.stat(path)
@@ -244,7 +245,7 @@ class ObjectPlace(SmallReads):
         self.stat(path)
 
     def now_s(self, folder: str = "") -> float:
-        """See `Place.now_s`. Only the time of an object that is put now tells the server's clock, in whole seconds."""
+        """See `Place.now_s`. The server's clock is known only from the time of a new object, in whole seconds."""
 
         def measure() -> float:
             key = f"{self._folder(folder).prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
@@ -267,43 +268,43 @@ class ObjectPlace(SmallReads):
     # Folders
 
     def _folder(self, path: str, *, fresh: bool = False, is_file: bool = True) -> _Folder:
-        """Where a folder lies; a recent answer is reused, unless `fresh`. Raises `NotFoundError`, and with `is_file`
-        `NotFolderError` for a file. The root and the folders above it, which this user may not read, always exist.
-        """
+        """The location of a folder, cached unless `fresh`. Raises `NotFoundError`, and with `is_file` `NotFolderError`
+        for a file. The root and the folders above it, which this user may not read, always exist."""
         _check_path(path)
         return self._find(join(self._root, path) if path else self._root, fresh=fresh, is_file=is_file)
 
     def _find(self, path: str, *, fresh: bool = False, is_file: bool = True) -> _Folder:
-        """As `_folder`, for a path from the bucket on."""
+        """Like `_folder`, for a path from the root of the bucket."""
         if not path:
-            return _Folder("", "", None, 0, is_closed=True)
+            return _Folder("", "", None, 0, is_forbidden=True)
         known = self._recall(path)
         if known is not None and not fresh:
             return known
         parent, name = self._find(folder_of(path)), name_of(path)
         link, plain = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
-        is_above, is_closed = f"{self._root}/".startswith(f"{path}/"), False
+        is_above, is_forbidden = f"{self._root}/".startswith(f"{path}/"), False
         try:
             data, e_tag, mtime_ns = self._bucket.read_small(link)
         except AccessError:
-            if not (is_above or parent.is_closed):
+            if not (is_above or parent.is_forbidden):
                 raise
-            data, e_tag, mtime_ns, is_closed = "", None, 0, True
+            data, e_tag, mtime_ns, is_forbidden = "", None, 0, True
         if e_tag is not None and not data:
-            raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
-        if data in parent.way:  # where a tool has copied a folder into itself
-            raise PermanentError(f"{self._bucket.uri}/{path} is a folder above it: remove the object {link}")
-        folder = _Folder(data or plain, link, e_tag, mtime_ns, is_closed=is_closed, way=(*parent.way, data or plain))
-        if e_tag is None and not (is_above or is_closed) and not self._bucket.has_any(plain):
+            raise NotFoundError(f"{self._bucket.uri}/{path} does not exist")
+        if data in parent.ancestors:  # a tool has copied a folder into itself
+            raise PermanentError(f"{self._bucket.uri}/{path} contains itself: remove the object {link}")
+        prefix = data or plain
+        folder = _Folder(prefix, link, e_tag, mtime_ns, False, is_forbidden, (*parent.ancestors, prefix))
+        if e_tag is None and not (is_above or is_forbidden) and not self._bucket.has_any(plain):
             if is_file and self._is_file(plain.rstrip("/")):
                 raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
-            raise NotFoundError(f"{self._bucket.uri}/{path} is not there")
+            raise NotFoundError(f"{self._bucket.uri}/{path} does not exist")
         with self._lock:
-            self._known[path] = (time.monotonic() + _BELIEVED_S, folder)
+            self._known[path] = (time.monotonic() + _CACHED_S, folder)
         return folder
 
     def _is_file(self, key: str) -> bool:
-        with suppress(NotFoundError, AccessError):  # see `_Folder.is_closed`
+        with suppress(NotFoundError, AccessError):  # see `_Folder.is_forbidden`
             return bool(key) and bool(self._bucket.head(key))
         return False
 
@@ -313,22 +314,21 @@ class ObjectPlace(SmallReads):
         return known if time.monotonic() < until_s else None
 
     def _forget(self, *paths: str) -> None:
-        """These folders lie elsewhere now."""
+        """The cached locations of these folders, and of those below them, are no longer valid."""
         with self._lock:
             for known in list(self._known):
                 if any(f"{known}/".startswith(f"{join(self._root, path)}/") for path in paths):
                     del self._known[known]
 
     def _key(self, path: str) -> str:
-        """The key of a file. Raises `NotFoundError` where its folder is not there."""
+        """The key of a file. Raises `NotFoundError` if its folder does not exist."""
         _check_path(path)
         return f"{self._folder(folder_of(path)).prefix}{name_of(path)}"
 
     def _rename_folder(self, source: str, target: str) -> None:
-        """Claim the folder, link its new name to it, and take away the old one.
+        """Claim the folder, create the link of its new name, and remove that of the old one.
 
-        Of many processes each may find that another one has claimed the folder: it is tried again.
-        """
+        Repeated when another process claims the folder at the same time."""
         parent = self._folder(folder_of(target))
         new = f"{parent.prefix}{_LINKS}/{name_of(target)}"
         for number in range(_CLAIMS):
@@ -345,37 +345,37 @@ class ObjectPlace(SmallReads):
                     made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
             if made is None:
                 self._claim(folder.prefix, folder.link, claim)
-                raise AlreadyExistsError(f"{self._what(target)} is there already")
+                raise AlreadyExistsError(f"{self._what(target)} already exists")
             self._forget(source, target)
             if self._read_owner(folder.prefix)[0] == new:
-                self._take_away(folder.link)
+                self._remove_link(folder.link)
                 return
-            self._take_away(new)  # another process took the folder before its link was there
+            self._remove_link(new)  # another process claimed the folder before the link was created
             time.sleep(pause_s(number + 1))
-        raise NotFoundError(f"{self._what(source)} is not there")
+        raise NotFoundError(f"{self._what(source)} does not exist")
 
-    def _keep(self, path: str) -> None:
-        """Let a folder stay when it has nothing more: others than we make folders by what lies in them."""
+    def _make_permanent(self, path: str) -> None:
+        """Give a folder of another tool, which exists only by its objects, a link: it exists when empty."""
         folder = self._folder(path)
         if path and folder.e_tag is None:
             self._forget(path)
             with suppress(AccessError, PermanentError):
                 self._put(folder.link, folder.prefix.encode(), create=True)
 
-    def _take_away(self, link: str) -> None:
-        """Nothing is called so any more. What still lies under the name itself is hidden: it belongs to another name or
-        is one of Hadoop's marks of folders, whose keys end in a slash and cannot be named to obstore."""
+    def _remove_link(self, link: str) -> None:
+        """Remove a name. Objects that still have this prefix are hidden by an empty link: they belong to another name,
+        or are Hadoop's folder markers, whose keys end in a slash, which obstore does not accept."""
         if self._bucket.has_any(f"{join(folder_of(folder_of(link)), name_of(link))}/"):
             self._put(link, b"")
         else:
             self._bucket.remove([link])
 
     def _owner(self, folder: _Folder) -> str | None:
-        """The entity tag of what says that this name owns the folder's objects, "" where nothing says anything; None
-        when another name owns them.
+        """The entity tag of the owner's object if this name owns the folder's objects, "" without such an object; None
+        if another name owns them.
 
-        One that does not lead to them was never made, or its process is about to make it: claimed from it, it is looked
-        at once more.
+        If the owner's link does not exist, it was never created, or its process is about to create it: the folder is
+        claimed, and the link is read again.
         """
         owner, e_tag = self._read_owner(folder.prefix)
         if owner == folder.link:
@@ -392,13 +392,13 @@ class ObjectPlace(SmallReads):
         return self._put(f"{prefix}{_OWNER}", link.encode(), e_tag=e_tag or None, create=not e_tag)
 
     def _read_owner(self, prefix: str) -> tuple[str, str]:
-        """The link that owns what lies under a prefix, and the entity tag of what says so; else its own, and ""."""
+        """The link that owns the objects under a prefix, and the entity tag of the object that names it, or ""."""
         data, e_tag, _ = self._bucket.read_small(f"{prefix}{_OWNER}")
         return data or _plain_link(prefix), e_tag or ""
 
     def _erase(self, prefix: str, *, whole: bool = True) -> None:
-        """Remove what a folder has, wherever it lies, but not what has moved out of it, and the folder's own link.
-        Without `whole`, raises `NotEmptyError` if anything has come into it since it was seen to be empty."""
+        """Remove a folder's objects, including those of linked folders below it, but not of folders that were moved out
+        of it; and the folder's own link. Without `whole`, raises `NotEmptyError` if it is no longer empty."""
         found, claim = [one["path"] for one in self._bucket.objects(prefix)], f"{prefix}{_OWNER}"
 
         def owner(key: str) -> tuple[str, str]:
@@ -419,22 +419,22 @@ class ObjectPlace(SmallReads):
             if not whole and any({*key[len(prefix) :].split("/")}.isdisjoint({"", *_OWN}) for key in keys):
                 raise NotEmptyError(f"{self._bucket.uri}/{prefix} is not empty")
             list(threads.map(look, [key for key in keys if name_of(folder_of(key)) == _LINKS]))
-        # What says whose they are goes last: a removal that was cut short goes on with the same owner.
+        # The owner's object last: an interrupted removal can be repeated by the same owner.
         self._bucket.remove(sorted(keys, key=lambda key: key == claim))
         plain = _plain_link(prefix)
-        # The name may be that of another folder by now, and what another process has written meanwhile stays visible.
+        # By now the name may belong to another folder, or another process may have written objects under it.
         is_own = self._bucket.read_small(plain)[0] in ("", prefix)
         if is_own and {*found}.issuperset(one["path"] for one in self._bucket.objects(prefix)):
-            self._take_away(plain)
+            self._remove_link(plain)
 
     def _put(self, key: str, data: bytes, *, create: bool = False, e_tag: str | None = None) -> str | None:
-        """Put an object; with `create` unless there is one, with `e_tag` in place of that version. Its entity tag, or
-        None when there is another one."""
+        """Put an object; with `create` only if none exists, with `e_tag` only over that version. Returns its entity
+        tag, or None if that condition does not hold."""
         mode: Any = {"e_tag": e_tag, "version": e_tag} if e_tag else "create" if create else "overwrite"
-        asked: list[str] = []
+        attempts: list[str] = []
 
         def put(key: str) -> str | None:
-            asked.append(key)
+            attempts.append(key)
             try:
                 return str(
                     self._bucket.tag(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False))
@@ -449,10 +449,10 @@ class ObjectPlace(SmallReads):
                 raise self._unconditional() from error
 
         if mode == "create" and not self._is_conditional:
-            # There are servers that do not refuse a condition, but overlook it.
+            # Some servers ignore conditions instead of refusing them.
             for folder in (self._folder("").prefix, key.removesuffix(name_of(key)).removesuffix(f"{_LINKS}/")):
                 probe = f"{folder}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-                with suppress(AccessError):  # see `_Folder.is_closed`
+                with suppress(AccessError):  # see `_Folder.is_forbidden`
                     made = [self._bucket.retry(probe, partial(put, probe), WRITE_S) for _ in range(2)]
                     self._bucket.remove([probe])
                     if made[1] is not None:
@@ -460,7 +460,7 @@ class ObjectPlace(SmallReads):
                     self._is_conditional = True
                     break
         found: str | None = self._bucket.retry(key, partial(put, key), WRITE_S)
-        if found is None and asked.count(key) > 1:  # an answer was lost: what is there may be our own
+        if found is None and attempts.count(key) > 1:  # a response was lost: the object may be our own
             there, tag, _ = self._bucket.read_small(key)
             found = tag if there == data.decode("utf-8", "replace") else None
         return found
@@ -475,14 +475,14 @@ class ObjectPlace(SmallReads):
         key, new = self._key(source), self._key(target)
         most = self.max_rename_bytes(replace=replace)
         if most is not None and entry.size_bytes > most:
-            raise PermanentError(f"{self._what(source)}: an object of this size is not renamed by the server; copy it")
+            raise PermanentError(f"{self._what(source)}: the server cannot rename an object of this size; copy it")
         if entry.size_bytes <= _SMALL_BYTES:
             data = self.read_bytes(source, _SMALL_BYTES)
             if self._put(new, data, create=not replace) is None:
-                raise AlreadyExistsError(f"{self._what(target)} is there already")
+                raise AlreadyExistsError(f"{self._what(target)} already exists")
         else:
             self._bucket.retry(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
-        self._keep(folder_of(source))
+        self._make_permanent(folder_of(source))
         self._bucket.remove([key])
 
     def _what(self, path: str) -> str:
@@ -495,6 +495,6 @@ def _check_path(path: str) -> None:
 
 
 def _plain_link(prefix: str) -> str:
-    """The key of the link of the folder that is called as its objects' prefix."""
+    """The key of the link of the folder whose name is this prefix."""
     above, _, name = prefix.rstrip("/").rpartition("/")
     return f"{join(above, _LINKS)}/{name}"
