@@ -22,8 +22,8 @@ _ONE_SLASH = re.compile(r"(hdfs|viewfs|s3|gs|az|oci|file):(?!//)", re.IGNORECASE
 
 
 def check_slashes(uri: str) -> None:
-    """Raise `UsageError` for an address with one slash, such as `pathlib.Path` makes: as a path it would name a local
-    folder, and what is saved there is lost with the node."""
+    """Raise `UsageError` for an address with one slash, such as `pathlib.Path` makes: as a path it names a local
+    folder, where a checkpoint would be lost with the node."""
     if _ONE_SLASH.match(uri):
         raise UsageError(
             f"{uri!r} is not a place: // is missing",
@@ -43,7 +43,7 @@ def open_place(uri: str) -> Place:
         raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
     if any(name.startswith(RESERVED_PREFIXES) for name in names):
-        raise UsageError(f"{uri} lies in a folder that is BootSeer's own", hint="name the folder above it")
+        raise UsageError(f"{uri} is inside a folder reserved by BootSeer", hint="name the folder above it")
     if not separator:
         return FolderPlace(Path(uri))
     if scheme == "file":
@@ -70,7 +70,7 @@ def open_place(uri: str) -> Place:
 def _open_hdfs(uri: str, rest: str) -> Place:
     authority, _, path = rest.partition("/")
     if {".", ".."} & set(path.split("/")):
-        raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
+        raise UsageError(f"{uri} contains . or ..", hint="write the folder's own path")
     with needs_extra("hdfs", uri):
         from bootseer.hdfs.addresses import default_authority
         from bootseer.hdfs.client import HdfsClient

@@ -1,7 +1,7 @@
-"""Uploads to buckets: new objects, in one request or in parts, and what obstore does not do in S3.
+"""Uploads to buckets: new objects, in one request or in parts, and two functions for S3 that obstore lacks.
 
-That is: uploads in parts that killed writers have left, which no listing shows and which are paid for, and lists with
-keys that it refuses. Amazon's own botocore does these, and knows all ways to log in.
+These are the multipart uploads that killed writers have left, which are billed but not listed as objects, and lists
+with keys that obstore refuses. They use Amazon's botocore, which supports all logins.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from bootseer.places.bucket import CALL_S, LOGIN, MAX_PARTS, PART_BYTES, PARTS_A
 
 _MAX_OBJECT_BYTES = 5 << 40
 _MAX_AHEAD = 2
-"""Pieces of a part that wait for being sent."""
+"""Queued pieces of a part."""
 _POLL_S: Final = 0.5
-"""How often the thread that sends looks whether its part was dropped."""
+"""How often the sending thread checks whether its part was aborted."""
 
 
 class ObjectPart:
-    """A `PartWriter`. Small ones are put at their end, by one request; larger ones go in parts while they are written.
-    Nothing is there before the end, and nothing is left of one that was dropped."""
+    """A `PartWriter`. A small object is put by one request in `close`; a larger one is uploaded in parts while it is
+    written. The object is not visible before `close`, and nothing is left after `abort`."""
 
     nodes: tuple[str, ...] = ()
 
     def __init__(self, bucket: Bucket, path: str, key: str, most_bytes: int = 0) -> None:
         self.path = path
-        # An upload has at most MAX_PARTS parts. Of unknown length: parts of the usual size.
+        # An upload has at most MAX_PARTS parts. If the length is unknown, they have the usual size.
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
         self._bucket = bucket
         self.key = key
         self._buffer = bytearray()
         self._pieces: queue.Queue[bytes | None] = queue.Queue(_MAX_AHEAD)
         self.is_sending = False
-        """Whether it is large: then it is being sent under `key`, which can be changed until then."""
+        """Whether a multipart upload has begun. Until then `key` may be changed."""
         self._sent: Future[None] = Future()
-        """Ends with the thread that sends."""
-        self._is_dropped = False
+        """Done when the sending thread ends."""
+        self._is_aborted = False
         self._ended = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -73,12 +73,12 @@ class ObjectPart:
 
     def _send(self) -> None:
         def pieces() -> Iterator[bytes]:
-            while not self._is_dropped:  # the writer may have given up while the server hung: no piece follows then
+            while not self._is_aborted:  # after `abort` no piece follows
                 with suppress(queue.Empty):
                     if (piece := self._pieces.get(timeout=_POLL_S)) is None:
                         return
                     yield piece
-            raise TransientError("dropped")  # obstore ends the upload then, and the server forgets its parts
+            raise TransientError("aborted")  # obstore then aborts the upload, which removes its parts
 
         try:
             with self._bucket.mapping(self.path):
@@ -104,7 +104,7 @@ class ObjectPart:
             self._sent.result(WRITE_S)
         except TimeoutError:
             raise TransientError(
-                f"{self._bucket.uri}/{self.path}: the server did not end the upload within {WRITE_S:.0f} s"
+                f"{self._bucket.uri}/{self.path}: the server did not complete the upload within {WRITE_S:.0f} s"
             ) from None
         self._ended = True
         return ()
@@ -112,7 +112,7 @@ class ObjectPart:
     def abort(self) -> None:
         if self._ended:
             return
-        self._ended = self._is_dropped = True
+        self._ended = self._is_aborted = True
         if self.is_sending:
             wait([self._sent], CALL_S)
 
@@ -126,17 +126,17 @@ _TRIES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One that was neither completed nor ended."""
+    """A multipart upload that was neither completed nor aborted."""
 
     key: str
     id: str
 
 
 class Uploads:
-    """Those below a place in a bucket."""
+    """Multipart uploads below a place in a bucket."""
 
     def __init__(self, uri: str) -> None:
-        """Raises `UsageError` for what is not in S3, and without botocore."""
+        """Raises `UsageError` outside S3, and without botocore."""
         scheme, _, rest = uri.rstrip("/").partition("://")
         if scheme != "s3":
             raise UsageError(
@@ -150,7 +150,7 @@ class Uploads:
         name, _, root = rest.partition("/")
         self._bucket, self._prefix = Bucket(f"s3://{name}"), f"{root}/" if root else ""
         self._which = {"Bucket": name}
-        # obstore's variables, where they differ from botocore's own, and its defaults
+        # obstore's variables and defaults, where they differ from botocore's
         endpoint = os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL")
         if endpoint and endpoint.startswith("http:") and not allows_http():
             raise UsageError(f"{endpoint}: an endpoint of http needs AWS_ALLOW_HTTP=true")
@@ -168,7 +168,7 @@ class Uploads:
             raise UsageError(f"{uri}: {error}", hint="check the AWS_ variables") from error
 
     def left(self, older_than_s: float) -> Iterator[Upload]:
-        """Those that began so long ago. Raises `BootseerError`."""
+        """Those that began at least so long ago. Raises `BootseerError`."""
         for page in self._pages("uploads", "list_multipart_uploads", Prefix=self._prefix):
             try:
                 now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
@@ -179,13 +179,13 @@ class Uploads:
                     yield Upload(one["Key"], one["UploadId"])
 
     def end(self, upload: Upload) -> None:
-        """Have the server forget its parts. Raises `BootseerError`."""
+        """Abort an upload, which removes its parts. Raises `BootseerError`."""
         end = partial(self._client.abort_multipart_upload, **self._which, Key=upload.key, UploadId=upload.id)
-        with suppress(NotFoundError):  # it has ended meanwhile
+        with suppress(NotFoundError):  # completed or aborted meanwhile
             self._call(upload.key, end)
 
     def listed(self, prefix: str) -> dict[str, list[Any]]:
-        """As `Bucket.listed`, with the keys that obstore refuses; `prefix` from the bucket on."""
+        """Like `Bucket.listed`, also with keys that obstore refuses; `prefix` is of the whole bucket."""
         found: dict[str, list[Any]] = {"common_prefixes": [], "objects": []}
         for page in self._pages(prefix, "list_objects_v2", Prefix=prefix, Delimiter="/"):
             found["common_prefixes"] += [one["Prefix"] for one in page.get("CommonPrefixes", ())]
@@ -213,6 +213,6 @@ class Uploads:
                 if code == "NoSuchUpload":
                     raise NotFoundError(f"{self._bucket.uri}: {name}: no such upload") from error
                 status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-                raise OSError(f"status code: {status}\n<Code>{code}</Code>") from error  # which `Bucket` understands
+                raise OSError(f"status code: {status}\n<Code>{code}</Code>") from error  # the form that `Bucket` maps
 
         return self._bucket.call(name, ask)
