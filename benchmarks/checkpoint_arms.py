@@ -1,4 +1,4 @@
-"""BootSeer's arms of `checkpoint`: the same bytes by each way that BootSeer offers. Arms of `checkpoint_child`."""
+"""BootSeer's arms of `checkpoint`: the same bytes through each of its interfaces. Run by `checkpoint_child`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Iterator[Callable[[], Any]]
 
 @contextmanager
 def direct(job: Job) -> Run:
-    """One call of `readinto` for all of it."""
+    """One call of `readinto` for the whole range."""
     with closing(open_place(f"{job.uri}/")) as place, closing(Reading(place)) as reading:
         place.stat("")
         into = buffer(job.length)
@@ -42,7 +42,7 @@ def direct(job: Job) -> Run:
 
 @contextmanager
 def fuse(job: Job) -> Run:
-    """Through the mount, as `dd bs=4M` reads, without the node's cache."""
+    """Through the mount, like `dd bs=4M`, without the node cache."""
     with _mounted(job, None) as (folder, status):
         into = buffer(job.length)
         yield lambda: _read_file(folder / job.path.lstrip("/"), into, PIECE)
@@ -51,11 +51,11 @@ def fuse(job: Job) -> Run:
 
 @contextmanager
 def fuse_warm(job: Job) -> Run:
-    """Through a new mount on a node that has it in its cache, in large reads."""
+    """Through a new mount, from the node cache, in large reads."""
     with tempfile.TemporaryDirectory(dir=job.local) as cache:
         into = buffer(job.length)
         for _ in range(_PASSES):
-            # What was gone from memory before it was kept is kept by the next pass.
+            # Chunks that left memory before they were cached are cached by the next pass.
             with _mounted(job, Path(cache)) as (folder, status):
                 _read_file(folder / job.path.lstrip("/"), into, PIECE)
                 if not status()["chunks"]:

@@ -1,11 +1,11 @@
-"""What the arms of `checkpoint` have in common, each of which is a process of its own.
+"""The process of one arm of `checkpoint`.
 
     python ARMS_MODULE.py ARM '{"uri": ..., "path": ...}'
 
-prepares (imports, connections), writes `ready`, waits for a line, and runs the arm on the clock: several processes can
-begin at the same time. Then it writes one line of JSON: when it began and ended on the clock that all processes share,
-how much it moved, its CPU time, and a digest of what it has, taken after the clock. Standard library alone: one of
-the arms runs where nothing else is.
+prepares (imports, connections), writes `ready`, waits for a line, and runs the timed part: so several processes can
+begin at the same time. Then it writes one line of JSON: begin and end on the monotonic clock, which all processes
+share, the number of bytes, its CPU time, and a digest of the data, computed afterwards. Uses only the standard library:
+one of the arms runs in an environment without other packages.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 MIB = 1 << 20
 PIECE = 4 * MIB
-"""What one read asks for where the arm does not say."""
+"""Default size of one read."""
 
 
 @dataclass(slots=True)
 class Job:
-    """What an arm shall do. `facts` is for the arm to fill: it goes to the result."""
+    """The task of an arm. The arm fills `facts`, which become part of the result."""
 
     uri: str = ""
     """Of the NameNode."""
@@ -42,7 +42,7 @@ class Job:
     local: str = ""
     """A file or folder on this machine."""
     cache: str = ""
-    """Folder of the node cache, "" for none."""
+    """Folder of the node cache; "" without one."""
     block_bytes: int = 1 << 30
     replication: int = 1
     stripes: int = 0
@@ -56,7 +56,7 @@ Arm = Callable[[Job], AbstractContextManager[Callable[[], Any]]]
 
 
 def main(arms: Mapping[str, Arm]) -> None:
-    """Run the arm that the command line names."""
+    """Run the arm named on the command line."""
     job = Job(**json.loads(sys.argv[2]))
     with arms[sys.argv[1]](job) as run:
         _say("ready")
@@ -70,7 +70,7 @@ def main(arms: Mapping[str, Arm]) -> None:
 
 
 def buffer(length: int) -> memoryview:
-    """Memory to read into, whose pages are there: an arm is not measured by how the kernel makes pages."""
+    """Memory to read into, with its pages allocated, which is not part of what is measured."""
     memory = mmap.mmap(-1, max(1, length))
     for at in range(0, length, mmap.PAGESIZE):
         memory[at] = 1
@@ -78,7 +78,7 @@ def buffer(length: int) -> memoryview:
 
 
 def digest(result: Any, times: int = 1) -> str:
-    """Of a buffer, or of tensors in the order of their names; as if it came so many times in a row."""
+    """The digest of a buffer, or of tensors in the order of their names, repeated `times` times."""
     if result is None:
         return ""
     state = hashlib.blake2b(digest_size=16)

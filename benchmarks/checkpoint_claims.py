@@ -1,4 +1,4 @@
-"""The arms of `checkpoint` by name, and what they must reach."""
+"""The names of the arms of `checkpoint`, and their goals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness import Must
 
 
 class Names:
-    """Of the arms. Those of a layout begin with it."""
+    """Names of arms. Those for one layout begin with its name."""
 
     LINKS = "the links (4 plain streams)"
     NATIVE = "hdfs-native, stream"
@@ -24,7 +24,7 @@ class Names:
 
 
 class Layouts:
-    """How a checkpoint lies in HDFS, and how the arms that read it so are called."""
+    """How a checkpoint is stored in HDFS, and the prefix of the names of its arms."""
 
     ORDINARY = "ordinary"
     REPLICAS = "ordinary, 2 replicas"
@@ -37,21 +37,21 @@ PLAIN = (Names.NATIVE, Names.RANGES, Names.PYARROW, Names.WEBHDFS)
 PLAIN_DCP = (Names.FSSPEC, Names.FSSPEC_PYARROW)
 """Loads without BootSeer."""
 Found = Mapping[str, Sequence[float]]
-"""MiB/s by name of the arm."""
+"""MiB/s by arm."""
 
 
 def unshaped(name: str) -> str:
-    """The name of an arm where the links have no limit."""
+    """The name of an arm with unlimited links."""
     return f"{name}, no limit"
 
 
 def ranks(number: int) -> str:
-    """The name of the arm in which so many processes read a part each."""
+    """The name of the arm in which this number of processes read one part each."""
     return f"4 stripes: {number} ranks"
 
 
 def stripes(number: int) -> str:
-    """The name of the arm that reads a file of so many stripes."""
+    """The name of the arm that reads a file with this number of stripes."""
     return f"curve: {number} stripes"
 
 
@@ -65,11 +65,11 @@ CLAIMED = frozenset(
         f"{Layouts.STRIPED}: DCP",
     ]
 )
-"""The arms that `claims` asks for. The others, and the curves, are measured to be seen beside them."""
+"""The arms used by `claims`. The others, and the curves, are measured for comparison."""
 
 
 def claims(found: Found, placement: float) -> list[Must]:
-    """All claims. `placement`: the part of the links that the ordinary file can use, as its blocks lie."""
+    """All claims. `placement`: the share of the links that the ordinary file can use, given where its blocks are."""
 
     def part(name: str, of: str) -> float:
         return median(found[name]) / median(found[of])
@@ -97,5 +97,5 @@ def claims(found: Found, placement: float) -> list[Must]:
 
 
 def _best(found: Found, names: Sequence[str]) -> str:
-    """Of those that were measured, the fastest."""
+    """The fastest of those that were measured."""
     return max((name for name in names if name in found), key=lambda name: median(found[name]))

@@ -37,15 +37,15 @@ FOLDERS = {
     Layouts.PARITY: "/parity",
 }
 CURVE = (2, 8)
-"""Numbers of stripes for which a file of its own is made; 4 are those of the layout, one is a plain file."""
+"""Numbers of stripes for which a separate file is made; the layout has 4, and 1 is a plain file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What the processes of one arm said."""
+    """The results of the processes of one arm."""
 
     seconds: float
-    """From the first begin to the last end."""
+    """From the first process's begin to the last one's end."""
     cpu_s: float
     peak_bytes: int
     digests: Sequence[str]
@@ -59,7 +59,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     inside: Sequence[str] = (),
 ) -> Done:
-    """Run an arm, in a process for each job at the same time. `inside` comes in front of the command."""
+    """Run an arm, with concurrent processes, one for each job. `inside` is put in front of the command."""
     words = [*inside, sys.executable, str(_HERE / f"{module}.py"), arm]
     variables = {**os.environ, "BOOTSEER_CHECKPOINT_CACHE": "0", **(environment or {})}
     with ExitStack() as stack:
@@ -105,12 +105,12 @@ def run(
 
 
 class Storage:
-    """The cluster, and what lies in it. All is written at full speed; `shape` sets the limit for what comes then."""
+    """The cluster and its files. They are written without a limit, which `shape` sets afterwards."""
 
     def __init__(self, folder: Path, content: Content) -> None:
         self.content = content
         self.plain = [f"/plain/{i}" for i in range(LINKS)]
-        """Files of `content.first_bytes`, each in one block on a DataNode of its own."""
+        """Files of `content.first_bytes`, each in one block, all on different DataNodes."""
         self._cluster = HdfsCluster(
             folder,
             num_datanodes=LINKS + 1,
@@ -140,7 +140,7 @@ class Storage:
 
     @property
     def conf(self) -> Path:
-        """The folder of settings."""
+        """The configuration folder."""
         return self._cluster.folder / "conf"
 
     def job(self, path: str, length: int = 0, offset: int = 0) -> Job:
@@ -152,7 +152,7 @@ class Storage:
             self._cluster.set_rate(i, mbit)
 
     def web_address(self, path: str) -> str:
-        """The web server of a DataNode that has the first block of a file."""
+        """The web server of a DataNode with the first block of a file."""
         node = self._cluster.where(path)[0].nodes[0]
         return self._cluster.datanode_http[self._cluster.nodes.index(node)]
 
@@ -168,7 +168,7 @@ class Storage:
         return amounts, sum(amounts) / max(amounts) / LINKS
 
     def stripes(self, path: str) -> list[list[int]]:
-        """The number of the DataNode of each part of a striped file, by segment."""
+        """The DataNode number of each part of a striped file, by segment."""
         with closing(open_place(f"{self.uri}/")) as place:
             head = Files(place).head(path.lstrip("/"))
             assert head is not None, f"{path} is not striped"
@@ -185,13 +185,13 @@ class Storage:
             Client(self.uri).delete(path, True)
 
     def _write(self) -> None:
-        # What has no parity lies on four nodes: the fifth comes when they are written.
+        # Files without parity are on four nodes: the fifth is started afterwards.
         self._cluster.kill(_PARITY_NODE)
         self._cluster.wait_until_dead(_PARITY_NODE)
         model = self.content.model
         for i, path in enumerate(self.plain):
             job = replace(self.job("", self.content.first_bytes), paths=[path], local=str(model))
-            # A writer beside a DataNode writes there, without its link.
+            # A writer on the host of a DataNode would write to it, not over a link.
             run("checkpoint_plain", "native_write", [job], inside=self._cluster.inside(i, []))
         for layout, replication in ((Layouts.ORDINARY, 1), (Layouts.REPLICAS, 2)):
             for local in (model, *sorted((self.content.folder / DCP).iterdir())):

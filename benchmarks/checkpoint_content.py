@@ -26,7 +26,7 @@ class Content:
     """Of all tensors together."""
     tensors_digest: str
     first_bytes: int
-    """Of the first tensors, as many as slow readers load."""
+    """Of the first tensors, which slow readers load."""
     first_digest: str
 
     @property
@@ -34,7 +34,7 @@ class Content:
         return self.folder / MODEL
 
     def digest(self, offset: int, length: int, times: int = 1) -> str:
-        """Of a range of the safetensors file, so many times in a row."""
+        """Of a range of the safetensors file, repeated `times` times."""
         with self.model.open("rb") as file:
             file.seek(offset)
             data = file.read(length)
@@ -42,7 +42,7 @@ class Content:
 
 
 def make(folder: Path, tensor_bytes: int, first_bytes: int) -> Content:
-    """Make the files; the numbers of bytes are multiples of 16 MiB."""
+    """Create the files. All sizes are multiples of 16 MiB."""
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
@@ -51,7 +51,7 @@ def make(folder: Path, tensor_bytes: int, first_bytes: int) -> Content:
         tensor.view(-1).numpy().data.cast("B")[:] = os.urandom(tensor.nbytes)
     save_file(tensors, folder / MODEL)
     with warnings.catch_warnings():
-        # It says that it saves in one process, as it shall.
+        # It warns that it saves in one process, which is intended.
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=folder / DCP)
     first = {name: tensors[name] for name in empty(first_bytes)}
@@ -60,7 +60,7 @@ def make(folder: Path, tensor_bytes: int, first_bytes: int) -> Content:
 
 
 def empty(tensor_bytes: int) -> dict[str, Any]:
-    """The tensors of a job that is about to load: their memory is there, their values are not."""
+    """The allocated tensors of a job before loading, without their values."""
     import torch
 
     return {

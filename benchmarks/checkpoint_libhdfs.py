@@ -1,5 +1,5 @@
-"""pyarrow with libhdfs for the benchmark, in a folder of its own: no package has libhdfs, so it is compiled from the
-sources that come with the Python package pydoop. Needs gcc and the headers of a JDK; without them the arm is left out.
+"""pyarrow with libhdfs in a separate folder. No package contains libhdfs, so it is compiled from the sources in the
+Python package pydoop. Needs gcc and the headers of a JDK; without them the arm is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import hadoop
 
 _PYARROW = "pyarrow==26.0.1"
-# The last one that has pkg_resources, which the build of pydoop asks for.
+# The last version with pkg_resources, which the build of pydoop imports.
 _SETUPTOOLS = "setuptools==79.0.1"
 _SOURCES = "pydoop==2.0.0 --hash=sha256:c7eb2ad8c36d2a75dc1c6cee701928334614f2e862a70798b0cb278e3102f77d\n"
 
@@ -30,7 +30,7 @@ class Libhdfs:
         self._library = folder / "libhdfs.so"
 
     def bring(self) -> str:
-        """Fetch and compile what is not there yet; returns why that cannot be done, "" when it is there."""
+        """Fetch and compile what is missing. Returns the reason if that is impossible, otherwise ""."""
         if self._library.exists() and self._python.is_dir():
             return ""
         home = _java_home()
@@ -54,8 +54,8 @@ class Libhdfs:
         return ""
 
     def environment(self, conf: Path) -> Mapping[str, str]:
-        """For a process that uses it; `conf` is the cluster's folder of settings."""
-        # Java expands stars of a command line, and not those of a virtual machine within another program.
+        """The environment of a process that uses it; `conf` is the cluster's configuration folder."""
+        # An embedded virtual machine does not expand wildcards in the class path.
         jars = [jar for entry in hadoop.class_path() for jar in (glob.glob(entry) if "*" in entry else [entry])]  # noqa: PTH207
         return {
             "JAVA_HOME": str(_java_home()),
@@ -85,7 +85,7 @@ class Libhdfs:
 
 
 def _java_home() -> Path | None:
-    """Where the JDK of the `java` on the path is, None when that is not a JDK."""
+    """The folder of the JDK of the `java` on PATH; None if that is only a runtime."""
     java = shutil.which("java")
     home = Path(java).resolve().parents[1] if java else None
     return home if home is not None and (home / "include/jni.h").exists() else None

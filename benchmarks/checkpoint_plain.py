@@ -1,4 +1,4 @@
-"""What `checkpoint` compares with: HDFS read and written without BootSeer. Arms of `checkpoint_child`."""
+"""The baselines of `checkpoint`: reading and writing HDFS without BootSeer. Run by `checkpoint_child`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpoint_child import MIB, PIECE, Job, buffer, main
 
 _THREADS = 16
 _RANGE = 16 * MIB
-"""A block of the ordinary file: each of the threads reads from one DataNode at a time."""
+"""The block size of the ordinary file: each thread reads from one DataNode at a time."""
 _WRITE = 8 * MIB
 Run = Iterator[Callable[[], Any]]
 
@@ -28,7 +28,7 @@ def native_stream(job: Job) -> Run:
 
 @contextmanager
 def native_ranges(job: Job) -> Run:
-    """hdfs-native, 16 threads, each a range at a time."""
+    """hdfs-native, 16 threads, each of which reads one range at a time."""
     client, into = _client(job), buffer(job.length)
 
     def run() -> memoryview:
@@ -47,7 +47,7 @@ def native_ranges(job: Job) -> Run:
 
 @contextmanager
 def native_streams(job: Job) -> Run:
-    """hdfs-native, as many files as there are links, one thread each: what the links carry."""
+    """hdfs-native, one thread and file for each link: the rate of the links."""
     client = _client(job)
     each = job.length // len(job.paths)
     into = buffer(job.length)
@@ -63,7 +63,7 @@ def native_streams(job: Job) -> Run:
 
 @contextmanager
 def pyarrow_stream(job: Job) -> Run:
-    """pyarrow over libhdfs, the client of the Java world, from the beginning to the end."""
+    """pyarrow over libhdfs, which uses the Java client, from the beginning to the end."""
     from pyarrow import fs
 
     host, port = job.uri.removeprefix("hdfs://").split(":")
@@ -105,7 +105,7 @@ def webhdfs(job: Job) -> Run:
 
 @contextmanager
 def native_dcp(job: Job) -> Run:
-    """PyTorch's own FsspecReader over the fsspec file system that comes with hdfs-native."""
+    """PyTorch's own FsspecReader over hdfs-native's fsspec file system."""
     from hdfs_native import FileReader
 
     def readinto(file: Any, into: Any) -> int:
@@ -113,7 +113,7 @@ def native_dcp(job: Job) -> Run:
         into[: len(data)] = data
         return len(data)
 
-    # Without this method, which hdfs-native 0.14 lacks, PyTorch loads nothing from it.
+    # PyTorch needs this method, which hdfs-native 0.14 lacks.
     FileReader.readinto = readinto
     with _fsspec_dcp(job) as run:
         yield run
@@ -149,7 +149,7 @@ def _fsspec_dcp(job: Job) -> Run:
 
 @contextmanager
 def native_write(job: Job) -> Run:
-    """hdfs-native, a writer for each path at the same time; what they write is `local`, or the same bytes repeated."""
+    """hdfs-native, one concurrent writer for each path. They write the content of `local`, or repeated bytes."""
     from hdfs_native import WriteOptions
 
     client, piece = _client(job), os.urandom(_WRITE)

@@ -1,7 +1,7 @@
-"""What a user would start the container with instead: containerd, a script that pulls in parallel, a plain folder.
+"""Other ways to start the container: containerd, a script that pulls in parallel, a plain folder.
 
-Each is a way to start images on one node: `prepare` makes a node that has never seen any, `start` gives the commands
-whose time counts, `again` those of a later start on the same node, `clean` takes all traces away.
+`prepare` makes a node without any image, `start` returns the timed commands, `again` those of a later start on the same
+node, `clean` removes everything.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Way(Protocol):
     """A way to start containers from images in a registry."""
 
     def prepare(self) -> None:
-        """Make a node that has never seen an image; what a node has running before a job comes, runs then."""
+        """Make a node without any image, with the daemons that run before a job arrives."""
 
     def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
-        """The commands of a start, the last of which runs the container in the foreground."""
+        """The commands of a start. The last one runs the container in the foreground."""
 
     def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
         """The commands of a later start of the same image on this node."""
@@ -42,7 +42,7 @@ class Way(Protocol):
 
 
 class Containerd:
-    """`ctr image pull`, then `ctr run` with runc: the overlayfs snapshotter, layers unpacked one after the other."""
+    """`ctr image pull`, then `ctr run` with runc: overlayfs snapshotter, layers unpacked one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -85,8 +85,8 @@ class Containerd:
 
 
 def containerd_config(folder: Path) -> str:
-    """Settings of a containerd that keeps all that it has in the folder; its socket is `containerd.sock` there."""
-    # A JSON string is a TOML string.
+    """The configuration of a containerd with all its data and its socket, `containerd.sock`, in the folder."""
+    # JSON strings are valid in TOML.
     return (
         "version = 2\n"
         f"root = {json.dumps(str(folder / 'root'))}\n"
@@ -98,10 +98,9 @@ def containerd_config(folder: Path) -> str:
 
 
 class ParallelPull:
-    """A script around curl, tar and runc: all layers at once, each unpacked while it arrives, as a stack of overlayfs.
+    """A script of curl, tar and runc: all layers concurrently, each unpacked while it arrives, mounted by overlayfs.
 
-    On a link slower than gunzip this is as fast as a full pull can be, and it is less than a runtime has to do: no
-    digest is checked.
+    On a link slower than gunzip no full pull can be faster. A runtime has more to do: the script verifies no digest.
     """
 
     env: Mapping[str, str] = os.environ
@@ -128,7 +127,7 @@ class ParallelPull:
             script.append(f"mkdir {number}; (curl -sSf {url}/blobs/{digest} | tar -xz -C {number} --numeric-owner) &")
             script.append("pids+=($!)")
         script.append('for pid in "${pids[@]}"; do wait "$pid"; done')
-        # Whiteouts as overlayfs has them.
+        # Whiteouts in overlayfs's form.
         script.append(
             r"find . -name '.wh.*' | while read -r path; do rm "
             r'"$path"; mknod "${path%/*}/${path##*/.wh.}" c 0 0; done'
@@ -150,7 +149,7 @@ class ParallelPull:
 
 
 class PlainFolder:
-    """The images' files in ordinary folders of this machine: how fast a start is when nothing has to be loaded."""
+    """The images' files in ordinary folders: a start without loading."""
 
     env: Mapping[str, str] = os.environ
 
@@ -159,10 +158,10 @@ class PlainFolder:
         self._images: dict[str, Path] = {}
 
     def prepare(self) -> None:
-        """The folders stay from start to start: what is cold is the page cache."""
+        """The folders are kept between starts; only the page cache is cold."""
 
     def unpack(self, reference: str, layout: str) -> None:
-        """Make the folder of an image from an OCI layout ("FOLDER:TAG")."""
+        """Create the folder of an image from an OCI layout ("FOLDER:TAG")."""
         folder = self._images[reference] = self._folder / str(len(self._images))
         folder.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["umoci", "unpack", "--image", layout, str(folder)], check=True, capture_output=True)
@@ -176,7 +175,7 @@ class PlainFolder:
     again = start
 
     def clean(self) -> None:
-        """Leave the folders for the next start."""
+        """Keep the folders for the next start."""
 
 
 def _get(url: str) -> Any:
@@ -184,7 +183,7 @@ def _get(url: str) -> Any:
 
 
 def write_bundle(folder: Path, config: Mapping[str, Any], command: Sequence[str]) -> None:
-    """runc's config.json for a folder that has, or will have, the root file system in `rootfs`."""
+    """runc's config.json for a folder whose root file system is in `rootfs`."""
     path = folder / "config.json"
     path.unlink(missing_ok=True)
     subprocess.run(["runc", "spec", "--bundle", str(folder)], check=True)

@@ -1,7 +1,7 @@
-"""How long the ranks of a large job take to connect, with a resolver that hears each question and answers none.
+"""How long the ranks of a large job take to connect, with a resolver that never answers.
 
-Real TCPStore clients, many threads in few processes, in a network of their own. The arm with names is led there as
-`bootseer run --peers` leads a command. Curves: connect, a barrier, and a gather in which each client gets all keys.
+Real TCPStore clients, many threads in few processes, in a network namespace. The arm with names has the hosts file that
+`bootseer run --peers` gives a command. Curves: connect, a barrier, and a gather in which each client gets all keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bootseer.peers.names import RES_OPTIONS, HostsFile
 
 _ADDRESS, _PORT = "10.77.0.1", 29_400
 _GIVEN_UP_S = 30.0
-"""So long is waited for clients that names hold up."""
+"""Limit for clients that wait for the resolver."""
 _RANKS, _RANKS_OPTIONS = 1_000, 100
 _CURVE = (10, 100, 300, 1_000, 2_000, 4_000)
 _STAGES = ("connect", "barrier", "gather")
@@ -62,7 +62,7 @@ def measure(quick: bool) -> Outcome:
 
 
 def _clients(number: int, arm: str, stages: int) -> dict[str, float]:
-    """Seconds of each stage, from the moment when all clients may begin it until the last one has ended it."""
+    """Seconds of each stage, from the common begin until the last client has ended it."""
     with tempfile.TemporaryDirectory() as folder:
         env = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
         env |= {FOLDER: folder} if arm == "names" else {}
@@ -76,7 +76,7 @@ def _clients(number: int, arm: str, stages: int) -> dict[str, float]:
 
 
 def _in_namespace(folder: Path, number: int, stages: int) -> dict[str, float]:
-    """In the network of its own: the server and all clients."""
+    """In the network namespace: the server and all clients."""
     for words in (["link", "set", "lo", "up"], ["addr", "add", f"{_ADDRESS}/32", "dev", "lo"]):
         subprocess.run(["ip", *words], check=True)
     kernel.unshare_mounts()
@@ -85,7 +85,7 @@ def _in_namespace(folder: Path, number: int, stages: int) -> dict[str, float]:
     kernel.attach(kernel.clone_mount(conf), Path("/etc/resolv.conf").resolve())
     dead = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     dead.bind(("127.0.0.1", 53))
-    # The node that all clients run on comes last, as if the file had been searched for another one each.
+    # The own node is last, so that each client searches the whole file.
     peers = [Peer(f"gpu{each}", ("x:1",), "", (f"10.78.{each >> 8}.{each & 255}",)) for each in range(1, max(_CURVE))]
     HostsFile(folder).add([*peers, Peer("gpu0", ("x:1",), "", (_ADDRESS,))])
     if (enter := with_hosts_file(dict(os.environ), None)) is not None:
@@ -126,8 +126,8 @@ def _serve(listening: Any) -> None:
 
 
 def _node(ranks: range, number: int, stages: int, begin: Barrier, ended: Any) -> None:
-    """The clients of one process: a thread each. One that connects holds the interpreter's lock, so that those of one
-    process do it in turn; barrier and gather wait without it."""
+    """The clients of one process, one thread each. Connecting holds the interpreter's lock, so those of one process
+    connect one after the other; barrier and gather wait without the lock."""
     from torch.distributed import TCPStore
 
     threading.stack_size(512 << 10)

@@ -1,7 +1,7 @@
-"""How fast are images converted, and by what is it limited?
+"""How fast are images converted?
 
 The image: files of a Python installation with PyTorch (libraries, sources, data), as layers of gzip level 6, in an OCI
-layout whose files are in memory. The store is a folder. The objects of all arms must be the same, bit for bit.
+layout in the page cache. The store is a folder. All arms must create the same objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness import ROOT, Benchmark, Must, Outcome
 _LAYER_MIB = 96
 _LAYERS = 4
 _FILE_MIB = 64
-"""Of the largest library no more than this, so that a layer is not one file."""
+"""Limit of one file, so that a layer is not a single library."""
 _METHOD = (
     "one process; the layout is in the page cache, the store is a new folder for each arm; arms take turns and swap "
     "order; megabytes of compressed layers for a second; processor time is of all threads, also for reads and writes"
@@ -55,7 +55,7 @@ def measure(quick: bool) -> Outcome:
                 took_s, cpu_s = _convert(images[layers], store, library)
                 objects[layers].add(_digest(store))
                 shutil.rmtree(store)
-                if number:  # the first is thrown away
+                if number:  # the first round is discarded
                     samples[_name(layers, library)].append(sizes[layers] / took_s / 1e6)
                     cpu[_name(layers, library)].append(sizes[layers] / cpu_s / 1e6)
     best = {name: median(values) for name, values in cpu.items()}
@@ -93,7 +93,7 @@ def _folder() -> Path:
 
 
 def _convert(layout: Path, store: Path, library: str) -> tuple[float, float]:
-    """Seconds, and seconds of processors."""
+    """Seconds, and seconds of processor time."""
     from bootseer.image.conversion.convert import convert
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources import decompress
@@ -119,7 +119,7 @@ def _convert(layout: Path, store: Path, library: str) -> tuple[float, float]:
 
 
 def _digest(store: Path) -> str:
-    """Of all content that the store holds, by its names."""
+    """The digest of the names of all objects in the store."""
     names = sorted(path.name for path in store.rglob("*") if path.is_file() and len(path.name) == 64)
     if not names:
         raise RuntimeError(f"no objects of content in {store}")
@@ -127,11 +127,11 @@ def _digest(store: Path) -> str:
 
 
 def _make(folder: Path, layers: int) -> Path:
-    """A layout of so many layers."""
+    """A layout with this number of layers."""
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True)
     roots = [Path(root) / name for root in site.getsitepackages() for name in ("torch", "numpy", "sympy")]
-    # Mixed, so that each layer has some of everything.
+    # Shuffled, so that all layers are similar.
     files = sorted(
         (path for root in roots for path in root.rglob("*") if path.is_file()),
         key=lambda path: _sha(bytes(path.name, "utf-8")),

@@ -1,6 +1,6 @@
 """How fast is a given image converted? `CONVERT_IMAGE=oci:FOLDER make bench ARGS=convert_image`, with any image.
 
-The other arm only decompresses the layers and verifies their digests, several at once: no converter can do less.
+The other arm only decompresses the layers concurrently and verifies their digests: the minimum of any conversion.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(quick: bool) -> Outcome:
 
 
 def _timed(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and seconds of processors."""
+    """Seconds, and seconds of processor time."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     began_s = time.monotonic()
     run()

@@ -1,10 +1,10 @@
-"""How often `bootseer diff` cries wolf over startups of the same kind, and how often it sees a slower stage.
+"""How often `bootseer diff` raises a false alarm, and how often it detects a slower stage.
 
-Nodes differ from each other and from run to run by the jitter: drawn evenly within it, and drawn log-normal with it as
-sigma, because real startups have a long tail. Whole runs are alike, or one factor for each makes all stages of all its
-nodes longer or shorter: drawn evenly within 15 %, or log-normal with a sigma of 15 %. B is compared with one other run
-(a pair) and with ten (`--baseline`), drawn from the same startups; or B's install takes 1.2 times or twice as long. One
-alarm anywhere in a comparison makes it a false one.
+Nodes vary between each other and between runs by the jitter, drawn from a uniform distribution and from a log-normal
+one, because real startups have a long tail. Whole runs vary by a common factor for all stages of all nodes: none,
+uniform within 15 %, or log-normal with a sigma of 15 %. B is compared with one other run (a pair) and with ten
+(`--baseline`) from the same distribution; or B's install takes 1.2 times or twice as long. A comparison with one alarm
+anywhere is a false alarm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RUNS_VARY = 0.15
 
 
 class _Cell(NamedTuple):
-    """What the startups of one cell are drawn from."""
+    """The distribution of the startups of one cell."""
 
     nodes: int
     jitter: float
@@ -95,7 +95,7 @@ def _sees(difference: Difference) -> bool:
 
 
 def _report(cell: _Cell, rng: random.Random, number: int, slow: float = 1.0) -> Report:
-    """The report of one startup in which each node's work of each stage is drawn anew."""
+    """The report of one startup with new random durations for each node and stage."""
 
     def drawn(shape: str, spread: float) -> float:
         return 1 + rng.uniform(-spread, spread) if shape == "even" else rng.lognormvariate(0, spread)

@@ -1,8 +1,7 @@
 """How long until a job with a large Python environment can run on a node that does not have it.
 
 The environment is that of environment.lock.txt (115 packages with PyTorch), served by an index behind a network link.
-What is measured, and how, is told in `_METHOD`, which the result file holds; what must be reached, in
-`environment_claims`.
+`_METHOD`, which is part of the result file, describes the method; `environment_claims` has the goals.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ _METHOD = (
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """One way to the environment."""
+    """One way to provide the environment."""
 
     name: str
     steps: Callable[[Node], Sequence[Sequence[str]]]
-    """Commands on the node; the one with `{job}` holds the job, which otherwise comes behind them."""
+    """Commands on the node. The job replaces `{job}`, or is run after them."""
     ahead: Callable[[Node], None] = lambda there: None
-    """What the node went through before."""
+    """Prepares the node."""
     mbit_per_s: int | None = None
 
 
@@ -149,7 +148,7 @@ def _mbit(name: str) -> int | None:
 
 
 def _pack(there: Node, archive: Path) -> None:
-    """What somebody would make who keeps environments as archives."""
+    """Create the archive of the arm `tar.zst`."""
     there.prepare()
     try:
         there.install()
@@ -160,7 +159,7 @@ def _pack(there: Node, archive: Path) -> None:
 
 
 def _start(there: Node, store: str) -> None:
-    """A start on a new node: it captures the first time, and has a record the second time."""
+    """A start on a new node: the first one captures, the second one uses its record."""
     there.prepare()
     try:
         there.start([[*_with_uv(there), *there.bootseer(store)]])
@@ -169,7 +168,7 @@ def _start(there: Node, store: str) -> None:
 
 
 def _copy(source: str, target: str, plain_http: str) -> None:
-    """Put what a store has into another one: a capture takes longer."""
+    """Copy a store, which is faster than another capture."""
     os.environ["BOOTSEER_PLAIN_HTTP"] = plain_http
     with closing(open_store(source)) as here, closing(open_store(target)) as there:
         for stored in here.list("environments/"):
@@ -184,12 +183,12 @@ def _copy(source: str, target: str, plain_http: str) -> None:
 
 
 def _with_uv(there: Node) -> list[str]:
-    """In front of a command for which uv is on the path."""
+    """Prefix of a command, with uv on PATH."""
     return ["env", f"PATH={there.venv}/bin:{there.tools.uv.parent}:{os.environ['PATH']}"]
 
 
 def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
-    """Medians of what is beside the times."""
+    """Medians of the other figures."""
     return {
         "usable_s": median(sample.usable_s for sample in of_arm),
         "first_run_s": median(sample.first_s for sample in of_arm),
@@ -201,7 +200,7 @@ def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
 
 
 def _said(of_arm: Sequence[Sample]) -> Mapping[str, float]:
-    """Of BootSeer's starts what its report says."""
+    """Figures from BootSeer's reports of its starts."""
     names = ("size_bytes", "stored_bytes", "num_files", "demand_bytes", "hot_bytes", "cold_bytes")
     known = {name: [sample.said[name] for sample in of_arm if sample.said.get(name) is not None] for name in names}
     return {name: float(median(values)) for name, values in known.items() if values}

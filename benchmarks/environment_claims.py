@@ -1,4 +1,4 @@
-"""The arms of `environment`, and what they must reach."""
+"""The names of the arms of `environment`, and their goals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import Must
 
 
 class Names:
-    """Of the arms."""
+    """Names of arms."""
 
     INSTALLED = "installed"
     PIP = "pip"
@@ -28,7 +28,7 @@ class Names:
 
 
 SLOW = (Names.PIP, Names.PIP_NO_COMPILE, Names.CAPTURE)
-"""Arms that take minutes: a quick run goes without."""
+"""Arms that take minutes, which a quick run skips."""
 _USABLE_S = 0.5
 _FIRST = 1.3
 _SECOND = 1.05

@@ -1,4 +1,4 @@
-"""A node without the environment, and the ways in which its job gets it. Used by `environment`."""
+"""A node without the environment, and the ways to provide it. Used by `environment`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Sample:
     first_s: float
     second_s: float
     link_bytes: int
-    """What came over the link until the end of the first run."""
+    """Received over the link until the end of the first run."""
     disk_bytes: int
-    """What the node's disk holds more than before."""
+    """Disk usage added by the start."""
     said: Mapping[str, Any] = field(default_factory=dict)
-    """What BootSeer's report says of the environment."""
+    """The environment in BootSeer's report."""
 
     @property
     def imported_s(self) -> float:
@@ -43,7 +43,7 @@ class Sample:
 
 
 class Node:
-    """A folder that is everything a node's disk has: interpreter, home, caches."""
+    """A folder with a node's whole disk: interpreter, home, caches."""
 
     def __init__(self, folder: Path, tools: Tools, registry: str) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class Node:
             **environ,
             "HOME": str(folder / "home"),
             "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
-            # The user's own settings would name other indexes.
+            # The user's own configuration could name other indexes.
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": INDEX,
             "PIP_TRUSTED_HOST": INDEX.split("/")[2].partition(":")[0],
@@ -65,7 +65,7 @@ class Node:
             "BOOTSEER_RUNTIME": str(folder / "runtime"),
             "BOOTSEER_PLAIN_HTTP": registry,
         }
-        # A venv has its own path in it, so that it is made in its place.
+        # A venv contains its own path, so it is created in its place.
         new_venv(self.venv)
         shutil.copytree(self.venv, self._template, symlinks=True)
         shutil.rmtree(folder)
@@ -77,11 +77,11 @@ class Node:
         self.job.write_text(_JOB)
 
     def install(self) -> None:
-        """The whole environment with its bytecode, as pip would make it, in less time."""
+        """Install the whole environment with its bytecode, as pip would, in less time."""
         self._run([*self.uv(), "--compile-bytecode"])
 
     def fill_uv_cache(self) -> None:
-        """What an earlier installation by uv leaves on the node."""
+        """Fill uv's cache, as an earlier installation would."""
         target = self._folder / "elsewhere"
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
         python = f"{target}/bin/python"
@@ -89,12 +89,12 @@ class Node:
         shutil.rmtree(target)
 
     def uv(self, python: str = "") -> list[str]:
-        """uv's installation into the venv, or that of another interpreter."""
+        """The command of uv's installation into the venv, or into that of another interpreter."""
         install = [str(self.tools.uv), "pip", "install", "--quiet", "--python", python or f"{self.venv}/bin/python"]
         return [*install, "--cache-dir", str(self._folder / "uv-cache"), "--default-index", INDEX, "-r", str(LOCK)]
 
     def warm(self, store: Path) -> None:
-        """The tools' own code is in memory. `store` gets a snapshot of one package the first time."""
+        """Load the tools' own code into memory. `store` gets a snapshot of one package the first time."""
         small = self._folder / "small.txt"
         small.write_text(next(line for line in LOCK.read_text().splitlines(True) if line.startswith("idna==")))
         spool = ["--quiet", "--spool", str(self._folder / "small")]
@@ -103,13 +103,13 @@ class Node:
         self._run([str(self.tools.uv), "--version"])
 
     def clean(self) -> None:
-        """The node is gone."""
+        """Remove the node."""
         if (self._folder / "cache").exists():
             self._run([_BOOTSEER, "cache", "prune", "--to", "0"])
         shutil.rmtree(self._folder)
 
     def start(self, steps: Sequence[Sequence[str]], received: Any = lambda: 0, *, twice: bool = True) -> Sample:
-        """Do the steps, then run the job's imports in what they made. The last step is the job where it has `{job}`."""
+        """Run the steps, then the job's imports. A last step with `{job}` runs the job itself."""
         python = f"{self.venv}/bin/python"
         once = f"{python} {self.job}"
         job = ["sh", "-c", f"{once} && {once}" if twice else once]
@@ -147,7 +147,7 @@ class Node:
         )
 
     def disk_bytes(self) -> int:
-        """What the node's files take on its disk."""
+        """Disk usage of the node's files."""
         seen: dict[int, int] = {}
         for folder, _, names in os.walk(self._folder):
             for name in names:

@@ -1,4 +1,4 @@
-"""What `environment` needs before it measures: the wheels of the lock file, uv, an index that serves the wheels."""
+"""Prerequisites of `environment`: the wheels of the lock file, uv, an index that serves the wheels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _START_S = 120.0
 
 
 class Tools:
-    """Where they are; made once and kept in `folder`."""
+    """The tools in `folder`, which is kept."""
 
     def __init__(self, folder: Path) -> None:
         self.wheels = folder / "wheels"
@@ -28,7 +28,7 @@ class Tools:
         self.num_packages = len(LOCK.read_text().split())
 
     def bring(self) -> None:
-        """Download what is missing, through whatever index pip is configured for. Takes a minute the first time."""
+        """Download what is missing from the index for which pip is configured. Takes a minute the first time."""
         if not self.uv.exists():
             subprocess.run([sys.executable, "-m", "venv", self.uv.parents[1]], check=True)
             subprocess.run([self.uv.with_name("pip"), "install", "--quiet", "uv"], check=True)
@@ -36,7 +36,7 @@ class Tools:
         if done.exists() and done.read_text() == LOCK.read_text():
             return
         self.wheels.mkdir(parents=True, exist_ok=True)
-        # The default build of PyTorch brings gigabytes of CUDA libraries.
+        # The default build of PyTorch includes gigabytes of CUDA libraries.
         lock = self.wheels.with_name("lock.txt")
         lock.write_text("".join(f"{line}+cpu\n" if line.startswith("torch==") else f"{line}\n" for line in _lines()))
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -45,7 +45,7 @@ class Tools:
 
     @contextmanager
     def index(self, link: Link) -> Iterator[int]:
-        """Serve the wheels at the far end of the link, from memory; yields the server's pid."""
+        """Serve the wheels at the remote end of the link, from memory; yields the server's pid."""
         command = [sys.executable, str(Path(__file__).with_name("package_index.py")), self.wheels, THERE, str(_PORT)]
         with subprocess.Popen(link.inside([str(word) for word in command])) as server:
             try:
@@ -55,7 +55,7 @@ class Tools:
                 server.terminate()
 
     def warm(self) -> None:
-        """The wheels are in memory: the index's disk is no part of what is measured."""
+        """Load the wheels into memory: the index's disk is not measured."""
         for path in self.wheels.iterdir():
             with path.open("rb") as file:
                 while file.read(1 << 20):

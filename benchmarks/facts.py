@@ -1,6 +1,6 @@
-"""What this machine is, for the files that benchmarks leave: numbers mean nothing without it.
+"""Facts about this machine for the result files of benchmarks.
 
-The facts describe the kind of machine, never which one: no host name, no path, no user.
+They describe the kind of machine, and do not identify it: no host name, path or user.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _cpu_model() -> str | None:
 
 
 def _memory_bytes() -> int | None:
-    """Memory that this process may use: the machine's, or less when a cgroup limits it."""
+    """Memory that this process may use: that of the machine, or the limit of its cgroup."""
     match = re.search(r"^MemTotal:\s*(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
     total = int(match[1]) * 1024 if match else None
     limit = _text("/sys/fs/cgroup/memory.max").strip()

@@ -1,8 +1,8 @@
 """Fit the scenario `buckets` to the paper's medians of small jobs, and predict those of large ones.
 
-Fitted are medians of simulated starts on 1 to 88 nodes; those on 177 to 625 take no part. Prints all fits, because four
-numbers do not tell them apart: by relative errors (the shipped scenario), the same with a fixed time that jobs above
-100 GPUs wait, and by errors in seconds.
+The medians of simulated starts on 1 to 88 nodes are fitted; those on 177 to 625 are predicted. Prints all fits, because
+four numbers do not decide between them: by relative errors (the shipped scenario), the same with a fixed waiting time
+of jobs above 100 GPUs, and by errors in seconds.
 
     python benchmarks/fit_buckets.py > docs/simulated/buckets.json
 """
@@ -32,14 +32,14 @@ def changes(install_s: float, sigma: float) -> list[str]:
 
 
 def starts_s(numbers: Numbers, num_nodes: int) -> list[float]:
-    """Of all seeds. The third number: what jobs on more than 100 GPUs wait before they start."""
+    """Medians of all seeds. The third number: how long jobs on more than 100 GPUs wait before they start."""
     waits_s = numbers[2] if len(numbers) > 2 and num_nodes * 8 > 100 else 0.0
     scenario = read_scenario("buckets", changes(*numbers[:2]))
     return [simulate(scenario, num_nodes, "today", seed).began_s + waits_s for seed in range(SEEDS)]
 
 
 def fit(numbers: list[float], scale: Callable[[float], float]) -> list[float]:
-    """Gauss-Newton with differences, damped."""
+    """Damped Gauss-Newton with finite differences."""
 
     def errors(numbers: Numbers) -> np.ndarray:
         return np.array([scale(median(starts_s(numbers, nodes))) - scale(PAPER_S[nodes]) for nodes in FITTED])

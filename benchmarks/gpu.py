@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU share: one start of `gpu_job.py`, with its stopwatch and BootSeer's marks."""
+"""Shared by the benchmarks on a GPU: one start of `gpu_job.py`, with its own timestamps and BootSeer's marks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from harness import ROOT
 
 _JOB = ROOT / "benchmarks" / "gpu_job.py"
 SMALL = ("--width", "64", "--layers", "2", "--batch", "2", "--length", "32")
-"""For a look at the benchmarks themselves, on a machine without a GPU."""
+"""To try the benchmarks on a machine without a GPU."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the job. Times are monotonic ns of this machine."""
+    """One start of the job. Times are ns of the monotonic clock."""
 
     ranks: Sequence[Mapping[str, Any]]
     """What each rank wrote."""
     marks: Mapping[str, tuple[int, int]]
-    """Stage of the first rank to its begin and end; instants twice the same."""
+    """By stage of the first rank, its begin and end, which are equal for instants."""
     began_ns: int
     """When the command was started."""
     stderr: str
 
     def point(self, name: str) -> int | None:
-        """The last rank's time at this point."""
+        """The time at which the last rank reached this point."""
         times = [one["points"][name] for one in self.ranks if name in one["points"]]
         return max(times) if times else None
 
@@ -61,7 +61,7 @@ def gpu() -> dict[str, Any]:
 
 
 class Work:
-    """Starts with a spool and a cache of their own."""
+    """Starts with a separate spool and cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,11 +112,11 @@ class Work:
                 stage, at_ns = event["stage"], event["mono_ns"]
                 if event["phase"] == "begin":
                     begun[event["span"]] = at_ns
-                else:  # the launcher imports torch too: the rank's marks come later
+                else:  # the launcher imports torch too, before the rank
                     found[stage] = begun.get(event["span"], at_ns), at_ns
         return found
 
 
 def warm_reasons(stderr: str) -> list[str]:
-    """What `--warm on` says of the start."""
+    """The message of `--warm on` about the start."""
     return re.findall(r"^.*(?:warm|recorded).*$", stderr, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Checkpoints read into a GPU's memory: BootSeer's readers, the libraries' own, and what the copy alone takes."""
+"""Checkpoints read into a GPU's memory: by BootSeer's readers, by the libraries' own, and the copy to the GPU alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure(quick: bool) -> Outcome:
         for number in range(tensors)
     }
     total = sum(one.nbytes for one in made.values())
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # no disk: what is measured is the way to the device
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # no disk: the transfer to the device is measured
         arms = _arms(Path(folder), made, device)
         wrong = [name for name, arm in arms.items() if not _same(arm(), made)]
         samples = alternate({name: lambda arm=arm: _gib_s(arm, total) for name, arm in arms.items()}, rounds)

@@ -1,11 +1,10 @@
-"""A training job on one GPU with a stopwatch of its own, to compare with the hook's marks.
+"""A training job on one GPU with its own timestamps, to compare with the hook's marks.
 
     gpu_job.py --way eager --out points.json [--backend nccl] [--steps 20] [--width 512]
 
-It writes the monotonic times (ns) at which it was somewhere: `torch` (imported), `context` (first CUDA context),
-`group`, `collective`, and of the first step `queued` (the optimizer's step has returned) and `done` (its kernels have
-finished). Only the last one synchronizes with the device, and only if `--stopwatch` is given. The losses are written as
-hexadecimal floats.
+It writes the monotonic times (ns) of `torch` (imported), `context` (first CUDA context), `group`, `collective`, and in
+the first step `queued` (the optimizer's step has returned) and `done` (its kernels have finished). Only the last one
+synchronizes with the device, and only with `--stopwatch`. The losses are written as hexadecimal floats.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def _train(given: argparse.Namespace) -> None:
 
 
 def _graph_steps(given: argparse.Namespace, step: Callable[[], Any]) -> None:
-    """A whole step as a CUDA graph, as PyTorch's documentation does it: warm-up on a side stream, capture, replay."""
+    """A whole step as a CUDA graph, like PyTorch's documentation: warm-up on a side stream, capture, replay."""
     import torch
 
     side = torch.cuda.Stream()

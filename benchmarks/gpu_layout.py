@@ -14,7 +14,7 @@ _TYPE = "application/vnd.oci.image"
 
 
 class _Hashed:
-    """A file that counts and hashes what is written."""
+    """A file that counts and hashes the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

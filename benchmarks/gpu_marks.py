@@ -1,4 +1,4 @@
-"""How far the hook's marks on a GPU are from a stopwatch in the job, and whether they slow its steps."""
+"""How much the hook's marks on a GPU differ from timestamps of the job, and whether they slow its steps."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def _arms(backend: str, large: bool) -> dict[str, tuple[str, ...]]:
 
 
 def _late_ms(start: Start) -> float:
-    """The mark's end minus the time when the first step's kernels had finished (or, where not known, was queued)."""
+    """The mark's end minus the end of the first step's kernels (or, if unknown, of its calls)."""
     ended = start.marks["first_step"][1]
     return (ended - (start.point("done") or start.point("queued") or 0)) / 1e6
 
 
 def _stages(start: Start) -> dict[str, Any]:
-    """Seconds of each mark, and when each began after the command; the same of the stopwatch's points."""
+    """The duration of each mark and its begin after the command, in seconds; the same of the job's timestamps."""
     marks = {name: [(begin - start.began_ns) / 1e9, (end - begin) / 1e9] for name, (begin, end) in start.marks.items()}
     points = {name: (at - start.began_ns) / 1e9 for name, at in start.ranks[0]["points"].items()}
     ends = start.ranks[0]["ends"]

@@ -1,4 +1,4 @@
-"""What a warm parent saves where torch is a CUDA build, and whether its ranks compute the same."""
+"""What a warm parent saves with a CUDA build of torch, and whether its ranks compute the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROBES = {
     "the same with PYTORCH_NVML_BASED_CUDA_CHECK=1": "1",
 }
 _LEARNT = 2
-"""Starts before those that count: one is recorded, one learns which modules are left out."""
+"""Starts that are not measured: the first is recorded, the second learns which modules are excluded."""
 
 
 def rounds_of(quick: bool, rounds: int | None) -> Iterator[Outcome]:
@@ -28,14 +28,14 @@ def rounds_of(quick: bool, rounds: int | None) -> Iterator[Outcome]:
     starts: dict[str, list[Start]] = {}
     reasons: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        works = {arm: Work(Path(tempfile.mkdtemp(dir=folder))) for arm in _ARMS}  # one record for each command
+        works = {arm: Work(Path(tempfile.mkdtemp(dir=folder))) for arm in _ARMS}  # each command has its own record
 
         def start(arm: str, mode: str) -> Start:
             ranks, words = _ARMS[arm]
             if not found:
                 words = tuple("gloo" if word == "nccl" else word for word in words)
             launcher = (*TORCHRUN, ranks)
-            works[arm].env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic results ask for it
+            works[arm].env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic results
             words += ("--deterministic", "--stopwatch", "--steps", "6")
             return works[arm].start(*words, launcher=launcher, run=("--warm", mode))
 
@@ -69,7 +69,7 @@ def rounds_of(quick: bool, rounds: int | None) -> Iterator[Outcome]:
 
 
 def _probes(work: Work) -> dict[str, Any]:
-    """What becomes of a module that initialises, or only looks for, the driver when it is imported."""
+    """What happens to a module that initialises or only looks for the driver when it is imported."""
     (work.folder / "asks_for_gpu.py").write_text("import torch\nGPU = torch.cuda.is_available()\n")
     paths = f"{work.folder}:{work.env.get('PYTHONPATH', '')}".rstrip(":")
     said = {}

@@ -1,9 +1,9 @@
-"""What all benchmarks share: alternating runs, child processes with their costs, and the result file.
+"""Shared by all benchmarks: alternating runs, child processes with their costs, and the result file.
 
-A benchmark is one module with one `BENCHMARK` value; `run.py` calls its `measure` and writes what it returns.
-Arms (what is measured, and what a user would run instead) take turns within a round and swap their order from round to
-round, so that a machine which is busy with something else treats all of them alike. Caches are warm: a round that is
-thrown away comes first. Results tell the kind of machine, never its name or its paths.
+A benchmark is a module with a `BENCHMARK` value; `run.py` calls its `measure` and writes the result. Arms (BootSeer,
+and what users would run instead) alternate within a round, and their order is reversed from round to round, so that
+other load on the machine affects all of them. The first round is discarded, so caches are warm. Results name the kind
+of machine, but not its name or paths.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METHOD = (
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """A claim about one figure."""
+    """A goal for one figure."""
 
     what: str
     value: float
@@ -52,35 +52,35 @@ class Must:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a benchmark found. Samples are one list for each arm, in the order of the rounds."""
+    """The result of a benchmark. Samples are a list for each arm, in the order of the rounds."""
 
     parameters: Mapping[str, Any]
     samples: Mapping[str, Sequence[float]]
     unit: str
     baselines: Mapping[str, str] = field(default_factory=dict)
-    """Arm to the arm that it is compared with, round by round."""
+    """By arm, the arm with which it is compared, round by round."""
     must_reach: Sequence[Must] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Figures beside the samples: profiles, CPU time, peak memory."""
+    """Other figures: profiles, CPU time, peak memory."""
     method: str = METHOD
-    """How the arms took turns and what was warm, where it is not as usual."""
+    """The method, if it differs from the usual one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One claim and the way to measure it."""
+    """One question and its measurement."""
 
     name: str
     question: str
     measure: Callable[[bool], Outcome] | None = None
-    """Takes whether to be quick: fewer rounds or smaller input, the same method."""
+    """The argument is whether to be quick, with fewer rounds or smaller input."""
     by_rounds: Callable[[bool, int | None], Iterator[Outcome]] | None = None
-    """Instead of `measure` where a round takes minutes: takes how many rounds to make, None for as many as it thinks
-    right, and gives after each what was found so far. A run that is cut keeps the rounds that it has made."""
+    """Instead of `measure`, if a round takes minutes. The second argument is the number of rounds, or None. Yields the
+    result so far after each round, so an interrupted run keeps its rounds."""
 
 
 class Left:
-    """How long the rounds that are left will take: as expected, corrected by those that were made."""
+    """The remaining time: the expected one, corrected by the rounds so far."""
 
     def __init__(self, expected_s: Sequence[float]) -> None:
         self._expected_s = list(expected_s)
@@ -100,16 +100,16 @@ class Left:
 
 
 class Cost(NamedTuple):
-    """What one child process took."""
+    """The costs of one child process."""
 
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    """Never less than what the benchmark itself held at the spawn: the kernel hands that on to the child."""
+    """At least the size of the benchmark itself when it started the child: the kernel counts that too."""
 
 
 def spawn(command: Sequence[str], env: Mapping[str, str] | None = None, exit_codes: Sequence[int] = (0,)) -> Cost:
-    """Run a program with its output thrown away. Raises `RuntimeError` when it ends with another exit code."""
+    """Run a program and discard its output. Raises `RuntimeError` for another exit code."""
     devnull = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
     start = time.perf_counter()
     pid = os.posix_spawnp(command[0], list(command), dict(os.environ if env is None else env), file_actions=devnull)
@@ -122,7 +122,7 @@ def spawn(command: Sequence[str], env: Mapping[str, str] | None = None, exit_cod
 
 
 def alternate(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Run each arm once a round, in an order that turns round by round, after a round that is thrown away."""
+    """Run each arm once per round, in alternating order. The first round is discarded."""
     results: dict[str, list[T]] = {name: [] for name in arms}
     names = list(arms)
     for number in range(-1, rounds):
@@ -134,7 +134,7 @@ def alternate(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, lis
 
 
 def wall_ms(costs: Mapping[str, Sequence[Cost]]) -> dict[str, list[float]]:
-    """Wall times of children in milliseconds."""
+    """Durations of children in milliseconds."""
     return {name: [cost.wall_s * 1e3 for cost in of_arm] for name, of_arm in costs.items()}
 
 
@@ -148,12 +148,12 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def run(benchmark: Benchmark, quick: bool, rounds: int | None = None) -> dict[str, Any]:
-    """Measure, and write the result file; returns what it holds. Raises `ValueError` for rounds where none are made."""
+    """Measure, and write the result file. Raises `ValueError` for a number of rounds if the benchmark has none."""
     load_before, git = os.getloadavg()[0], _git()
     result: dict[str, Any] = {}
     for outcome in _outcomes(benchmark, quick, rounds):
         result = _result(benchmark, outcome, quick, load_before, git)
-        # A quick look must not take the place of a measurement.
+        # A quick run must not replace a measurement.
         _write(RESULTS / ("quick" if quick else "") / f"{benchmark.name}.json", result)
     return result
 
@@ -211,7 +211,7 @@ def _result(
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:
-    """All of it or nothing: a run may be cut at any time."""
+    """Atomically: a run may be interrupted at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(_rounded(result), indent=1, ensure_ascii=False) + "\n")
@@ -219,7 +219,7 @@ def _write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Six significant digits are more than any clock here is good for."""
+    """With six significant digits, more than any clock here justifies."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -74,7 +74,7 @@ def _sitecustomize_ms(env: Mapping[str, str]) -> float:
     """The cumulative import time of sitecustomize, as the interpreter itself sees it."""
     command = [sys.executable, "-X", "importtime", "-c", "pass"]
     text = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stderr
-    # The hook imports the sitecustomize that it hides under the same name: the outer one is the last.
+    # The hook imports the sitecustomize that it shadows under the same name: the outer one is listed last.
     times = re.findall(r"\|\s*(\d+) \|\s+sitecustomize$", text, re.MULTILINE)
     return float(times[-1]) / 1e3
 

@@ -1,8 +1,8 @@
 """How long a node that has never seen the image of a PyTorch job takes until the job does useful work.
 
 The image is that of examples/moe (five layers, 0.4 GB compressed, 1.3 GB unpacked) in a real registry behind a link of
-known rate; useful work is `import torch` and one small matrix product in the container. What is measured, and how, is
-told in `_METHOD`, which the result file holds; what must be reached, in `image_claims`.
+known rate; useful work is `import torch` and one small matrix product in the container. `_METHOD`, which is part of the
+result file, describes the method; `image_claims` has the goals.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _METHOD = (
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """One way on one link."""
+    """One way to start, with one link."""
 
     name: str
     way: Way
     link: str
     warm_tools: bool = True
     streamed: bool = False
-    """The first container stays until all of the image is here."""
+    """Whether the first container runs until the whole image is on the node."""
 
     @property
     def later(self) -> bool:
-        """Whether two more starts on the same node are measured: the link has no part in them."""
+        """Whether two more starts on the same node are measured, which do not use the link."""
         return self.link == "loopback" and self.warm_tools
 
 
 @dataclass(frozen=True, slots=True)
 class _Lab:
-    """What all arms meet."""
+    """Shared by all arms."""
 
     link: Link
     registry: Registry
@@ -68,7 +68,7 @@ class _Lab:
     image: str
     """The image's name in the registry."""
     small: str
-    """That of the tiny one."""
+    """The name of the tiny image."""
 
 
 def measure(quick: bool) -> Outcome:
@@ -79,7 +79,7 @@ def measure(quick: bool) -> Outcome:
     layout = f"{cache / 'image/oci'}:latest"
     node.adopt()
     found: dict[str, list[Sample]] = defaultdict(list)
-    # Beside the image: a folder in memory would have no page cache to drop.
+    # On the disk of the image: a folder in memory has no page cache to drop.
     with tempfile.TemporaryDirectory(dir=cache) as text, Link() as link:
         folder = Path(text)
         with Registry(folder / "registry", THERE, inside=link.inside) as registry:
@@ -117,7 +117,7 @@ def _arms(lab: _Lab, plain: PlainFolder, number: int) -> Iterator[_Arm]:
     yield _Arm(Names.FOLDER, plain, "loopback")
     recorded = _lazy(lab, "recorded")
     for link in LINKS:
-        # A start records itself: only a name of its own is one that has no record, or a wrong one.
+        # A start records itself, so only a new workload name has no record, or a wrong one.
         new = f"{link.replace(' ', '-').replace('/', '-')}-{number}"
         ways: dict[str, Way] = {
             Names.CONTAINERD: Containerd(lab.folder / "containerd"),
@@ -137,7 +137,7 @@ def _lazy(lab: _Lab, workload: str) -> Lazy:
 
 
 def _small_image(folder: Path) -> str:
-    """An OCI layout with the image that warms the tools: a shell."""
+    """An OCI layout with a small image (a shell) that warms the tools."""
     program = shutil.which("busybox")
     if program is None:
         raise RuntimeError("there is no busybox; run make setup first")
@@ -177,8 +177,8 @@ def _sample(arm: _Arm, lab: _Lab) -> Sample:
 
 
 def _again(way: Way, image: str, others: set[int]) -> tuple[node.Started, node.Started]:
-    """A second start on the node, and of one more with its files on the disk only."""
-    os.sync()  # what the first start wrote must not slow the second down
+    """A second start on the node, and a third one with an empty page cache."""
+    os.sync()  # write back what the first start wrote
     warm, _ = node.start(way.again(image, node.workload(node.TORCH)), way.env, others, lambda: None)
     node.drop_page_cache()
     from_disk, _ = node.start(way.again(image, node.workload(node.TORCH)), way.env, others, lambda: None)
@@ -186,7 +186,7 @@ def _again(way: Way, image: str, others: set[int]) -> tuple[node.Started, node.S
 
 
 def _hot_bytes(way: Lazy, image: str) -> int:
-    """Stored size of the set that a start on a new node finds."""
+    """Stored size of the hot set that a start on a new node uses."""
     way.prepare()
     try:
         return int(way.hot_set(image)["stored_bytes"])
@@ -195,7 +195,7 @@ def _hot_bytes(way: Lazy, image: str) -> int:
 
 
 def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
-    """Medians of what is beside the times."""
+    """Medians of the other figures."""
     columns: dict[str, list[float | None]] = {
         "link_mb": [sample.link_bytes / 1e6 for sample in of_arm],
         "requests": [sample.requests for sample in of_arm],

@@ -1,4 +1,4 @@
-"""What `image` found of one start, and what its arms must reach."""
+"""One start in `image`, and the goals of its arms."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import node
 from harness import Must
 
 LINKS: Mapping[str, int | None] = {"loopback": None, "1 Gbit/s": 1000, "200 Mbit/s": 200}
-"""Name to Mbit/s; None: no limit."""
+"""Mbit/s by name; None: no limit."""
 
 
 class Names:
-    """Of the ways; an arm's name is a way's and a link's."""
+    """Names of ways to start. An arm's name is that of a way and of a link."""
 
     CONTAINERD = "containerd"
     PARALLEL = "parallel pull"
@@ -28,9 +28,9 @@ class Names:
 
 _FASTER = 7.0
 _FASTER_ON = ("loopback", "1 Gbit/s")
-"""On slower links the figure is reported, and bounded by the link alone."""
+"""On slower links the figure is only reported: the link bounds it."""
 _STARGZ_S = 5.4 / 2
-"""Half of what stargz-snapshotter takes for an image that was optimized for the very same work on such a machine."""
+"""Half the time of stargz-snapshotter with an image optimized for the same work, on a similar machine."""
 _MORE_BYTES = 1.15
 _AGAIN_WARM = 1.15
 _AGAIN_FROM_DISK = 1.3
@@ -43,13 +43,13 @@ class Sample:
 
     cold: node.Started
     link_bytes: int
-    """What came over the link until the first useful work, with all headers."""
+    """Received over the link until the first useful work, with all headers."""
     requests: int
-    """That the registry had ended by then."""
+    """Requests that the registry had completed by then."""
     again: tuple[node.Started, node.Started] | None
-    """A later start, warm, and one with an empty page cache; None where they were not measured."""
+    """A later start, warm, and one with an empty page cache; None if not measured."""
     hot_bytes: int | None
-    """Stored size of the hot set that the start was given; None: it had none."""
+    """Stored size of the start's hot set; None without one."""
 
 
 def claims(found: Mapping[str, Sequence[Sample]]) -> list[Must]:
@@ -78,7 +78,7 @@ def _cold(found: Mapping[str, Sequence[Sample]]) -> list[Must]:
 
 
 def _later(found: Mapping[str, Sequence[Sample]]) -> list[Must]:
-    """Everything is local: what is left is the cost of reading through the mount. The tool's own is in the details."""
+    """The cost of reading through the mount, because everything is local. That of the tool is in the details."""
     result = []
     plain = _again_work_s(found[Names.FOLDER])
     for name, words in ((Names.PULL, "after a full pull"), (Names.RECORDED, "after the rest was streamed")):

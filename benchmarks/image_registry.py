@@ -1,4 +1,4 @@
-"""A real OCI registry (Debian's docker-registry) that a benchmark starts and whose requests it counts."""
+"""A real OCI registry (Debian's docker-registry) for a benchmark, which counts its requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _STOP_S = 10.0
 
 
 class Served(NamedTuple):
-    """Requests that the registry has ended since some moment. One that still streams is not among them."""
+    """Requests that the registry has completed since a mark."""
 
     requests: int
     body_bytes: int
 
 
 class Registry:
-    """The registry process. A context manager: stopped at its end, its folder stays with whoever made it."""
+    """The registry process. A context manager that stops it; its folder is kept."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Registry:
         port: int = 5000,
         inside: Callable[[Sequence[str]], list[str]] = list,
     ) -> None:
-        """`inside` puts a command to where the address is, for one that lies in another network namespace."""
+        """`inside` makes a command run where the address is, for an address in another network namespace."""
         self.host = f"{address}:{port}"
         self._data = folder / "data"
         self._log = folder / "log"
@@ -45,7 +45,7 @@ class Registry:
 
     def __enter__(self) -> Registry:
         self._data.mkdir(parents=True, exist_ok=True)
-        # JSON is YAML.
+        # JSON is valid YAML.
         config = {
             "version": 0.1,
             "log": {"level": "info"},
@@ -92,14 +92,14 @@ class Registry:
         return self._process.pid
 
     def push(self, image: str, name: str) -> str:
-        """Copy an image that skopeo can name ("oci:FOLDER:TAG") to here; returns how clients name it."""
+        """Push an image, named as for skopeo ("oci:FOLDER:TAG"); returns its reference for clients."""
         reference = f"{self.host}/{name}"
         command = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false", image, f"docker://{reference}"]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
         return reference
 
     def warm(self) -> None:
-        """Read all blobs, so that the registry's disk is no part of what is measured."""
+        """Read all blobs into memory: the registry's disk is not measured."""
         buffer = memoryview(bytearray(1 << 20))
         for path in self._data.rglob("data"):
             with path.open("rb", buffering=0) as file:
@@ -107,11 +107,11 @@ class Registry:
                     pass
 
     def mark(self) -> int:
-        """Now, for `served`."""
+        """The current position, for `served`."""
         return self._log.stat().st_size
 
     def served(self, mark: int) -> Served:
-        """Requests that ended since the mark."""
+        """Requests completed since the mark."""
         with self._log.open("rb") as log:
             log.seek(mark)
             sizes = [int(found[4]) for found in _ACCESS.finditer(log.read())]

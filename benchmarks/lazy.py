@@ -1,4 +1,4 @@
-"""BootSeer's own ways to start a container from an image in a registry, next to those of `peers`."""
+"""BootSeer's ways to start a container from an image in a registry; others are in `competitors`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ _STREAMED_S = 120.0
 
 
 class Lazy:
-    """`bootseer image run` on a node of its own: an empty cache, nothing mounted."""
+    """`bootseer image run` on a new node: an empty cache, no mounts."""
 
     def __init__(self, folder: Path, host: str, *, loading: str = "lazy", workload: str = "work") -> None:
-        """`loading` as the option of `image run`; `workload` names the hot set that is used and recorded into.
-
-        The name, and not the command, says which record a start uses: so it can be one of other work, or none.
-        """
+        """`loading` is the option of `image run`. `workload` names the hot set that is used and recorded: by this name,
+        not by the command, so it can be that of other work, or a new one."""
         self._folder = folder
         self._loading = loading
         self.workload = workload
@@ -50,7 +48,7 @@ class Lazy:
         return self.start(reference, command)
 
     def clean(self) -> None:
-        # Complete layers stay mounted for a next start until there is no room for them.
+        # Complete layers stay mounted for the next start.
         self._ask("cache", "prune", "--to", "0")
         shutil.rmtree(self._folder)
 
@@ -63,15 +61,15 @@ class Lazy:
             self.clean()
 
     def hot_set(self, reference: str) -> dict[str, Any]:
-        """What `image hotset show` tells of the workload's set. The node needs to be prepared."""
+        """The output of `image hotset show` for the workload. The node must be prepared."""
         rows = self._ask("image", "hotset", "show", "--json", reference)["hotsets"]
         (row,) = [row for row in rows if row["workload"] == self.workload]
         return dict(row)
 
     def wait_until_streamed(self) -> None:
-        """Until the daemon of the container that runs has the whole image here.
+        """Wait until the running container's daemon has the whole image in the cache.
 
-        The rest is fetched when training has begun, which the hook of a job would report.
+        The rest is fetched after training has begun, which the hook of a job would report.
         """
         runtime = Runtime(Path(self.env["BOOTSEER_RUNTIME"]))
         for state in runtime.all():
@@ -91,6 +89,6 @@ class Lazy:
 
 
 def convert(reference: str, host: str) -> None:
-    """Attach block files to the image, in its own repository."""
+    """Convert the image; block files are stored in its repository."""
     env = {**os.environ, "BOOTSEER_PLAIN_HTTP": host}
     subprocess.run([_BOOTSEER, "image", "convert", reference], env=env, check=True, capture_output=True)

@@ -1,7 +1,7 @@
 """A network link of a known rate on one machine: a network namespace behind a veth pair, shaped by the kernel's `tbf`.
 
-The benchmarks put a server into the namespace, so that everything it sends crosses the link, which counts the bytes.
-Needs root and iproute2; the kernel may lack `netem`, so the link limits the rate and adds no latency.
+The benchmarks run a server in the namespace, so that everything it sends crosses the link, which counts the bytes. The
+link adds no latency, because the kernel may lack `netem`. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 
 HERE = "198.18.0.1"
-"""The near end. These addresses are set aside for benchmarks (RFC 2544)."""
+"""The local end. These addresses are reserved for benchmarks (RFC 2544)."""
 THERE = "198.18.0.2"
-"""The far end, where the server listens."""
+"""The remote end, where the server listens."""
 
 
 class Link:
-    """The link, unshaped at first. A context manager: at its end the server must have ended, and the namespace goes."""
+    """The link, without a limit at first. A context manager that removes it; the server must have ended before."""
 
     def __init__(self) -> None:
         self._namespace = f"bench-{os.getpid()}"
@@ -45,21 +45,21 @@ class Link:
         _run("ip", "netns", "delete", self._namespace)
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """The command as it runs at the far end."""
+        """The command, to be run at the remote end."""
         return ["ip", "netns", "exec", self._namespace, *command]
 
     def shape(self, mbit_per_s: int | None) -> None:
-        """Limit what the far end sends; None lifts the limit."""
+        """Limit the rate of the remote end; None removes the limit."""
         if mbit_per_s is None:
             words = ["tc", "qdisc", "replace", "dev", self._far, "root", "pfifo_fast"]
         else:
-            # As much as a 1 Gbit/s link carries in 4 ms: below that, the timer's grain shows in the rate.
+            # What a 1 Gbit/s link carries in 4 ms: with less, the timer's resolution affects the rate.
             limit = ["rate", f"{mbit_per_s}mbit", "burst", "512kb", "latency", "50ms"]
             words = ["tc", "qdisc", "replace", "dev", self._far, "root", "tbf", *limit]
         _run(*self.inside(words))
 
     def received_bytes(self) -> int:
-        """What has arrived from the far end so far, with all headers."""
+        """Bytes received from the remote end so far, with all headers."""
         return int(Path(f"/sys/class/net/{self._near}/statistics/rx_bytes").read_text())
 
 

@@ -1,8 +1,7 @@
-"""A cold node: the page cache dropped, a start watched up to its first useful work, and what its tools cost until then.
+"""A cold node: empties the page cache, and measures a start until its first useful work, with the costs of its tools.
 
-The workload tells its first useful work itself, by a line on stdout: `ready`, the CPU seconds that it used and the
-seconds that the work itself took. Then it waits for a line on stdin, so that the node can be looked at as it is at that
-moment.
+The workload reports its first useful work by a line on stdout: `ready`, the CPU seconds so far and the seconds of the
+work itself. Then it waits for a line on stdin, so that the node's state at that moment can be measured.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def workload(work: str) -> list[str]:
-    """A Python program that does the work and tells that it is done."""
+    """A Python program that does the work and reports it."""
     program = (
         "import sys, time\nbegan = time.monotonic()\nexec(sys.argv[1])\n"
         "print('ready', time.process_time(), time.monotonic() - began, flush=True)\nsys.stdin.readline()"
@@ -37,23 +36,23 @@ def workload(work: str) -> list[str]:
 TORCH = "import torch; ones = torch.ones(64, 64); ones @ ones"
 OTHER = "import pandas, scipy.stats"
 NOTHING = ["busybox", "sh", "-c", "echo ready 0 0; read line"]
-"""What the small image runs, which has no Python."""
+"""The workload of the small image, which has no Python."""
 
 
 def drop_page_cache() -> None:
-    """Nothing that was read from a file stays in memory, but for what running programs have mapped. Needs root."""
+    """Empty the page cache, except for pages that running programs have mapped. Needs root."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def adopt() -> None:
-    """Make this process the parent of what its children leave running, so that `descendants` finds all daemons."""
+    """Make this process the parent of orphaned descendants, so that `descendants` finds all daemons."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """All processes below one."""
+    """All descendants of a process."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
@@ -65,7 +64,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process and of those children that it has waited for."""
+    """CPU time of a process and of the children that it has waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -88,11 +87,11 @@ class Started:
 
     ready_s: float
     work_s: float
-    """Of it the work itself, from the first line of the program on."""
+    """The part of the work itself, from the first line of the program."""
     tools_cpu_s: float
-    """Of all but the workload and the server: clients, daemons, unpacking. The kernel's own threads are not in it."""
+    """CPU time of clients and daemons, without workload, server and kernel threads."""
     tools_peak_bytes: int
-    """The largest process of the tools that still ran."""
+    """The largest running process of the tools."""
 
 
 def start(
@@ -102,11 +101,11 @@ def start(
     at_ready: Callable[[], T],
     linger: Callable[[], None] = lambda: None,
 ) -> tuple[Started, T]:
-    """Run the steps one after the other, the last of which holds the workload, and wait until it has ended.
+    """Run the steps one after the other, the last one with the workload, and wait for their end.
 
-    `others` are processes that are no part of the start, such as the server; `at_ready` is called at the first useful
-    work, and `linger` later, while the container still runs. Raises `RuntimeError` with the last lines that a step
-    wrote when it fails.
+    `others` are processes that are not part of the start, such as the server. `at_ready` is called at the first useful
+    work, `linger` later, while the container still runs. Raises `RuntimeError` with the last lines of a step that
+    fails.
     """
     before = _cpu_of_tools(others)
     began = time.monotonic()
@@ -151,7 +150,7 @@ def _cpu_of_tools(others: set[int]) -> float:
 
 
 def _is_workload(pid: int) -> bool:
-    # The tools have its words in theirs, behind their own name.
+    # The tools' command lines contain that of the workload after their own name.
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"python3\0-c\0")
     except OSError:
@@ -159,7 +158,7 @@ def _is_workload(pid: int) -> bool:
 
 
 def _line(stream: IO[bytes], deadline: float) -> bytes:
-    """The next line, empty at the end. Lines are read byte by byte: there are few, and none must stay in a buffer."""
+    """The next line, empty at the end. Read byte by byte, so that no data stays in a buffer."""
     line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)

@@ -1,6 +1,6 @@
 """How the start of a job on several nodes grows with their number, by what they start with.
 
-How it is measured is told in `nodes_rows.METHOD`; what must be reached, in `nodes_claims`.
+`nodes_rows.METHOD` describes the method; `nodes_claims` has the goals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nodes_rivals import mirror, seeding, torrent
 from nodes_rows import Arm, Lab, has_peers, measure
 
 _RIVALS_ON = 4
-"""Nodes of the arms with which others share an image: enough to see what they do to the origin."""
+"""Number of nodes for other tools: enough to show the load on the origin."""
 
 
 def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
@@ -25,7 +25,7 @@ def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
 
 
 def _arms(stack: ExitStack, lab: Lab) -> list[Arm]:
-    """Those that a claim rests on come first: a run that is cut keeps what it has."""
+    """Arms with claims first: an interrupted run keeps its rows."""
     numbers = (1, 2) if lab.quick else (1, 2, 4, 8)
     direct = partial(bootseer, techniques=Techniques())
     peers = partial(bootseer, techniques=Techniques(peers=True))

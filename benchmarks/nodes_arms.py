@@ -1,4 +1,4 @@
-"""The ways in which a node of `nodes` starts the job: what it runs before, and the commands whose time counts."""
+"""How a node of `nodes` starts the job: the preparation, and the timed commands."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from nodes_site import BOOTSEER, PYTHON, Script
 _UNGUARDED = str(Path(__file__).with_name("nodes_unguarded.py"))
 _COPY = str(ROOT / "examples/plain_copy.py")
 RECORDED = "recorded"
-"""The name of the hot set that starts use, where they use one."""
+"""The name of the hot set of starts that use one."""
 REQUIREMENTS = ROOT / "examples/moe/requirements.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What nodes start from."""
+    """The servers and files from which nodes start."""
 
     host: str
-    """Of the registry."""
+    """Host and port of the registry."""
     index: str
-    """URL of the package index; empty: the job needs no packages besides the image's."""
+    """URL of the package index; empty if the job needs no other packages than the image's."""
     image: str
     striped: str
-    """The checkpoints as BootSeer's nodes read them, and as ordinary files. Empty: the image is all that jobs need."""
+    """The checkpoints in stripes, and as ordinary files; empty if the job reads none."""
     plain: str
     meet: str
-    """The folder in which the nodes of a job find each other."""
+    """The folder for `--peers`."""
     bench: Path
-    """A folder that every node has at /bench: the replay and its plan."""
+    """The folder that every node mounts at /bench, with the replay and its plan."""
     layout: Path
     """The image as an OCI layout."""
 
     @property
     def unrecorded(self) -> str:
-        """The checkpoints as BootSeer's nodes read them, without the hot lists of other starts."""
+        """The checkpoints in stripes, without hot lists."""
         return f"{self.striped}-unrecorded"
 
 
@@ -52,9 +52,9 @@ class Start:
     number: int
     of: int
     row: str
-    """Unique: names the job, and the container."""
+    """Unique name of the job and of the container."""
     command: tuple[str, ...] = ("python3", "/bench/nodes_replay.py", "/bench/plan")
-    """The job; the folder of checkpoints comes behind it."""
+    """The job; the folder of checkpoints is appended."""
 
     @property
     def copied(self) -> Path:
@@ -67,13 +67,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Techniques:
-    """Which parts of BootSeer a start uses; without any of them it does what nodes do today, but for containerd."""
+    """The parts of BootSeer that a start uses. Without any it does the same as `today`, except for containerd."""
 
     image: bool = True
     environment: bool = True
     checkpoint: bool = True
     record: bool = True
-    """Whether hot sets of earlier starts are used; otherwise the start has a name that no start had."""
+    """Whether hot sets of earlier starts are used; otherwise the start has a new workload name."""
     peers: bool = False
 
     def only(self, **chosen: bool) -> Techniques:
@@ -81,7 +81,7 @@ class Techniques:
 
 
 def today(start: Start, pull: str = "") -> Script:
-    """containerd pulls, one client copies the checkpoint, pip installs in the container. `pull`: another reference."""
+    """containerd pulls (`pull` instead of the image, if given), one client copies the checkpoint, pip installs."""
     image = pull or start.origin.image
     prepare, env = containerd(start.folder)
     pulled = ["ctr", "image", "pull", "--plain-http", image]
@@ -89,7 +89,7 @@ def today(start: Start, pull: str = "") -> Script:
 
 
 def containerd(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Lines that start containerd, which a node has running before a job comes; and the variables that find it."""
+    """Shell lines that start containerd before the job arrives, and the variables for its clients."""
     place = folder / "containerd"
     place.mkdir(parents=True)
     (place / "config.toml").write_text(containerd_config(place))
@@ -102,12 +102,12 @@ def containerd(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def copy(start: Start) -> list[list[str]]:
-    """The checkpoint as ordinary files, one after the other."""
+    """Copy the checkpoint, one file after the other."""
     return [[PYTHON, _COPY, start.origin.plain, str(start.copied)]] if start.origin.plain else []
 
 
 def run_container(start: Start, image: str) -> list[str]:
-    """pip, then the job, in a container that containerd has."""
+    """Run pip, then the job, in a container of containerd."""
     folders = {str(start.origin.bench): "/bench"}
     if start.origin.plain:
         folders[str(start.copied)] = str(start.copied)
@@ -145,7 +145,7 @@ def bootseer(start: Start, techniques: Techniques, without: str = "") -> Script:
         words += ["--mount", f"{checkpoint}:{checkpoint}:ro"]
         steps = copy(start)
     return Script(
-        # The program's own code is in memory, as on a node in use.
+        # Load the program's own code into memory, as on a node in use.
         [f"{BOOTSEER} --version >/dev/null"],
         [*steps, [*words, "--", *start.job(checkpoint)]],
         {"BOOTSEER_PLAIN_HTTP": origin.host},

@@ -1,4 +1,4 @@
-"""The arms of `nodes` by name, what one row of it is, and what the rows must reach."""
+"""The names of the arms of `nodes`, its rows, and their goals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nodes_site import Traffic
 
 
 class Names:
-    """Of the arms."""
+    """Names of arms."""
 
     TODAY = "containerd, pip, plain HDFS"
     LAZY = "bootseer without record and peers"
@@ -22,7 +22,7 @@ class Names:
 
 
 class Faults:
-    """Of the arms in which something is wrong; all with peers."""
+    """Names of arms with a fault, all with peers."""
 
     NONE = "healthy"
     SLOW = "one node's upload at a twentieth"
@@ -35,25 +35,25 @@ class Faults:
 
 
 BUSY = 0.9
-"""A row in which the processors were busy for more than this part of the time was bound by them, not by the links."""
+"""A row with a higher processor utilization was bound by the processors, not by the links."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One arm on so many nodes, once."""
+    """One measurement of one arm on one number of nodes."""
 
     seconds: Sequence[float]
-    """Of each node that was to be ready, from the common begin until its job has read all."""
+    """For each node that was to be ready, seconds from the common begin until its job has read all."""
     traffic: Traffic
     cpu_s: Sequence[float]
-    """Of each node, all its processes."""
+    """For each node, the processor time of all its processes."""
     origin_cpu_s: float
     asked: int
-    """Requests for blocks of image and environment that nodes made to each other."""
+    """Requests between nodes for blocks of image and environment."""
     late: int
-    """Of these given up, and made again elsewhere."""
+    """Those given up as late and repeated elsewhere."""
     busy: float
-    """Part of all processors' time that anything on this machine has used meanwhile."""
+    """The share of all processors' time that any program of this machine used meanwhile."""
 
     @property
     def slowest_s(self) -> float:
@@ -73,12 +73,12 @@ Found = Mapping[tuple[str, int], Sequence[Row]]
 
 
 def named(arm: str, number: int) -> str:
-    """Of an arm on so many nodes."""
+    """The name of an arm with its number of nodes."""
     return f"{arm}, N = {number}"
 
 
 def claims(found: Found) -> list[Must]:
-    """All claims about rows that were measured."""
+    """All claims about the measured rows."""
     musts: list[Must] = []
 
     def slowest(arm: str, number: int) -> float:
@@ -110,7 +110,7 @@ def claims(found: Found) -> list[Must]:
 
 
 def fault_claims(found: Found) -> list[Must]:
-    """Claims about starts in which something is wrong, against the healthy start of the same run."""
+    """Claims about starts with a fault, relative to the healthy start of the same run."""
     musts: list[Must] = []
     rows = {arm: (number, median(row.slowest_s for row in of), median(row.traffic.origin for row in of))
             for (arm, number), of in found.items()}  # fmt: skip
@@ -133,7 +133,7 @@ def fault_claims(found: Found) -> list[Must]:
         late = median(row.late / max(row.asked, 1) for row in starved)
         must(f"{Faults.STARVED}: requests given up as late, of all", late, 0.01)
         must(f"{Faults.STARVED} / {Faults.NONE}: origin sends", rows[Faults.STARVED][2] / copy, 1.05)
-    # A guard that is not missed when it is off protects from nothing.
+    # A guard without effect when it is off would be needless.
     for arm in (Faults.UNHEDGED, Faults.UNBROKEN):
         if Faults.SLOW in rows and arm in rows:
             slower = rows[arm][1] / rows[Faults.SLOW][1]

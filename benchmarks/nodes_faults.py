@@ -1,7 +1,6 @@
-"""What one bad node, or a bad origin, does to the start of a job whose nodes get blocks from each other; and what it
-would do without the guards against it.
+"""The effect of a bad node or a bad origin on the start of a job with peers, with and without the guards against it.
 
-How it is measured is told in `nodes_rows.METHOD`; what must be reached, in `nodes_claims`.
+`nodes_rows.METHOD` describes the method; `nodes_claims` has the goals.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from nodes_rows import Arm, Fault, Lab, measure
 from nodes_site import Node, Site
 
 _NODES = 4
-"""More would be bound by the processors of a small machine, and hide what a slow link costs."""
+"""With more nodes, the processors of a small machine would be the bound and hide the cost of a slow link."""
 _BAD = 1
-"""The node that has the fault."""
+"""The node with the fault."""
 _MIDST_BYTES = 30_000_000
-"""A start is in its midst when the origin has sent so much."""
+"""The fault begins when the origin has sent this much."""
 
 
 def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
@@ -46,7 +45,7 @@ def _arms(lab: Lab) -> list[Arm]:
     killed = Fault(after_bytes=_MIDST_BYTES, act=kill, lost=frozenset({_BAD}))
     hung = Fault(after_bytes=_MIDST_BYTES, act=hang, lost=frozenset({_BAD}))
     starved = Fault(before=starve)
-    # A hung node without second requests is not among them: reads fail then, and the start with them.
+    # Not a hung node without second requests: reads and therefore the start would fail.
     return [
         arm(Faults.NONE, Fault()),
         arm(Faults.SLOW, slow),

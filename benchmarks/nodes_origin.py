@@ -1,5 +1,5 @@
-"""What the nodes of `nodes` start from: the image in a registry, the job's packages in an index, its checkpoint in an
-HDFS; and the record of one start, which nodes replay."""
+"""The origin of `nodes`: the image in a registry, the job's packages in an index, its checkpoint in HDFS; and the
+record of one start, which nodes replay."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _IMPORTS = (
     "absl, einops, humanize, jsonschema, msgpack, numpy, omegaconf, psutil, regex, safetensors, tabulate, tqdm, yaml"
 )
 _CUT = "pandas, scipy.stats"
-"""What the job of the smaller image imports instead of PyTorch."""
+"""The imports of the smaller image's job, instead of PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much there is to load."""
+    """How much a start loads."""
 
     checkpoint_mb: int
-    """0: no checkpoint, and no environment either."""
+    """0: no checkpoint and no environment."""
     cut: bool = False
-    """The image without PyTorch's layer."""
+    """Whether the image lacks PyTorch's layer."""
 
 
 @contextmanager
 def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set[int]]]:
-    """Start the servers, fill them, and record a start; also gives the servers' process ids."""
+    """Start and fill the servers, and record a start; also yields the servers' process ids."""
     cache = ROOT / ".demo-cache"
     subprocess.run([ROOT / "examples/image/build.sh", cache / "image"], check=True)
     layout = _without_torch(cache / "image/oci", folder / "oci") if sizes.cut else cache / "image/oci"
@@ -85,7 +85,7 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
 
 
 def put_checkpoints(folder: Path, here: Origin) -> None:
-    """Keep the newest of a folder of checkpoints in HDFS in all ways."""
+    """Store the newest of a folder of checkpoints in HDFS, in all layouts."""
     newest = folder / (folder / "latest").read_text().strip()
     for stripes, place in (("4", here.striped), ("4", here.unrecorded), ("1", here.plain)):
         _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(newest), place], os.environ)
@@ -98,14 +98,14 @@ def torchrun(script: Path, *words: str) -> None:
 
 
 def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
-    """Record a start on a node without limits, twice: the second one's pauses are its own, and not the registry's."""
+    """Record a start without link limits, twice: the pauses of the second one are not due to the registry."""
     text = ""
     program = f"import sys\n{work}\nprint('ready 0', flush=True)\nsys.stdin.readline()"
     for number in range(2):
         name = f"record{number}"
         one = Start(here, folder / "node0", 0, 1, name)
         script = bootseer(one, Techniques())
-        # The job's own reads, and then all of every layer, to tell which file a block belongs to.
+        # The job's own reads, and then all layers, to know which file a block belongs to.
         lazily = [*script.steps[-1][: script.steps[-1].index("--")], "--", "python3", "-c", program]
         whole = ["pull" if word == "lazy" else word for word in lazily[: lazily.index("--")]]
         steps = [lazily, *([[*whole, "--", "true"]] if number else []), ["sh", "-c", "echo ready 0; read _"]]
@@ -117,7 +117,7 @@ def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
 
 
 def _reads(cache: Path) -> Iterator[str]:
-    """Lines of the plan, from what the newest record in a node's cache says and the complete layers beside it."""
+    """The lines of the plan, from the newest record and the complete layers in a node's cache."""
     kinds: dict[str, str] = {}
     needs: list[tuple[float, Need]] = []
     for path in sorted((cache / "hotsets").rglob("*")):
@@ -139,8 +139,7 @@ def _reads(cache: Path) -> Iterator[str]:
 
 
 def _files(cache: Cache, wanted: Container[str]) -> Iterator[tuple[str, tuple[list[tuple[int, int, str]], int]]]:
-    """Of each block file in the cache its identity, what lies where in it (first byte, length, path), and the size of
-    its blocks."""
+    """For each block file in the cache its identity, its files (first byte, length, path), and its block size."""
     for entry in cache.entries():
         if entry.identity not in wanted:  # such as a checkpoint's
             continue
@@ -159,7 +158,7 @@ def _files(cache: Cache, wanted: Container[str]) -> Iterator[tuple[str, tuple[li
 
 
 def _parts(extents: list[tuple[int, int, str]], start: int, size: int) -> Iterator[tuple[str, int, int]]:
-    """The files' parts that lie in a block: path, offset, length."""
+    """The parts of files in a block: path, offset, length."""
     for at, length, path in extents:
         low, high = max(at, start), min(at + length, start + size)
         if low < high:
@@ -167,7 +166,7 @@ def _parts(extents: list[tuple[int, int, str]], start: int, size: int) -> Iterat
 
 
 def _checkpoints(folder: Path, megabytes: int) -> Path:
-    """A folder of checkpoints that the example job has written, made once."""
+    """A folder of checkpoints written by the example job, created once."""
     target = folder / f"checkpoints-{megabytes}"
     if not (target / "latest").exists():
         sizes = ["--steps", "1", "--checkpoint-mb", str(megabytes), "--checkpoint-dir", str(target)]
@@ -198,7 +197,7 @@ def _without_torch(layout: Path, target: Path) -> Path:
     config.pop("history", None)
     manifest["config"] |= put(config)
     index["manifests"][0] |= put(manifest)
-    # The layout's files are shared with the whole image.
+    # The layout shares its files with the whole image.
     (target / "index.json").unlink()
     (target / "index.json").write_text(json.dumps(index))
     return target

@@ -1,6 +1,6 @@
-"""What each technique brings to a start on several nodes: each alone, and all but one.
+"""The effect of each technique on a start on several nodes: each alone, and all but one.
 
-How it is measured is told in `nodes_rows.METHOD`.
+`nodes_rows.METHOD` describes the method.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nodes_arms import Techniques, bootseer
 from nodes_rows import Arm, Lab, measure
 
 _NODES = 2
-"""Where two nodes pull whole images the origin sends a gigabyte; the ratios are those of more nodes, but for peers."""
+"""The origin sends a gigabyte when two nodes pull whole images. Except with peers, ratios are those of more nodes."""
 _ALL = Techniques(peers=True)
 _NAMES = ("image", "environment", "checkpoint")
 

@@ -1,10 +1,9 @@
-"""Reads what a recorded start read, in its order and with its pauses: `nodes_replay.py PLAN [CHECKPOINTS]`.
+"""Repeats the reads of a recorded start in their order and with their pauses: `nodes_replay.py PLAN [CHECKPOINTS]`.
 
-Runs in the container of a node, with the image's Python and nothing else. PLAN has a line for each read (kind, pause in
-milliseconds, offset, length, path). All of the newest checkpoint is read behind
-them, as a replica of the model reads it. Says
-`ready`, the time on the clock that all processes share, and a checksum of what came from image and checkpoint; then it
-waits for a line, as a job goes on.
+Runs in the container of a node, with only the image's Python. PLAN has a line for each read (kind, pause in
+milliseconds, offset, length, path). Then all of the newest checkpoint is read, as by a replica of the model. Prints
+`ready`, the monotonic time, which all processes share, and a checksum of the data of image and checkpoint. Then it
+waits for a line, like a job that continues.
 """
 
 import os
@@ -23,7 +22,7 @@ def replay(plan: str) -> int:
             kind, pause_ms, offset, length, path = line.rstrip("\n").split(" ", 4)
             time.sleep(int(pause_ms) / 1000)
             data = read(path, int(offset), int(length))
-            # What pip has compiled has other times in it than what a snapshot keeps.
+            # Bytecode compiled by pip contains other times than that of a snapshot.
             if kind == "image":
                 checksum = zlib.crc32(data, checksum)
     return checksum
@@ -38,7 +37,7 @@ def read(path: str, offset: int, length: int) -> bytes:
 
 
 def read_all(folder: str, checksum: int) -> int:
-    """Read all files of a folder; returns the checksum that goes on with them."""
+    """Read all files of a folder; returns the updated checksum."""
     for place, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
@@ -52,10 +51,10 @@ def read_all(folder: str, checksum: int) -> int:
 if __name__ == "__main__":
     found = replay(sys.argv[1])
     for root in sys.argv[2:]:
-        # A place of checkpoints names the newest one.
+        # `latest` names the newest checkpoint.
         newest = read(os.path.join(root, "latest"), 0, 4096).decode().strip()  # noqa: PTH118
         found = read_all(os.path.join(root, newest), found)  # noqa: PTH118
     print("ready", time.monotonic(), found, flush=True)
-    # Training begins where all nodes are ready.
+    # Training begins when all nodes are ready.
     sys.stdin.readline()
     print("began", flush=True)

@@ -1,4 +1,4 @@
-"""What people use when many nodes pull one image: a pull-through mirror on one of them, and BitTorrent among all."""
+"""Other tools for many nodes that pull one image: a pull-through mirror on one of them, and BitTorrent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMPORTED = "localhost/team/job:1"
 
 
 def mirror(start: Start, address: str) -> Script:
-    """containerd on all nodes pulls through a registry on the first one, whose address this is."""
+    """containerd on all nodes pulls through a registry on the first node, at `address`."""
     registry, _, name = start.origin.image.partition("/")
     script = today(start, f"{address}:{_MIRROR_PORT}/{name}")
     if start.number:
@@ -47,7 +47,7 @@ def mirror(start: Start, address: str) -> Script:
 
 
 def torrent(start: Start, seeds: str) -> Script:
-    """aria2 brings the image's layers from the origin's and the other nodes' aria2, containerd imports them."""
+    """aria2 downloads the image's layers from the origin's and the other nodes' aria2, containerd imports them."""
     layers = start.folder / "torrent"
     layers.mkdir(parents=True)
     done = layers / "done"
@@ -84,7 +84,7 @@ def seeding(layout: Path, folder: Path, address: str) -> Iterator[str]:
 
 
 def _tracker() -> type[BaseHTTPRequestHandler]:
-    """Tells each client of the torrent of the others."""
+    """The torrent's tracker: tells clients about each other."""
     known: dict[bytes, None] = {}
 
     class Tracker(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The rows of the benchmarks of several nodes: one way to start the job, on so many nodes, measured once."""
+"""The rows of the benchmarks of several nodes: one way to start the job on one number of nodes, measured once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ METHOD = (
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the links, in Mbit/s."""
+    """Limits of the links, in Mbit/s."""
 
     origin: int
     node: int
@@ -45,32 +45,32 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong in a row."""
+    """The fault in a row."""
 
     before: Callable[[Site], None] = lambda site: None
-    """Called when the links have their rates."""
+    """Called after the links are limited."""
     after_bytes: int = 0
     act: Callable[[Sequence[Node]], None] | None = None
-    """Called when the origin has sent so much."""
+    """Called when the origin has sent `after_bytes`."""
     lost: frozenset[int] = frozenset()
-    """Nodes that need not become ready."""
+    """Nodes that are not expected to become ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to start, on so many nodes."""
+    """One way to start, on one number of nodes."""
 
     name: str
     number: int
     script: Callable[[Start], Script]
     fault: Fault = Fault()
     content: str = ""
-    """Nodes of arms with the same content have read the same, or have the same loss."""
+    """Nodes of arms with the same content must have the same checksum or loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """What all rows meet."""
+    """Shared by all rows."""
 
     site: Site
     origin: Origin
@@ -81,7 +81,7 @@ class Lab:
 
 
 def has_peers() -> bool:
-    """Whether this BootSeer can ask peers."""
+    """Whether this version of BootSeer has peers."""
     done = subprocess.run([BOOTSEER, "run", "--help"], capture_output=True, text=True, check=True)
     return "--peers" in done.stdout
 
@@ -95,7 +95,7 @@ def measure(
     *,
     whole: bool = False,
 ) -> Iterator[Outcome]:
-    """All arms, each of which is kept when it is there. `most`: so many nodes at most; `whole`: all of the image."""
+    """Measure all arms; yields after each. `most`: the largest number of nodes; `whole`: all of the image."""
     rates, sizes = (Rates(100, 200), Sizes(64, cut=not whole)) if quick else (Rates(50, 100), Sizes(64))
     if chosen := os.environ.get("NODES_MBIT", ""):
         rates = Rates(*map(int, chosen.split(",")))
@@ -112,7 +112,7 @@ def rows(
     *,
     quick: bool = False,
 ) -> Iterator[Found]:
-    """Start the job in all ways; gives after each row what was found so far."""
+    """Measure all rows; yields the rows so far after each."""
     if os.geteuid():
         raise RuntimeError("the benchmarks of nodes need root: they make network namespaces and mounts")
     node.adopt()
@@ -126,8 +126,8 @@ def rows(
     ):
         lab = Lab(site, start_from, servers, Path(text), rates, quick)
         checksums: dict[str, set[bytes]] = defaultdict(set)
-        # Thrown away: it records the replay itself. Two nodes, because what both read of the checkpoint is what more
-        # nodes prefetch.
+        # Discarded: it records the replay itself. On two nodes, because only chunks of the checkpoint that several
+        # nodes read are prefetched.
         run_row(lab, Arm("first", 2, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
         arms = [arm for arm in arms_of(lab) if _is_chosen(named(arm.name, arm.number))] * rounds
         left = Left([float(arm.number) for arm in arms])
@@ -164,7 +164,7 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: dict[str, set[bytes]], *,
         moved = site.traffic().since(before)
         cpu_s = [one.cpu_s() - s for one, s in zip(running, cpu_s, strict=True)]
         origin_s = sum(map(node.cpu_s, lab.servers)) - origin_s
-        # What it has asked its peers, a node tells when training begins.
+        # Nodes report their requests to peers when training begins.
         nodes_site.finish(awaited)
         said = [event for one in awaited for event in one.events() if "peer_requests" in event]
         row = Row(
@@ -184,20 +184,20 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: dict[str, set[bytes]], *,
 
 
 def _is_chosen(name: str) -> bool:
-    """Whether the user wants this arm: all, or those that `NODES_ARMS` names, with semicolons between them."""
+    """Whether `NODES_ARMS`, a list separated by semicolons, has this arm; without it all are measured."""
     chosen = os.environ.get("NODES_ARMS", "")
     return not chosen or name in [word.strip() for word in chosen.split(";")]
 
 
 def _busy() -> tuple[float, float]:
-    """Time of all processors so far: used, and idle."""
+    """Time of all processors so far: busy, and idle."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = fields[3] + fields[4]
     return float(sum(fields) - idle), float(idle)
 
 
 def told(row: Row) -> str:
-    """A row in a line."""
+    """A row as a line of text."""
     sent, bound = sum(row.traffic.sent) / 1e6, ", bound by the processors" if row.is_bound_by_processors else ""
     return (
         f"slowest {row.slowest_s:.1f} s, median {row.median_s:.1f} s; origin sent {row.traffic.origin / 1e6:.0f} MB, "
@@ -229,7 +229,7 @@ def _outcome(found: Found, rates: Rates, sizes: Sizes, claims: Callable[[Found],
 
 
 def _details(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Medians of what is beside the times."""
+    """Medians of the other figures."""
     return {
         "median_s": median(row.median_s for row in rows),
         "slowest_to_median": median(row.slowest_s / row.median_s for row in rows),

@@ -1,9 +1,9 @@
-"""A site on one machine: an origin behind one link, and nodes with a link, a cache, mounts and processes of their own.
+"""A site on one machine: an origin behind one link, and nodes with separate links, caches, mounts and processes.
 
-The origin (registry, package index, HDFS) is this machine as it is: everything that it sends leaves through the bridge
-of the nodes' links, which is shaped and counts the bytes. A node is a bash script in namespaces of its own (network,
-mounts, processes), with a folder for all that its disk would have; it ends with its first process, and all its mounts
-and daemons with it. Needs root and iproute2.
+The origin (registry, package index, HDFS) runs directly on this machine: everything that it sends crosses the bridge of
+the nodes' links, which limits and counts the bytes. A node is a bash script in separate namespaces (network, mounts,
+processes), with a folder for its disk. It ends with its first process, and so do its mounts and daemons. Needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _END_S = 30.0
 
 
 class Traffic(NamedTuple):
-    """What links have carried, with all headers."""
+    """Bytes on the links, with all headers."""
 
     origin: int
     """Sent by the origin."""
@@ -55,11 +55,11 @@ class Site(Links):
 
     @property
     def name(self) -> str:
-        """What the names of all its namespaces and interfaces begin with."""
+        """The prefix of the names of all its namespaces and interfaces."""
         return self._name()
 
     def shape(self, origin_mbit: int | None, node_mbit: int | None) -> None:
-        """Limit what the origin sends, and each node's link in both directions; None lifts a limit."""
+        """Limit the origin's rate, and each node's link in both directions; None removes a limit."""
         words = ["noqueue"]
         if origin_mbit is not None:
             words = ["tbf", "rate", f"{origin_mbit}mbit", "burst", "128kb", "latency", "100ms"]
@@ -68,12 +68,12 @@ class Site(Links):
             self.set_rate(i, node_mbit)
 
     def limit_upload(self, i: int, mbit: float) -> None:
-        """Limit what a node sends, and nothing else."""
+        """Limit only what a node sends."""
         limit = ["rate", f"{int(mbit * 1000)}kbit", "burst", "64kb", "latency", "100ms"]
         _run("tc", "-n", self._name(i), "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
 
     def traffic(self) -> Traffic:
-        """Up to now. A node's interface is the other end of ours: what we received is what it has sent."""
+        """Bytes so far. A node's interface is the other end of ours, so what we received is what it sent."""
         numbers = range(self._number)
         return Traffic(
             _counter(self._name(), "tx"),
@@ -82,19 +82,19 @@ class Site(Links):
         )
 
     def enter(self, i: int) -> list[str]:
-        """In front of a command: in the node's network, as the first of its processes, with mounts of its own."""
+        """Prefix of a command: run it in the node's network, as its first process, with separate mounts."""
         network = [f"--net=/run/netns/{self._name(i)}"]
         apart = ["--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        # A node ends with the benchmark, however that ends.
+        # Nodes also end if the benchmark is killed.
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", *network, "unshare", *apart]
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one node does: `prepare` before the clock runs, then the steps, the last of which is the job."""
+    """The commands of one node: `prepare` is not timed; the last step is the job."""
 
     prepare: Sequence[str] = ()
-    """Lines of shell."""
+    """Shell lines."""
     steps: Sequence[Sequence[str]] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,9 +107,9 @@ class Node:
     folder: Path
     process: subprocess.Popen[bytes]
     ready_at: float | None = None
-    """On the clock of all processes."""
+    """On the monotonic clock."""
     checksum: bytes = b""
-    """Of what the job has read, in its words."""
+    """The checksum that the job printed."""
     text: bytes = b""
 
     @property
@@ -121,7 +121,7 @@ class Node:
         return list(node.descendants(self.process.pid))
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The attributes of all events that BootSeer has written on this node."""
+        """The attributes of all events that BootSeer wrote on this node."""
         for path in (self.folder / "spool").rglob("*"):
             for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
                 if line.startswith("@bootseer1 {"):
@@ -131,18 +131,18 @@ class Node:
         return sum(node.cpu_s(pid) for pid in [self.process.pid, *self.descendants()])
 
     def kill(self) -> None:
-        """The machine is gone: all its processes end at once."""
+        """Kill all processes, as if the machine lost power."""
         self.process.kill()
 
     def hang(self) -> None:
-        """Nothing runs any more; connections stay."""
+        """Stop all processes; their connections remain."""
         for pid in self.descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
 
 
 def node_env(folder: Path) -> dict[str, str]:
-    """What every process of a node finds."""
+    """The environment of a node's processes."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -161,7 +161,7 @@ def node_env(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def nodes(site: Site, folder: Path, scripts: Sequence[Script]) -> Iterator[list[Node]]:
-    """Nodes that are prepared and wait for `start`. At the end they are gone, with their folders."""
+    """Prepared nodes, which wait for `start`. A context manager that ends them and removes their folders."""
     running: list[Node] = []
     try:
         for number, script in enumerate(scripts):
@@ -192,7 +192,7 @@ def nodes(site: Site, folder: Path, scripts: Sequence[Script]) -> Iterator[list[
 
 
 def start(running: Sequence[Node]) -> float:
-    """Let all nodes begin; returns when that was."""
+    """Start all nodes; returns the time."""
     began = time.monotonic()
     for one in running:
         assert one.process.stdin is not None
@@ -202,12 +202,12 @@ def start(running: Sequence[Node]) -> float:
 
 
 def wait_until_ready(running: Sequence[Node], deadline_s: float) -> None:
-    """Until the job of each node has said `ready`, and when. Raises `RuntimeError` when one ends before."""
+    """Wait until the job of each node has printed `ready`. Raises `RuntimeError` if one ends before."""
     _wait_for(running, b"ready", time.monotonic() + deadline_s)
 
 
 def finish(running: Sequence[Node]) -> None:
-    """Let the jobs that are ready go on to their end, and wait for it; their folders stay."""
+    """Let the ready jobs continue, and wait for their end; their folders are kept."""
     for one in running:
         assert one.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -244,7 +244,7 @@ def _wait_for(running: Sequence[Node], word: bytes, until: float) -> None:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Until the kernel has ended a process that was killed."""
+    """Wait until a killed process has ended."""
     until = time.monotonic() + _END_S
     while Path(f"/proc/{pid}").exists():
         if time.monotonic() > until:
@@ -255,13 +255,13 @@ def wait_until_gone(pid: int) -> None:
 def _bash(script: Script) -> str:
     lines = [
         "set -e -o pipefail",
-        # What programs keep in /run belongs to the machine that they run on.
+        # The node needs a separate /run.
         "mount -t tmpfs tmpfs /run",
         *script.prepare,
         "echo prepared",
         "read -r _",
         *(shlex.join(step) + " </dev/null >&2" for step in script.steps[:-1]),
-        # Not `exec`: the first process of a node stays, as the parent of what others leave.
+        # Not `exec`: the first process of a node remains as the parent of orphans.
         f"{shlex.join(script.steps[-1])} || exit $?",
     ]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """A real training job on several nodes to the end of its first step, for three kinds of model.
 
 torchrun in the containers of all nodes (gloo over their links) resumes from a checkpoint and does one optimizer step.
-The rest of how it is measured is told in `nodes_rows.METHOD`.
+`nodes_rows.METHOD` describes the rest of the method.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _arms(number: int, lab: Lab) -> list[Arm]:
             return bootseer(job, Techniques(peers=start.of > 1)) if ours else today(job)
 
         if kind == "moe":
-            # Thrown away: what torchrun reads, no replay has recorded.
+            # Discarded: it records the reads of torchrun.
             run_row(lab, Arm("first", 1, partial(script, ours=True)), 10_000, {"": set()}, shaped=False)
         arms.append(Arm(f"{Names.PEERS}: {kind}", number, partial(script, ours=True), content=kind))
         arms.append(Arm(f"{Names.TODAY}: {kind}", number, partial(script, ours=False), content=kind))

@@ -1,9 +1,9 @@
 """One optimizer step from a checkpoint, on all nodes of a job: `nodes_train_job.py MODEL MEGABYTES FOLDER [--save]`.
 
 torchrun starts it. MODEL is `moe` (the example job as it is, in the image), `dense` (a decoder-only transformer over
-bytes) or `diffusion` (a small convolutional network that predicts the noise in an image). Each node says `ready`, the
-time on the clock that all processes share, and the loss. With `--save` a new model does one step and is saved into
-FOLDER; MEGABYTES is the size of the MoE's checkpoint.
+bytes) or `diffusion` (a small convolutional network that predicts the noise in an image). Each node prints `ready`, the
+monotonic time, and the loss. With `--save` a new model does one step and is saved in FOLDER; MEGABYTES is the size of
+the MoE's checkpoint.
 """
 
 import os
@@ -24,7 +24,7 @@ STEP = "step-00000001"
 
 
 class Dense(nn.Module):
-    """Bytes in, the mean loss of the next byte out."""
+    """Returns the mean loss of the next byte."""
 
     def __init__(self, width: int = 256, layers: int = 6) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Dense(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """The mean squared error of the noise that is predicted for images at random times."""
+    """Returns the mean squared error of the predicted noise for images at random times."""
 
     def __init__(self, width: int = 160, blocks: int = 10) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ def train(kind: str, folder: Path, *, save: bool) -> None:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         ready(step(model, optimizer))
     dist.destroy_process_group()
-    # The model still holds the group. When the interpreter deletes both, torch 2.13 sometimes waits for ever: a thread
+    # The model refers to the group. When the interpreter deletes both, torch 2.13 sometimes deadlocks: a thread
     # of gloo needs the lock of the interpreter, whose thread waits for it.
     sys.stdout.flush()
     os._exit(0)
 
 
 def train_moe(folder: Path, megabytes: str) -> int:
-    """The example's own program, whose first step is marked."""
+    """The example's own program, with its first step marked."""
     sys.path.insert(0, "/app")
     import train as example
 

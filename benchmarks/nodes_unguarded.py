@@ -1,5 +1,5 @@
-"""BootSeer with one guard of its peers off: `nodes_unguarded.py GUARD VERB...`. A node of `nodes_faults` starts with it
-to show what the guard is for; the program itself has no such switch."""
+"""BootSeer with one guard of its peers disabled: `nodes_unguarded.py GUARD VERB...`. `nodes_faults` uses it to show
+that the guard is needed. The program itself has no such option."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ GIVE_UP_S = 0.5
 
 
 def without_second_request() -> None:
-    """No request counts as late: its answer is waited for."""
+    """No request counts as late."""
     health.Health.late_at = lambda self, request: request.active_s + 1e6  # type: ignore[method-assign]
 
 
 def without_breaker() -> None:
-    """A node that was late, or is slow, is asked again at once."""
+    """A late or slow node is used again at once."""
     health._MAX_LATE = health._RECENT + 1  # type: ignore[misc]
     health._SLOW_S = float("inf")  # type: ignore[misc]
 
 
 def without_patience() -> None:
-    """An owner that says that it waits for the origin counts as late, and every node may ask the origin itself."""
+    """An owner that waits for the origin counts as late, and every node may use the origin itself."""
     route = choice.Members.route
 
     def routed(self: choice.Members, file: str, run: int, *nodes: frozenset[str]) -> choice.Route:

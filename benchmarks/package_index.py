@@ -1,7 +1,7 @@
-"""A package index of the wheels in one folder, as pip and uv know it: `package_index.py FOLDER ADDRESS PORT`.
+"""A package index of the wheels in one folder for pip and uv: `package_index.py FOLDER ADDRESS PORT`.
 
-Serves names, files, their digests and the wheels' metadata beside them (PEP 503, 658), so that an installer has what a
-public index would give it. Runs until it is terminated. Called by `environment` in another network namespace.
+Serves names, files, digests and the wheels' metadata (PEP 503, 658), like a public index. Runs until it is terminated.
+Started by `environment` in another network namespace.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     folder, address, port = sys.argv[1:]
     _Handler.wheels = tuple(Wheel(path) for path in sorted(Path(folder).glob("*.whl")))
-    for wheel in _Handler.wheels:  # digests and pages are there before anybody asks
+    for wheel in _Handler.wheels:  # computed before the first request
         assert wheel.link
     ThreadingHTTPServer((address, int(port)), _Handler).serve_forever()
 

@@ -1,10 +1,9 @@
-"""What does it cost a node to serve its peers, and do two interfaces carry twice as much as one?
+"""What does it cost a node to serve its peers, and are two interfaces twice as fast as one?
 
 The server: one process, 64 connections (its limit of 32 is raised for it), a file of 256 KiB blocks in memory. The
-client throws away what it gets (`MSG_TRUNC`), so that it costs little beside it. The same bytes from threads that only
-call sendfile are the least that any server costs on this machine. The interfaces: a service in a network
-namespace with two links, each limited by the kernel's tbf; a fetcher on the other side pulls a block file from it, over
-one link and over both.
+client discards the data (`MSG_TRUNC`), which costs little. The baseline is threads that only call sendfile. The
+interfaces: a service in a network namespace with two links, each limited by the kernel's tbf; a fetcher on the other
+side pulls a block file, over one link and over both.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def measure(quick: bool) -> Outcome:
 
 
 def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, float]]:
-    """MiB/s of each round of both servers, and what each cost in all: processor seconds, peak memory, bytes."""
+    """MiB/s of each round of both servers, and the total costs of each: processor seconds, peak memory, bytes."""
     data = folder / "data"
     with data.open("wb") as file:
         for _ in range(_FILE_MIB):
@@ -86,7 +85,7 @@ def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, 
 class _Loaded:
     address: str
     cost: dict[str, float] = field(default_factory=dict)
-    """Known when it has ended."""
+    """Known after its end."""
 
 
 @contextlib.contextmanager
@@ -103,7 +102,7 @@ def _loaded(mode: str, data: Path) -> Iterator[_Loaded]:
 
 
 def _ask_all(address: str, ask: Callable[[str, int, int], None]) -> float:
-    """MiB/s that all connections get together, over 1 GiB."""
+    """MiB/s of all connections together, over 1 GiB."""
     num_each = (1 << 30) // _BLOCK // _CONNECTIONS
     threads = [threading.Thread(target=ask, args=(address, number, num_each)) for number in range(_CONNECTIONS)]
     began_s = time.perf_counter()
@@ -153,7 +152,7 @@ def _throw_away(sock: socket.socket, into: bytearray, left: int) -> None:
 
 
 def _serve_bare(path: str) -> None:
-    """In a child: a thread for each connection sends a block of the file for each offset that it receives."""
+    """In a child process: a thread per connection sends a block of the file for each received offset."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
 
@@ -175,7 +174,7 @@ def _serve_bare(path: str) -> None:
 
 
 def _tell_cost(listening: socket.socket, before: resource.struct_rusage) -> None:
-    """Print the address, wait for SIGTERM, print what the process cost."""
+    """Print the address, wait for SIGTERM, print the costs of the process."""
     print(f"127.0.0.1:{listening.getsockname()[1]}", flush=True)
     signal.sigwait({signal.SIGTERM})
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -184,8 +183,8 @@ def _tell_cost(listening: socket.socket, before: resource.struct_rusage) -> None
 
 
 def _serve_load(path: str) -> None:
-    """In a child: serve the file until SIGTERM, then print what it cost."""
-    from bootseer.peers import server, service  # what the service imports takes memory too
+    """In a child process: serve the file until SIGTERM, then print the costs."""
+    from bootseer.peers import server, service  # the service's imports use memory too
 
     assert service
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -210,7 +209,7 @@ def _serve_load(path: str) -> None:
 
 
 class _TwoLinks:
-    """A network namespace with two links to here, both limited in what it sends."""
+    """A network namespace with two links to this one, both limited in its sending direction."""
 
     def __init__(self) -> None:
         self._name = f"peers-{os.getpid()}"
@@ -259,11 +258,11 @@ def _links(folder: Path, rounds: int) -> dict[str, list[float]]:
     (folder / "index").write_bytes(index.encode())
     took: dict[str, list[float]] = {"one link": [], "two links": []}
     with _TwoLinks() as links, _serving(links, folder) as addresses:
-        assert len(addresses) == 2, addresses  # the service chooses both by itself
+        assert len(addresses) == 2, addresses  # the service uses both by default
         for number in range(rounds + 1):
             for name in took if number % 2 else reversed(took):
                 seconds = _pull(folder, index, addresses[: 1 if name == "one link" else 2], f"{name}{number}")
-                if number:  # the first round is thrown away
+                if number:  # the first round is discarded
                     took[name].append(seconds)
     return took
 
@@ -280,7 +279,7 @@ def _serving(links: _TwoLinks, folder: Path) -> Iterator[list[str]]:
 
 
 def _serve(path: str) -> None:
-    """In a child, in the namespace: the service of a node that has the whole file."""
+    """In a child process in the namespace: the service of a node with the whole file."""
     from bootseer.blocks.index import Index
     from bootseer.cache.cache import Cache
     from bootseer.fetch.fetcher import Fetcher

@@ -22,7 +22,7 @@ for line in open(sys.argv[1], "rb"):
     event = json.loads(line.partition(b" ")[2])
     count[event["node"], event["stage"]] += event["wall_ns"]
 """
-"""What a user would write first: parse every line, add up, and know nothing of clocks, barriers or waits."""
+"""The simplest script: parse every line and add up, without clocks, barriers or waits."""
 
 
 def measure(quick: bool) -> Outcome:

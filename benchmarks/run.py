@@ -13,10 +13,10 @@ from typing import Any
 
 import harness
 
-sys.path.append(str(harness.ROOT / "tests"))  # the fleet whose truth is known
+sys.path.append(str(harness.ROOT / "tests"))  # the synthetic fleet
 
 _BY_NAME = ("convert_image", "gpu_marks", "gpu_warm", "gpu_checkpoint")
-"""They need an image or a GPU, so they run by name only."""
+"""These need an image or a GPU, and run only if named."""
 NAMES = (
     "run_overhead",
     "hook_overhead",
@@ -58,7 +58,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names).difference(NAMES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    # An installed program has its bytecode: the round that is thrown away writes what a changed source lacks.
+    # An installed program has bytecode: the discarded round writes it.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     names = arguments.names or [name for name in NAMES if name not in _BY_NAME]
     benchmarks: list[harness.Benchmark] = [importlib.import_module(name).BENCHMARK for name in names]

@@ -27,7 +27,7 @@ def measure(quick: bool) -> Outcome:
         setup.write_text(f"mkdir -p {spool}/made && echo word > {spool}/made/file\n")
         env_run = ["run", "-q", "--spool", spool, "--setup", str(setup), "--store", f"{spool}/store", "--", "true"]
         own_cache = {**os.environ, "BOOTSEER_CACHE": f"{spool}/cache", "BOOTSEER_RUNTIME": f"{spool}/runtime"}
-        for _ in range(2):  # the first one makes the snapshot
+        for _ in range(2):  # the first one creates the snapshot
             spawn([_BOOTSEER, *env_run], own_cache)
         costs = alternate(
             {
@@ -62,9 +62,9 @@ def measure(quick: bool) -> Outcome:
 
 
 def _imports(command: list[str]) -> Mapping[str, float]:
-    """Import times of one run in ms, by whose import pulled a module in: Python's start, click's, BootSeer's own.
+    """Import times of one run in ms, by what imported a module: Python's start, click, BootSeer.
 
-    `-X importtime` lists a module behind those that it imported, which are indented; it slows imports down itself.
+    `-X importtime` lists a module after those that it imported, which are indented. It slows imports down itself.
     """
     text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spent = {"python start": 0.0, "standard library": 0.0, "click": 0.0, "bootseer": 0.0}

@@ -1,8 +1,8 @@
-"""How fast `bootseer report` reads a large log that other programs wrote, and what each of its searches costs.
+"""How fast `bootseer report` reads a large log of other programs, and what each of its searches costs.
 
-What a user would run instead is grep; `cat` tells what reading alone takes. The log is made anew (`training_log`), lies
-in the page cache and is deleted afterwards. Logs whose every line holds a word that parsers look for tell what the scan
-is worth where it is not spared: such words are ordinary English.
+The baselines are grep, and `cat` for reading alone. The log is generated (`training_log`), is in the page cache, and is
+deleted afterwards. Logs with a word that parsers look for in every line show the worst case: such words are ordinary
+English.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORDS = {
 }
 _LINES = 10_000_000
 _BOOTSEER = str(Path(sys.executable).parent / "bootseer")
-_NOTHING_FOUND = (0, 1)  # grep's exit code when no line holds the word
+_NOTHING_FOUND = (0, 1)  # grep's exit code when no line matches
 _PROFILED_BYTES = 64 << 20
 _PROFILED_BLOCK = 1 << 20
 
@@ -44,7 +44,7 @@ def measure(quick: bool) -> Outcome:
     rounds, lines = (3, _LINES // 10) if quick else (5, _LINES)
     with tempfile.TemporaryDirectory() as folder:
         plain, part = Path(folder, "train.log"), Path(folder, "part.log")
-        with ProcessPoolExecutor(1) as pool:  # what this process held, its children would be charged with
+        with ProcessPoolExecutor(1) as pool:  # memory of this process would count as that of its children
             sizes = {
                 "plain": pool.submit(training_log.write, plain, lines).result(),
                 "compressed": pool.submit(training_log.write, part, lines // 4).result(),
@@ -81,7 +81,7 @@ def measure(quick: bool) -> Outcome:
     baselines = {"report": "grep -c bootseer1", "report, gzip": "gzip -dc | grep -c"}
     if "report, zstd" in speeds:
         baselines["report, zstd"] = "zstd -dc | grep -c"
-    # By processor time, of which a scan takes one core's: what else the machine does must not decide.
+    # By processor time, because a scan uses one core: other load must not affect it.
     words_cpu_s = max(cpu_s_per_gb[name] for name in arms if name.startswith("report, ") and name not in baselines)
     return Outcome(
         parameters={"rounds": rounds, "lines": lines, "bytes": sizes},
@@ -101,7 +101,7 @@ def measure(quick: bool) -> Outcome:
 
 
 def _all_clues() -> str:
-    """What every parser looks for, each without its last letter."""
+    """The keywords of all parsers, each without its last letter."""
     literals = {clue.literal.decode() for parser in parsers() for clue in parser.clues}
     return " ".join(literal[:-1] + "~" for literal in sorted(literals))
 
@@ -116,7 +116,7 @@ def _pipe(script: str) -> Cost:
 
 
 def _profile(log: bytes) -> dict[str, float]:
-    """CPU seconds for a gigabyte of this log, for each pass over the bytes that a scan without a hit makes."""
+    """CPU seconds per gigabyte of this log, for each pass over the bytes of a scan without a hit."""
     blocks = [log[start : start + _PROFILED_BLOCK] for start in range(0, len(log), _PROFILED_BLOCK)]
     searching, _ = search()
     passes = {

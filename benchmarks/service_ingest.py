@@ -1,8 +1,8 @@
-"""What the service costs: events taken, kept and analysed for each second of processor time, on both databases.
+"""What the service costs: events accepted, stored and analysed per second of processor time, on both databases.
 
-The lines are those of 1,440 nodes that start together. They go to a running service as one sender for all nodes sends
-them, in batches of half a megabyte, and as a sender on each node does, all at once; the clock stops when their start is
-in the database. Processor time is that of all of the service's processes; PostgreSQL's own stands beside it.
+The lines are those of 1,440 nodes that start together. They are sent to a running service by one sender for all nodes,
+in batches of half a megabyte, and by a sender on each node, all at once. The time ends when their start is in the
+database. Processor time is that of all processes of the service; PostgreSQL's is listed separately.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_RSS = 400 << 20
 _VISIBLE_S = 5.0
 _PATIENCE_S = 120.0
 _AT_ONCE = 200
-"""Connections at a time of senders on each node."""
+"""Concurrent connections of the nodes' senders."""
 
 
 def measure(quick: bool) -> Outcome:
@@ -110,7 +110,7 @@ def _send_all(batches: list[bytes], address: str) -> None:
 
 
 def _send_each(by_node: list[bytes], address: str) -> None:
-    """Each over a connection of its own. One that the service has no room for tries again, as senders do."""
+    """Each over a separate connection. If the service is busy, it is retried, as senders do."""
 
     def send(number: int) -> None:
         headers = {"x-bootseer-sender": f"node-{number}", "x-bootseer-sequence": "0"}
@@ -176,7 +176,7 @@ def _service(data: Path, url: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 class _Costs:
-    """Of a process and all that it has started, those that have ended too."""
+    """CPU time of a process and all its descendants, including ended ones."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process

@@ -1,8 +1,8 @@
-"""Two hundred readers of a service that takes lines as fast as it can: errors, waiting times, and what ingest loses.
+"""Two hundred readers of a service that ingests at full rate: errors, waiting times, and the slowdown of ingest.
 
-Senders bring starts of 360 nodes one after the other, each as soon as the last is answered. Then the same again while
-readers, in a process of their own, hold a stream of events each, load pages and API every second or two, and the page
-Now whenever the stream says that something has changed, as its script does.
+Senders send starts of 360 nodes, each as soon as the last one is accepted. Then the same again with readers in another
+process: each holds a stream of events, loads pages and API every second or two, and the page Now whenever the stream
+reports a change, like its script.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare", "/?since=7d", "
 _MOST_RSS = 400 << 20
 _PAGE_P99_S = 2.0
 _EVENTS_PER_S = 20_000
-"""Beside the readers, who take the same cores, as the senders do."""
+"""Ingest with readers, which use the same cores, as do the senders."""
 _PATIENCE_S = 300.0
 
 
 class _Reader:
-    """One person's browser: a page, and its stream of events."""
+    """A browser: a page, and its stream of events."""
 
     def __init__(self, host: str, port: int, pages: list[str], until_s: float) -> None:
         self._at = (host, port)
@@ -115,7 +115,7 @@ async def _read(address: str, seconds: float, pages: list[str]) -> dict[str, Any
 
 
 def _sent(address: str, lines: bytes, first: int, seconds: float) -> tuple[int, float, list[float], list[str]]:
-    """Send starts for so long: how many, in what time, what each batch took, and what went wrong."""
+    """Send starts for this long: their number, the time, the duration of each batch, and errors."""
     took: list[float] = []
     errors: list[str] = []
     counts = [0] * _SENDERS
@@ -149,7 +149,7 @@ def _sent(address: str, lines: bytes, first: int, seconds: float) -> tuple[int, 
 
 
 def lines_of(num_nodes: int) -> bytes:
-    """Of a start whose job is named anew each time that it is sent."""
+    """A start whose job gets a new name each time it is sent."""
     lines = b"".join(slow_installs(num_nodes, ranks_per_node=3).lines())
     job = json.loads(lines.partition(b" ")[2].partition(b"\n")[0])["job"].encode()
     return lines.replace(b'"job":"' + job + b'"', b'"job":"fleet"')
@@ -162,7 +162,7 @@ def _part(values: list[float], share: float) -> float:
 def loaded(
     address: str, lines: bytes, first: int, seconds: float, costs: _Costs, pages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What senders reach, alone or beside readers of these pages, and what these wait for."""
+    """The senders' rate, alone or with readers of these pages, and the readers' waiting times."""
     before_s, watched = costs.cpu_s(), threading.Event()
 
     def watch() -> None:
@@ -209,7 +209,7 @@ def _round(engine: str, lines: bytes, seconds: float) -> dict[str, Any]:
 
 
 def _derived(database: Database, num: int) -> None:
-    """Wait until all starts are whole in the database: nothing that was taken is lost."""
+    """Wait until all accepted starts are complete in the database."""
     until_s, there = time.monotonic() + _PATIENCE_S, 0
     while there != num * _NODES:
         if time.monotonic() > until_s:

@@ -1,8 +1,7 @@
-"""A month of a large fleet in the service's database: each question people ask, timed, and compared with the truth.
+"""A month of a large fleet in the service's database: all queries, timed and compared with the known answers.
 
-10,000 nodes, the paper's seven scales. Both engines hold the same month; each question is asked five times
-and all of its answers counted. Then each page of a service is asked for over its month, alone, and by 200 readers
-at once while senders bring new starts.
+10,000 nodes, the paper's seven scales. Both engines have the same month; each query is made five times. Then each page
+is loaded for that month, alone, and by 200 concurrent readers while senders add new starts.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare", "/?since=7d", "
 
 
 def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
-    """The questions of a month, by name."""
+    """The queries of a month, by name."""
     where, now = Filter(month.first_day, month.last_day), Filter(month.last_day - 6, month.last_day)
     return {
         "1 cost by team": lambda: questions.cost(connection, where),
@@ -67,7 +66,7 @@ def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
 
 
 def wrong(connection: Connection, month: Month) -> list[str]:
-    """Which answers differ from the truth."""
+    """The names of the queries with wrong answers."""
     truth, where, found = month.truth, Filter(month.first_day, month.last_day), []
     answers = {name: ask() for name, ask in asked(connection, month).items()}
 
@@ -135,7 +134,7 @@ def _at(values: list[float], share: float) -> float:
 
 
 def _settled(process: psutil.Process) -> None:
-    """Wait while the service works: at its start it sums the last days anew."""
+    """Wait while the service computes the sums of the last days again, as at each start."""
     while True:
         before = process.cpu_times()
         time.sleep(3)
@@ -145,7 +144,7 @@ def _settled(process: psutil.Process) -> None:
 
 
 def pages(data: Path, database: str, job: str) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds that each page takes alone, and what 200 readers wait for while senders bring starts."""
+    """Seconds of each page alone, and the waiting times of 200 readers while senders add starts."""
     shown = (*_PAGES, f"/job/{job}")
     alone: dict[str, list[float]] = {page: [] for page in shown}
     with _service(data, database) as (address, process), httpx.Client(base_url=address, timeout=300) as client:
@@ -153,7 +152,7 @@ def pages(data: Path, database: str, job: str) -> tuple[dict[str, list[float]], 
         for turn in range(_TIMES):
             for page in shown:
                 began_s = time.perf_counter()
-                # Another address, so that it is made anew.
+                # Another address, so that it is not cached.
                 client.get(httpx.URL(page).copy_merge_params({"turn": turn})).raise_for_status()
                 alone[page].append(time.perf_counter() - began_s)
         return alone, loaded(address, lines_of(16), 0, _READ_FOR_S, _Costs(process), shown)

@@ -1,8 +1,8 @@
-"""Do thousands of small files go through a mount as fast as HDFS itself takes and gives them?
+"""Are thousands of small files read and written through a mount as fast as HDFS itself permits?
 
-A new HDFS of four DataNodes, without limited links; files of 16 KiB with three copies, which every arm writes or reads
-in a process of its own, in one thread and in eight. The processor time that HDFS's servers take for a file is in the
-result: with C cores and X ms for each file, no client gets more than C / X of them, and its own time comes on top.
+A new HDFS of four DataNodes, without link limits; files of 16 KiB with three replicas. Every arm is a process that
+writes or reads them, in one thread and in eight. The result has the processor time of HDFS's servers per file: with C
+cores and X ms per file, no client can exceed C / X, and its own time is added.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Arm:
 
 
 def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
-    """All arms, round by round."""
+    """All arms, in rounds."""
     if os.geteuid():
         raise RuntimeError("the benchmark of small files needs root: it mounts")
     num_files = {"write": 100 if quick else 400, "read": 500 if quick else 2000}
@@ -104,7 +104,7 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
 def _run(
     cluster: HdfsCluster, arm: _Arm, number: int, num_files: int, environment: Mapping[str, str]
 ) -> tuple[float, float, float]:
-    """Seconds, those of the servers' processors, and those of the arm's."""
+    """Seconds, and the processor seconds of the servers and of the arm."""
     folder = "/read" if arm.does == "read" else f"/{arm.kind}-{arm.threads}-{number}"
     _make(cluster, folder)
     before_s = _servers_s(cluster)
@@ -114,7 +114,7 @@ def _run(
 
 
 def _warm_up(cluster: HdfsCluster, num_files: int) -> None:
-    """Make the files that are read, and read them."""
+    """Create the files to be read, and read them."""
     _make(cluster, "/read")
     for kind in ("native_write", *["native_read"] * _WARM_UP):
         run("small_files_arms", kind, [_job(cluster, "/read", num_files, 8)])
@@ -142,7 +142,7 @@ def _servers_s(cluster: HdfsCluster) -> float:
 
 
 def _claims(rates: Mapping[str, Sequence[float]]) -> list[Must]:
-    """Shares of what the fastest other client gets from the same servers in the same rounds."""
+    """The rate relative to the fastest other client in the same rounds."""
     musts = []
     for threads in _THREADS:
         for ours, others, part in (

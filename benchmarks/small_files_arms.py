@@ -1,6 +1,6 @@
 """The arms of `small_files`: one process that writes or reads many small files, through a mount and without BootSeer.
 
-Arms of `checkpoint_child`. `paths` are the files, `length` bytes each, and `threads` take them in turn.
+Run by `checkpoint_child`. `paths` are the files, of `length` bytes each, which are divided among `threads`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @contextmanager
 def fuse_write(job: Job) -> Run:
-    """Through a mount of its own: open, write, close."""
+    """Through a new mount: open, write, close."""
     data = os.urandom(job.length)
 
     def write(path: str) -> None:
@@ -34,7 +34,7 @@ def fuse_write(job: Job) -> Run:
 
 @contextmanager
 def fuse_read(job: Job) -> Run:
-    """Through a mount of its own that has read nothing: open, read, close, by name."""
+    """Through a new mount with an empty cache: open by name, read, close."""
 
     def read(path: str) -> int:
         return len(Path(path).read_bytes())
@@ -45,7 +45,7 @@ def fuse_read(job: Job) -> Run:
 
 @contextmanager
 def fuse_list_read(job: Job) -> Run:
-    """As `fuse_read`, of files whose folder is listed first."""
+    """Like `fuse_read`, after listing the folder."""
 
     def read(entry: os.DirEntry[str]) -> int:
         return len(Path(entry.path).read_bytes())
@@ -62,7 +62,7 @@ def fuse_list_read(job: Job) -> Run:
 
 @contextmanager
 def native_write(job: Job) -> Run:
-    """hdfs-native: create, write, close under the last name; others see the file grow."""
+    """hdfs-native: create under the final name, write, close. Readers see incomplete files."""
     from hdfs_native import Client, WriteOptions
 
     client, data = Client(job.uri), os.urandom(job.length)
@@ -88,7 +88,7 @@ def native_read(job: Job) -> Run:
 
 @contextmanager
 def pyarrow_write(job: Job) -> Run:
-    """pyarrow over libhdfs, the client of the Java world: create, write, close under the last name."""
+    """pyarrow over libhdfs, which uses the Java client: create under the final name, write, close."""
     there, data = _arrow(job), os.urandom(job.length)
 
     def write(path: str) -> None:

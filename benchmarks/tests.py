@@ -1,4 +1,4 @@
-"""How long the tests take: `make quick`, then `make test`, as a contributor calls them."""
+"""How long the tests take: `make quick`, then `make test`, like a contributor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _measure(quick: bool) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             report, busy_s = Path(folder) / "report.xml", _busy_s()
             started = time.monotonic()
-            # In a group of its own: what ends the run ends its workers.
+            # In a separate process group, to end the workers with the run.
             subprocess.run(["make", target, f"ARGS=--junitxml={report}"], cwd=ROOT, check=True, process_group=0)
             samples[f"make {target}"] = [time.monotonic() - started]
             details[f"make {target}"] = {"cpu_s": _busy_s() - busy_s, **_facts(report)}
@@ -37,7 +37,7 @@ def _measure(quick: bool) -> Outcome:
 
 
 def _busy_s() -> float:
-    """Time of all processors that was not idle, since boot. Workers are forks that nothing waits for."""
+    """Busy time of all processors since boot, because nothing waits for the workers, which are forked."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 

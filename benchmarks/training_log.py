@@ -1,9 +1,8 @@
-"""A training log of any length: a short startup at its top, and behind it nothing that tells of one.
+"""A training log of any length: a short startup, then only lines without events.
 
-The lines are of the kinds that training programs print for days: iterations, metrics as dicts, library warnings,
-data-loader and NCCL chatter, paths, numbers. They hold no event and, as real ones do, now and then a word that a parser
-looks for, so that the scan is neither spared nor flattered. The same count and seed give the same bytes.
-Used by `scan_foreign`.
+The lines are of the kinds that training programs print for days: iterations, metrics as dicts, warnings of libraries,
+messages of data loaders and NCCL, paths, numbers. Like real ones, some contain a word that a parser looks for. The same
+count and seed give the same bytes. Used by `scan_foreign`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import random
 from pathlib import Path
 
 _POOL_LINES = 200_000
-"""Distinct lines (about 19 MB); a longer log repeats them, at a distance that no compressor's window spans."""
+"""Distinct lines (about 19 MB). A longer log repeats them, at a distance beyond the window of any compressor."""
 _NEAR_MISS_EVERY = 20_000
 _STARTUP = (
     "2026-03-01 08:00:00,000 Collecting numpy\n"
@@ -30,7 +29,7 @@ _KINDS = {
     "memory | allocated {ms:.1f} MiB | reserved {ms:.3f} MiB | peak tokens {step}000 | user@cluster rank {rank}\n": 6,
     "[{clock}][I] {words} {step}\n": 4,
 }
-"""Kinds of lines, and how many in a hundred are of each."""
+"""Kinds of lines, and the percentage of each."""
 _WORDS = ("gradient", "expert", "router", "overflow", "token", "checkpoint", "stage", "replica", "batch", "queue")
 _NEAR_MISSES = (
     "WARNING the optional flash attention package is missing on rank {0}, falling back to the slow kernel\n",
@@ -52,7 +51,7 @@ def write(path: Path, num_lines: int, seed: int = 1) -> int:
 
 
 def write_words(path: Path, words: str, num_bytes: int) -> int:
-    """Write a log of about this size whose every line holds these words; returns its size in bytes."""
+    """Write a log of about this size with these words in every line; returns its size in bytes."""
     lines = (f"2026-03-01 08:00:00,123 rank {n} step {n * 7} loss 2.4{n} {words} of shard {n}\n" for n in range(512))
     many = "".join(lines).encode()
     with path.open("wb") as file:

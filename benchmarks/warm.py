@@ -1,5 +1,5 @@
-"""What a warm parent saves: eight ranks that import the demo's stack, a recorded start of the demo's job, and
-its restart in place behind the SIGKILL of its launcher."""
+"""What a warm parent saves: eight ranks that import the demo's packages, a recorded start of the demo's job, and its
+restart in place after a SIGKILL of its launcher."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _median(values: list[float]) -> float:
 
 
 class _Work:
-    """Starts through `bootseer run`, with a cache and spools of their own."""
+    """Starts by `bootseer run`, with a separate cache and spools."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -122,13 +122,13 @@ class _Work:
         return {"seconds": self._report(job)["overhead"]["startup_s"], "losses": losses}
 
     def restart(self, mode: str) -> dict[str, Any]:
-        """The second start of the demo's job under `--restarts`: the launcher is killed behind its first step."""
+        """The second start of the demo's job with `--restarts`: the launcher is killed after its first step."""
         self._number += 1
         job, folder = f"job-{self._number}", self._folder / "checkpoints-restart"
         words = [*self._demo, "--checkpoint-dir", str(folder), "--steps"]
         if not folder.exists():
             self._run("off", [*words, "1"])
-            for _ in range(_LEARNT):  # a job that resumes imports more, and which modules are left out is learnt
+            for _ in range(_LEARNT):  # a resumed job imports more, and the excluded modules are learned
                 self._run("on", [*words, "1"], says="")
         run = [sys.executable, "-m", "bootseer", "run", "--restarts", "1", "--job", job, "--warm", mode, "--"]
         with subprocess.Popen(
