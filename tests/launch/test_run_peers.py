@@ -189,11 +189,13 @@ def test_a_job_does_not_wait_for_nodes_when_its_peer_service_has_ended(env: dict
     assert "bootseer: the peer service has ended: the command does not wait for other nodes\n" in node.end()
 
 
-@pytest.mark.parametrize(("least", "code"), [("1", 0), ("2", 1)])
+@pytest.mark.parametrize(
+    ("known", "least", "code"), [(["--num-nodes", "2"], "1", 0), (["--num-nodes", "2"], "2", 1), ([], "2", 1)]
+)
 def test_a_node_that_does_not_come_is_told_and_the_command_starts_with_enough_nodes(
-    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, least: str, code: int
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, known: list[str], least: str, code: int
 ) -> None:
-    words = ["--job", "two", "--node", "a", "--num-nodes", "2", "--peers-interface", "lo"]
+    words = ["--job", "two", "--node", "a", *known, "--peers-interface", "lo"]
     words += ["--peers", str(tmp_path / "meet"), "--wait-for-nodes", "1", "--min-nodes", least]
     ran = run("run", "-q", *words, "--", "echo", "started")
     assert (ran.returncode, ran.stdout) == (code, "" if code else "started\n"), ran.stderr

@@ -157,7 +157,7 @@ class PeersStart:
                 known = self._readiness(self._folder)
                 readiness = known or Readiness(0, {})
                 # A list may name more nodes than the job has: all of a fleet, or killed ones that left their records.
-                expected = num_nodes or readiness.nodes
+                expected = num_nodes or max(readiness.nodes, options.min_nodes)
                 missing = readiness.missing(expected)
                 now_s = time.monotonic()
                 if known is None or readiness.ready >= expected > 1 or now_s >= began_s + options.wait_s:
