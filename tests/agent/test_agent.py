@@ -25,6 +25,7 @@ from bootseer.cache.cache import Cache
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from cached import content, index_of
 from fleet import Fleet
+from registry import free_port
 from running_service import running_service
 
 pytestmark = pytest.mark.slow
@@ -69,12 +70,6 @@ def status(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 def said(env: dict[str, str]) -> dict[str, object]:
     document: dict[str, object] = json.loads(status(env).stdout)
     return document
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_it_keeps_the_cache_within_its_limit_and_says_so(env: dict[str, str], start: Start, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from bootseer.launch.environment.relaunch import start_daemons
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from environment_place import Place, end, made_place
+from registry import free_port
 
 pytestmark = pytest.mark.root
 
@@ -68,7 +68,7 @@ class Daemons:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.port, self.slow = free_ports(2)
+        self.port, self.slow = free_port(), free_port()
         self.at = place.outside / "agent" / "socket"
         self.pid_file = place.outside / "agent" / "server.pid"
         # Not in the setup's text: what that names and is there counts as its input.
@@ -105,13 +105,6 @@ class Daemons:
         """Whether nothing listens any more and nothing is in the next one's way."""
         taken = self.addresses & {*listening().values()}
         return not taken and not self.at.exists() and not self.pid_file.exists()
-
-
-def free_ports(number: int) -> list[int]:
-    with closing(socket.socket()) as one, closing(socket.socket()) as other:
-        for held in (one, other):
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in (one, other)][:number]
 
 
 def awaited(fact: Callable[[], object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ from bootseer.peers.choice import Peer
 from bootseer.peers.names import SYSTEM, HostsFile, own_addresses
 from conftest_launch import BOOTSEER
 from plain_user import UID
+from registry import free_port
 from waiting import until
 
 # Each look-up is one of files alone: it must not depend on the resolver of the machine that runs the test.
@@ -25,12 +25,6 @@ touch $THERE.knows
 until [ -e $OTHER.knows ]; do sleep 0.05; done
 getent -s files hosts ::ffff:127.0.0.2 ::ffff:127.0.0.3
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.root

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from bootseer.peers.protocol import Request
 from bootseer.peers.readers import CHECKPOINT, CachedFiles
 from bootseer.peers.service import BlockFiles, Limits, Service
 from bootseer.store.file import FileStore
+from registry import free_port
 
 BLOCK = 64 << 10
 DATA = os.urandom(8 * BLOCK + 100)
@@ -44,8 +44,7 @@ class Node:
     """A service that is not run: its server answers, and nothing looks at the folder by itself."""
 
     def __init__(self, tmp_path: Path, limits: Limits, others: Sequence[str] = ()) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self.blocks = BlockFiles()
         source = Listed(SECRET, lambda: [Peer(each, (each,)) for each in (self.address, *others)])
         self.service = Service(tmp_path / "peers", source, {BLOCKS: self.blocks.open}, limits, self.blocks.figures)
@@ -114,8 +113,7 @@ def test_a_thread_that_the_system_refuses_does_not_end_the_service_and_is_tried_
 
 
 def test_the_first_node_knows_who_is_ready_although_one_of_its_interfaces_is_down(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        addresses = "192.0.2.1:17507", f"127.0.0.1:{free.getsockname()[1]}"
+    addresses = "192.0.2.1:17507", f"127.0.0.1:{free_port()}"
     source = Listed(SECRET, lambda: [Peer("first", addresses)])
     with contextlib.closing(Service(tmp_path / "peers", source, {}, Limits(), name="first")) as service:
         service._membership.refresh()
