@@ -137,8 +137,9 @@ def test_mounts_that_others_have_for_a_moment_are_not_the_setups(machine: Machin
 
 
 @pytest.mark.root
-def test_what_stays_of_another_starts_container_is_not_the_setups(machine: Machine) -> None:
-    at = "/var/tmp/containers/run-1-aside/root"
+@pytest.mark.parametrize("name", ["start-node@0a1b2c3d-abc", "run-1-aside"])  # as this version and older ones name them
+def test_what_stays_of_another_starts_container_is_not_the_setups(machine: Machine, name: str) -> None:
+    at = f"/var/tmp/containers/{name}/root"
     said = look_at(machine, f"mkdir -p {at} /srv/mine; mount -t tmpfs none {at}; mount -t tmpfs none /srv/mine")
     assert said["unsafe"] == ["it mounted tmpfs on /srv/mine"]
 

@@ -185,7 +185,7 @@ _PREFIX_FILES = ("pyvenv.cfg", "conda-meta")
 
 
 _MOUNT_CHECKS, _CHECK_INTERVAL_S = 4, 0.1
-_CONTAINER_MOUNT = re.compile(r"/containers/run-[^/]+/root(?:/|$)")
+_CONTAINER_MOUNT = re.compile(r"/containers/(?:run|start)-[^/]+/root(?:/|$)")
 """Mount points of other starts' containers. A capture's private namespace keeps a copy of such a mount after the other
 start has unmounted it."""
 Mounted = tuple[str, str, str, str]
