@@ -76,6 +76,7 @@ def test_remove_and_prune(bootseer: Run, node: Node) -> None:
     assert as_json(bootseer(*words, "--dry-run", "--json"), schema)["removed"] == [node.digest]
     assert "1 image removed" in bootseer(*words).stdout
     assert "is not converted" in bootseer(*words, code=1).stderr
+    assert "1 removed image within the grace period, 0 in use" in bootseer("image", "prune", "--store", store).stdout
     assert as_json(bootseer("image", "prune", "--store", store, "--json"), schema)["waiting"] == 1
     time.sleep(1.1)  # longer than the grace below
     done = as_json(bootseer("image", "prune", "--store", store, "--grace", "1s", "--json"), schema)

@@ -102,7 +102,7 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
             also_used=Catalog(opened).used_objects,
         )
     gone = [f"{digest} is no longer in its registry: removed" for digest in done.expired]
-    left = f"{plural(done.num_waiting, 'removed image')} within the grace period or held by a conversion"
+    left = f"{plural(done.num_waiting, 'removed image')} within the grace period"
     show_pruned(output, done, {"store": uri, "expired": done.expired}, left, *gone)
 
 
