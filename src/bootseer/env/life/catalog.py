@@ -87,7 +87,7 @@ def prune(
 ) -> Pruned:
     """`artifact.prune.prune`, with expired snapshots.
 
-    `in_use` are identities of block files that are mounted here (`MountState.layers`, `kept.kept`).
+    `in_use` are identities of block files that are mounted here (`MountState.layers`, `shared_layers.mounted_layers`).
     """
 
     def is_expired(document: EnvironmentDocument) -> bool:
