@@ -209,6 +209,57 @@ def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, tmp_path):
         assert result.skipped["other_job"] == (0 if queues else 4)
 
 
+AGENT = "I1120 17:54:0{}.000000 {} torch/distributed/elastic/agent/server/api.py:707] [default] {}\n"
+COMM = "[2026-11-20 17:54:{}] {}:70{}:70 [0] NCCL INFO Rank comm 0x3{} rank {} nranks {} commId 0x9 - Init {}\n"
+STEP = "[2026-11-20 17:55:{}] iteration {}/ 500 | consumed samples: {}56 | elapsed time per iteration (ms): 5570.0 |\n"
+
+
+def a_start(*hosts: tuple[str, int], ranks: int) -> bytes:
+    """The log of nodes from 17:54:01 to the end of the first step at 17:55:40. `hosts`: with their ranks."""
+    lines = [AGENT.format(1, host, "Rendezvous'ing worker group") for _, host in hosts]
+    lines += [AGENT.format(5, host, "Rendezvous complete for workers. Result:") for _, host in hosts]
+    for at, mark in ((20, "START"), (30, "COMPLETE")):
+        lines += [COMM.format(at, name, rank, rank, rank, ranks, mark) for name, rank in hosts]
+    return "".join([*lines, STEP.format(40, 1, 1), STEP.format(46, 2, 2)]).encode()
+
+
+SUBMITTED = (
+    "[2026-11-20T17:50:00.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=42 usec=3\n"
+    "[2026-11-20T17:53:51.000] sched: Allocate JobId={job} NodeList={nodes} #CPUs=2 Partition=gpu\n"
+)
+BOTH = a_start(("gpu-1", 1), ("gpu-2", 2), ranks=3)
+WITHOUT_NCCL = b"".join(line for line in BOTH.splitlines(keepends=True) if b"NCCL" not in line)
+PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(keepends=True)[8:])
+
+
+@pytest.mark.parametrize(
+    ("files", "node_seconds"),
+    [
+        ({"train.log": a_start(("gpu-1", 1), ranks=2)}, {"gpu-1": 99}),
+        ({"slurm-42.out": BOTH}, {"gpu-1": 99, "gpu-2": 80}),
+        ({"train.log.1": PARTS[0], "train.log": PARTS[1]}, {"gpu-1": 99, "gpu-2": 80}),
+        ({f"{n}/train.log": a_start((f"gpu-{n}", n), ranks=3) for n in (1, 2)}, {"gpu-1": 99, "gpu-2": 99}),
+        ({f"rank{n}.log": a_start(("gpu-1", n), ranks=3) for n in (1, 2)}, {"gpu-1": 99}),
+        ({"slurm-42.out": WITHOUT_NCCL, "slurmctld.log": SUBMITTED.format(job=42, nodes="gpu-[1-2]").encode()},
+         {"gpu-1": 99, "gpu-2": 109}),
+        ({"slurm-42.out": BOTH, "slurmctld.log": (SUBMITTED.format(job=42, nodes="gpu-[1-2]")
+                                                  + SUBMITTED.format(job=43, nodes="gpu-3")).encode()},
+         {"gpu-1": 99, "gpu-2": 80}),
+    ],
+    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs"],
+)  # fmt: skip
+def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
+    """NCCL names the host in each line, torchrun and Megatron do not, and the file has any name."""
+    for name, log in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(log)
+    job = "42" if "slurmctld.log" in files else None
+    found = scan(inputs.sources([str(tmp_path)]), job=job)
+    report = analyse(found.events, Options(job=job, gpus_per_node=8), read=found.input())
+    assert {node.node: node.end_s - node.start_s for node in report.nodes} == node_seconds
+    assert report.overhead.gpu_hours == pytest.approx(8 * sum(node_seconds.values()) / 3600)
+
+
 def test_docker_lines_give_foreign_logs_their_time(found):
     lines = Path("tests/golden/uv/plain.log").read_bytes().splitlines(keepends=True)
     plain, stamped = found(b"".join(lines)), found(b"".join(docker(line) for line in lines))

@@ -37,6 +37,7 @@ from bootseer.report.foreign.times import line_time, other_unit
 from bootseer.report.model import Fact, Input
 from bootseer.report.search import line_starts
 from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
+from bootseer.trace.identity import expand_hosts
 from bootseer.trace.sinks import SUFFIX
 from bootseer.units import NS_PER_S
 
@@ -67,6 +68,8 @@ class Scanned:
     events: list[Event] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
+    hosts: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """The nodes that are named by their files; for each, the hosts that NCCL names in these."""
     files: int = 0
     bytes: int = 0
     lines: int = 0
@@ -83,11 +86,13 @@ def scan(
     sources: Iterable[inputs.Source],
     *,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    job: str | None = None,
     progress: Progress | None = None,
 ) -> Scanned:
     """Scan the sources.
 
     patterns: stages with patterns of the site's own lines (`foreign.rules.Site`).
+    job: of several jobs in a scheduler's log, the one to which lines without a job belong.
     progress: called with the number of bytes read so far.
 
     Raises `PermanentError` if a file that the user named cannot be read; one in a folder is only counted. Raises
@@ -111,7 +116,7 @@ def scan(
             result.skipped["unreadable"] += 1
         reader.finish()
         _LOG.debug("%s: %d lines; %d events so far", source.name, reader.lines, len(result.events))
-    _name_jobs(result)
+    _name_jobs(result, job)
     return result
 
 
@@ -122,8 +127,9 @@ class Growing:
     once.
     """
 
-    def __init__(self, patterns: Sequence[tuple[str, re.Pattern[bytes]]] = ()) -> None:
+    def __init__(self, patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (), job: str | None = None) -> None:
         self.result = Scanned()
+        self._job = job
         self.over = False
         """Standard input has ended."""
         self._patterns = patterns
@@ -168,22 +174,24 @@ class Growing:
     def finish(self) -> Scanned:
         for reader in self._files.values():
             reader.finish()
-        _name_jobs(self.result)
+        _name_jobs(self.result, self._job)
         return self.result
 
 
-def _name_jobs(result: Scanned) -> None:
+def _name_jobs(result: Scanned, chosen: str | None) -> None:
     """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed."""
     own = [event for event in result.events if not _foreign(event)]
     # A scheduler's log is about all jobs of a cluster, by numbers that need not be in the job's own name.
     of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
-    jobs = jobs - of_scheduler or jobs
+    jobs = jobs - of_scheduler or jobs & {chosen or ""} or jobs
     others = of_scheduler - jobs
     if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
         before = len(result.events)
         result.events = [event for event in result.events if event.job not in others]
         result.skipped["other_job"] += before - len(result.events)
+    if not own:
+        _name_nodes(result, jobs)
     if len(jobs) != 1 or len(own) == len(result.events):
         return
     job, stages = jobs.pop(), {event.stage for event in own}
@@ -214,6 +222,23 @@ def _name_jobs(result: Scanned) -> None:
     result.events = [event for event in events if (event.node, event.attrs.get(FOREIGN)) not in wrong]
     if wrong:
         result.skipped["other_zone"] += len(events) - len(result.events)
+
+
+def _name_nodes(result: Scanned, jobs: set[str]) -> None:
+    """Name the nodes that only have the name of a file: a host would be counted, and billed, once more under it.
+
+    Of the hosts in a log of several, the first is taken; of a job in a scheduler's log, which lists all of its nodes,
+    the node of the batch script.
+    """
+    by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm" and event.job in jobs]
+    listed = [node for event in by_slurm for node in expand_hosts(event.attrs.get(NODES, event.node))]
+    of_job = dict.fromkeys(listed if len(jobs) == 1 else ())
+
+    def named(node: str) -> str:
+        hosts = result.hosts.get(node, {node: None}) or of_job
+        return node if node in hosts else next(iter(hosts), node)
+
+    result.events = [event._replace(node=named(event.node)) for event in result.events]
 
 
 def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
@@ -297,10 +322,15 @@ class _FileScan:
             self.lines += not self.rest.endswith(b"\n")
         self.rest = b""
         self.result.lines += self.lines
-        for parser in (*self.parsers, *self.sites):
-            findings = parser.finish()
-            self.result.events += findings.events
-            self.result.facts += findings.facts
+        found = [parser.finish() for parser in (*self.parsers, *self.sites)]
+        events = [event for one in found for event in one.events]
+        hosts = dict.fromkeys(event.node for event in events if event.attrs[FOREIGN] == "nccl")
+        if found:
+            self.result.hosts[self.node].update(hosts)
+        if len(hosts) == 1:
+            events = [event._replace(node=min(hosts)) if event.node == self.node else event for event in events]
+        self.result.events += events
+        self.result.facts += [fact for one in found for fact in one.facts]
 
     def _scan(self, text: bytes) -> None:
         """Process a block of whole lines, in order."""

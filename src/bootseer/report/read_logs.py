@@ -97,11 +97,12 @@ def _read(
     watch: Callable[[Moment], None] | None = None,
     progress: Progress | None = None,
 ) -> Scanned:
+    options = options or Options()
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
-        found = scan(inputs.sources(paths), patterns=patterns, progress=progress)
+        found = scan(inputs.sources(paths), patterns=patterns, job=options.job, progress=progress)
     else:
-        found = _follow(places, options or Options(), env, Growing(patterns), watch)
+        found = _follow(places, options, env, Growing(patterns, options.job), watch)
     _LOG.info(
         "read %d files, %d bytes, %d lines: %d events, %d facts; skipped: %s",
         *(found.files, found.bytes, found.lines, len(found.events), len(found.facts), dict(found.skipped) or "nothing"),
