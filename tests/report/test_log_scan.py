@@ -260,6 +260,15 @@ def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node
     assert report.overhead.gpu_hours == pytest.approx(8 * sum(node_seconds.values()) / 3600)
 
 
+def test_lines_that_a_collector_repeats_count_once(found):
+    once = a_start(("gpu-1", 1), ranks=2)
+    lines = once.splitlines(keepends=True)
+    for log in (b"".join(line + line for line in lines), b"".join(lines[:3] + lines), b"\0" * 3000 + once):
+        again = analyse(found(log).events, Options())
+        assert again.stages == analyse(found(once).events, Options()).stages
+        assert not any(stage.num_truncated for stage in again.stages)
+
+
 def test_docker_lines_give_foreign_logs_their_time(found):
     lines = Path("tests/golden/uv/plain.log").read_bytes().splitlines(keepends=True)
     plain, stamped = found(b"".join(lines)), found(b"".join(docker(line) for line in lines))

@@ -300,6 +300,8 @@ class _FileScan:
         names = source.path.name.split(".") if source.path is not None else ["stdin"]
         self.node = encodable(names[names[0] in _DAEMONS and len(names) > 2])
         self.near_ns = source.modified_ns
+        self.told: set[int] = set()
+        """Hashes of the lines that were passed to parsers."""
 
     def feed(self, block: bytes) -> None:
         text = self.rest + block if self.rest else block
@@ -353,6 +355,9 @@ class _FileScan:
             # A line with an event is not a foreign log line, even if it contains a clue.
             if wanted and TAG_STEM not in raw:
                 line = self._line(raw)
+                if line.wall_ns is not None and hash(raw) in self.told:
+                    continue  # collectors repeat lines: a stage would begin twice, and end once
+                self.told.add(hash(raw))
                 for parser in wanted:
                     parser.feed(line)
         self.lines += text.count(b"\n", counted)
@@ -446,7 +451,8 @@ def _ends_in_tag(text: bytes, begin: int) -> bool:
 def _unwrapped(text: bytes, begin: int) -> bytes:
     """The line at `begin` as the program wrote it, after the time that the collector added."""
     end = text.find(b"\n", begin)
-    line = text[begin : end if end >= 0 else len(text)].rstrip(b"\r")
+    line = text[begin : end if end >= 0 else len(text)]
+    line = line.strip(b"\0\r")  # a log that was truncated under its writer begins with NULs
     if line.startswith(TAG_STEM):
         return line
     if line.startswith(b'{"') and (line.startswith(_DOCKER) or TAG_STEM in line):
