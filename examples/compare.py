@@ -1,8 +1,8 @@
-"""Startups side by side, from the JSON reports that starts.sh makes in FOLDER.
+"""Compare startups, from the JSON reports that starts.sh writes into FOLDER.
 
-compare.py FOLDER NAME          one line: how long this one took, and what for
-compare.py FOLDER NAME NAME...  bars and a sentence in the terminal, and as FOLDER/picture.svg, as FOLDER/picture.png
-                                where there is a browser, and in the page FOLDER/index.html
+compare.py FOLDER NAME          the duration of this start and of its stages
+compare.py FOLDER NAME NAME...  bars and a summary in the terminal and in FOLDER/picture.svg, FOLDER/picture.png (if
+                                there is a browser) and FOLDER/index.html
 """
 
 import html
@@ -17,37 +17,35 @@ from pathlib import Path
 from typing import Any
 
 EXPLAINED = {
-    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, and only then the "
-    "job starts.",
-    "lazy": "The job starts on an image whose bytes are still in the registry: image_loading is nearly nothing. Each "
-    "block is fetched when it is first read, so PyTorch's imports wait for the network again and again, and "
-    "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks.",
-    "recorded": "The same on another new node, which finds that record beside the image. The hot blocks come in the "
-    "order in which they were needed, ahead of the program and several requests at a time. The rest of the image "
-    "follows when the job is running.",
-    "again": "The same node again: what the job reads of the image is here.",
-    "hot-update": "The job of that start runs, and is started again in its container by bootseer restart, as after a "
-    "change of the code. The warm parent stays too: nothing is imported a second time.",
+    "full-pull": "Without BootSeer: containerd downloads and unpacks all layers of the image before the job starts.",
+    "lazy": "The job starts before the image is on the node, so image_loading is short. Blocks are fetched when first "
+    "read, so PyTorch's imports wait for the network, and model_initialization is longer. BootSeer records which "
+    "blocks these were: the hot set.",
+    "recorded": "The hot set is in the registry. Its blocks are prefetched by concurrent requests, in the order in "
+    "which they are needed. The rest of the image follows while the job runs.",
+    "again": "The blocks of the image that the job reads are in the node's cache.",
+    "hot-update": "The running job is restarted in its container by bootseer restart, as after a change of the code. "
+    "The warm parent continues, so nothing is imported again.",
 }
 WITH_SETUP = {
-    "full-pull": "Before that, pip installs what the job needs besides, at every start.",
-    "lazy": "pip installs as before, and BootSeer keeps the files that it made beside the image: the environment's "
+    "full-pull": "Then pip installs the job's other packages, at every start.",
+    "lazy": "pip installs the packages once more, and BootSeer stores the files that it created as the environment's "
     "snapshot.",
-    "recorded": "The environment's snapshot is mounted as one more layer: nothing is installed.",
-    "again": "The requirements are the same, so that the snapshot is, too.",
+    "recorded": "The environment's snapshot is mounted as another layer, and nothing is installed.",
+    "again": "The snapshot is mounted again, because the requirements are the same.",
 }
-"""Where the job installs something when it starts."""
+"""If the job installs packages when it starts."""
 WITH_CHECKPOINT = {
     "full-pull": "One client copies the checkpoint from HDFS, file after file, and the job loads the copy.",
-    "lazy": "The checkpoint is mounted. It lies in HDFS as four stripes, which are read at once and from before Python "
-    "starts: the job finds it here.",
-    "recorded": "The checkpoint comes as before, from four DataNodes at once.",
-    "again": "So is the checkpoint.",
+    "lazy": "The checkpoint is mounted. It is stored in HDFS as four stripes, which are read concurrently, beginning "
+    "before Python starts.",
+    "recorded": "The checkpoint is read from four DataNodes concurrently, as before.",
+    "again": "The checkpoint is in the node's cache, too.",
 }
-"""Where it resumes from a checkpoint."""
+"""If the job resumes from a checkpoint."""
 STAGES = {
     "image_loading": ("█", "#c2410c", "until the container can be started"),
-    "environment_setup": ("▓", "#a16207", "what the job needs besides the image"),
+    "environment_setup": ("▓", "#a16207", "packages that are not in the image"),
     "checkpoint": ("▚", "#7e22ce", "copied or mounted, and loaded"),
     "model_initialization": ("▒", "#1d4ed8", "imports, process group, model"),
     "first_step": ("░", "#15803d", "the first training step"),
@@ -57,12 +55,12 @@ TECHNIQUES = {
     "loading the image and the imports from it": ("image_loading", "model_initialization"),
     "the environment": ("environment_setup",),
     "the checkpoint": ("checkpoint",),
-    "all else": ("first_step", "other"),
+    "everything else": ("first_step", "other"),
 }
-"""What each of them changes: what is read lazily shows in the imports."""
+"""The stages that each technique changes. Imports are longer if the image is loaded lazily."""
 TITLES = {
-    "full-pull": "as nodes start today",
-    "lazy": "with BootSeer, for the first time",
+    "full-pull": "without BootSeer",
+    "lazy": "with BootSeer, first start",
     "recorded": "with BootSeer, on a new node",
     "again": "with BootSeer, on the same node again",
     "hot-update": "with BootSeer, new code in the same container",
@@ -81,8 +79,8 @@ svg {{ width: 100%; height: auto }}
 .facts {{ color: #57534e; font-size: .9rem }}
 </style>
 <h1>Starts of one job</h1>
-<p>The same container image and the same command, three times on a node that has never seen the image, then again on the
-last of them: from submission, or from the request of the hot update, to the end of the first training step.</p>
+<p>The same container image and command, three times on a node without the image, then again on the last of these nodes.
+Time is from the submission, or from the request of the hot update, to the end of the first training step.</p>
 {picture}
 <p class="facts">{key}</p>
 {starts}
@@ -101,40 +99,40 @@ class Start:
     parts: dict[str, float]
     """Seconds by the parts of environment_setup."""
     image: dict[str, Any] | None
-    """How the image came; None where BootSeer did not load it."""
+    """How the image was loaded; None without BootSeer."""
     environment: dict[str, Any] | None
-    """How the environment came; None where BootSeer did not bring it."""
+    """How the environment was provided; None without BootSeer."""
     checkpoint: dict[str, Any] | None
-    """How the checkpoint came; None where BootSeer did not bring it."""
+    """How the checkpoint was read; None without BootSeer."""
 
     @property
     def fetched(self) -> str:
-        """What was fetched until training began, in a sentence; empty when it was not counted."""
+        """A sentence about the blocks fetched until training began; empty if unknown."""
         if self.image is None:
             return ""
         hot, demand = self.image["hot_bytes"], self.image["demand_bytes"]
         total = (hot + demand + self.image["cold_bytes"]) / 1e6
         if total < 1:
-            return "The image: what the job read was here, and next to nothing was fetched."
-        ahead = f", {hot / 1e6:.0f} MB of them ahead of the program" if hot else ", each when it was read"
+            return "The image: what the job read was on this node already."
+        ahead = f", {hot / 1e6:.0f} MB of them prefetched" if hot else ", when the job read them"
         return (
-            f"The image: {total:.0f} MB of {self.image['stored_bytes'] / 1e6:.0f} MB were fetched until then, "
+            f"The image: {total:.0f} MB of {self.image['stored_bytes'] / 1e6:.0f} MB were fetched before training, "
             f"in {self.image['requests']} requests{ahead}."
         )
 
     @property
     def resumed(self) -> str:
-        """How the checkpoint came, in a sentence; empty when it is not known."""
+        """A sentence about the checkpoint; empty if unknown."""
         if self.checkpoint is None:
             return ""
         place, cache, nodes = (self.checkpoint[key] for key in ("place_bytes", "cache_bytes", "datanodes"))
         if place < 1e6:
-            return f"The checkpoint: {cache / 1e6:.0f} MB were on this node."
-        return f"The checkpoint: {place / 1e6:.0f} MB came from {len(nodes)} DataNodes."
+            return f"The checkpoint: {cache / 1e6:.0f} MB were read from this node's cache."
+        return f"The checkpoint: {place / 1e6:.0f} MB were read from {len(nodes)} DataNodes."
 
     @property
     def installed(self) -> str:
-        """What the environment took, in a sentence; empty when it is not known."""
+        """A sentence about the environment; empty if unknown."""
         if self.environment is None:
             return ""
         mode, parts = self.environment["mode"], self.parts
@@ -144,9 +142,9 @@ class Start:
                 f"The environment's snapshot ({files:,} files, {size:.0f} MB) was found and mounted in "
                 f"{self.environment['seconds']:.1f} s."
             )
-        known = (("pip", "install"), ("bytecode", "compile"), ("making a layer of what they wrote", "capture"))
+        known = (("pip", "install"), ("bytecode", "compile"), ("creating a layer from the written files", "capture"))
         shown = [f"{words} {parts[part]:.1f} s" for words, part in known if part in parts]
-        kept = "; a snapshot was kept while the job ran" if self.environment["published"] else ""
+        kept = "; the snapshot was stored while the job ran" if self.environment["published"] else ""
         return f"The environment: {', '.join(shown)}{kept}."
 
 
@@ -173,13 +171,13 @@ def read(folder: Path, name: str) -> Start:
 
 def print_one(start: Start) -> None:
     parts = [f"{seconds:.1f} s {stage}" for stage, seconds in start.stages.items() if seconds >= 0.1]
-    print(f"    {start.total_s:.1f} s from submission to the first step's end: {', '.join(parts)}.")
+    print(f"    {start.total_s:.1f} s from submission to the end of the first step: {', '.join(parts)}.")
     for line in filter(None, (start.installed, start.fetched, start.resumed)):
         print(f"    {line}")
 
 
 def used(starts: list[Start]) -> list[str]:
-    """The stages that some start has."""
+    """The stages that occur in any start."""
     return [stage for stage in STAGES if any(start.stages[stage] >= 0.05 for start in starts)]
 
 
@@ -198,17 +196,17 @@ def faster(start: Start, first: Start) -> str:
 
 
 def sentence(starts: list[Start]) -> str:
-    """Before and after, and what each technique brought: the first start against the recorded one."""
+    """The first start compared with the recorded one, by technique."""
     before, after = starts[0], next((start for start in starts if start.name == "recorded"), starts[-1])
     gains = []
     for words, stages in TECHNIQUES.items():
         gain_s = sum(before.stages[stage] - after.stages[stage] for stage in stages)
         if any(stage in used([before, after]) for stage in stages):
             gains.append(f"{words} {abs(gain_s):.1f} s {'less' if gain_s >= 0 else 'more'}")
-    missing = "" if "checkpoint" in used(starts) else "; resuming from a checkpoint is not shown"
+    missing = "" if "checkpoint" in used(starts) else "; resuming from a checkpoint was not measured"
     return (
-        f"Before, the first training step ended {before.total_s:.1f} s after the submission; with BootSeer it ends "
-        f"after {after.total_s:.1f} s on a new node{faster(after, before)}: {', '.join(gains)}{missing}."
+        f"Without BootSeer, the first training step ends {before.total_s:.1f} s after the submission; with BootSeer "
+        f"{after.total_s:.1f} s after it on a new node{faster(after, before)}: {', '.join(gains)}{missing}."
     )
 
 
@@ -218,7 +216,7 @@ def explained(start: Start) -> str:
 
 
 def picture(starts: list[Start]) -> str:
-    """Bars and the sentence, as SVG that needs nothing else."""
+    """Bars and the summary, as self-contained SVG."""
     scale_s = max(start.total_s for start in starts)
     parts, y = [], 64
     for start in starts:
@@ -251,7 +249,7 @@ def picture(starts: list[Start]) -> str:
 
 
 def photograph(svg: Path) -> None:
-    """The picture as PNG, where there is a browser."""
+    """Save the picture as PNG, if there is a browser."""
     found = re.search(r'width="(\d+)" height="(\d+)"', svg.read_text())
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is not None and found is not None:

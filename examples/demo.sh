@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Starts the job of examples/moe in a container on three nodes that have never seen its image, and shows where the startup
-# time went: full pull, pip and a copied checkpoint; lazily, with a snapshot taken of what pip did, and the checkpoint read
-# from four stripes; the same with what the start before recorded, and the snapshot mounted. Then once more on that node,
-# and once in its container, after a change of the code.
+# Starts the job of examples/moe in a container on three nodes without its image, and shows where the startup time goes:
+# full pull, pip and a copied checkpoint; lazily, with a snapshot of pip's files and the checkpoint in four stripes; the
+# same with the second start's record and snapshot. Then once more on the last node, and once in its container, as after
+# a change of the code.
 #
 #   examples/demo.sh [FOLDER]        FOLDER, by default demo-out/ of the checkout, is emptied first
 #
-# Needs root: it makes an image, mounts it and empties the page cache in front of each start. The first time it builds
-# the image, four minutes on two cores; later it takes about two minutes.
+# Needs root, to build and mount an image and to empty the page cache before each start. Takes about two minutes on two
+# cores, and four more the first time, when the image is built.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${here%/*}"
@@ -21,17 +21,17 @@ die() { printf 'demo: %s\n' "$*" >&2; exit 1; }
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 if [[ -n "$(ls -A "$out")" && ! -e $out/.bootseer-demo ]]; then
-  die "$out holds files that are not from this demo; choose another folder or empty it"
+  die "$out contains files that are not of this demo; choose another folder, or empty it"
 fi
-[[ $EUID -eq 0 ]] || die "needs root, to make an image and to mount it: sudo make demo"
+[[ $EUID -eq 0 ]] || die "needs root, to build and mount an image: sudo make demo"
 touch "$out/.bootseer-demo"
 find "$out" -mindepth 1 ! -path "$out/.bootseer-demo" -delete
 
-printf '\n==> the image of the job: Debian, Python, PyTorch, the script\n' >&2
+printf '\n==> building the image of the job: Debian, Python, PyTorch, the script\n' >&2
 "$here/image/build.sh" "$image"
 checkpoints="$image/checkpoints-$mb"
 if [[ ! -e $checkpoints/latest ]]; then
-  printf '\n==> a checkpoint of %s MB: the job trains one step and saves\n' "$mb" >&2
+  printf '\n==> creating a checkpoint of %s MB: the job trains one step and saves\n' "$mb" >&2
   PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 "$here/moe/train.py" --steps 1 \
     --checkpoint-mb "$mb" --checkpoint-dir "$checkpoints" >"$out/train.log" 2>&1 || { tail -5 "$out/train.log" >&2; exit 1; }
 fi
@@ -41,7 +41,7 @@ export REQUIREMENTS="$here/moe/requirements.txt" IN_IMAGE=/app/requirements.txt 
   torchrun --standalone --nproc-per-node 2 /app/train.py --steps 4 --checkpoint-mb "$mb" \
   --resume "$out/checkpoints" --checkpoint-dir /tmp/checkpoints
 
-# The same starts in a service, to click through; only on a terminal, whose Ctrl-C ends it.
+# Show the starts in a service until Ctrl-C; only on a terminal.
 [[ -t 1 || -n ${DEMO_SERVE:-} ]] || exit 0
 bootseer="$root/.venv/bin/bootseer"
 "$bootseer" serve --data "$out/service" --listen 127.0.0.1:0 2>"$out/service.log" &

@@ -1,10 +1,10 @@
-"""Start one image on one, two and four nodes behind one origin: pulled, lazily, and with blocks from the other nodes.
+"""Start one image on one, two and four nodes behind one origin: pulled, lazily, and with peers.
 
     demo_nodes.py [FOLDER]        FOLDER, by default demo-out/ of the checkout, gets nodes.svg, nodes.png and nodes.html
 
 Needs root: the nodes are namespaces of this machine, with links of 400 Mbit/s each, and the registry is behind one of
-200 Mbit/s. The job reads what a recorded start of it has read. About three minutes; the first time the image is built,
-which takes longer.
+200 Mbit/s. The job repeats the reads of a recorded start. Takes about three minutes, and longer the first time, when
+the image is built.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ th:first-child, td:first-child {{ text-align: left }}
 <ul>{explained}</ul>
 <table><tr><th>start</th><th>nodes</th><th>slowest</th><th>median</th><th>registry sent</th><th>nodes sent</th>
 <th>processors busy</th></tr>{table}</table>
-<p>Each node is a set of namespaces of one machine with a link of its own; all share its processors. A row in which they
-were busy for more than 0.9 of the time was bound by them, and not by the links.</p>
+<p>Each node is a set of namespaces of one machine with its own link; all share the machine's processors. Rows in which
+these were busy for more than 0.9 of the time were bound by them, not by the links.</p>
 </html>
 """
 
@@ -72,7 +72,7 @@ def sentence(found: dict[tuple[str, int], Row]) -> str:
 
 
 def picture(found: dict[tuple[str, int], Row]) -> str:
-    """Seconds of the slowest node over the number of nodes, as SVG that needs nothing else."""
+    """Seconds of the slowest node over the number of nodes, as self-contained SVG."""
     top_s = max(row.slowest_s for row in found.values()) * 1.08
     x = {number: LEFT + (WIDTH - LEFT - 170) * (number - 1) / (NUMBERS[-1] - 1) for number in NUMBERS}
     step_s = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10_000) if top_s / step <= 8)
@@ -90,7 +90,7 @@ def picture(found: dict[tuple[str, int], Row]) -> str:
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="3"/>')
         parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{colour}"/>' for px, py in points]
-        # Lines that end close to each other keep their names apart.
+        # Labels of lines that end close to each other are moved apart.
         label_y = max([points[-1][1] + 5, *(at + 20 for at in labels_y)])
         labels_y.append(label_y)
         parts.append(f'<text x="{points[-1][0] + 14:.1f}" y="{label_y:.1f}" fill="{colour}" font-weight="bold">{name} '
@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
     *_, found = rows(Rates(ORIGIN_MBIT, NODE_MBIT), Sizes(0, cut=True), NUMBERS[-1], arms)
     once = {key: of_arm[0] for key, of_arm in found.items()}
     folder.mkdir(exist_ok=True)
-    # What `make demo` empties, it knows by this file.
+    # `make demo` empties only folders with this file.
     (folder / ".bootseer-demo").touch()
     (folder / "nodes.svg").write_text(picture(once))
     photograph(folder / "nodes.svg")

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What a container runtime does with an image that this node does not have, with the pull marked as a stage:
+# Starts a container like a container runtime on a node without the image, with the pull as a stage of the report:
 #
 #   bootseer run -- examples/full_pull.sh IMAGE COMMAND...
 #
-# containerd pulls and unpacks IMAGE, then runs COMMAND in it. It must run already; CONTAINERD_ADDRESS is its socket.
-# The container gets the events' folder and the hook's, at the places that they have here, and the variables that tell
-# of them: so PyTorch's part of the startup is measured as it is without a container. FULL_PULL_INSTALL, a file of
-# requirements in the image, is installed in front of COMMAND from the wheels in the folder FULL_PULL_WHEELS. One client
-# copies the folder FULL_PULL_CHECKPOINT in HDFS to the folder CHECKPOINTS first, which the container sees too.
+# A running containerd, whose socket is CONTAINERD_ADDRESS, pulls and unpacks IMAGE, then runs COMMAND in it. The spool and
+# the hook are mounted into the container at the same paths, so that PyTorch's part of the startup is measured too.
+# FULL_PULL_INSTALL, a file of requirements in the image, is installed before COMMAND from the wheels in the folder
+# FULL_PULL_WHEELS. Before that, one client copies the folder FULL_PULL_CHECKPOINT in HDFS to the folder CHECKPOINTS, which
+# is mounted too.
 set -euo pipefail
 image="$1"
 shift
@@ -43,10 +43,10 @@ options+=(--env "PYTHONPATH=$hook:${package%/*}")
 options+=(--mount "type=bind,src=$package,dst=$package,options=rbind:ro")
 options+=(--mount "type=bind,src=$spool,dst=$spool,options=rbind:rw")
 container="full-pull-$$"
-# The command has process id 1 there, and would ignore what is to end it.
+# The command has process id 1 in the container, and ignores signals that it does not handle.
 trap 'ctr task kill --signal SIGKILL "$container"' INT TERM
 ctr run "${options[@]}" "$image" "$container" "${command[@]}" <&0 &
 code=0
-# A trap ends `wait` before the container has ended.
+# A trap interrupts `wait`.
 while wait $! && code=0 || code=$?; kill -0 $! 2>/dev/null; do :; done
 exit "$code"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Starts a command in a container three times, each time on a node that has never seen the image: with containerd, which
-# pulls and unpacks all of it first; lazily; and lazily with the record of that start. Then a fourth time on that last
-# node, and once more in the container of that start, as after a change of the code. Leaves reports in FOLDER.
+# Starts a command in a container three times, each time on a node without the image: with containerd, which first pulls
+# and unpacks all of it; lazily; and lazily with the record of the second start. Then a fourth time on the last node, and
+# once more in the container of the fourth start, as after a change of the code. Writes reports into FOLDER.
 #
 #   examples/starts.sh IMAGE FOLDER [OPTION...] -- COMMAND...
 #
-# With RUN_ON in the environment (words to append to COMMAND so that it runs until it is ended) there is a hot update.
-# IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
-# IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
-# packages; BootSeer keeps the result as a snapshot, in the image's repository. With CHECKPOINT_PLAIN and
-# CHECKPOINT_STRIPED, folders in HDFS, the command finds these checkpoints in FOLDER/checkpoints. Needs
-# root. The nodes are this machine: caches and page cache are emptied in front of each of the three starts. All processes
+# IMAGE is a reference for skopeo, such as oci:DIR:TAG; OPTIONs are those of `bootseer run`. Environment variables:
+#   RUN_ON: arguments appended to COMMAND that make it run until it is stopped; with them there is a hot update.
+#   REQUIREMENTS (a file), IN_IMAGE (the same file in the image) and WHEELS (a folder): packages that every start needs;
+#   BootSeer stores them as a snapshot in the image's repository.
+#   CHECKPOINT_PLAIN and CHECKPOINT_STRIPED: folders in HDFS, whose checkpoints the command finds in FOLDER/checkpoints.
+# Needs root. The nodes are this machine: caches and page cache are emptied before each of the three starts. All processes
 # and mounts end with it, also when it is interrupted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -32,7 +32,7 @@ for program in docker-registry skopeo containerd ctr runc; do
   command -v "$program" >/dev/null || die "$program is not installed; run make setup first"
 done
 
-# Sockets have short names only.
+# The paths of sockets are limited to 108 bytes.
 short="$(mktemp -d)"
 registry_pid='' containerd_pid='' job=''
 export CHECKPOINTS="$out/checkpoints" FULL_PULL_CHECKPOINT="${CHECKPOINT_PLAIN:-}"
@@ -41,7 +41,7 @@ export BOOTSEER_CACHE="$out/node/cache" BOOTSEER_RUNTIME="$short/bootseer" CONTA
 end() { # pid
   [[ -z $1 ]] || { kill "$1" && wait "$1"; } 2>/dev/null || true
 }
-end_job() { # that of a hot update
+end_job() { # the job of the hot update
   [[ -z $job ]] || { kill "$(cat "$short/run.pid")" && wait "$job"; } 2>/dev/null || true
   job=''
 }
@@ -71,7 +71,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Servers have sessions of their own: Ctrl-C is not for them, they are stopped when what they serve has ended.
+# Servers run in new sessions, so that Ctrl-C does not reach them; they are stopped after their clients.
 start_registry() {
   local port
   port="$("$root/.venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
@@ -106,11 +106,11 @@ start_containerd() {
   die "containerd did not start"
 }
 
-# Nothing of any image in memory. The registry and the DataNodes are other machines: their files are.
+# Empty the page cache, except for the files of registry and DataNodes, which stand for other machines.
 forget_memory() {
   sync
   echo 3 >/proc/sys/vm/drop_caches
-  # DataNodes still move the files of new blocks: one that is gone has been read, or is read by the first start.
+  # DataNodes still move the files of new blocks, so that some may be missing.
   find "$out/registry/data" ${CHECKPOINT_DISKS:+"$CHECKPOINT_DISKS"} -type f -exec cat {} + >/dev/null 2>&1 || true
 }
 
@@ -121,13 +121,13 @@ start() { # name, options of `bootseer run`..., --, command...
 run() { # the same
   local name="$1"
   shift
-  # Whoever submits a job can say when; a scheduler would.
+  # The time of the submission, which a scheduler would give.
   (
     export BOOTSEER_SUBMITTED="$(date +%s.%N)"
     echo "$BASHPID" >"$short/run.pid"
     exec "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1
   ) |
-    # Ctrl-C is for the job: what it says at its end is still shown.
+    # Ctrl-C ends only the job, whose last output is still shown.
     (trap '' INT && exec sed -u 's/^/    | /') >&2
 }
 show() { # name, name of the run, more options of `bootseer report`...
@@ -146,8 +146,8 @@ until_event() { # name of the run, stage of the event, what else it has
   die "there was no event $2 of $1 within a minute"
 }
 
-say "a registry on this machine, and the image in it" \
-  "bootseer image convert attaches the image's layers as block files; the image itself stays as it is."
+say "pushing the image to a registry on this machine" \
+  "bootseer image convert adds block files of the layers; the image itself is unchanged."
 start_registry
 setup=()
 if [[ -n ${REQUIREMENTS:-} ]]; then
@@ -165,34 +165,34 @@ reference="$host/team/job:1"
 skopeo copy --quiet --dest-tls-verify=false "$image" "docker://$reference"
 "$BOOTSEER" image convert "$reference" >&2
 
-say "start 1, full-pull: as nodes start containers today" \
-  "containerd downloads every layer and unpacks it${REQUIREMENTS:+, pip installs what the job needs}, then the job starts." \
-  ${CHECKPOINT_PLAIN:+"One client copies the checkpoint, file after file."} "The node knows nothing of the image."
+say "start 1, full-pull: without BootSeer, on a node without the image" \
+  "containerd downloads and unpacks all layers${REQUIREMENTS:+, pip installs packages}, then the job starts." \
+  ${CHECKPOINT_PLAIN:+"One client copies the checkpoint, file after file."}
 start_containerd
 forget_memory
 start full-pull -- "$here/full_pull.sh" "$reference" "${command[@]}"
 stop_containerd
 empty_node
 
-say "start 2, lazy: another node, the same image and job" \
-  "The container is there at once. What it reads is fetched when it is read, so it waits for the registry again and again." \
-  "BootSeer records which blocks those were: 'hot blocks'." \
-  ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed in the registry: the environment's snapshot."} \
-  ${CHECKPOINT_STRIPED:+"The checkpoint is mounted: it comes from all DataNodes at once, from before Python starts."}
+say "start 2, lazy: with BootSeer, on another node without the image" \
+  "The container starts at once. Blocks of the image are fetched when the job reads them." \
+  "BootSeer records which blocks these were: the hot set." \
+  ${REQUIREMENTS:+"pip installs once more; BootSeer stores its files in the registry: the environment's snapshot."} \
+  ${CHECKPOINT_STRIPED:+"The checkpoint is mounted, and read from all DataNodes, beginning before Python starts."}
 forget_memory
 in_image start lazy -- "${command[@]}"
 empty_node
 
-say "start 3, recorded: one more node" \
-  "It finds that record beside the image, and fetches the hot blocks ahead of the job, the earliest first." \
-  "The record also tells what the ranks import: one process does it for both (--warm)." \
-  ${REQUIREMENTS:+"It finds the snapshot too, and mounts it: nothing is installed any more."}
+say "start 3, recorded: on a third node without the image" \
+  "The hot set is in the registry: its blocks are prefetched in the order in which the job needs them." \
+  "It also names the modules that the ranks import: one process imports them for both (--warm)." \
+  ${REQUIREMENTS:+"The snapshot is mounted, and nothing is installed."}
 forget_memory
 in_image start recorded -- "${command[@]}"
 
-say "start 4, again: the same node once more" \
-  "What it reads of the image${REQUIREMENTS:+, of the snapshot}${CHECKPOINT_STRIPED:+, of the checkpoint} is here." \
-  ${RUN_ON:+"Its job runs on: then its code is changed, and it is started again in its container (bootseer restart)."}
+say "start 4, again: on the same node" \
+  "The blocks of the image${REQUIREMENTS:+, of the snapshot}${CHECKPOINT_STRIPED:+, of the checkpoint} are in the node's cache." \
+  ${RUN_ON:+"The job continues, and is restarted in its container as after a change of the code (bootseer restart)."}
 names=(full-pull lazy recorded again)
 if [[ -n ${RUN_ON:-} ]]; then
   # shellcheck disable=SC2086 - words
@@ -211,7 +211,7 @@ else
 fi
 
 "$root/.venv/bin/python" "$here/compare.py" "$out" "${names[@]}"
-say "more of it" \
+say "more" \
   "$out/index.html        the picture, and a page for each start" \
-  "$out/recorded.txt      the report of a start, as bootseer report shows it" \
+  "$out/recorded.txt      the report of a start by bootseer report" \
   "bootseer diff $out/full-pull $out/recorded"

@@ -1,7 +1,7 @@
-"""Fail when documentation points at what is not there. Called by `make docs`.
+"""Check the links and commands in the documentation. Called by `make docs`.
 
-Two things are checked in every Markdown file: that local links and their headings exist, and that the `make` targets
-and `bootseer` verbs in code blocks and code spans exist. Whether the text is true is for people to see.
+In every Markdown file, local links and their headings must exist, and so must the `make` targets and `bootseer` verbs
+in code blocks and code spans.
 """
 
 import re
@@ -19,7 +19,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _DEFINITION = re.compile(r"^ *\[[^\]]+\]: *<?(\S+?)>?\s*$", re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#* *$", re.MULTILINE)
 _TARGET = re.compile(r"^([a-z][a-z0-9_-]*):", re.MULTILINE)
-# A command stands at the start of a line or span, behind a prompt or behind `&&`.
+# A command is at the start of a line or span, after a prompt, or after `&&`.
 _COMMAND = re.compile(r"(?:^|&&)\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(make|bootseer) +([a-z][a-z0-9_-]*)", re.MULTILINE)
 
 
@@ -54,7 +54,7 @@ def _problems(path: Path, root: Path) -> Iterator[str]:
 
 
 def _headings(path: Path) -> set[str]:
-    """The anchors that web views of repositories give to headings."""
+    """The anchors of headings in web views of repositories."""
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(text)}
 
@@ -66,7 +66,7 @@ def _make_targets(root: Path) -> frozenset[str]:
 
 @cache
 def _has_verb(verb: str) -> bool:
-    """Ask the installed program, so that the documents are checked against what a user can type."""
+    """Run the installed program, so that the documents are checked against its actual verbs."""
     program = Path(sys.executable).with_name("bootseer")
     return subprocess.run([program, verb, "--help"], capture_output=True, check=False).returncode == 0
 

@@ -1,8 +1,7 @@
-"""Start, stop and show the HDFS for development; scripts/hdfs.sh calls this and says how it is used.
+"""Start, stop and show the HDFS for development. Called by scripts/hdfs.sh, which documents its usage.
 
-A process of its own, the keeper, holds the cluster of the tests open until SIGTERM. It is there exactly while the lock
-on its file is held, which the kernel drops with the process: what a killed keeper left behind in files means nothing.
-Its servers die with it.
+A background process keeps the cluster of the tests running until SIGTERM. Whether it runs is decided by the lock on its
+file, which the kernel releases when it ends, not by the files of a killed one. Its servers end with it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import hadoop  # noqa: E402
 from hdfs_links import links_missing  # noqa: E402
 
 _PORT = 8020
-"""The NameNode's, when nobody else has it: the address is the same at each start."""
+"""Of the NameNode, if it is free, so that the address is the same at each start."""
 _START_S = 300.0
 _STOP_S = 30.0
 _MOST = 100_000
 _IS_BRIEF = os.environ.get("BOOTSEER_HDFS_BRIEF") == "1"
-"""As tests say: their servers live for seconds, in which compiling well is half of what they cost."""
+"""Set by tests, whose servers run for seconds: Java then compiles less."""
 
 
 def main() -> int:
@@ -68,7 +67,7 @@ def main() -> int:
 
 
 class Keeper:
-    """The process that holds the cluster, seen from inside (`keep`) and from outside (all the rest)."""
+    """The background process: `keep` runs in it, the other methods control it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,7 +90,7 @@ class Keeper:
             until = time.monotonic() + _START_S
             try:
                 while not (self._runs() and self._uri()):
-                    # One that ended has left it to another that is starting, or has failed.
+                    # The process ended: another one is starting, or it failed.
                     if time.monotonic() > until or (child.poll() is not None and not self._runs()):
                         return _fail(f"it does not start: {self._log.read_text(errors='replace')[-3000:].strip()}")
                     time.sleep(0.1)
@@ -146,8 +145,8 @@ class Keeper:
         return 0
 
     def keep(self, num_datanodes: int, rate_mbit: int) -> int:
-        """Hold the cluster open until SIGTERM or SIGINT. `rate_mbit` 0: without links."""
-        from hdfs_cluster import HdfsCluster  # imports pytest, which all other verbs do without
+        """Run the cluster until SIGTERM or SIGINT. `rate_mbit` 0: without links."""
+        from hdfs_cluster import HdfsCluster  # imports pytest, which other verbs do not need
 
         lock = os.open(self._pid_file, os.O_RDWR | os.O_CREAT, 0o644)
         if not _take(lock):
@@ -157,7 +156,7 @@ class Keeper:
         os.write(lock, f"{os.getpid()}\n".encode())
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         self._rate_file.write_text(f"{rate_mbit}\n")
-        # Behind links the address is the cluster's own, and so are all its ports.
+        # Behind links the cluster has its own address, so all ports are free.
         port = _PORT if rate_mbit else _free(_PORT)
         with HdfsCluster(
             self._folder, num_datanodes=num_datanodes, rate_mbit=rate_mbit or None, port=port, is_brief=_IS_BRIEF
@@ -216,7 +215,7 @@ def _count(text: str) -> int:
 
 
 def _take(lock: int) -> bool:
-    """Whether the lock could be taken; those who only look have it for an instant."""
+    """Whether the lock could be acquired; a check holds it only for a moment."""
     for _ in range(20):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Change the deciding modules in small ways and count the changes that their tests notice.
+"""Mutation testing: change modules in small ways, and count the changes that their tests detect.
 
-A mutant is one module with one operator, constant or condition changed. It is killed when the module's tests fail or do
-not end in time; a survivor is a decision that no test holds. The sample is the same for the same seed and source text.
+A mutant is one module with one operator, constant or condition changed. It is killed if the module's tests fail or do
+not end in time; a survivor is a decision that no test verifies. The sample depends only on the seed and the source.
 
     python scripts/mutation_check.py                        # all modules, 40 mutants each
     python scripts/mutation_check.py fetch/scheduler.py --mutants 200 --show
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Of each deciding module, below src/bootseer: the tests, below tests, that hold it.
+# By module below src/bootseer, its tests below tests.
 MODULES = {
     "report/analysis/barriers.py": ["report/test_barriers.py"],
     "checkpoint/layout.py": ["checkpoint/test_layout.py", "checkpoint/test_parity.py", "checkpoint/test_policy.py"],
@@ -55,8 +55,8 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 
 def mutants(tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
-    """Each change that can be made to a module: what it is, and the changed module."""
-    # frozen=True of a value class, in a decorator or as a keyword of the class, decides nothing.
+    """All possible changes of a module: a description, and the changed module."""
+    # frozen=True has no effect on behaviour.
     beside = [top for node in ast.walk(tree) for top in getattr(node, "decorator_list", [])]
     beside += [word for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for word in node.keywords]
     kept = {id(part) for top in beside for part in ast.walk(top)}
@@ -71,7 +71,7 @@ def mutants(tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
 
 
 def _changes(node: ast.AST) -> Iterator[str]:
-    """The one change of a node, in words; nothing where it has none."""
+    """The change of a syntax node, and its description, if it can be changed."""
     match node:
         case ast.Compare(ops=[operator, *_]) if type(operator) in _COMPARISONS:
             yield f"{type(operator).__name__} -> {_COMPARISONS[type(operator)].__name__}"
@@ -102,13 +102,13 @@ def _change(node: ast.AST) -> None:
 
 
 def is_killed(tree: Path, module: str, text: str, tests: list[str]) -> bool:
-    """Whether a module's tests fail with this text in its place, in a copy of the package."""
+    """Whether a module's tests fail if it has this text, in a copy of the package."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         package = Path(folder, "bootseer")
         shutil.copytree(tree / "src" / "bootseer", package, ignore=shutil.ignore_patterns("__pycache__"))
         (package / module).write_text(text)
         words = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={folder}/tests"]
-        # The copy comes before the installed package, and nothing is written beside the sources.
+        # The copy precedes the installed package in the path; nothing is written into the checkout.
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{tree / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             ran = subprocess.run(
@@ -121,7 +121,7 @@ def is_killed(tree: Path, module: str, text: str, tests: list[str]) -> bool:
 
 
 def check(tree: Path, module: str, tests: list[str], count: int, seed: int, jobs: int) -> dict[str, object]:
-    """A module's mutants: how many there are, were tried and killed, and the survivors in words."""
+    """A module's mutants: their number, how many were tried and killed, and the survivors."""
     source = (tree / "src" / "bootseer" / module).read_text()
     if is_killed(tree, module, source, tests):
         sys.exit(f"mutation_check: the tests of {module} fail without a change")

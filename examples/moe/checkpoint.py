@@ -1,10 +1,10 @@
 """Save and load the sharded state: weights, Adam's moments, and the step.
 
     checkpoints/
-      latest              the name of the newest whole checkpoint, in one line
+      latest              the name of the newest complete checkpoint, in one line
       step-00000008/      what torch.distributed.checkpoint writes, and shape.yaml
 
-`latest` moves last and atomically, so that a job killed at any moment resumes from a whole checkpoint. Each rank
+`latest` is updated last and atomically, so a job killed at any moment resumes from a complete checkpoint. Each rank
 writes and reads its own experts; the dense part is written once. A job may resume on another number of ranks.
 """
 
@@ -32,7 +32,7 @@ _SHAPE = "shape.yaml"
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint; None when there is none yet."""
+    """The newest complete checkpoint, or None."""
     pointer = root / "latest"
     try:
         name = pointer.read_text().strip()
@@ -48,12 +48,12 @@ def latest(root: Path) -> Path | None:
 
 
 def save(root: Path, step: int, model: Model, optimizer: torch.optim.Optimizer, shape: Shape) -> Path:
-    """Write the state after `step` steps, then let `latest` name it. All ranks call this together."""
+    """Write the state after `step` steps, then update `latest`. All ranks call this together."""
     path = root / f"step-{step:08d}"
 
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
-        if path.exists():  # what is left of a save that was killed: `latest` never named it
+        if path.exists():  # left by a save that was killed, and not named by `latest`
             shutil.rmtree(path)
         path.mkdir()
         (path / _SHAPE).write_text(yaml.safe_dump(asdict(shape)))
@@ -68,12 +68,12 @@ def save(root: Path, step: int, model: Model, optimizer: torch.optim.Optimizer, 
 
 
 def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, shape: Shape) -> int:
-    """Fill model and optimizer from a checkpoint; returns how many steps it has seen. All ranks call this together."""
+    """Load model and optimizer from a checkpoint; returns its number of steps. All ranks call this together."""
     _check_shape(path, shape)
     state: dict[str, Any] = {**_state(model, optimizer), "step": 0}
     try:
         dcp.load(state, checkpoint_id=path)
-    except (Exception, dcp.CheckpointException) as error:  # a damaged file shows as anything from KeyError to EOFError
+    except (Exception, dcp.CheckpointException) as error:  # a damaged file raises anything from KeyError to EOFError
         raise JobError(
             f"cannot load {path}: {_reason(error)}; write the name of another step-* folder into {path.parent}/latest"
         ) from None
@@ -83,12 +83,12 @@ def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, shape: Shap
 
 
 def _state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor by name, on the storage that is being trained; experts appear as the whole that they are part of."""
+    """All tensors of the training state by name; those of experts as shards of one tensor over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         moments = optimizer.state[parameter]
-        if not moments:  # AdamW makes these in its first step; a load comes before
+        if not moments:  # AdamW creates these in its first step, which is after loading
             moments["step"] = torch.zeros(())
             moments.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
         for key, tensor in (("weight", parameter.detach()), *((moment, moments[moment]) for moment in _MOMENTS)):
@@ -110,7 +110,7 @@ def _check_shape(path: Path, shape: Shape) -> None:
 
 
 def _first_rank(action: Callable[[], None], problem: str) -> None:
-    """Do this once for all ranks; they go on, or fail, together."""
+    """Do this on one rank; all ranks continue or fail together."""
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:

@@ -1,6 +1,6 @@
-"""The text, as bytes, and which piece of it each rank sees at each step.
+"""The text as bytes, and the part of it that each rank reads at each step.
 
-The default text is the source code of Python's standard library: it is real, a few megabytes, and on each machine
+The default text is the source code of Python's standard library: a few megabytes of real text, present on every machine
 that can run this job.
 """
 
@@ -42,8 +42,8 @@ def _standard_library(root: Path, limit_bytes: int) -> bytes:
 class Batches:
     """Windows of the text in a shuffled order that depends on the seed alone.
 
-    The global order is divided among the ranks: no two see the same window in one epoch, and a job that resumes
-    at step N sees what it would have seen without the stop.
+    The global order is divided among the ranks: no two read the same window in one epoch, and a job that resumes at
+    step N reads what it would have read without the interruption.
     """
 
     def __init__(self, text: bytes, *, sequence: int, batch: int, seed: int, rank: int, world: int) -> None:

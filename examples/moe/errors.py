@@ -1,5 +1,5 @@
-"""The one error of this job: something that its user can put right."""
+"""The error of this job: a problem that its user can correct."""
 
 
 class JobError(Exception):
-    """One line: what is wrong, where, and what to do. `train.py` prints it and ends with exit code 1."""
+    """One line with the problem and its correction. `train.py` prints it and exits with code 1."""

@@ -31,7 +31,7 @@ class Shape:
     expert_hidden: int = 0
 
     def sized_for(self, checkpoint_mb: int) -> "Shape":
-        """The same shape with experts so wide that a whole checkpoint has about `checkpoint_mb` (10^6 bytes)."""
+        """The same shape with wider experts, so that a checkpoint has about `checkpoint_mb` MB (10^6 bytes)."""
         ends = (2 * VOCABULARY + self.sequence + 2) * self.hidden
         layer = (4 * self.hidden + self.experts + 4) * self.hidden
         dense = ends + self.layers * layer
@@ -95,11 +95,11 @@ class Experts(nn.Module):
         return result.view_as(x)
 
     def _ask(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Answers of the experts to `rows`, which are sorted by expert; `counts[rank, expert of that rank]`."""
+        """Outputs of the experts for `rows`, which are sorted by expert; `counts[rank, expert of that rank]`."""
         theirs = exchange_counts(counts)
         sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
         rows = exchange(rows, sent, received)
-        # Rows arrive by rank, then by expert; each expert wants its rows of all ranks in one piece.
+        # Rows arrive by rank, then by expert; each expert needs its rows of all ranks in one tensor.
         asked = torch.arange(len(self.local)).repeat(self.world).repeat_interleave(theirs.flatten())
         order = asked.argsort(stable=True)
         pieces = rows.index_select(0, order).split(theirs.sum(0).tolist())
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Returns the logits of the next byte."""
 
     def __init__(self, shape: Shape, rank: int, world: int) -> None:
         super().__init__()

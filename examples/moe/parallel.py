@@ -1,8 +1,8 @@
-"""What the ranks say to each other while they train: tokens to experts, and gradients.
+"""The communication of the ranks during training: tokens to experts, and gradients.
 
-Two kinds of parameters, two rules. Dense parameters are the same on all ranks, so their gradients are averaged.
-Expert parameters live on one rank only; the backward pass of the exchange has already brought them the gradient of
-every rank's tokens, and what is left is to divide the sum by the number of ranks.
+Dense parameters are the same on all ranks, so their gradients are averaged. Expert parameters exist on one rank only:
+the backward pass of the exchange has already summed the gradients of all ranks' tokens, so the sum is only divided by
+the number of ranks.
 """
 
 from collections.abc import Iterable
@@ -37,14 +37,14 @@ def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
 
 
 def exchange_counts(counts: Tensor) -> Tensor:
-    """Row r of the result is what rank r holds in its row for this rank."""
+    """Row r of the result is rank r's row for this rank."""
     result = torch.empty_like(counts)
     dist.all_to_all_single(result, counts.contiguous())
     return result
 
 
 def average_gradients(dense: Iterable[nn.Parameter], experts: Iterable[nn.Parameter]) -> None:
-    """Turn each rank's gradients into those of the mean loss over all ranks, with one collective."""
+    """Convert each rank's gradients to those of the mean loss over all ranks, with one collective."""
     world = dist.get_world_size()
     gradients = [parameter.grad for parameter in dense if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""Train a small mixture-of-experts language model on CPU ranks; resumes by itself where the last run stopped.
+"""Train a small mixture-of-experts language model on CPU ranks; resumes from the latest checkpoint.
 
 torchrun --standalone --nproc-per-node 2 examples/moe/train.py --steps 8
 """
@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 BALANCE_WEIGHT = 0.01
-"""Of the load-balancing loss against the language loss, as in the Switch Transformer."""
+"""Weight of the load-balancing loss relative to the language loss, as in the Switch Transformer."""
 
 
 def say(line: str) -> None:
@@ -44,7 +44,7 @@ def train(arguments: argparse.Namespace) -> None:
     ).sized_for(arguments.checkpoint_mb)
     world = dist.get_world_size()
     if shape.experts % world:
-        dist.barrier()  # all are connected then: the end of one makes no connect of another one fail
+        dist.barrier()  # after it all ranks are connected, so the end of one cannot make the connect of another fail
         raise JobError(f"--experts {shape.experts} cannot be divided among {world} ranks")
     batches = Batches(
         read_text(arguments.text, arguments.text_mb * 1_000_000),
@@ -93,7 +93,7 @@ def train_step(
 
 
 def check_memory(checkpoint_mb: int) -> None:
-    """Refuse what cannot fit: the checkpoint's content and the gradients, of all ranks on this machine."""
+    """Fail if checkpoint and gradients of this machine's ranks do not fit into its memory."""
     share = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / dist.get_world_size()
     needed = checkpoint_mb * 1e6 * share * 4 / 3
     available = psutil.virtual_memory().available
@@ -105,14 +105,14 @@ def check_memory(checkpoint_mb: int) -> None:
 
 
 def positive(text: str) -> int:
-    """An argparse type: a whole number from 1 on."""
+    """An argparse type: a positive integer."""
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to 2147483647")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """An argparse type: what every random generator here accepts."""
+    """An argparse type: a seed that all random generators used here accept."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 4294967295")
     return int(text)
@@ -161,7 +161,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def join() -> None:
-    """Meet the other ranks that torchrun started; without torchrun this is the only one."""
+    """Connect to the other ranks of torchrun; without torchrun this is the only rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -170,7 +170,7 @@ def join() -> None:
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    # torch.distributed.checkpoint logs, with tracebacks, what it raises anyway.
+    # torch.distributed.checkpoint also logs the exceptions that it raises, with tracebacks.
     logging.basicConfig(level=logging.ERROR)
     try:
         join()

@@ -45,7 +45,7 @@ def test_never_empties_a_folder_of_somebody_else(tmp_path: Path) -> None:
     kept.write_text("years of work")
     result = subprocess.run([EXAMPLES / "demo.sh", tmp_path], capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "holds files that are not from this demo" in result.stderr
+    assert "contains files that are not of this demo" in result.stderr
     assert kept.read_text() == "years of work"
 
 
@@ -150,8 +150,8 @@ def test_starts_are_measured_compared_and_leave_nothing_behind(
     assert picture in page
     before, after = (report["overhead"]["startup_s"] for report in (reports[0], reports[2]))
     sentence = (
-        f"Before, the first training step ended {before:.1f} s after the submission; with BootSeer it ends after "
-        f"{after:.1f} s on a new node, {before / after:.1f} times as fast: "
+        f"Without BootSeer, the first training step ends {before:.1f} s after the submission; with BootSeer "
+        f"{after:.1f} s after it on a new node, {before / after:.1f} times as fast: "
     )
     assert sentence in " ".join(said.split())
     assert re.search(r"the checkpoint [0-9.]+ s (less|more)", " ".join(said.split()))
