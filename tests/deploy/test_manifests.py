@@ -158,6 +158,18 @@ def test_pods_of_an_example_find_each_other_by_the_headless_service(tmp_path: Pa
             assert (pod.returncode, "no peers" in said[1]) == (0, False), said
 
 
+@pytest.mark.parametrize("path", ["docs/kubernetes.md", "deploy/kustomize/service/kustomization.yaml",
+                                  "deploy/helm/bootseer/templates/NOTES.txt"])  # fmt: skip
+def test_tokens_made_as_described_have_no_newline(path: str, tmp_path: Path) -> None:
+    """The Prometheus operator passes a secret on as it is, and no header may have a newline."""
+    found = re.search(r"for scope in .*?; done", (DEPLOY.parent / path).read_text())
+    assert found is not None
+    subprocess.run(["sh", "-euc", found[0]], cwd=tmp_path, check=True)
+    made = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert made.keys() == {"admin", "ingest", "read"}
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for token in made.values())
+
+
 def rendered(values: Document) -> list[Document]:
     """What `helm template` makes of the chart, by Go's templates and Helm's functions as gotpl has them."""
     import jsonschema
