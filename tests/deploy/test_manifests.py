@@ -237,7 +237,7 @@ def test_the_charts_values_reach_the_manifests() -> None:
             "nodeSelector": {"disk": "ssd"},
             "tolerations": [{"operator": "Exists"}],
         },
-        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "tlsConfig": {"serverName": "b.example"}},
         "jobs": {"namespaces": ["a", "b"]},
     })  # fmt: skip
     for document in found:
@@ -258,6 +258,8 @@ def test_the_charts_values_reach_the_manifests() -> None:
         "--workers=4",
     ]
     assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    endpoint = kinds["PodMonitor/bootseer-service"]["spec"]["podMetricsEndpoints"][0]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"serverName": "b.example"})
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
     assert [each["metadata"]["namespace"] for each in found if each["kind"] == "Role"] == ["a", "b"]
     for wrong in ({"node": {"agnet": {}}}, {"node": {"agent": {"port": "9464"}}}, {"image": {"pullPolicy": "always"}}):
