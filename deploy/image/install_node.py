@@ -125,13 +125,11 @@ def install(node: Node, options: argparse.Namespace) -> None:
     wanted = [name for name in UNITS if options.containerd or name not in snapshotter]
     sockets = [name for name in wanted if name in SOCKETS]
     services = [name for name in wanted if name not in SOCKETS]
-    variables = "".join(
-        f'{name}="{os.environ[name]}"\n'
-        for name in ("BOOTSEER_AGENT_OPTIONS", "BOOTSEER_SNAPSHOTTER_OPTIONS", "BOOTSEER_CACHE")
-        if os.environ.get(name)
-    )
-    if '"' in variables.replace('="', "").replace('"\n', "") or "\\" in variables:
+    names = ("BOOTSEER_AGENT_OPTIONS", "BOOTSEER_SNAPSHOTTER_OPTIONS", "BOOTSEER_CACHE")
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if not set('"\\').isdisjoint("".join(given.values())):
         raise InstallError('the cache and options of agent and snapshotter may not hold " and \\')
+    variables = "".join(f'{name}="{text}"\n' for name, text in given.items())
     # Exists while changes, also those of an earlier run that was stopped, have not been loaded by systemd.
     unfinished = node.root / FOLDER / ".unfinished"
     changed = _program(node, options.source, unfinished)

@@ -235,6 +235,10 @@ def test_a_version_that_runs_stays(
 def test_a_node_that_does_not_fit_is_left_as_it_was(
     node: Path, install: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
+    for options in ('--loading="lazy', "--a\\b"):
+        done = install("--no-containerd", BOOTSEER_SNAPSHOTTER_OPTIONS=options)
+        assert (done.returncode, "may not hold" in done.stderr) == (1, True), done
+    assert not (node / "etc/bootseer").exists()
     for path, text, said in (  # on one node: the program is copied once
         ("usr/local/bin/bootseer", "#!/bin/sh\n", "was not made here"),
         ("etc/containerd/config.toml", CONFIG.replace("conf.d", "other.d"), "put imports ="),
