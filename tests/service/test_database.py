@@ -81,6 +81,12 @@ def test_other_addresses_are_refused_without_their_password(url: str) -> None:
     assert "secret" not in str(error.value)
 
 
+def test_a_newline_after_an_address_is_no_part_of_the_name(tmp_path: Path) -> None:
+    """As in a variable that Kubernetes sets from a secret made of a file."""
+    Database.open(f"sqlite:///{tmp_path / 'db'}\n").close()
+    assert (tmp_path / "db").exists()
+
+
 def test_a_server_that_vanishes_is_noticed_within_two_minutes(database_url: str) -> None:
     database = Database.open(database_url)
     if not database.is_postgres:

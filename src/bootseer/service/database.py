@@ -143,7 +143,7 @@ def default_url(data: Path) -> str:
 
 def _parsed(text_: str) -> URL:
     try:
-        url = make_url(text_)
+        url = make_url(text_.strip())  # a secret made of a file ends with its newline
     except ArgumentError:
         url = None
     known = url is not None and url.get_backend_name() in ("sqlite", "postgresql")
