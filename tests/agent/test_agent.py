@@ -178,6 +178,21 @@ def test_a_cache_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         server.shutdown()
 
 
+def test_the_journal_has_why_the_node_is_not_cleaned_up(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    agent = start("--listen", f"127.0.0.1:{port}")
+    shutil.rmtree(tmp_path / "run" / "mounts")
+    until, health = time.monotonic() + _DEADLINE_S, 200
+    while health == 200:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=_DEADLINE_S)) as link:
+            link.request("GET", "/healthz")
+            health = link.getresponse().status
+    agent.terminate()
+    assert "cleaning up failed" in agent.communicate(timeout=_DEADLINE_S)[1]
+
+
 def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from bootseer import logs
 from bootseer.agent.agent import STATUS, AgentSettings, request, run_agent
 from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.cli.options import parse_size
@@ -43,6 +44,7 @@ def run_command(
     **times_s: float,
 ) -> None:
     """Run the agent until a signal ends it. systemd units are in contrib/systemd."""
+    logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # why the cache is not cleaned up belongs in the journal
     settings = AgentSettings(
         cache=(cache or cache_root(os.environ, os.getuid())).absolute(),
         runtime=runtime_root(os.environ, os.getuid()),
