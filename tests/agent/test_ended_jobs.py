@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from bootseer.agent.agent import PEERS, STATUS, request
+from bootseer.agent.ended_jobs import _MAX_JOBS
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.members import read_secret
 from bootseer.peers.protocol import Request
+from bootseer.peers.server import MAX_CONNECTIONS
 from bootseer.store.file import FileStore
 from conftest_launch import BOOTSEER
 from fetch.files import BLOCK, content, stored
@@ -151,3 +154,10 @@ socket.create_connection(("127.0.0.1", {port}))
     script = 'mount --bind "$1" /etc/hosts && exec "$2" -c "$3"'
     words = ["unshare", "--mount", "sh", "-c", script, "sh", tmp_path / "hosts", sys.executable, program]
     subprocess.run(words, check=True)
+
+
+def test_the_unit_allows_the_threads_of_all_ended_jobs() -> None:
+    unit = Path(__file__).parents[2] / "contrib" / "systemd" / "bootseer-agent.service"
+    allowed = re.search(r"(?m)^TasksMax=(\d+)$", unit.read_text())
+    assert allowed is not None
+    assert int(allowed[1]) > _MAX_JOBS * (MAX_CONNECTIONS + 2)  # two interfaces, each with a thread that accepts
