@@ -1,6 +1,7 @@
 #!/bin/sh
 # HealthCheckProgram of slurm.conf: drains this node when it arrived last too often in the starts of the last week. It needs
-# BOOTSEER_SERVICE and BOOTSEER_SERVICE_TOKEN_FILE (scope read) in bootseer.env. While the service is unreachable no node is drained.
+# BOOTSEER_SERVICE and BOOTSEER_SERVICE_TOKEN_FILE (scope read) in bootseer.env. While the service is unreachable no node is
+# drained, and slurmd logs why.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environment=$(dirname "$0")/bootseer.env
 [ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }
@@ -9,6 +10,6 @@ node=${SLURMD_NODENAME:-$(hostname -s)}
 # A file of this name exempts a node, for example after it was checked.
 [ ! -e "$(dirname "$0")/keep-$node" ] || exit 0
 # shellcheck disable=SC2086 # several words
-timeout 50 "${BOOTSEER:-bootseer}" fleet --since 7d --export drain ${BOOTSEER_FLEET-} </dev/null 2>/dev/null |
-  grep -F "NodeName=$node " | sh
+nodes=$(timeout 50 "${BOOTSEER:-bootseer}" fleet --since 7d --export drain ${BOOTSEER_FLEET-} </dev/null) || exit 1
+printf '%s\n' "$nodes" | grep -F "NodeName=$node " | sh
 exit 0

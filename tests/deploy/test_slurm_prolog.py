@@ -1,4 +1,4 @@
-"""The Slurm prolog: what it mounts for which comment of a job."""
+"""The programs for Slurm: what the prolog mounts for which comment of a job, and what the health check says."""
 
 from __future__ import annotations
 
@@ -52,3 +52,14 @@ def test_the_image_and_hot_set_of_the_comment_are_mounted(
         time.sleep(0.01)
     given = (tmp_path / "given").read_text().splitlines()
     assert given == ["image", "mount", *words, f"{tmp_path}/7/image"]
+
+
+def test_a_health_check_says_why_it_knows_nothing(tmp_path: Path) -> None:
+    """slurmd logs what a program says that fails. It was lost, and a wrong token was never noticed."""
+    health, program = tmp_path / "health.sh", tmp_path / "bootseer"
+    health.write_bytes((PROLOG.parent / "health.sh").read_bytes())
+    program.write_text("#!/bin/sh\necho the service denied access >&2\nexit 1\n")
+    program.chmod(0o755)
+    env = {**os.environ, "BOOTSEER": str(program), "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(["sh", health], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "the service denied access\n")
