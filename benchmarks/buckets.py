@@ -183,9 +183,9 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Any]:
                     ),
                 ],
                 details={"cpu_s": {name: median(values) for name, values in cpus.items()}, "cores": os.cpu_count()},
-                method="arms take turns and swap their order every round; each is a process that is connected before "
-                "its clock begins; payload against the link's rate, of which headers take 4.4 % (1,448 of 1,514 bytes "
-                "are payload), and against one plain request",
+                method="arms alternate, in reverse order in every other round; each is a process that connects before "
+                "its time begins; payload relative to the link's rate, of which headers take 4.4 % (1,448 of 1,514 "
+                "bytes are payload), and to one plain request",
             )  # fmt: skip
 
 

@@ -29,21 +29,21 @@ _PROCESS_S = 4.0
 _SHAPED_MIBPS = 110.0
 _UNSHAPED_MIBPS = 500.0
 _METHOD = (
-    "one HDFS (3.3.6) of five DataNodes, each in a network namespace behind a veth pair with the kernel's tbf in both "
-    "directions, and a client on the other side of all links; everything on the same processors, and what the "
-    "DataNodes serve is in their page cache. Each arm is a new process with a new client: it connects, asks for the "
-    "root, and then the clock runs from the opening of the file until the last byte is in the process's memory, whose "
-    "pages are there. No cache of the node, and a new mount for each arm through FUSE ('warm node cache' excepted: "
-    "the cache has all of it, the mount is new). What was read is compared with what was written, after the clock. "
-    "The file is a safetensors file of random bytes, the same in each layout: 'ordinary' in blocks of 16 MiB with one "
-    "replica or two, as the NameNode placed them; '4 stripes' and '4+1 stripes' in parts of 64 MiB; all but the "
-    "parity on four of the DataNodes. The NameNode does not consider load when it places blocks, which is meant for "
-    "large clusters. 'The links' are four streams of hdfs-native, each of a file in one block on a DataNode of its "
-    "own. Arms that are bound to one link read the beginning of the file, or load the first tensors. FUSE is read as "
-    "dd bs=4M does, the warm cache in reads of 64 MiB; DCP and safetensors load all tensors. Writers without BootSeer "
-    "write from memory, and BootSeer from a local file; 'write' counts what the user wrote, not the parity. Arms turn "
-    "their order around every round. '4+1 stripes' lie on five nodes, so that reads of them have a fifth link, which "
-    "'the links' do not count. The first round measures all arms, the others those that a claim rests on"
+    "one HDFS (3.3.6) with five DataNodes, each in a network namespace behind a veth pair limited by the kernel's "
+    "tbf in both directions, and a client on the other side of all links. Everything runs on the same processors; "
+    "what DataNodes serve is in their page cache. Each arm is a new process with a new client, which connects and "
+    "reads the root; the time is from opening the file until the last byte is in the process's allocated memory. "
+    "There is no node cache (except for 'warm node cache', which has the whole file), and each arm through FUSE has"
+    " a new mount. Afterwards, what was read is compared with what was written. The file is a safetensors file of "
+    "random bytes in several layouts: 'ordinary' has blocks of 16 MiB with one or two replicas, placed by the "
+    "NameNode; '4 stripes' and '4+1 stripes' have parts of 64 MiB; all but the parity are on four of the DataNodes."
+    " The NameNode ignores load when it places blocks. 'The links' are four streams of hdfs-native, each of a file "
+    "in one block on a different DataNode. Arms bound to one link read the beginning of the file, or load the first"
+    " tensors. FUSE is read like dd bs=4M, the warm cache in reads of 64 MiB; DCP and safetensors load all tensors."
+    " Baselines write from memory, BootSeer from a local file; 'write' counts the user's bytes, not the parity. The"
+    " order of the arms is reversed in every other round. '4+1 stripes' are on five nodes, so their reads use a "
+    "fifth link, which 'the links' do not include. The first round measures all arms, the others only those with "
+    "claims"
 )
 
 
@@ -263,6 +263,6 @@ def _details(of_arm: Sequence[Done]) -> Mapping[str, Any]:
 
 BENCHMARK = Benchmark(
     "checkpoint",
-    "How fast does a checkpoint come out of HDFS, and go into it, as part of what its links carry?",
+    "How fast is a checkpoint read from HDFS and written to it, relative to its links?",
     by_rounds=measure,
 )

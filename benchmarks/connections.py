@@ -57,7 +57,7 @@ def measure(quick: bool) -> Outcome:
             Must("the same, asking DNS", median(samples[f"{_RANKS} clients, DNS"]), 10.0, "s", at_least=True),
         ],
         details={"curve_s": curve},
-        method="arms take turns; caches warm; other programs may use the machine; a curve's points are measured once",
+        method="arms alternate; caches are warm; other programs may use the machine; curves are measured once",
     )
 
 
@@ -156,7 +156,7 @@ def _node(ranks: range, number: int, stages: int, begin: Barrier, ended: Any) ->
         ended.put(len(threads))
 
 
-BENCHMARK = Benchmark("connections", "How long do ranks take to connect when names are not answered?", measure)
+BENCHMARK = Benchmark("connections", "How long do ranks take to connect if the resolver does not answer?", measure)
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):

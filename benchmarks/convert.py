@@ -30,8 +30,9 @@ _LAYERS = 4
 _FILE_MIB = 64
 """Limit of one file, so that a layer is not a single library."""
 _METHOD = (
-    "one process; the layout is in the page cache, the store is a new folder for each arm; arms take turns and swap "
-    "order; megabytes of compressed layers for a second; processor time is of all threads, also for reads and writes"
+    "one process; the layout is in the page cache, the store is a new folder for each arm; arms alternate and their"
+    " order is reversed in every other round; megabytes of compressed layers per second; processor time is of all "
+    "threads, with reads and writes"
 )
 
 

@@ -22,8 +22,8 @@ from harness import ROOT, Benchmark, Must, Outcome
 _CONVERT = "convert"
 _VERIFY = "decompress and verify only"
 _METHOD = (
-    "one process; the source is read as it is (an OCI layout in a folder: from the page cache as far as it fits); the"
-    " store is a new folder on the same disk; megabytes of compressed layers for a second"
+    "one process; an OCI layout in a folder is read from the page cache if it fits; the store is a new folder on "
+    "the same disk; megabytes of compressed layers per second"
 )
 
 

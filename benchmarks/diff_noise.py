@@ -109,4 +109,4 @@ def _report(cell: _Cell, rng: random.Random, number: int, slow: float = 1.0) -> 
     return analyse(Fleet(cell.nodes, work_of=work, attempt=number, begin_s=number % 1000).events(), Options())
 
 
-BENCHMARK = Benchmark("diff_noise", "How often does `bootseer diff` see what is not there, and what is?", measure)
+BENCHMARK = Benchmark("diff_noise", "How often does `bootseer diff` raise false alarms and detect changes?", measure)

@@ -31,18 +31,18 @@ from hdfs_cluster import HdfsCluster
 _ROUNDS = 2
 _GBIT = 1000
 _METHOD = (
-    "a cold node has an interpreter in a new venv and nothing else: no package cache, no snapshot, an empty page "
-    "cache. The index (wheels with their metadata, as a public one serves them), HDFS and the registry run on the "
-    "same processors, and what they serve is in memory; the index is near (a link without a limit) unless the arm "
-    "names one. Tools are warm alike, as on a node in use: behind the emptied page cache pip and uv tell their "
-    "versions, and BootSeer restores an environment of one small package. Time is from the first command until the "
-    "job's Python runs (usable), then for two runs of the same imports; the samples are the sum of the first two. "
-    "'installed' has the environment on its disk, behind an emptied page cache; those that install have just written "
-    "it, so that it is in memory. 'uv, warm cache' has uv's cache on the same file system. 'tar.zst' unpacks an "
-    "archive (zstd -3) that is on the disk. 'capture' is the first start anywhere; all other 'bootseer' are starts on "
-    "cold nodes, with the record of one start on another node, but 'again': the same node later, with all of the "
-    "snapshot here, behind an emptied page cache. Arms turn their order around every round; other programs may use "
-    "the machine meanwhile, so judge by the median"
+    "a cold node has only an interpreter in a new venv: no package cache, no snapshot, an empty page cache. The "
+    "index (wheels with their metadata, like a public one), HDFS and the registry run on the same processors, with "
+    "their files in memory; the link to the index has no limit unless the arm names one. Tools are warm, as on a "
+    "node in use: after the page cache is emptied, pip and uv print their versions, and BootSeer restores an "
+    "environment of one small package. Time is from the first command until the job's Python runs (usable), then "
+    "for two runs of the same imports; the samples are the sum of the first two. 'installed' has the environment on"
+    " its disk, with an empty page cache; arms that install have just written it, so it is in memory. 'uv, warm "
+    "cache' has uv's cache on the same file system. 'tar.zst' unpacks an archive (zstd -3) on the disk. 'capture' "
+    "is the first start on any node; all other 'bootseer' arms are starts on cold nodes with the record of one "
+    "start on another node, except 'again': a later start on the same node, which has the whole snapshot, with an "
+    "empty page cache. The order of the arms is reversed in every other round. Other programs may use the machine, "
+    "so use the median"
 )
 
 

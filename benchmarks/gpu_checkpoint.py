@@ -93,4 +93,4 @@ def _gib_s(arm: Callable[[], Mapping[str, Any]], total: int) -> float:
     return total / _GIB / seconds
 
 
-BENCHMARK = Benchmark("gpu_checkpoint", "How fast does a checkpoint get into a GPU's memory?", measure)
+BENCHMARK = Benchmark("gpu_checkpoint", "How fast is a checkpoint loaded into a GPU's memory?", measure)

@@ -96,4 +96,4 @@ def _since(start: Start) -> dict[str, float]:
     return {name: (at - start.began_ns) / 1e9 for name, at in start.ranks[0]["points"].items()}
 
 
-BENCHMARK = Benchmark("gpu_warm", "What does a warm parent save where torch is a CUDA build?", by_rounds=rounds_of)
+BENCHMARK = Benchmark("gpu_warm", "What does a warm parent save with a CUDA build of torch?", by_rounds=rounds_of)

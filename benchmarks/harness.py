@@ -29,8 +29,8 @@ SCHEMA = "bootseer.benchmark/1"
 ROOT = Path(__file__).absolute().parents[1]
 RESULTS = Path(__file__).absolute().parent / "results"
 METHOD = (
-    "arms take turns in each round and swap order every round; caches warm; one round thrown away; "
-    "other programs may use the machine meanwhile, so judge by the median and compare it with the best (min)"
+    "arms alternate in each round, in reverse order in every other round; caches are warm; one round is discarded; "
+    "other programs may use the machine, so use the median and compare it with the best (min)"
 )
 
 

@@ -29,15 +29,15 @@ from oci_images import directory, file, layer, write_layout
 
 _ROUNDS = 3
 _METHOD = (
-    "cold: a node that has never seen the image (empty image cache, empty page cache); the registry's blobs are in its "
-    "memory, and it runs on the same processors. Tools are warm alike: behind the emptied page cache each way first "
-    "starts a container of another, tiny image, as a node in use has; 'cold tools' goes without. containerd's daemon "
-    "runs already. Loopback is the same link without a limit. Time is from the first command until the workload in the "
-    "container says that it has worked. 'recorded' has the record of one start on another node, and of the rounds "
-    "before; 'recorded for other work' that of importing pandas and scipy.stats. On loopback the node starts the image "
-    "again, warm, and once more behind an emptied page cache; for 'recorded' after the rest of the image has come "
-    "behind the first start. Ways take turns in each round and turn their order around every round; other programs may "
-    "use the machine meanwhile, so judge by the median and compare it with the best (min)"
+    "cold: a node without the image (empty image cache, empty page cache); the registry has its blobs in memory and"
+    " runs on the same processors. Tools are warm: after the page cache is emptied, each way first starts a "
+    "container of another, tiny image, as on a node in use, except for 'cold tools'. containerd's daemon runs "
+    "already. Loopback is the same link without a limit. Time is from the first command until the workload in the "
+    "container reports that it has worked. 'recorded' uses the record of one start on another node, and of earlier "
+    "rounds; 'recorded for other work' that of importing pandas and scipy.stats. On loopback the node starts the "
+    "image again, warm, and once more with an empty page cache; 'recorded' does so after the rest of the image was "
+    "fetched. Ways alternate in each round, in reverse order in every other round. Other programs may use the "
+    "machine, so use the median and compare it with the best (min)"
 )
 
 
@@ -212,4 +212,4 @@ def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
     return {name: median(values) for name, values in known.items() if values}
 
 
-BENCHMARK = Benchmark("image", "How long until a PyTorch job works on a node that has never seen its image?", measure)
+BENCHMARK = Benchmark("image", "How long until a PyTorch job works on a node without its image?", measure)

@@ -58,6 +58,4 @@ def _arms(lab: Lab) -> list[Arm]:
     ]
 
 
-BENCHMARK = Benchmark(
-    "nodes_faults", "What does a bad node do to a start in which nodes get blocks from each other?", by_rounds=_measure
-)
+BENCHMARK = Benchmark("nodes_faults", "How does a bad node affect a start with peers?", by_rounds=_measure)

@@ -30,4 +30,4 @@ def _arms(lab: Lab) -> list[Arm]:
     return [Arm(name, _NODES, partial(bootseer, techniques=one)) for name, one in chosen.items()]
 
 
-BENCHMARK = Benchmark("nodes_parts", "What does each technique bring to a start on several nodes?", by_rounds=_measure)
+BENCHMARK = Benchmark("nodes_parts", "What does each technique gain in a start on several nodes?", by_rounds=_measure)

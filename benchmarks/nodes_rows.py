@@ -24,14 +24,14 @@ from nodes_site import BOOTSEER, Node, Script, Site
 
 _DEADLINE_S = 1800.0
 METHOD = (
-    "each node has a network namespace with a link of its own (both directions limited by the kernel's tbf), mounts, "
-    "process ids, an empty cache and a container; registry, package index and HDFS are behind one link, whose bytes "
-    "are counted until the last node is ready. Everything runs on the same processors: their use stands beside each "
-    "row (busy: of all programs of this machine), and a row above 0.9 was bound by them. A job reads what one start "
-    "of the demo's image and environment has read, in that order and with its pauses, and then all of the checkpoint; "
-    "the checksum of what was read is the same on all nodes and in all arms. Time is from the common first command "
-    "until a node's job has read all; the samples are the slowest node's. Two nodes have run the job before, whose "
-    "records starts use. containerd's daemon runs already. tbf adds no latency"
+    "each node has a network namespace with its own link (limited in both directions by the kernel's tbf), mounts, "
+    "process ids, an empty cache and a container; registry, package index and HDFS are behind one link, whose bytes"
+    " are counted until the last node is ready. Everything runs on the same processors; their utilization by all "
+    "programs of the machine is given for each row (busy), and a row above 0.9 was bound by them. A job repeats the"
+    " reads of one start of the demo's image and environment, in their order and with their pauses, and then reads "
+    "all of the checkpoint; the checksum is the same on all nodes and in all arms. Time is from the common first "
+    "command until a node's job has read all; the samples are those of the slowest node. Two nodes have run the job"
+    " before; starts use their records. containerd's daemon runs already. tbf adds no latency"
 )
 
 

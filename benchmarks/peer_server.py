@@ -35,10 +35,10 @@ _PULLED_MIB = 48
 _IDENTITY = "ab" * 32
 _SECRET = b"s" * 32
 _METHOD = (
-    "the server's processor time and peak memory are those of its whole process, the service's imports included, for "
-    f"all rounds together; {_CONNECTIONS} connections ask for 256 KiB at a time without a pause, over loopback. Rounds "
-    "take turns with those of the threads that only call sendfile, a byte for each request. The "
-    f"links have {_LINK_MBIT} Mbit/s each (tbf) and no latency; arms take turns, each pull into a new cache."
+    "the server's processor time and peak memory are those of its whole process, including the service's imports, "
+    f"for all rounds together; {_CONNECTIONS} connections request 256 KiB at a time without pauses, over loopback. "
+    "Rounds alternate with those of threads that only call sendfile for each request of one byte. The links have "
+    f"{_LINK_MBIT} Mbit/s each (tbf) and no latency; arms alternate, each pull into a new cache."
 )
 
 
@@ -333,7 +333,7 @@ def _pull(folder: Path, index: object, addresses: list[str], name: str) -> float
 
 BENCHMARK = Benchmark(
     name="peer_server",
-    question="What does it cost a node to serve its peers, and do two interfaces carry twice as much as one?",
+    question="What does it cost a node to serve its peers, and are two interfaces twice as fast as one?",
     measure=measure,
 )
 

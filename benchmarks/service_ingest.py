@@ -79,7 +79,7 @@ def measure(quick: bool) -> Outcome:
             ),
         ],
         details={"rounds": details},
-        method="each round has a service and a database of its own; engines swap order every round",
+        method="each round has a new service and database; engines alternate",
     )
 
 

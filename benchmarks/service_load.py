@@ -264,5 +264,5 @@ if __name__ == "__main__":
     sys.stdout.write(json.dumps(asyncio.run(_read(sys.argv[1], float(sys.argv[2]), sys.argv[3:]))))
 else:
     BENCHMARK = Benchmark(
-        "service_load", "What do 200 readers cost a service at full rate, and what do they wait?", measure
+        "service_load", "What do 200 readers cost a service at full rate, and how long do they wait?", measure
     )

@@ -196,8 +196,8 @@ def measure(quick: bool) -> Outcome:
         samples |= {f"{engine}: {name}": values for name, values in times.items()}
         slowest = max(times, key=lambda name: median(times[name]))
         musts += [
-            Must(f"slowest question, {engine} ({slowest})", median(times[slowest]), _ANSWER_S, "s"),
-            Must(f"answers that differ from the truth, {engine}", len(differ), 0, ""),
+            Must(f"slowest query, {engine} ({slowest})", median(times[slowest]), _ANSWER_S, "s"),
+            Must(f"wrong answers, {engine}", len(differ), 0, ""),
         ]
         details[engine] = {
             "filled_s": filled_s,
@@ -216,8 +216,8 @@ def measure(quick: bool) -> Outcome:
         unit="seconds",
         must_reach=musts,
         details=details,
-        method="the same month in both engines, one after the other; each question is asked five times",
+        method="the same month in both engines, one after the other; each query is made five times",
     )
 
 
-BENCHMARK = Benchmark("service_month", "How long does each question about a month of a large fleet take?", measure)
+BENCHMARK = Benchmark("service_month", "How long does each query about a month of a large fleet take?", measure)

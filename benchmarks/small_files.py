@@ -30,9 +30,9 @@ _WARM_UP = 4
 _WRITERS = ("fuse_write", "native_write", "pyarrow_write")
 _READERS = ("fuse_read", "fuse_list_read", "native_read", "pyarrow_read")
 _METHOD = (
-    "arms take turns and swap their order every round; each has its own process that is connected, or has mounted, "
-    "before its clock begins, and writes files of its own; all read the same files, which nobody has read through this "
-    "mount; DataNodes have them in memory. The servers were warmed up by files that do not count."
+    "arms alternate, in reverse order in every other round; each is a process that connects or mounts before its "
+    "time begins, and writes its own files; all read the same files, which are new to the mount and in the "
+    "DataNodes' memory. The servers are warmed up by other files."
 )
 
 
@@ -159,6 +159,6 @@ def _claims(rates: Mapping[str, Sequence[float]]) -> list[Must]:
 
 BENCHMARK = Benchmark(
     "small_files",
-    "Do thousands of small files go through a mount as fast as HDFS itself takes and gives them?",
+    "Are thousands of small files read and written through a mount as fast as HDFS permits?",
     by_rounds=measure,
 )
