@@ -86,10 +86,11 @@ def test_a_writable_overlay_leaves_its_layers_alone(place: Path, name: str) -> N
     assert (place / "layer" / "a").read_text() == "alpha"
 
 
-def test_an_upper_layer_in_use_is_found_by_its_name_and_holds_whole_files(place: Path) -> None:
+@pytest.mark.parametrize("name", ["my files", "odd \\, with:all"])
+def test_an_upper_layer_in_use_is_found_by_its_name_and_holds_whole_files(place: Path, name: str) -> None:
     """With many layers, and whatever this kernel's defaults are: a later run asks whether it may delete the folder."""
     lowers = [made(place / "a rather long name for a layer" / str(number)) for number in range(150)]
-    upper, work = made(place / "my files" / "0a1b2c3d" / "upper"), made(place / "my files" / "0a1b2c3d" / "work")
+    upper, work = made(place / name / "0a1b2c3d" / "upper"), made(place / name / "0a1b2c3d" / "work")
     target = made(place / "at")
     for several in (lowers[:1], lowers):
         mount_overlay(several, target, upper=upper, work=work)

@@ -31,7 +31,8 @@ _READ_ONLY, _AUTOCLEAR = 1, 4
 # struct loop_config: fd, block_size, struct loop_info64 (lo_flags at its byte 52), eight reserved words.
 _LOOP_CONFIG = struct.Struct("=II52xI176x64x")
 _ATTEMPTS = 64
-_SPECIAL = re.compile(rb"[,:\\]")
+_SPECIAL = re.compile(r".*[,:\\][^/]*", re.DOTALL)
+"""The path as far as its last component with such a character."""
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
@@ -123,10 +124,13 @@ def short_names(folders: Sequence[Path], *, plain: bool = True) -> Iterator[list
     try:
         for folder in folders:
             name = str(folder.absolute())
-            # Special characters have a meaning in the options of some kernels.
-            if not plain or len(os.fsencode(name)) > kernel.MAX_STRING or _SPECIAL.search(os.fsencode(name)):
-                opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
-                name = f"/proc/self/fd/{opened[-1]}"
+            top = name
+            if plain and len(os.fsencode(name)) <= kernel.MAX_STRING:
+                # Special characters have a meaning in the options of some kernels.
+                top = found[0] if (found := _SPECIAL.match(name)) else ""
+            if top:
+                opened.append(os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+                name = f"/proc/self/fd/{opened[-1]}{name[len(top) :]}"
             names.append(name)
         yield names
     except OSError as error:
