@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.decide import Action, decide
+from bootseer.errors import PermanentError
 from bootseer.launch.environment import restore
 from bootseer.store.file import FileStore
 from env.life.samples import KEY, document, store_objects
@@ -34,3 +36,26 @@ def test_what_another_start_makes_while_the_removed_ones_are_listed_stays(
     restore._remove(task, suspect, "an import failed", once_a_day=True)
     assert catalog.find(KEY) == new
     assert capsys.readouterr().err == ""
+
+
+def test_of_a_store_without_deletion_the_next_start_makes_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = FileStore(tmp_path)
+    store_objects(store)
+    catalog, damaged = Catalog(store), document(built_s=time.time() - 100)
+    catalog.publish(damaged)
+
+    def refuse(self: FileStore, name: str) -> None:
+        raise PermanentError("this registry does not allow deletion")
+
+    monkeypatch.setattr(FileStore, "delete", refuse)
+    tracer = SimpleNamespace(emit=lambda *_, **__: None)
+    options, session = SimpleNamespace(plain_http=False), SimpleNamespace(span="", tracer=tracer)
+    task: Any = SimpleNamespace(store_uri=store.uri, options=options, session=session)
+    restore.remove_damaged(task, damaged, "parts are missing")
+    assert "is removed from its store: the next start makes it anew" in capfd.readouterr().err
+    found = catalog.look(KEY)
+    assert decide("auto", found, now_s=time.time()).action is Action.BUILD
+    assert catalog.publish(new := document(built_s=time.time()), replace=True)
+    assert catalog.find(KEY) == new

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.artifact.objects import put
 from bootseer.artifact.places import environments_folder
 from bootseer.artifact.workload import is_publisher, workload_key
-from bootseer.env.document import EnvironmentDocument, apply_exports
+from bootseer.env.document import EnvironmentDocument, apply_exports, document_name
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
 from bootseer.env.life.election import build_id
@@ -27,7 +28,7 @@ from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import LayerOptions, mount_layer
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.snapshot.manifest import Entry, Manifest
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import EnvironmentUnavailable, PreparedEnvironment, must_copy_files
 from bootseer.launch.observers import reporting_errors
@@ -213,7 +214,10 @@ def _remove(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: 
         if again:
             say(f"{label} is used further, as one was removed within the last day; --env refresh makes it anew")
             return False
-        catalog.remove(document.key, time.time())
+        try:
+            catalog.remove(document.key, time.time())
+        except PermanentError:  # many registries do not support deletion; what is no document is built anew, too
+            put(store, document_name(document.key), b"removed\n")
         say(f"{label} is removed from its store: the next start makes it anew")
         return True
 
