@@ -385,6 +385,8 @@ def test_conflicts_of_versions_keep_a_snapshot_from_being_kept_unless_they_are_a
     ran = place.run(*words)
     assert "beta 2.0 requires alpha, which is not installed (--env-conflicts accept" in ran.stderr
     assert not place.documents()
+    assert "--env-conflicts accept" in place.run(*words).stderr
+    assert place.start()["code"] == "unsafe"
     place.run("--env-conflicts", "accept", *words)
     assert len(place.documents()) == 1
 

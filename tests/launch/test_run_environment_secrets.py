@@ -157,6 +157,8 @@ def test_owners_leave_files_out_and_make_exceptions(place: Place) -> None:
     words = ("--setup", script, "--", "cat", "vocab", "own")
     ran = place.run(*words)
     assert "token.cfg (a secret (token))" in ran.stderr
+    assert "--env-keep PATH" in place.run(*words).stderr
+    assert place.start()["code"] == "unsafe"
     ran = place.run("--env-keep", "*/token.cfg", "--env-secret-rules", "rules.toml", *words)
     assert f"{place.project}/own (it matches the rule" in ran.stderr
     chosen = ("--env-keep", "*/token.cfg", "--env-leave-out", f"{place.project}/own")

@@ -21,7 +21,7 @@ from bootseer.env.life.unsafe import MAX_AGE_S, Mark, mark_name, write_mark
 from bootseer.errors import PermanentError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
-from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
+from env.life.samples import BUILT_S, KEY, OTHER_KEY, NoSecrets, document, store_objects
 from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
 LATER_S = BUILT_S + GRACE_S + 1
@@ -307,7 +307,7 @@ def test_in_a_folder_the_bytes_are_freed(tmp_path_factory: pytest.TempPathFactor
 
 
 def test_marks_of_setups_go_when_they_do_not_count_any_more(catalog: Catalog, store: Store) -> None:
-    write_mark(store, Mark(KEY, "it mounted tmpfs on /srv", "n1", BUILT_S))
-    write_mark(store, Mark(OTHER_KEY, "it mounted tmpfs on /srv", "n1", BUILT_S + MAX_AGE_S))
+    write_mark(store, Mark(KEY, "it mounted tmpfs on /srv", "n1", BUILT_S), NoSecrets())
+    write_mark(store, Mark(OTHER_KEY, "it mounted tmpfs on /srv", "n1", BUILT_S + MAX_AGE_S), NoSecrets())
     prune(catalog, BUILT_S + MAX_AGE_S + 1)
     assert [stored.name for stored in store.list("environments/")] == [mark_name(OTHER_KEY)]

@@ -7,22 +7,34 @@ next start. A mark is advice: one that cannot be written or read counts as none.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from bootseer.artifact.document import decode, encode, printable, readable
 from bootseer.artifact.objects import put, read_all
 from bootseer.env.document import CLOCK_SKEW_S
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.store.store import Store
+
+if TYPE_CHECKING:
+    from bootseer.env.snapshot.secret_check import SecretCheck
 
 SCHEMA = "bootseer.environment-unsafe/1"
 MAX_AGE_S = 7 * 86_400.0
 _MAX_BYTES = 16 << 10
-_MAX_TEXT = 2000
+_MAX_TEXT, _MAX_WRITTEN = 2000, 1000
 _READ_S = 5.0
 _WRITE_S = 10.0
+
+
+class UnsafeError(PermanentError):
+    """A snapshot is refused for what the setup does each time."""
+
+    def __init__(self, message: str, *, conflicts: bool = False) -> None:
+        super().__init__(message)
+        self.conflicts = conflicts
 
 
 @readable
@@ -34,6 +46,8 @@ class Mark(Struct, frozen=True):
     node: Annotated[str, Meta(max_length=_MAX_TEXT)]
     at_s: Annotated[float, Meta(ge=0, lt=1e11)]
     """Seconds since 1970."""
+    conflicts: bool = False
+    """Whether the reason is only a conflict of versions, which other starts may accept."""
 
 
 def mark_name(key: str) -> str:
@@ -41,18 +55,25 @@ def mark_name(key: str) -> str:
     return f"environments/{key}/unsafe"
 
 
-def write_mark(store: Store, mark: Mark) -> None:
-    """Raises the store's errors."""
+def write_mark(store: Store, mark: Mark, check: SecretCheck) -> None:
+    """A reason that contains a secret is not written. Raises the store's errors."""
+    text = mark.reason[:_MAX_WRITTEN]
+    if check.check_text("its mark", text.encode("utf-8", "replace")):
+        text = "see what that start printed"
+    mark = replace(mark, reason=text, node=mark.node[:_MAX_WRITTEN])
     put(store, mark_name(mark.key), encode(mark, SCHEMA), timeout_s=_WRITE_S)
 
 
-def reason(store: Store, key: str, now_s: float) -> str:
+def reason(store: Store, key: str, now_s: float, *, accepts_conflicts: bool = False) -> str:
     """Why the setup of this key is not snapshot-safe; empty if it is not marked."""
     try:
         data = read_all(store, mark_name(key), _MAX_BYTES, _READ_S)
         found = decode(data, Mark, "mark", limit=_MAX_BYTES, schema=SCHEMA, other_version=CorruptError)
     except BootseerError:
         return ""
-    if found.key != key or not -CLOCK_SKEW_S <= now_s - found.at_s <= MAX_AGE_S:
+    if found.key != key or (found.conflicts and accepts_conflicts):
         return ""
-    return f"this setup is not snapshot-safe, as {printable(found.node)} found: {printable(found.reason)}"
+    if not -CLOCK_SKEW_S <= now_s - found.at_s <= MAX_AGE_S:
+        return ""
+    node = printable(found.node)
+    return f"this setup is not snapshot-safe, as {node} found: {printable(found.reason)} (--env refresh tries again)"

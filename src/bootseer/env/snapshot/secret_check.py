@@ -32,6 +32,7 @@ from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Change
 from bootseer.env.installing.packages import published_files
 from bootseer.env.keys.key_settings import looks_secret
+from bootseer.env.life.unsafe import UnsafeError
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.units import listed
@@ -192,7 +193,7 @@ class SecretCheck:
         try:
             findings = self._scanner.scan(data, timeout=_SCAN_S)
         except (RuntimeError, TimeoutError, ValueError) as error:
-            return f"it could not be checked: {error}"
+            raise PermanentError(f"{path or 'a text'} could not be checked for secrets: {error}") from error
         for finding in findings:
             rule = str(finding.rule_id)
             if finding.visible and rule not in _OWN_RULES and not (rule == _PRIVATE_KEY and secrets.is_example(path)):
@@ -203,7 +204,7 @@ class SecretCheck:
 def raise_if_secret(found: Sequence[str]) -> None:
     if found:
         _log.warning("refused: %d possible secrets, the first %s", len(found), found[0])
-        raise PermanentError(
+        raise UnsafeError(
             f"it would contain what looks like a secret: {listed(found)}; "
             "--env-leave-out PATH leaves it out, --env-keep PATH declares that it is not a secret"
         )

@@ -43,7 +43,7 @@ from bootseer.launch.environment.lookup_process import key_request_of
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, report_unsafe, start_publishing
 from bootseer.launch.environment.relaunch import read_pid_files, remove_stale_files
-from bootseer.launch.environment.setup import SetupHost, SetupResult, SetupRun, setup_problems
+from bootseer.launch.environment.setup import SetupHost, SetupResult, SetupRun, check_environment
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import (
     PreparedEnvironment,
@@ -256,7 +256,7 @@ class _CapturedSetup:
             trust=trust_of(self.reads, self.unknown),
             left_out=self._view.left_out,
             daemons=self.daemons,
-            validate=partial(self._problems, division),
+            validate=partial(self._validate, division),
         )
 
     def _unaccounted(self, changes: Sequence[Change]) -> tuple[str, ...]:
@@ -279,8 +279,8 @@ class _CapturedSetup:
             if lost and self._view.way != "scan":
                 yield f"it installed {listed(lost)} into {folder}, which is not captured"
 
-    def _problems(self, division: Division) -> list[str]:
-        """Defects of the environment, seen as a restored start would see it."""
+    def _validate(self, division: Division) -> None:
+        """`check_environment`, seen as a restored start would see it."""
         task, view, done = self._task, self._view, self.done
         env = apply_exports(done.exports, task.env)
         env["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -291,7 +291,7 @@ class _CapturedSetup:
                 opened.callback(seen.close)
                 enter = seen.enter
             changes_metadata = any("-info" in one.path for one in self.changes)
-            return setup_problems(done, task.options, env, runner(enter), changes_metadata=changes_metadata)
+            check_environment(done, task.options, env, runner(enter), changes_metadata=changes_metadata)
 
 
 def input_changes(task: Task, key: RequestKey, own: Sequence[str] = ()) -> list[str]:

@@ -115,7 +115,8 @@ class LookupProcess:
 
     def _unless_unsafe(self, catalog: Catalog, decision: Decision) -> Decision:
         """The decision, or to run the setup at once if it is known to be not snapshot-safe."""
-        reason = unsafe.reason(catalog.store, self._key.digest, time.time())
+        accepts = self._task.options.conflicts == "accept"
+        reason = unsafe.reason(catalog.store, self._key.digest, time.time(), accepts_conflicts=accepts)
         return fall_back(decision, "unsafe", reason) if reason else decision
 
     def _say(self, line: str) -> None:
@@ -183,7 +184,6 @@ class LookupProcess:
 
         options = self._task.options
         rules, cache = options.secret_rules, environments_folder(options.cache) / "secret-rules"
-        if SecretCheck(Exclusions(), variables=self._task.env, rules=rules, cache=cache).check_text("its mark", reason):
-            reason = b"see what that start printed"
-        words, node = reason.decode("utf-8", "replace"), self._task.node[:1000]
-        unsafe.write_mark(store, unsafe.Mark(self._key.digest, words, node, time.time()))
+        check = SecretCheck(Exclusions(), variables=self._task.env, rules=rules, cache=cache)
+        mark = unsafe.Mark(self._key.digest, reason.decode("utf-8", "replace"), self._task.node, time.time())
+        unsafe.write_mark(store, mark, check)

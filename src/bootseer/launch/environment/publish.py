@@ -26,16 +26,18 @@ from bootseer.env.keys.key import RequestKey
 from bootseer.env.life import unsafe
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
+from bootseer.env.life.unsafe import UnsafeError
 from bootseer.env.restoring.roots import Division
 from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.env.snapshot.write import Written, write_snapshot
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
 from bootseer.store.open import open_store
+from bootseer.store.store import Store
 from bootseer.trace.event import INSTANT
 from bootseer.units import format_bytes, plural
 
@@ -62,8 +64,8 @@ class Publication:
     """What the rules left out of the changes."""
     daemons: tuple[Daemon, ...]
     """Processes to start again at a restore."""
-    validate: Callable[[], Sequence[str]]
-    """Returns the defects of the environment; called in the background process."""
+    validate: Callable[[], None]
+    """`setup.check_environment`; called in the background process."""
 
 
 class Publishing:
@@ -145,9 +147,22 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
         rules=options.secret_rules,
         cache=environments_folder(options.cache) / "secret-rules",
     )
-    if problems := publication.validate():
-        raise PermanentError("; ".join(problems))
-    with contextlib.closing(open_store(task.store_uri, plain_http=options.plain_http)) as store:
+    try:
+        publication.validate()
+        _write(task, publication, check, began_s, send)
+    except UnsafeError as error:
+        mark = unsafe.Mark(publication.key.digest, str(error), task.node, time.time(), error.conflicts)
+        with contextlib.suppress(BootseerError), contextlib.closing(_open_store(task)) as store:
+            unsafe.write_mark(store, mark, check)
+        raise
+
+
+def _open_store(task: Task) -> Store:
+    return open_store(task.store_uri, plain_http=task.options.plain_http)
+
+
+def _write(task: Task, publication: Publication, check: SecretCheck, began_s: float, send: Send) -> None:
+    with contextlib.closing(_open_store(task)) as store:
         done = publication.done
         written = write_snapshot(
             store,
@@ -165,7 +180,7 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
             raise_if_secret([found])
         catalog = Catalog(store, lambda line: send({"say": line}), task.signatures)
         published = catalog.publish(document, replace=publication.decision.replace)
-        node_catalog = NodeCatalog(options.cache, lambda line: send({"say": line}))
+        node_catalog = NodeCatalog(task.options.cache, lambda line: send({"say": line}))
         if published:
             node_catalog.keep(document, catalog.encode_signed(document))
             with contextlib.suppress(BootseerError):  # out of date, as with `--env refresh`

@@ -25,7 +25,8 @@ from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.node import Interpreter, find_python
 from bootseer.env.keys.requirement import FileKind
-from bootseer.errors import BootseerError
+from bootseer.env.life.unsafe import UnsafeError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.launch.command import run_program
 from bootseer.launch.environment.plain import ScriptRun, groups_of, prepare_script, script_command
 from bootseer.launch.environment.task import EnvironmentOptions, Task
@@ -75,21 +76,25 @@ class SetupResult:
         return max(self.ended_s - self.began_s, 0.0)
 
 
-def setup_problems(
+def check_environment(
     done: SetupResult, options: EnvironmentOptions, env: Mapping[str, str], run: Run, *, changes_metadata: bool = True
-) -> list[str]:
-    """Defects of the environment that a setup made, for which it must not be shared. `run` runs programs in it.
+) -> None:
+    """Raises `PermanentError` for defects of the environment that a setup made, for which it must not be shared, and
+    `UnsafeError` for conflicts of versions. `run` runs programs in it.
 
     `pip check` takes half a second, so it runs only if the setup changed the metadata of a distribution.
     """
     if done.python is None:
-        return [f"import {module} fails: there is no Python" for module in options.imports]
-    found = validate(done.python, done.new, env, run, imports=options.imports)
-    checks_conflicts = changes_metadata and options.conflicts == "refuse"
-    against = conflicts(done.python, done.before, env, run) if checks_conflicts else []
-    if against:
-        found.append(f"{listed(against)} (--env-conflicts accept publishes a snapshot anyway)")
-    return found
+        problems = [f"import {module} fails: there is no Python" for module in options.imports]
+    else:
+        problems = validate(done.python, done.new, env, run, imports=options.imports)
+    if problems:
+        raise PermanentError("; ".join(problems))
+    if done.python is None or not changes_metadata or options.conflicts == "accept":
+        return
+    if against := conflicts(done.python, done.before, env, run):
+        hint = "--env-conflicts accept publishes a snapshot anyway"
+        raise UnsafeError(f"{listed(against)} ({hint})", conflicts=True)
 
 
 class SetupHost:

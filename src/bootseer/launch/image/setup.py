@@ -43,7 +43,7 @@ from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.capture import input_changes, trust_of, unknown_reads
 from bootseer.launch.environment.plain import ScriptRun, prepare_script
 from bootseer.launch.environment.publish import Publication, report_outcome, report_unsafe, start_publishing
-from bootseer.launch.environment.setup import EXPORTS, SetupHost, SetupResult, setup_problems
+from bootseer.launch.environment.setup import EXPORTS, SetupHost, SetupResult, check_environment
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.watch import Watch
@@ -96,12 +96,11 @@ class ImageSetupHost(SetupHost):
         self._reads: list[Reads] = []
         self._num = 0
 
-    def problems(self, done: SetupResult) -> list[str]:
-        """Defects of the environment. Called in a process beside the command, in whose tree it looks."""
+    def validate(self, done: SetupResult) -> None:
+        """`check_environment`. Called in a process beside the command, in whose tree it looks."""
         options = self.task.options
-        if done.python is not None and not done.new and not options.imports:
-            return []
-        return setup_problems(done, options, {"PYTHONDONTWRITEBYTECODE": "1"}, self.ask)
+        if done.python is None or done.new or options.imports:
+            check_environment(done, options, {"PYTHONDONTWRITEBYTECODE": "1"}, self.ask)
 
     def pythons(self) -> Sequence[str]:
         return ("python3", "python")
@@ -390,7 +389,7 @@ class UpperLayer:
             trust=trust,
             left_out=self._left_out,
             daemons=(),
-            validate=partial(self._host.problems, done),
+            validate=partial(self._host.validate, done),
         )
         self._start.publishing = start_publishing(task, publication)
 
