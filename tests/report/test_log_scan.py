@@ -17,7 +17,8 @@ from bootseer.report import log_scan as scanning
 from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.foreign.program_tables import parsers, search
-from bootseer.report.log_scan import Scanned, scan
+from bootseer.report.log_scan import scan
+from bootseer.report.scanned import Scanned
 from bootseer.trace.event import decode, encode
 from fleet import Fleet
 from startups import EPOCH_S, began, moment, span
@@ -227,6 +228,8 @@ SUBMITTED = (
     "[2026-11-20T17:50:00.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=42 usec=3\n"
     "[2026-11-20T17:53:51.000] sched: Allocate JobId={job} NodeList={nodes} #CPUs=2 Partition=gpu\n"
 )
+BOUND = b"""{"involvedObject": {"kind": "Pod", "name": "moe-0"}, "eventTime": "2026-11-20T17:53:59", \
+"message": "Successfully assigned train/moe-0 to gpu-1"}\n"""
 BOTH = a_start(("gpu-1", 1), ("gpu-2", 2), ranks=3)
 WITHOUT_NCCL = b"".join(line for line in BOTH.splitlines(keepends=True) if b"NCCL" not in line)
 PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(keepends=True)[8:])
@@ -245,8 +248,11 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
         ({"slurm-42.out": BOTH, "slurmctld.log": (SUBMITTED.format(job=42, nodes="gpu-[1-2]")
                                                   + SUBMITTED.format(job=43, nodes="gpu-3")).encode()},
          {"gpu-1": 99, "gpu-2": 80}),
+        ({"stdin": b"".join(b"[pod/moe-%d/train] " % n + line for line in WITHOUT_NCCL.splitlines(keepends=True)
+                            for n in (0, 1))}, {"moe-0": 99, "moe-1": 99}),
+        ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND}, {"moe-0": 101}),
     ],
-    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs"],
+    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs", "pods", "host network"],
 )  # fmt: skip
 def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
     """NCCL names the host in each line, torchrun and Megatron do not, and the file has any name."""

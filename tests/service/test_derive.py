@@ -16,7 +16,7 @@ import zstandard
 from sqlalchemy import insert, select
 
 from bootseer.errors import TransientError
-from bootseer.report.log_scan import Scanned
+from bootseer.report.scanned import Scanned
 from bootseer.service import questions, schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt, derive_found, skip_alive

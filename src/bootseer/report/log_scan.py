@@ -20,26 +20,21 @@ import math
 import re
 import signal
 import threading
-from bisect import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import itemgetter
 
 from bootseer.errors import PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.report import inputs
-from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser
+from bootseer.report.foreign.parser import FOREIGN, Line, Parser
 from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import line_time, other_unit
-from bootseer.report.model import Fact, Input
+from bootseer.report.scanned import Scanned, name_jobs
 from bootseer.report.search import line_starts
-from bootseer.trace.event import BEGIN, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
-from bootseer.trace.identity import expand_hosts
+from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
-from bootseer.units import NS_PER_S
 
 _LOG = logger(__name__)
 _MAX_LINE = 1 << 20
@@ -51,32 +46,12 @@ _DOCKER = (b'{"log":"', b'{"log": "')
 _JSON_KEYS = ("log", "message", "MESSAGE", "msg")
 """Keys under which docker, fluentd, the journal and JSON loggers store the line."""
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_POD = re.compile(rb"\[pod/([a-z0-9.-]{1,253})/")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
 _MAX_TAG = 16
 _DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
 """Their log files often have the node after the program: `slurmd.gpu-17.log`."""
 _SLOW_S = 10.0
-_WITHIN = frozenset({"torchelastic", "nccl", "megatron", "transformers", "steps"})
-"""Programs whose lines are written while the command runs."""
-_SLACK_NS = 60 * NS_PER_S
-
-
-@dataclass(slots=True)
-class Scanned:
-    """What was found in the logs."""
-
-    events: list[Event] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-    hosts: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    """The nodes that are named by their files; for each, the hosts that NCCL names in these."""
-    files: int = 0
-    bytes: int = 0
-    lines: int = 0
-
-    def input(self) -> Input:
-        """The counters, for the report."""
-        return Input(self.files, self.bytes, self.lines, len(self.events), 0, dict(sorted(self.skipped.items())))
 
 
 Progress = Callable[[int], None]
@@ -116,7 +91,7 @@ def scan(
             result.skipped["unreadable"] += 1
         reader.finish()
         _LOG.debug("%s: %d lines; %d events so far", source.name, reader.lines, len(result.events))
-    _name_jobs(result, job)
+    name_jobs(result, job)
     return result
 
 
@@ -174,113 +149,8 @@ class Growing:
     def finish(self) -> Scanned:
         for reader in self._files.values():
             reader.finish()
-        _name_jobs(self.result, self._job)
+        name_jobs(self.result, self._job)
         return self.result
-
-
-def _name_jobs(result: Scanned, chosen: str | None) -> None:
-    """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed."""
-    own = [event for event in result.events if not _foreign(event)]
-    # A scheduler's log is about all jobs of a cluster, by numbers that need not be in the job's own name.
-    of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
-    jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
-    jobs = jobs - of_scheduler or jobs & {chosen or ""} or jobs
-    others = of_scheduler - jobs
-    if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
-        before = len(result.events)
-        result.events = [event for event in result.events if event.job not in others]
-        result.skipped["other_job"] += before - len(result.events)
-    if not own:
-        _name_nodes(result, jobs)
-    if len(jobs) != 1 or len(own) == len(result.events):
-        return
-    job, stages = jobs.pop(), {event.stage for event in own}
-    # Foreign logs have only the bare name of a pod or host.
-    nodes = {event.node.partition("/")[0]: event.node for event in own}
-    begins = _begins(own)
-    events = []
-    for event in result.events:
-        if not _foreign(event):
-            events.append(event)
-        # The hook's events are more accurate, but the user's own patterns take precedence.
-        elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
-            node = (
-                next(iter(nodes.values()))
-                if len(nodes) == 1
-                else nodes.get(event.node, event.node if not nodes else "")
-            )
-            if node:
-                attrs = event.attrs
-                if own:  # own events show the job's nodes better than the scheduler's list
-                    attrs = {key: value for key, value in attrs.items() if key != NODES}
-                _, attempt, restart = begins[max(bisect(begins, event.wall_ns, key=itemgetter(0)) - 1, 0)]
-                restart = event.restart if attrs[FOREIGN] == "torchelastic" else restart  # its lines have it
-                events.append(event._replace(job=job, attempt=attempt, restart=restart, node=node, attrs=attrs))
-            else:  # a list of events of a whole cluster includes pods of other jobs
-                result.skipped["other_node"] += 1
-    wrong = _of_another_zone(events)
-    result.events = [event for event in events if (event.node, event.attrs.get(FOREIGN)) not in wrong]
-    if wrong:
-        result.skipped["other_zone"] += len(events) - len(result.events)
-
-
-def _name_nodes(result: Scanned, jobs: set[str]) -> None:
-    """Name the nodes that only have the name of a file: a host would be counted, and billed, once more under it.
-
-    Of the hosts in a log of several, the first is taken; of a job in a scheduler's log, which lists all of its nodes,
-    the node of the batch script.
-    """
-    by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm" and event.job in jobs]
-    listed = [node for event in by_slurm for node in expand_hosts(event.attrs.get(NODES, event.node))]
-    of_job = dict.fromkeys(listed if len(jobs) == 1 else ())
-
-    def named(node: str) -> str:
-        hosts = result.hosts.get(node, {node: None}) or of_job
-        return node if node in hosts else next(iter(hosts), node)
-
-    result.events = [event._replace(node=named(event.node)) for event in result.events]
-
-
-def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
-    """Nodes and programs with lines that seem to be from before or after all runs on the node: a time without a zone is
-    taken for one of this machine's zone, which need not be that of the log."""
-    first: dict[tuple[str, int], int] = {}
-    last: dict[tuple[str, int], int] = {}
-    for event in events:
-        if not _foreign(event):
-            of = event.node, event.attempt
-            last[of] = max(last.get(of, event.wall_ns), event.wall_ns)
-            if event.stage == "run" and event.phase == BEGIN:
-                first[of] = min(first.get(of, event.wall_ns), event.wall_ns)
-    runs = defaultdict(list)
-    for (node, attempt), begin_ns in first.items():
-        # Signs of life are written at least each time that a tenth of the run's age has passed.
-        end_ns = last[node, attempt] + max(_SLACK_NS, (last[node, attempt] - begin_ns) // 8)
-        runs[node].append((begin_ns - _SLACK_NS, end_ns))
-    found = set()
-    for event in events:
-        within = _foreign(event) and (event.attrs[FOREIGN] in _WITHIN or event.stage == "training_began")
-        if within and event.node in runs and not any(a <= event.wall_ns <= b for a, b in runs[event.node]):
-            found.add((event.node, event.attrs[FOREIGN]))
-    return found
-
-
-def _begins(own: Sequence[Event]) -> list[tuple[int, int, int]]:
-    """From when on lines of other programs belong to each attempt and restart, by time: a log may have several. What
-    precedes an attempt, such as its queue, belongs to it. The end of `run`, which has no restart, is after all."""
-    times: dict[tuple[int, int], list[int]] = {}
-    for event in own:
-        times.setdefault((event.attempt, event.restart), []).append(event.wall_ns)
-    begins, over_ns = [], 0
-    for (attempt, restart), walls in sorted(times.items()):
-        begins.append((min(walls) if restart else min(over_ns, *walls), attempt, restart))
-        over_ns = max(over_ns, *walls)
-    return sorted(begins) or [(0, 0, 0)]
-
-
-def _foreign(event: Event) -> bool:
-    """Whether the event was made from a foreign log: it has the attribute and, unlike a user's own event, one clock."""
-    return FOREIGN in event.attrs and event.wall_ns == event.mono_ns
 
 
 class _FileScan:
@@ -291,6 +161,7 @@ class _FileScan:
     ) -> None:
         self.source = source
         self.result = result
+        self.patterns = patterns
         is_spool = source.name.removesuffix(".zst").endswith(SUFFIX)  # it contains only events
         self.parsers: list[Parser] = [] if is_spool else parsers()
         self.sites = [] if is_spool else [Site(stage, pattern) for stage, pattern in patterns]
@@ -302,6 +173,8 @@ class _FileScan:
         self.near_ns = source.modified_ns
         self.told: set[int] = set()
         """Hashes of the lines that were passed to parsers."""
+        self.pods: dict[bytes, _FileScan] = {}
+        """The scans of the lines that `kubectl logs --prefix` labels with a pod."""
 
     def feed(self, block: bytes) -> None:
         text = self.rest + block if self.rest else block
@@ -324,6 +197,8 @@ class _FileScan:
             self.lines += not self.rest.endswith(b"\n")
         self.rest = b""
         self.result.lines += self.lines
+        for pod in self.pods.values():
+            pod.finish()
         found = [parser.finish() for parser in (*self.parsers, *self.sites)]
         events = [event for one in found for event in one.events]
         hosts = dict.fromkeys(event.node for event in events if event.attrs[FOREIGN] == "nccl")
@@ -354,33 +229,44 @@ class _FileScan:
             wanted = hits.get(begin)
             # A line with an event is not a foreign log line, even if it contains a clue.
             if wanted and TAG_STEM not in raw:
-                line = self._line(raw)
+                of = self._of(raw)
+                line = of._line(raw, self.lines + 1)
                 if line.wall_ns is not None and hash(raw) in self.told:
                     continue  # collectors repeat lines: a stage would begin twice, and end once
                 self.told.add(hash(raw))
-                for parser in wanted:
-                    parser.feed(line)
+                for index in wanted:
+                    (*of.parsers, *of.sites)[index].feed(line)
         self.lines += text.count(b"\n", counted)
-        for site in self.sites:  # a start may be followed by them
-            self.result.events += site.taken()
+        for of in (self, *self.pods.values()):
+            for site in of.sites:  # a start may be followed by them
+                self.result.events += site.taken()
 
-    def _wanted(self, text: bytes) -> dict[int, list[Parser]]:
-        """The parsers that want a line, by the line's offset."""
-        hits: dict[int, list[Parser]] = {}
-        clues, wanting = search(frozenset(index for index, parser in enumerate(self.parsers) if parser.done))
+    def _of(self, raw: bytes) -> _FileScan:
+        """The scan to which a line belongs: of the pod that it names, or this one."""
+        if (named := _POD.match(raw)) is None:
+            return self
+        if (pod := self.pods.get(named[1])) is None:
+            pod = self.pods[named[1]] = _FileScan(self.source, self.result, self.patterns)
+            pod.node = named[1].decode()
+        return pod
+
+    def _wanted(self, text: bytes) -> dict[int, dict[int, None]]:
+        """The places of the parsers and sites that want a line, by the line's offset."""
+        hits: dict[int, dict[int, None]] = defaultdict(dict)
+        done = [index for index, parser in enumerate(self.parsers) if parser.done]
+        clues, wanting = search(frozenset(done))
         for place, number in clues.hits(text) if self.parsers else ():
-            wanted = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
-            wanted += [one for index in wanting[number] if (one := self.parsers[index]) not in wanted]
-        for site in (site for site in self.sites if not site.done):
+            hits[text.rfind(b"\n", 0, place) + 1].update(dict.fromkeys(wanting[number]))
+        for index, site in enumerate(self.sites, len(self.parsers)):
             with _in_time(site.pattern):
-                for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:
-                    hits.setdefault(begin, []).append(site)
+                for match in site.pattern.finditer(text) if not site.done else ():
+                    hits[text.rfind(b"\n", 0, match.start()) + 1][index] = None
         return hits
 
-    def _line(self, raw: bytes) -> Line:
+    def _line(self, raw: bytes, number: int) -> Line:
         text = raw.decode("utf-8", "replace")
         wall_ns = line_time(text, reference_ns=self.near_ns)
-        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node)
+        return Line(text, self.source.name, number, wall_ns, self.node)
 
     def _events(self, raw: bytes) -> None:
         # A stem quoted in prose is not a damaged event. Events contain no tags, so each ends before the next tag.

@@ -16,8 +16,9 @@ from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.live import Live, Moment
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.foreign.parser import UNKNOWN_JOB
-from bootseer.report.log_scan import Growing, Progress, Scanned, scan
+from bootseer.report.log_scan import Growing, Progress, scan
 from bootseer.report.model import Report
+from bootseer.report.scanned import Scanned
 from bootseer.store import addresses
 from bootseer.trace import spools
 from bootseer.units import plural

@@ -28,8 +28,9 @@ from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.spans import COMMAND, RUN, TRUNCATED, StartupSpans, unique
 from bootseer.report.foreign.parser import FOREIGN, UNKNOWN_JOB
 from bootseer.report.inputs import Source
-from bootseer.report.log_scan import Scanned, scan
+from bootseer.report.log_scan import scan
 from bootseer.report.model import Report
+from bootseer.report.scanned import Scanned
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.raw import LOG, RawStore, parse_name

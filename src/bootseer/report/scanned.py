@@ -1,0 +1,147 @@
+"""What was found in logs; and to which job, attempt, restart and node the lines of other programs belong."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
+from bootseer.report.model import Fact, Input
+from bootseer.trace.event import BEGIN, Event
+from bootseer.trace.identity import expand_hosts
+from bootseer.units import NS_PER_S
+
+_WITHIN = frozenset({"torchelastic", "nccl", "megatron", "transformers", "steps"})
+"""Programs whose lines are written while the command runs."""
+_SLACK_NS = 60 * NS_PER_S
+
+
+@dataclass(slots=True)
+class Scanned:
+    """What was found in the logs."""
+
+    events: list[Event] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    hosts: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """The nodes that are named by their files; for each, the hosts that NCCL names in these."""
+    files: int = 0
+    bytes: int = 0
+    lines: int = 0
+
+    def input(self) -> Input:
+        """The counters, for the report."""
+        return Input(self.files, self.bytes, self.lines, len(self.events), 0, dict(sorted(self.skipped.items())))
+
+
+def name_jobs(result: Scanned, chosen: str | None) -> None:
+    """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed."""
+    own = [event for event in result.events if not _foreign(event)]
+    # A scheduler's log is about all jobs of a cluster, by numbers that need not be in the job's own name.
+    of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
+    jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
+    jobs = jobs - of_scheduler or jobs & {chosen or ""} or jobs
+    others = of_scheduler - jobs
+    if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
+        before = len(result.events)
+        result.events = [event for event in result.events if event.job not in others]
+        result.skipped["other_job"] += before - len(result.events)
+    if not own:
+        _name_nodes(result, jobs)
+    if len(jobs) != 1 or len(own) == len(result.events):
+        return
+    job, stages = jobs.pop(), {event.stage for event in own}
+    # Foreign logs have only the bare name of a pod or host.
+    nodes = {event.node.partition("/")[0]: event.node for event in own}
+    begins = _begins(own)
+    events = []
+    for event in result.events:
+        if not _foreign(event):
+            events.append(event)
+        # The hook's events are more accurate, but the user's own patterns take precedence.
+        elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
+            node = (
+                next(iter(nodes.values()))
+                if len(nodes) == 1
+                else nodes.get(event.node, event.node if not nodes else "")
+            )
+            if node:
+                attrs = event.attrs
+                if own:  # own events show the job's nodes better than the scheduler's list
+                    attrs = {key: value for key, value in attrs.items() if key != NODES}
+                _, attempt, restart = begins[max(bisect(begins, event.wall_ns, key=itemgetter(0)) - 1, 0)]
+                restart = event.restart if attrs[FOREIGN] == "torchelastic" else restart  # its lines have it
+                events.append(event._replace(job=job, attempt=attempt, restart=restart, node=node, attrs=attrs))
+            else:  # a list of events of a whole cluster includes pods of other jobs
+                result.skipped["other_node"] += 1
+    wrong = _of_another_zone(events)
+    result.events = [event for event in events if (event.node, event.attrs.get(FOREIGN)) not in wrong]
+    if wrong:
+        result.skipped["other_zone"] += len(events) - len(result.events)
+
+
+def _name_nodes(result: Scanned, jobs: set[str]) -> None:
+    """Name the nodes that only have the name of a file: a host would be counted, and billed, once more under it.
+
+    Of the hosts in a log of several, the first is taken; of a job in a scheduler's log, which lists all of its nodes,
+    the node of the batch script.
+    """
+    pods = defaultdict(set)  # with the host's network, NCCL names the machine of a pod
+    for event in result.events:
+        if event.stage == "bound" and isinstance(event.attrs.get("host"), str):
+            pods[event.attrs["host"]].add(event.node)
+    by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm" and event.job in jobs]
+    listed = [node for event in by_slurm for node in expand_hosts(event.attrs.get(NODES, event.node))]
+    of_job = dict.fromkeys(listed if len(jobs) == 1 else ())
+
+    def named(node: str) -> str:
+        hosts = result.hosts.get(node, {node: None}) or of_job
+        host = node if node in hosts else next(iter(hosts), node)
+        return min(pods[host]) if len(pods.get(host, ())) == 1 else host
+
+    result.events = [event._replace(node=named(event.node)) for event in result.events]
+
+
+def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
+    """Nodes and programs with lines that seem to be from before or after all runs on the node: a time without a zone is
+    taken for one of this machine's zone, which need not be that of the log."""
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    for event in events:
+        if not _foreign(event):
+            of = event.node, event.attempt
+            last[of] = max(last.get(of, event.wall_ns), event.wall_ns)
+            if event.stage == "run" and event.phase == BEGIN:
+                first[of] = min(first.get(of, event.wall_ns), event.wall_ns)
+    runs = defaultdict(list)
+    for (node, attempt), begin_ns in first.items():
+        # Signs of life are written at least each time that a tenth of the run's age has passed.
+        end_ns = last[node, attempt] + max(_SLACK_NS, (last[node, attempt] - begin_ns) // 8)
+        runs[node].append((begin_ns - _SLACK_NS, end_ns))
+    found = set()
+    for event in events:
+        within = _foreign(event) and (event.attrs[FOREIGN] in _WITHIN or event.stage == "training_began")
+        if within and event.node in runs and not any(a <= event.wall_ns <= b for a, b in runs[event.node]):
+            found.add((event.node, event.attrs[FOREIGN]))
+    return found
+
+
+def _begins(own: Sequence[Event]) -> list[tuple[int, int, int]]:
+    """From when on lines of other programs belong to each attempt and restart, by time: a log may have several. What
+    precedes an attempt, such as its queue, belongs to it. The end of `run`, which has no restart, is after all."""
+    times: dict[tuple[int, int], list[int]] = {}
+    for event in own:
+        times.setdefault((event.attempt, event.restart), []).append(event.wall_ns)
+    begins, over_ns = [], 0
+    for (attempt, restart), walls in sorted(times.items()):
+        begins.append((min(walls) if restart else min(over_ns, *walls), attempt, restart))
+        over_ns = max(over_ns, *walls)
+    return sorted(begins) or [(0, 0, 0)]
+
+
+def _foreign(event: Event) -> bool:
+    """Whether the event was made from a foreign log: it has the attribute and, unlike a user's own event, one clock."""
+    return FOREIGN in event.attrs and event.wall_ns == event.mono_ns
