@@ -136,6 +136,8 @@ def test_every_requirements_file_counts_for_the_digest(run, events, tmp_path):
         ["run", "true"],
         ["run", "--no-such-option", "--", "true"],
         ["run", "--attempt", "9" * 30, "--", "true"],
+        ["run", "--setup", "missing.sh", "--", "true"],
+        ["run", "--image", "registry.test/box:1", "-r", "missing.txt", "--", "true"],
     ],
 )
 def test_usage_errors_are_2_and_start_nothing(run, words):
@@ -143,6 +145,7 @@ def test_usage_errors_are_2_and_start_nothing(run, words):
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+    assert "missing" not in " ".join(words) or "no such file" in done.stderr
 
 
 def test_a_job_with_the_name_of_a_file_is_reported_by_its_folder(run, tmp_path):

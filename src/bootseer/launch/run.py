@@ -22,7 +22,7 @@ from bootseer.launch.supervise import say
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
     """Run the command; returns the exit code to end with. Raises `BootseerError` before the command was started."""
     measured = env.get("BOOTSEER_DISABLE") != "1"
-    if (options.setup or options.requirements) and options.image is None:
+    if options.setup or options.requirements:
         from bootseer.launch.environment.plain import check_files
 
         check_files(options.setup, options.requirements)
