@@ -152,3 +152,10 @@ def test_a_name_leads_to_one_address_and_none_that_the_machine_knows_is_changed(
         "10.9.0.9 gpu9.peer",
         "::ffff:10.9.0.9 gpu9.peer",
     ]
+
+
+def test_a_node_without_ipv4_has_its_name_too(tmp_path: Path) -> None:
+    (tmp_path / "system").touch()
+    file = HostsFile(tmp_path, tmp_path / "system")
+    file.add([Peer("gpu1", ("[fd00::1]:17507",)), Peer("[fd00::2]:17507", ("[fd00::2]:17507",))])
+    assert (tmp_path / "hosts").read_text().splitlines()[-2:] == ["fd00::1 gpu1", "fd00::2 fd00--2.peer"]

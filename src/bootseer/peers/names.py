@@ -59,7 +59,7 @@ class HostsFile:
         new = [peer for peer in peers if peer not in self._added]  # the names of a list are looked up once
         with Tasks("bootseer-names", _LOOKUPS) as tasks:  # a resolver may take seconds for each
             for peer, addresses in zip(new, tasks.map(addresses_of, new), strict=True):
-                name = peer.name if peer.hosts else _host(peer.name)
+                name = _host(peer.name) if peer.name in peer.addresses else peer.name
                 for address in addresses:
                     # A node's name resolves to one address, as without us: the choice of the interface is not ours.
                     self._append(address, name)
@@ -69,7 +69,7 @@ class HostsFile:
     def _append(self, address: str, name: str) -> None:
         word = re.sub(r"[^A-Za-z0-9-]" if name == address else r"[^A-Za-z0-9.-]", "-", name)
         lines, new = "", set()
-        for each in (address, f"::ffff:{address}" if ":" not in address else address):
+        for each in (address,) if ":" in address else (address, f"::ffff:{address}"):
             if each not in self._known:
                 is_first = each == address and word == name and word not in self._known
                 lines += f"{each} {word}{'' if is_first else _REVERSE}\n"
