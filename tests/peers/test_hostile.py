@@ -14,8 +14,10 @@ import pytest
 
 from bootseer.errors import TransientError
 from bootseer.peers.choice import Peer
+from bootseer.peers.client import Client
 from bootseer.peers.connection import Connection
 from bootseer.peers.protocol import Question, Signer, encode_answer
+from bootseer.peers.readiness import StartReport
 from peers.nodes import SECRET
 from peers.test_origins import Job, job
 
@@ -116,6 +118,21 @@ def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
     connection.sock.close()
     connection.sock = reset
     assert client.ask(address, Question("0" * 64, 0, 1, "n0", keeps=False), 5.0) == {}
+
+
+def test_a_report_that_was_given_up_is_not_sent_any_more() -> None:
+    """A link that was down for a moment would deliver it later: after the one that says that this node is ready."""
+    client = Client(SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+    client._idle[Connection(near, "n1:1", 5.0)] = "n1:1", Signer(b"key")
+    with pytest.raises(TransientError):
+        client.report("n1:1", StartReport("n0", "begin"), 0.1)
+    with far:
+        assert far.recv(4096).startswith(b"GET /v1/start")
+        with pytest.raises(ConnectionResetError):
+            far.recv(4096)
 
 
 @pytest.mark.parametrize("how", ANSWERS)

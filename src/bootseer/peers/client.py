@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -173,6 +174,8 @@ class Client:
                 connection.check(until_s)
                 remaining = remaining[connection.read_some(remaining) :]
         except BaseException:
+            # What a lost link has held up is dropped: a stage must not arrive after the node's later ones.
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sock.close()
             raise
         self._keep(address, connection, signer)
