@@ -396,6 +396,8 @@ def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, 
     assert (quiet.returncode, quiet.stdout + quiet.stderr) == (1, ""), "a script may delete what was sent"
     done = run("ship", "--to", service.url, "--json")
     assert json.loads(done.stdout)["waiting"] == 0
+    every = run("ship", "--to", service.url, "--job", "moe")  # all spools, as the log of this job
+    assert (every.returncode, "--job needs the files" in every.stderr) == (2, True)
     assert service.raw_lines() == lines
     assert run("ship", "--to", service.url, "nothing-here").returncode == 2
     (tmp_path / "job.log").write_bytes(b"hello\n" + b"\n".join(b"stderr F " + line for line in lines))

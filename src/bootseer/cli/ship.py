@@ -41,9 +41,9 @@ from bootseer.units import plural
 @click.option("--to", "url", default="", metavar="URL", help="URL of the service (default: $BOOTSEER_SERVICE).")
 @click.option("--follow", is_flag=True, help="Keep sending what is written, until a signal ends it.")
 @click.option("--within", type=Amount(), default=60.0, show_default=True, metavar="S",
-              help="How many seconds to retry if the service is unreachable.")  # fmt: skip
+              help="How many seconds to retry if the service is unreachable (--follow: no limit).")  # fmt: skip
 @click.option("--job", default="", metavar="NAME",
-              help="Send the files as logs of this job, for programs without BootSeer.")  # fmt: skip
+              help="Send the named files as logs of this job, for programs without BootSeer.")  # fmt: skip
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 @json_option("bootseer.ship/1")
 def ship_command(
@@ -59,6 +59,10 @@ def ship_command(
     kubectl logs -f trainer-0 | bootseer ship --job trainer --follow -
     The token comes from $BOOTSEER_SERVICE_TOKEN, or from the file (0600) that $BOOTSEER_SERVICE_TOKEN_FILE names.
     """
+    if job and not places:
+        raise UsageError(
+            "--job needs the files of that job's log", hint="a spool is named by its folder, without --job"
+        )
     where = target(url, os.environ)
     link = Link(where, min(max(within, 1.0), REQUEST_S))  # a request that is not answered ends within the limit, too
     named = list(places) or [spools.default_root(os.environ)]
