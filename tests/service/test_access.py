@@ -255,6 +255,11 @@ def test_a_place_that_the_verb_would_not_use_is_refused(run, option):
     assert f"{option} must come after the verb" in done.stderr
 
 
+def test_tokens_have_no_option_for_the_raw_lines(run):
+    """It did nothing."""
+    assert "No such option '--raw'" in run("serve", "token", "list", "--raw", "elsewhere").stderr
+
+
 def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
     added = run("serve", "token", "add", "--scope", "ingest", "--data", "data", "--note", "rack 7")
     assert added.returncode == 0

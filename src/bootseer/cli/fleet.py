@@ -225,7 +225,7 @@ def _ask(question: str, asked: Mapping[str, str | None], service: str | None, lo
         return _from_service(question, asked, service)
     from bootseer.cli.serve import settings_of
 
-    settings_of(Path(), None, None)  # raises an error with a hint if the libraries are missing
+    settings_of(Path(), None)  # raises an error with a hint if the libraries are missing
     from bootseer.service import over_time
     from bootseer.service.questions import Filter
 

@@ -37,10 +37,12 @@ _TOKEN_VERBS = {
 }
 
 
-def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for the data of the service, the first arguments of `settings_of`."""
+_raw_option = click.option("--raw", metavar="STORE", help="Store of raw lines (default: in the data folder).")
+
+
+def database_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Options for the database of the service, the first arguments of `settings_of`."""
     for decorator in (
-        click.option("--raw", metavar="STORE", help="Store of raw lines (default: in the data folder)."),
         click.option("--database", metavar="URL", envvar="BOOTSEER_SERVICE_DATABASE", show_envvar=True,
                      help="Database, as postgresql://... (default: SQLite in the data folder)."),
         click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
@@ -56,7 +58,7 @@ _pattern_option = click.option(
 )  # fmt: skip
 
 
-def settings_of(data: Path | None, database: str | None, raw: str | None, **more: Any) -> Settings:
+def settings_of(data: Path | None, database: str | None, raw: str | None = None, **more: Any) -> Settings:
     """The settings of a service with this data. Raises `UsageError` if its libraries are not installed."""
     with needs_extra("service", "the service"):
         from bootseer.service.app import Settings, default_data
@@ -74,7 +76,8 @@ def _tokens(**place: Any) -> Iterator[Tokens]:
 
 
 @click.group("serve", cls=Group, verbs=_VERBS, invoke_without_command=True)
-@place_options
+@database_options
+@_raw_option
 @click.option(
     "--listen",
     metavar="HOST:PORT",
@@ -136,7 +139,8 @@ def serve_command(
 
 
 @click.command("reindex")
-@place_options
+@database_options
+@_raw_option
 @_pattern_option
 @json_option("bootseer.reindex/1")
 def reindex_command(patterns: tuple[str, ...], output: Output, **place: Any) -> None:
@@ -165,7 +169,7 @@ def token_command() -> None:
 
 
 @click.command("add")
-@place_options
+@database_options
 @click.option("--scope", type=click.Choice(["ingest", "read", "admin"]), required=True, help="What it allows.")
 @click.option("--team", default="", metavar="NAME", help="Team of the jobs that send with it.")
 @click.option("--note", default="", metavar="TEXT", help="Note on its purpose.")
@@ -190,7 +194,7 @@ def add_command(scope: str, team: str, note: str, file: IO[str] | None, output: 
 
 
 @click.command("list")
-@place_options
+@database_options
 @json_option("bootseer.tokens/1")
 def list_command(output: Output, **place: Any) -> None:
     """List the tokens, oldest first."""
@@ -208,7 +212,7 @@ def _day(ns: int) -> str:
 
 
 @click.command("revoke")
-@place_options
+@database_options
 @click.argument("number", type=int, metavar="ID")
 def revoke_command(number: int, **place: Any) -> None:
     """Revoke the token with this number (see `bootseer serve token list`). It takes effect within seconds."""
