@@ -80,11 +80,12 @@ def simulate_command(
         for label, chosen in _variants(changes)
     ]
     wanted = variants[0][1]
-    if len(variants) > 1 and (reports or events or (wanted.month is not None and nodes is None)):
+    of_month = wanted.month is not None and nodes is None
+    if len(variants) > 1 and (reports or events or of_month):
         raise UsageError("several values can be compared only for starts, without --calibrate and --events")
-    if wanted.month is not None and not reports and nodes is None:
-        if arms or html is not None or events is not None:
-            raise UsageError("--arm, --html and --events are for starts, not for a month", hint="give --nodes")
+    if (reports or of_month) and (arms or html is not None or events is not None):
+        raise UsageError("--arm, --html and --events are for starts, not for --calibrate or a month without --nodes")
+    if wanted.month is not None and of_month and not reports:
         _month(wanted, wanted.month, range(seed, seed + seeds), output)
         return
     if reports:
