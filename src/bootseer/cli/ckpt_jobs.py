@@ -201,7 +201,7 @@ def clean_command(job: str, older_than: float, output: Output) -> None:
     leftovers are removed 10 minutes after their writer's last heartbeat, or after a day if it had none.
 
     \b
-    bootseer ckpt clean s3://checkpoints/moe --older-than 24
+    bootseer ckpt clean s3://checkpoints/moe --older-than 48
     """
     ended: list[str] = []
     with files_at(job) as files:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 STORE = (
-    Option("--store", "Store of the snapshots (default: this node's cache).", metavar="URI"),
+    Option("--store", "Store of the snapshots (default: $BOOTSEER_STORE, else this node's cache).", metavar="URI"),
     PLAIN_HTTP,
 )
 _LEAST_DIGITS = 4

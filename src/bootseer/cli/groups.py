@@ -44,11 +44,12 @@ def hotset_command() -> None:
     \b
     bootseer image hotset show registry:5000/team/train:7
     bootseer image hotset export registry:5000/team/train:7 train.py-0123456789ab hot.bin
+    bootseer image hotset merge other:5000/team/train:7 hot.bin
     """
 
 
 _ENV_VERBS = {
-    "key": ("env", "Explain the cache key of a setup, and what changed in it."),
+    "key": ("env", "Explain the request key of a setup, and what changed in it."),
     "capture": ("env", "Run a setup and publish a snapshot of its result."),
     "restore": ("env", "Copy a snapshot's files to a folder, or run a command with them."),
     "verify": ("env", "Verify a snapshot against its digests or a fresh installation."),
@@ -105,7 +106,7 @@ def ckpt_command() -> None:
 _CACHE_VERBS = {
     "show": ("cache", "List cached files, most recently used first."),
     "verify": ("cache", "Verify all cached blocks against their digests."),
-    "prune": ("cache", "Free space, starting with blocks that were never read."),
+    "prune": ("cache", "Free space, starting with files that were not used for the longest time."),
 }
 
 

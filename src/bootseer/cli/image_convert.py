@@ -78,7 +78,8 @@ def convert_command(
     state: Path | None,
     output: Output,
 ) -> None:
-    """Convert the layers of the image SRC to block files in the store DST, by default the image's own repository.
+    """Convert the layers of the image SRC to block files in the store DST, by default $BOOTSEER_STORE, else the image's
+    own repository.
 
     The image itself is unchanged and keeps its name. Layers that are already converted are skipped. With --watch, each
     image prints one line (a JSON document with --json), and one that fails is retried later.

@@ -48,18 +48,15 @@ LAYER_LIMIT = Option(
 )
 PLAIN_HTTP = Option("--plain-http", "Use the registry without encryption.", FLAG, default=False)
 CONVERTED = (
-    Option("--store", "Where the converted image is (default: its own repository).", metavar="URI"),
+    Option(
+        "--store", "Where the converted image is (default: $BOOTSEER_STORE, else its own repository).", metavar="URI"
+    ),
     PLAIN_HTTP,
 )
 """Where verbs find a converted image."""
 
 SOURCE = (
-    Option(
-        "--store",
-        "Store of converted images (default: the image's own repository) and environments (default: this node).",
-        metavar="URI",
-    ),
-    PLAIN_HTTP,
+    *CONVERTED,
     Option(
         "--loading",
         "Load the image lazily, or completely before the start (pull), or whichever is predicted to be faster (auto,"
@@ -122,7 +119,13 @@ CONTAINER = (
 
 IMAGE = (
     Option("--image", "Run the command in this container image, loaded lazily.", metavar="REF"),
-    *SOURCE,
+    Option(
+        "--store",
+        "Store of images and environments (default: $BOOTSEER_STORE; else images: their own repository, environments:"
+        " this node).",
+        metavar="URI",
+    ),
+    *SOURCE[1:],
     # `--env` of `run` is about environment snapshots.
     *(
         option._replace(words="--container-env -e", dest="env") if option.name == "env" else option

@@ -11,7 +11,7 @@ import click
 from bootseer.artifact.places import STORE, cache_root, converted_folder, own_folder, runtime_root
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.env_store import show_pruned
-from bootseer.cli.image_options import PLAIN_HTTP, request_of_verb
+from bootseer.cli.image_options import CONVERTED, PLAIN_HTTP, request_of_verb
 from bootseer.cli.options import Option
 from bootseer.cli.output import Output, styled
 from bootseer.cli.verb_parts import json_option, with_options
@@ -24,20 +24,10 @@ from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from bootseer.units import plural
 
-_STORE = (
-    Option(
-        "--store",
-        "Store of the converted images (default: $BOOTSEER_STORE; else remove: the image's own repository, prune: this"
-        " node).",
-        metavar="URI",
-    ),
-    PLAIN_HTTP,
-)
-
 
 @click.command("remove")
 @click.argument("references", metavar="REF...", nargs=-1, required=True)
-@with_options(_STORE)
+@with_options(CONVERTED)
 @click.option("--dry-run", "-n", is_flag=True, help="Only list what would be removed.")
 @json_option("bootseer.images-removed/1")
 def remove_command(
@@ -78,7 +68,9 @@ def remove_command(
 
 
 @click.command("prune")
-@with_options(_STORE)
+@with_options(
+    (Option("--store", "Store of images (default: $BOOTSEER_STORE, else this node's).", metavar="URI"), PLAIN_HTTP)
+)
 @click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Keep what was removed more recently.")
 @json_option("bootseer.images-removed/1")
 def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:

@@ -124,7 +124,7 @@ OPTIONS = (
     Option(
         "--warm",
         "Fork the ranks of torchrun, accelerate or DeepSpeed from a process that has already imported the modules of"
-        " earlier starts (default: off; see docs/process.md).",
+        " earlier starts; on also prints why a start was not warm (default: off; see docs/process.md).",
         metavar="auto|on|off",
         choices=("auto", "on", "off"),
         default="off",
