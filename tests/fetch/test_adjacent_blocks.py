@@ -14,6 +14,15 @@ def test_a_request_for_a_hot_block_takes_the_adjacent_ones_before_it_along() -> 
     assert [fetch.blocks for _, fetch in w.launched] == [range(50, 52)]
 
 
+def test_a_readers_block_does_not_wait_for_hot_blocks_before_it() -> None:
+    w = world(bytes_per_s=6e6, settings=FetchSettings())
+    w.prefetch((0, block) for block in [*range(100, 200), *range(43, 51)])
+    w.read(0, [50], Answers())
+    w.tick()
+    (request,) = (fetch for _, fetch in w.launched if fetch.purpose is Purpose.DEMAND)
+    assert request.blocks[0] == 50
+
+
 def test_hot_requests_span_small_gaps_on_links_known_to_be_fast() -> None:
     def gaps(bytes_per_s: float) -> list[int]:
         w = world(bytes_per_s=bytes_per_s)

@@ -216,16 +216,18 @@ class Ledger:
 
         At least the block itself, then those behind it and those before it that are `eligible` and fit into
         `most_bytes`. Gaps of up to `gap_bytes` between two of them are included, if all their blocks are missing and
-        not wanted; with `ahead`, such blocks behind the last one, too.
+        not wanted. With `ahead`, such blocks behind the last one are included, too, and none before the first: a reader
+        waits for it.
         """
         number, first = key
         geometry = self.files[number].geometry
         step = len(geometry.stripes)
         places = {first: geometry.place(first)}
-        for direction in (step, -step):
-            gap = self._extend(number, places, direction, most_bytes, eligible, gap_bytes)
-            if ahead and direction > 0:
-                places |= gap
+        gap = self._extend(number, places, step, most_bytes, eligible, gap_bytes)
+        if ahead:
+            places |= gap
+        else:
+            self._extend(number, places, -step, most_bytes, eligible, gap_bytes)
         blocks = range(min(places), max(places) + 1, step)
         return blocks, [places[block].length for block in blocks]
 
