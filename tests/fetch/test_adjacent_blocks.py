@@ -62,6 +62,17 @@ def test_readers_read_ahead_only_on_fast_links() -> None:
     assert requests(6e6) == 150
 
 
+def test_little_is_read_ahead_of_blocks_that_compress_to_nothing() -> None:
+    w = World([Layout([26] * 3000)], settings=FetchSettings())
+    w.read(0, [5], Answers())
+    w.run()
+    assert [len(fetch.blocks) for _, fetch in w.launched] == [33]
+    w.scheduler.origins["origin"].pace.rate = 1e9
+    w.prefetch([(0, 1000), (0, 2000)])
+    w.run()
+    assert not {(0, 1500), (0, 1999)} & w.here
+
+
 def test_blocks_read_ahead_are_dropped_when_their_request_fails() -> None:
     lost = Fault(TransientError("cut off"), after_blocks=1)
     w = world(settings=FetchSettings(), fault=lambda fetch, earlier: lost if not earlier else None)
