@@ -102,8 +102,10 @@ def test_after_prefetch_was_stopped_only_what_is_read_is_fetched(fetching, data)
     fetcher.stop_prefetch()
     gate.set()
     until(lambda: fetcher._scheduler.idle)
+    assert not cached.ready(98)
+    assert fetcher.read_blocking(0, 98 * BLOCK, 10) == data[98 * BLOCK : 98 * BLOCK + 10]
+    until(lambda: fetcher._scheduler.idle)
     assert not cached.ready(99)
-    assert fetcher.read_blocking(0, 99 * BLOCK, 10) == data[99 * BLOCK : 99 * BLOCK + 10]
 
 
 def test_claims_of_others_are_looked_at_soon_and_many_less_often_than_few(fetching):

@@ -15,7 +15,7 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientE
 from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from fetch.files import BLOCK
-from store_doubles import Fault
+from store_doubles import Fault, FaultyStore
 from waiting import until
 
 QUICK = FetchSettings(backoff_s=0.001, max_backoff_s=0.01, deadline_s=60.0, max_pause_s=0.05)
@@ -164,10 +164,15 @@ def small_disk(tmp_path):
 def test_a_full_disk_serves_readers_from_memory_says_so_once_and_fails_a_pull(small_disk, index, origin, data):
     cached = Cache(small_disk).open(index)
     problems = []
-    fetcher = Fetcher(QUICK, on_problem=problems.append)
-    fetcher.add(index, origin, cached)
-    for start in range(0, len(data), 5 * BLOCK):
+    fetcher, store = Fetcher(QUICK, on_problem=problems.append), FaultyStore(origin)
+    fetcher.add(index, store, cached)
+    for start in range(20 * BLOCK, len(data), 5 * BLOCK):
         assert fetcher.read_blocking(0, start, 5 * BLOCK) == data[start : start + 5 * BLOCK]
+    until(lambda: fetcher._scheduler.idle)
+    before = store.bytes_read.total()
+    assert fetcher.read_blocking(0, 3 * BLOCK, BLOCK) == data[3 * BLOCK : 4 * BLOCK]
+    until(lambda: fetcher._scheduler.idle)
+    assert store.bytes_read.total() - before == index.place(3).length  # what is read ahead could not be kept
     assert len(problems) == 1
     assert "No space left" in problems[0]
     with pytest.raises(CacheFull):

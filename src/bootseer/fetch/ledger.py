@@ -165,6 +165,7 @@ class FileState(Struct):
     """The peers, if there are any, then the store."""
     done: bytearray
     hot: bytearray
+    reads_ahead: bool = True
 
 
 class Request(Struct):
@@ -330,6 +331,8 @@ class Ledger:
                 self.origin_of(key).enqueue(key, Purpose.COLD)
 
     def stop_prefetch(self, number: int) -> None:
+        """From now on, request only the blocks that readers wait for."""
+        self.files[number].reads_ahead = False
         for key in [key for key in self.wanted if key[0] == number]:
             wanted = self.wanted[key]
             if wanted.prefetch is None:

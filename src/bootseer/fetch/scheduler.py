@@ -211,7 +211,8 @@ class Scheduler(Routed):
             room = self._settings.inflight_bytes - self.inflight_bytes
             goes_along = partial(self._goes_along, origin, Purpose.DEMAND, step, now)
             # With peers, not the blocks that another node fetches from the store for all.
-            ahead_bytes = origin.pace.ahead_bytes() if self._peers is None else 0
+            reads_ahead = self._peers is None and self.files[key[0]].reads_ahead
+            ahead_bytes = origin.pace.ahead_bytes() if reads_ahead else 0
             most_bytes = min(self._settings.demand_bytes, room)
             blocks, sizes = self._adjacent(key, most_bytes, goes_along, ahead_bytes, ahead=True)
             if sum(sizes) > room and self.inflight_bytes:
