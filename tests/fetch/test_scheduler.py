@@ -86,6 +86,22 @@ def test_a_running_prefetch_that_hangs_is_hedged_for_its_reader() -> None:
     assert [fetch.hedge for _, fetch in w.launched] == [False, True]
 
 
+@pytest.mark.parametrize("num_hot", [0, 20])
+def test_a_request_that_hangs_delays_the_readers_of_its_blocks_only_once(num_hot: int) -> None:
+    w = World(
+        [Layout([BLOCK // 8] * 100)],
+        settings=FetchSettings(max_ahead_bytes=4 * BLOCK),
+        fault=lambda fetch, earlier: Fault(hang=True, after_blocks=1) if not fetch.number else None,
+    )
+    w.prefetch((0, block) for block in range(num_hot))
+    w.tick()
+    ends: list[float] = []
+    w.reader(iter([(0.01, 0, [block]) for block in range(20)]), lambda: ends.append(w.now))
+    w.run()
+    assert len(w.launched[0][1].blocks) > 8
+    assert ends[0] < 2 * SETTINGS.hedge_s + 20 * 0.05
+
+
 def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
     w = world(fault=lambda fetch, earlier: None if fetch.hedge else Fault(hang=True))
     w.read(0, [5, 6], Answers())

@@ -179,6 +179,8 @@ class Request(Struct):
     answered: bool = False
     latest: float = 0.0
     """When its latest block arrived."""
+    overtaken: bool = False
+    """Whether a later request has brought a block of it, and it has brought nothing since."""
     cancelled: bool = False
 
 
@@ -391,7 +393,7 @@ class Ledger:
             pace.first_block(now - request.started)
         elif request.fetch.purpose is Purpose.DEMAND:
             pace.next_block(num_bytes, now - request.latest)
-        request.latest = now
+        request.latest, request.overtaken = now, False
         pace.arrived(num_bytes, now)
 
     def _remove_outstanding(self, request: Request, block: int) -> int:

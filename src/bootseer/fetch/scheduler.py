@@ -119,7 +119,9 @@ class Scheduler(Routed):
             earned = self._settings.hedge_credit
             self._hedge_credit = min(self._hedge_credit + earned, self._settings.max_hedge_credit)
         key = (request.fetch.file, block)
-        self._detach(number, key)
+        wanted = self._detach(number, key)
+        for late in wanted.requests if wanted is not None else ():
+            self.running[late].overtaken = True
         self.mark_present(*key)
 
     def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
@@ -275,15 +277,16 @@ class Scheduler(Routed):
                 return beside is not None and beside.hedges == wanted.hedges and self._may_hedge(beside)
 
             blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
+            cost = 0 if self._is_overtaken(wanted) else 1
             if (
                 now < origin.pace.paused_until
-                or self._hedge_credit < 1
+                or self._hedge_credit < cost
                 or sum(sizes) > room
                 or not self._has_demand_slot(origin)
             ):
                 self._watch(key, now)
                 continue
-            self._hedge_credit -= 1
+            self._hedge_credit -= cost
             for block in blocks:
                 self.wanted[key[0], block].hedges += 1
             self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True)
@@ -297,6 +300,11 @@ class Scheduler(Routed):
         # to 1.5 copies; late peers are handled by their health. Only a prefetch from the store may outlast the reader.
         fetches = [self.running[number].fetch for number in wanted.requests]
         return any(fetch.step is None and fetch.purpose is not Purpose.DEMAND for fetch in fetches)
+
+    def _is_overtaken(self, wanted: Wanted) -> bool:
+        """Whether the requests for a block hang, as far as known: for its readers a hedge is started at once, and costs
+        no credit. Otherwise each block that such a request carries would cost one."""
+        return all(self.running[number].overtaken for number in wanted.requests) and bool(wanted.requests)
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
         settings, reserved = self._settings, self._settings.reserved_requests
@@ -351,7 +359,7 @@ class Scheduler(Routed):
         if self._may_hedge(wanted):
             usual_s = self.origin_of(key).pace.hedge_after_s()
             after_s = usual_s if self._peers is None else self._settings.demand_timeout_s
-            wanted.late_at = now + after_s * 2**wanted.hedges
+            wanted.late_at = now + (0 if self._is_overtaken(wanted) else after_s * 2**wanted.hedges)
 
     # Prefetch
 
