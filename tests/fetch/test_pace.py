@@ -95,3 +95,17 @@ def test_a_second_request_waits_for_three_times_what_most_requests_took(pace):
     for latency_s in [0.1] * 19 + [9.0]:
         pace.first_block(latency_s)
     assert pace.hedge_after_s() == pytest.approx(0.3)
+
+
+def test_after_a_slow_moment_what_is_read_ahead_is_tried_again(pace):
+    assert pace.ahead_bytes() == SETTINGS.first_ahead_bytes
+    pace.next_block(100_000, 0.001)
+    assert 300_000 < pace.ahead_bytes() < 500_000
+    pace.next_block(100_000, 1.0)
+    assert pace.ahead_bytes() < 1000
+    for number in range(100):  # requests for one block each
+        pace.first_block(0.003)
+        assert number > 20 or pace.ahead_bytes() < 1000
+    assert pace.ahead_bytes() == SETTINGS.first_ahead_bytes
+    pace.next_block(100_000, 0.001)
+    assert pace.ahead_bytes() > 50_000

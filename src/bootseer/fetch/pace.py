@@ -16,6 +16,8 @@ _MIN_SAMPLES = 8
 _MAX_WINDOW_S = 1.0
 # The weight of what a reader's request brought falls by this factor with each later block.
 _DECAY = 0.9
+# With less than this part of `first_ahead_bytes` measured, the rate is unknown.
+_LITTLE = 1 / 64
 _MIN_S = 1e-6
 _NEVER = float("-inf")
 
@@ -73,6 +75,9 @@ class Pace:
         """The first block of a request arrived after `latency_s`."""
         self._fastest_s = min(self._fastest_s, latency_s) if self._latencies else latency_s
         self._latencies.append(latency_s)
+        # After one slow moment all later requests would be for one block, and these measure nothing: it is forgotten.
+        self._next_bytes *= _DECAY
+        self._next_s *= _DECAY
 
     def next_block(self, num_bytes: int, after_s: float) -> None:
         """Another block of a reader's request arrived, `after_s` later than the one before."""
@@ -81,7 +86,7 @@ class Pace:
 
     def ahead_bytes(self) -> int:
         """How much a reader's request reads ahead."""
-        if not self._next_bytes:
+        if self._next_bytes <= _LITTLE * self._settings.first_ahead_bytes:
             return self._settings.first_ahead_bytes
         rate = self._next_bytes / max(self._next_s, _MIN_S)
         return int(min(rate * self._settings.ahead_s, self._settings.max_ahead_bytes))
