@@ -82,3 +82,13 @@ def test_blocks_read_ahead_are_dropped_when_their_request_fails() -> None:
     assert answers == [b""]
     assert [fetch.blocks for _, fetch in w.launched] == [range(10, 12)]
     assert not w.scheduler.wanted
+
+
+def test_blocks_read_ahead_that_another_process_fetches_are_left_to_it() -> None:
+    elsewhere = Fault(claimed_elsewhere={11: (60.0, True)})
+    w = world(settings=FetchSettings(), fault=lambda fetch, earlier: elsewhere if not fetch.number else None)
+    w.read(0, [10], Answers())
+    w.run(until=10.0)
+    assert w.launched[0][1].blocks == range(10, 12)
+    assert w.scheduler.idle
+    assert not w.scheduler.claims

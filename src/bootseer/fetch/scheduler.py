@@ -125,12 +125,15 @@ class Scheduler(Routed):
         self.mark_present(*key)
 
     def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
-        """Another process fetches a block of this request. `mark_present` or `claim_released` follows."""
+        """Another process fetches a block of this request. If it is wanted, `mark_present` or `claim_released`
+        follows."""
         request = self.running[number]
         self._remove_outstanding(request, block)
         key = request.fetch.file, block
         wanted = self._detach(number, key)
-        if wanted is not None:
+        if wanted is not None and wanted.purpose is None and not wanted.requests:
+            self._forget(key)  # it would be polled for nobody
+        elif wanted is not None:
             wanted.claimed_elsewhere, wanted.tried = True, ()
             self.claims.setdefault(key, now)
 
