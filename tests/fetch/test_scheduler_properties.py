@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, TransientError
@@ -23,6 +24,37 @@ SMALL = FetchSettings(
     reserved_requests=2,
     cold_attempts=100,
 )
+AHEAD = replace(SMALL, ahead_s=1.0, first_ahead_bytes=3 * BLOCK, request_cost_s=1.0)
+"""Readers read ahead, and hot requests span gaps, on each link."""
+
+
+class Checked(World):
+    """Compares the ledger's entries, queues and requests with each other at each step."""
+
+    def check(self) -> None:
+        super().check()
+        ledger = self.scheduler
+        assert ledger.demanded == {key for key, wanted in ledger.wanted.items() if wanted.readers}
+        assert ledger.hot_left == sum(wanted.prefetch is Purpose.HOT for wanted in ledger.wanted.values())
+        assert ledger.claims.keys() == {key for key, wanted in ledger.wanted.items() if wanted.claimed_elsewhere}
+        queues = ledger.origins.values()
+        cold = {(file, block) for queue in queues for file, blocks in queue.cold for block in blocks}
+        hot = {key for queue in queues for key in queue.hot}
+        postponed = {key for queue in queues for _, key in queue.postponed}
+        for key, wanted in ledger.wanted.items():
+            assert key not in self.here
+            assert all(key[1] in ledger.running[number].left for number in wanted.requests), key
+            if wanted.queued:
+                assert any(key in queue.demand for queue in queues) == bool(wanted.readers), key
+                assert wanted.readers or (wanted.prefetch is Purpose.HOT and key in hot) or key in cold, key
+            else:
+                assert wanted.in_flight or key in postponed, key
+                assert wanted.in_flight or wanted.purpose is not None, key
+        for number, request in ledger.running.items():
+            for block in request.left:
+                wanted = ledger.wanted[request.fetch.file, block]
+                assert number in wanted.requests
+
 
 layouts = st.builds(
     Layout,
@@ -39,6 +71,9 @@ faults = st.one_of(
     st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
     st.builds(
         Fault,
+        error=st.none() | st.just(TransientError("cut")),
+        after_blocks=st.integers(0, 3),
+        corrupt=st.frozensets(st.integers(0, 59), max_size=2),
         claimed_elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
     ),
 )
@@ -53,8 +88,9 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
     def fault(fetch: Fetch, earlier: int) -> Fault | None:
         return script.pop() if script else None
 
-    routes = data.draw(st.sampled_from([None, Near()]))
-    world = World(files, settings=SMALL, latency_s=0.05, bytes_per_s=20e6, fault=fault, routes=routes)
+    routes = data.draw(st.sampled_from([None, None, Near()]))
+    limits = data.draw(st.sampled_from([SMALL, AHEAD]))
+    world = Checked(files, settings=limits, latency_s=0.05, bytes_per_s=20e6, fault=fault, routes=routes)
     block = st.integers(0, len(files) - 1).flatmap(
         lambda file: st.tuples(st.just(file), st.integers(0, files[file].num_blocks - 1))
     )
@@ -63,6 +99,9 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
     if rest:
         for number, layout in enumerate(files):
             world.scheduler.want_cold(number, range(layout.num_blocks), 0.0)
+    stop_at = data.draw(st.none() | st.none() | st.floats(0, 5))
+    if stop_at is not None:
+        world.at(stop_at, lambda: [world.scheduler.stop_prefetch(number) for number in range(len(files))] and None)
     reads = data.draw(
         st.lists(
             st.tuples(st.floats(0, 5), block, st.integers(1, 6), st.floats(0.2, 20), st.none() | st.floats(0, 1)),
@@ -100,7 +139,7 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
     assert world.scheduler.idle or (world.scheduler.trust.was_wrong and not rest)
     assert not world.transfers
     assert world.scheduler.inflight_bytes == 0
-    if rest and world.scheduler.prefetch_error is None:
+    if rest and world.scheduler.prefetch_error is None and stop_at is None:
         assert len(world.here) == sum(layout.num_blocks for layout in files)
 
 
