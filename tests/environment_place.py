@@ -88,13 +88,21 @@ class Place:
             **self.more,
         }
 
-    def bootseer(self, *words: str, more: Mapping[str, str] | None = None, is_new: bool = False) -> Ran:
+    def bootseer(
+        self, *words: str, more: Mapping[str, str] | None = None, is_new: bool = False, stdin: str = ""
+    ) -> Ran:
         """By the copy of a process that has imported what it takes, with `is_new` by a start of Python."""
         env = {**self.env, **(more or {})}
         if not is_new:
-            return warm.bootseer(words, env=env, cwd=self.project)
+            return warm.bootseer(words, env=env, cwd=self.project, input=stdin)
         command = [*BOOTSEER, *words]
-        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S, "cwd": self.project}
+        options: dict[str, Any] = {
+            "input": stdin,
+            "capture_output": True,
+            "text": True,
+            "timeout": DEADLINE_S,
+            "cwd": self.project,
+        }
         return subprocess.run(command, env=env, check=False, **options)
 
     def run(self, *words: str, code: int = 0, **kwargs: Any) -> Ran:

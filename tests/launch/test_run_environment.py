@@ -329,6 +329,14 @@ def test_bypass_runs_the_setup_each_time_and_gives_the_same_job(place: Place) ->
     assert not place.documents()
 
 
+def test_the_input_is_the_command_s_alone(place: Place) -> None:
+    script = place.counting_script("cat > seen; echo end >> seen\n")
+    for mode in ("auto", "auto", "bypass"):
+        ran = place.run("--env", mode, "--setup", script, "--", "cat", "seen", "-", stdin="words\n")
+        assert ran.stdout == "end\nwords\n"
+    assert place.num_setups == 2
+
+
 def test_require_ends_where_there_is_no_snapshot_and_refresh_makes_it_anew(place: Place) -> None:
     script = place.counting_script()
     ran = place.run("--env", "require", "--setup", script, "--", "touch", "started", code=1)

@@ -71,7 +71,7 @@ def test_without_root_the_resolver_gives_up_early_unless_the_user_says_otherwise
     block_signals()
     reader, writer = os.pipe()
     try:
-        pid = spawn(["sh", "-c", 'printf %s "$RES_OPTIONS"'], env, own_group=True, stdout=writer, enter=become)
+        pid = spawn(["sh", "-c", 'printf %s "$RES_OPTIONS"'], env, {1: writer}, own_group=True, enter=become)
         assert wait(pid, own_group=True, tracer=None) == 0
     finally:
         unblock_signals()

@@ -195,7 +195,7 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
         supervise.block_signals()
         ready, write = os.pipe()
         script = "trap '' TERM; echo up; while :; do sleep 0.05; done"
-        pid = supervise.spawn(["sh", "-c", script], os.environ, own_group=True, stdout=write)
+        pid = supervise.spawn(["sh", "-c", script], os.environ, {1: write}, own_group=True)
         assert os.read(ready, 3) == b"up\n"
         requested: list[bool] = []
         signal.pthread_kill(threading.get_ident(), supervise.RESTART_REQUEST)  # any other thread ignores it

@@ -79,15 +79,18 @@ def run_program(
     env: Mapping[str, str],
     tracer: Tracer,
     *,
-    stdout: int | None = None,
+    of_setup: bool = False,
     enter: Callable[[], None] | None = None,
 ) -> int:
     """Run a program and return its exit code; a shell's exit code, and a message, if it cannot be started.
 
-    Signals must be blocked: they are forwarded to the program.
+    Signals must be blocked: they are forwarded to the program. `of_setup`: its output goes to standard error, and it
+    gets no input, which is the command's and in no request key.
     """
     try:
-        pid = supervise.spawn(argv, {**env, **tracer.environment()}, stdout=stdout, enter=enter)
+        with open(os.devnull, "rb") as empty:
+            streams = {0: empty.fileno(), 1: 2} if of_setup else {}
+            pid = supervise.spawn(argv, {**env, **tracer.environment()}, streams, enter=enter)
     except supervise.StartError as error:
         say(str(error))
         return error.code
@@ -213,7 +216,7 @@ def _run_once(
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
         pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}) if restarts is not None else None
         if pid is None:
-            pid = supervise.spawn(command, env, stdout=stdout, stderr=stderr, enter=enter)
+            pid = supervise.spawn(command, env, {1: stdout, 2: stderr}, enter=enter)
     except supervise.StartError as error:
         say(str(error))
         session.command_did_not_start()

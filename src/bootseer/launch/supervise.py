@@ -135,14 +135,14 @@ def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
 def spawn(
     command: Sequence[str],
     env: Mapping[str, str],
+    streams: Mapping[int, int | None] | None = None,
     *,
     own_group: bool | None = None,
-    stdout: int | None = None,
-    stderr: int | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
     """Start the command and return its pid. Raises `StartError`.
 
+    `streams` are descriptors for its standard streams, by their numbers; the others are this process's.
     `own_group`: whether it leads a process group of its own; None: as `leads_group` says.
     `enter` runs in the child before exec, to enter namespaces; its exception becomes the error. Forks, so other threads
     must hold no lock that the child needs: `posix_spawn` cannot set a parent death signal.
@@ -155,7 +155,7 @@ def spawn(
             try:
                 pid = os.fork()
                 if pid == 0:
-                    _exec_command(command, env, parent, own_group, {1: stdout, 2: stderr}, report, enter)
+                    _exec_command(command, env, parent, own_group, streams or {}, report, enter)
             finally:
                 os.close(report)
             failed = _read_start_error(file.fileno())

@@ -173,7 +173,7 @@ def run_setup(
 
 def _step(name: str, label: str, argv: Sequence[str], env: Mapping[str, str], session: Session) -> int:
     with session_stage(session, f"{STAGE}.{name}", {"file": Path(label).name}) as facts:
-        code = run_program(argv, env, session.tracer, stdout=2)
+        code = run_program(argv, env, session.tracer, of_setup=True)
         if code:
             facts["error"] = f"exit code {code}"
             say_failed(label, code)

@@ -133,7 +133,7 @@ class SetupHost:
 
     def run_here(self, argv: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None = None) -> int:
         """Run a program of this machine for the setup; its exit code."""
-        return run_program(argv, env, self.task.session.tracer, stdout=2, enter=enter)
+        return run_program(argv, env, self.task.session.tracer, of_setup=True, enter=enter)
 
     def inside(self, path: str) -> str:
         """The setup's path of a file of this machine."""
