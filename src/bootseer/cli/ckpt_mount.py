@@ -38,7 +38,9 @@ _PATH = click.Path(path_type=Path)
     "--cache/--no-cache", default=True, help="Cache blocks of striped files on this node's disk (default: yes)."
 )
 @click.option("--memory", metavar="SIZE", help="Memory for read buffers, such as 512m (default: 256m).")
-@click.option("--spool", metavar="DIR", type=_PATH, help="Local folder for data that is written but not yet uploaded.")
+@click.option(
+    "--spool", metavar="DIR", type=_PATH, help="Local folder for data that is not yet uploaded (default: in the cache)."
+)
 @json_option("bootseer.checkpoint-mount/1")
 def mount_command(
     uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, output: Output, **values: Any
