@@ -68,10 +68,7 @@ def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) ->
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--quick", is_flag=True, help="Fewer rounds and smaller inputs.")
 @click.option(
-    "--rounds",
-    metavar="N",
-    type=Count(1, 999),
-    help="Rounds of benchmarks whose rounds take minutes (checkpoint).",
+    "--rounds", metavar="N", type=Count(1, 999), help="Rounds of those whose rounds take minutes (checkpoint, nodes)."
 )
 def bench_command(names: tuple[str, ...], quick: bool, rounds: int | None) -> int:
     """Run the benchmarks NAME... (default: all) of the source checkout that BootSeer is installed from.
