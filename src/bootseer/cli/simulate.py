@@ -48,7 +48,7 @@ from bootseer.trace.event import encode
     "--events",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write the event lines of each start to this folder, for `bootseer report` and the service.",
+    help="Write the event lines of each start to this folder, for `bootseer report`.",
 )
 @json_option("bootseer.simulation/1")
 def simulate_command(
