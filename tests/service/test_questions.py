@@ -69,7 +69,7 @@ def test_stages(place: Place) -> None:
     rows = ask(place, questions.stages, ALL)
     install = next(row for row in rows if row["stage"] == INSTALL)
     assert install["n"] == 5  # three of 32 GPUs, the dead one of 16, and one of more
-    assert install["p50_s"] == pytest.approx(60, rel=0.2)
+    assert install["p50_s"] == pytest.approx(60, rel=0.092)
 
 
 def test_nodes_that_hold_others_back_come_first(place: Place) -> None:

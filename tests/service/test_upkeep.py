@@ -26,7 +26,7 @@ from bootseer.report.log_scan import scan
 from bootseer.service import schema
 from bootseer.service.database import Database
 from bootseer.service.derive import Attempt, derive_attempt
-from bootseer.service.histogram import CLASSES, bound_s, class_of, quantile_s
+from bootseer.service.histogram import CLASSES, bound_s, class_of, middle_s, quantile_s
 from bootseer.service.raw import LOG, parse_name
 from bootseer.service.rows import DAY_NS
 from bootseer.service.upkeep import Upkeep, forget, reconcile, reindex, roll_up
@@ -333,3 +333,6 @@ def test_a_quantile_is_as_exact_as_its_class() -> None:
     assert quantile_s(hist, 0.5) == pytest.approx(50, rel=0.2)
     assert quantile_s(hist, 0.99) == pytest.approx(99, rel=0.2)
     assert quantile_s([0] * CLASSES, 0.5) is None
+    for took_s in (0.06, 20.0, 39.3, 5000.0):  # not always more than it was
+        hist = [int(number == class_of(took_s)) for number in range(CLASSES)]
+        assert middle_s(hist, 0.5) == pytest.approx(took_s, rel=0.092)

@@ -33,7 +33,7 @@ def sum_of(*hists: Iterable[int]) -> list[int]:
 
 
 def quantile_s(hist: Iterable[int], share: float) -> float | None:
-    """A quantile of a histogram, accurate to 19 %; None if it is empty."""
+    """An upper bound of a quantile of a histogram, at most 19 % above it; None if it is empty."""
     counts = list(hist)
     wanted, seen = share * sum(counts), 0
     for number, count in enumerate(counts):
@@ -41,3 +41,9 @@ def quantile_s(hist: Iterable[int], share: float) -> float | None:
         if count and seen >= wanted:
             return bound_s(number)
     return None
+
+
+def middle_s(hist: Iterable[int], share: float) -> float | None:
+    """The quantile, within 9 %: the middle of its class."""
+    bound = quantile_s(hist, share)
+    return None if bound is None else bound / math.pow(2.0, 0.5 / _PER_DOUBLING)

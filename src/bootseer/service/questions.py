@@ -21,7 +21,7 @@ from sqlalchemy import ColumnElement, Connection, Integer, Select, Table, case, 
 from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.stages import quantile
 from bootseer.report.analysis.verdict import BUCKETS
-from bootseer.service.histogram import CLASSES, class_of, quantile_s, sum_of
+from bootseer.service.histogram import CLASSES, class_of, middle_s, sum_of
 from bootseer.service.rows import BEGAN
 from bootseer.service.schema import (
     CLOSED,
@@ -139,7 +139,7 @@ def stages(connection: Connection, where: Filter) -> Rows:
             hist = sum_of(*msgspec.json.decode(f"[{row.hists}]", type=list[list[int]]))
         else:
             hist = hists[row.stage_id]
-        quantiles = {"p50_s": quantile_s(hist, 0.5), "p95_s": quantile_s(hist, 0.95)}
+        quantiles = {"p50_s": middle_s(hist, 0.5), "p95_s": middle_s(hist, 0.95)}
         added = {name: row._mapping[name] or 0.0 for name in summed}
         found.append({"stage": known[row.stage_id], "n": int(row.n), "gpu_s": row.gpu_s, **added, **quantiles})
     return sorted(found, key=lambda row: -(row["gpu_s"] or row["work_s"] + row["wait_s"]))
