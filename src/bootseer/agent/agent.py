@@ -107,7 +107,6 @@ class Agent:
             unmount_idle(self._runtime, self._cache, idle_s=self.settings.idle_s)
             delete_idle_trees(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
             freed = self._cache.prune().freed_bytes
-            cleaned = len(self._runtime.remove_stale())
         except (BootseerError, OSError) as error:
             self._counts["failures"] += 1
             self._error = str(error)
@@ -115,9 +114,8 @@ class Agent:
         else:
             self._error = ""
             self._counts["freed_bytes"] += freed
-            self._counts["forgotten_mounts"] += cleaned
-            if freed or cleaned:
-                _LOG.info("freed %d bytes, removed the records of %d mounts", freed, cleaned)
+            if freed:
+                _LOG.info("freed %d bytes", freed)
         self._cleaned_up = time.monotonic()
 
     def problem(self) -> str:
@@ -146,7 +144,6 @@ class Agent:
             "mounts": mounts,
             "peers": self.ended_jobs.status(),
             "freed_bytes": self._counts["freed_bytes"],
-            "forgotten_mounts": self._counts["forgotten_mounts"],
             "failures": self._counts["failures"],
             **({"service": {"batches": self._link.batches, "problem": self._link.problem}} if self._link else {}),
         }
