@@ -166,14 +166,15 @@ def test_a_request_without_a_thread_keeps_no_later_one_out(tmp_path: Path, monke
         assert server.slots.acquire(blocking=False)
 
 
-def test_a_cache_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gone", "named"), [("cache", "cache/blocks/files"), ("mounts", "mounts")])
+def test_a_folder_that_cannot_be_read_is_named(gone: str, named: str, tmp_path: Path) -> None:
     """Its disk has failed, or somebody has deleted it. It was called a busy agent, and metrics got no answer."""
     agent = Agent(AgentSettings(tmp_path / "cache", tmp_path))
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / gone)
     with _UnixServer(str(tmp_path / "agent"), _Handler) as server:
         server.slots, server.agent = threading.BoundedSemaphore(8), agent
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        with pytest.raises(PermanentError, match="cache/blocks/files: No such file"):
+        with pytest.raises(PermanentError, match=f"{named}: No such file"):
             request(tmp_path, STATUS)
         server.shutdown()
 

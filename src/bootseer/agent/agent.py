@@ -127,7 +127,8 @@ class Agent:
         """The state of this node. Sizes in bytes."""
         entries = self._cache.entries()
         until = time.monotonic() + _DAEMONS_S
-        mounts = [self._mount(state, until) for state in self._runtime.all()]
+        with os_errors_as(PermanentError, self._runtime.mounts):
+            mounts = [self._mount(state, until) for state in self._runtime.all()]
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -224,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._answer(200, "application/json", json.dumps(agent.status()) + "\n")
                 case _:
                     self._answer(404, "text/plain", "/metrics or /healthz\n")
-        except BootseerError as error:  # the cache cannot be read
+        except BootseerError as error:  # the cache or the runtime folder cannot be read
             self._answer(503, "application/json", json.dumps({"error": str(error)}) + "\n")
         except OSError as error:
             _LOG.info("%s was not answered: %s", self.path[:64], error)
