@@ -231,11 +231,13 @@ def test_what_was_mounted_in_the_place_of_a_dead_mount_stays(runtime: Runtime, s
 
 
 @pytest.mark.root
-def test_a_dead_mount_below_another_one_stays_recorded(runtime: Runtime, start: Start) -> None:
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_mount_below_another_one_stays_recorded(runtime: Runtime, start: Start, is_dead: bool) -> None:
     said = start()
     target = Path(said["target"])
-    os.kill(said["pid"], signal.SIGKILL)
-    until(lambda: the(runtime, target).health == "daemon dead", "dead")
+    if is_dead:
+        os.kill(said["pid"], signal.SIGKILL)
+        until(lambda: the(runtime, target).health == "daemon dead", "dead")
     # Over a dead mount nobody can mount; so the other one is made elsewhere and moved there.
     other = target.with_name("other")
     other.mkdir()
@@ -243,8 +245,9 @@ def test_a_dead_mount_below_another_one_stays_recorded(runtime: Runtime, start: 
     moved = kernel.clone_mount(other, recursive=True)
     kernel.unmount(other)
     kernel.attach(moved, target)
-    with pytest.raises(TransientError, match="another file system is mounted over it"):
-        the(runtime, target).unmount()
+    for force in (False, True):
+        with pytest.raises(TransientError, match="another file system is mounted over it"):
+            the(runtime, target).unmount(force=force)
     kernel.unmount(target)
     the(runtime, target).unmount()
     assert not kernel.is_mount(target)

@@ -100,13 +100,14 @@ class MountedCheckpoint(Struct, frozen=True):
         """
         daemon = self._daemon()
         reply: Mapping[str, Any] = {}
+        # Another file system may be mounted there by now, and a forced unmount would end it for all its users.
+        kinds, is_plain = _kinds_at(self.target), self.state.details.get("access") == "plain"
+        is_ours = bool(kinds) and (is_plain or kinds[-1] == _KIND)
+        if _KIND in kinds and not is_ours:
+            raise TransientError(f"{self.target}: another file system is mounted over it; unmount that before")
         if daemon is None:
-            # Another file system may be mounted there by now, and a forced unmount would end it for all its users.
-            kinds, is_plain = _kinds_at(self.target), self.state.details.get("access") == "plain"
-            if kinds and (is_plain or kinds[-1] == _KIND):
+            if is_ours:
                 detach(self.target, force=not is_plain, lazy=True)
-            elif _KIND in kinds:
-                raise TransientError(f"{self.target}: another file system is mounted over it; unmount that before")
         elif force:
             reply = daemon.stop(timeout_s=END_S, force=True, waiting=waiting)
         else:
