@@ -312,7 +312,7 @@ def test_a_reader_that_leaves_is_no_traceback(env, log, tmp_path, form):
     os.close(writing)
     _, errors = process.communicate(timeout=180)
     assert errors == b""
-    assert process.returncode != 0
+    assert process.returncode == 141  # not 1, which may be a finding of a verb
 
 
 def test_control_c_while_it_reads(env, tmp_path):

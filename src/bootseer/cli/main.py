@@ -41,9 +41,6 @@ def main() -> None:
     except (Interrupted, KeyboardInterrupt) as error:
         _say("bootseer: interrupted")
         code = error.exit_code if isinstance(error, Interrupted) else 130
-    except BrokenPipeError:  # `bootseer report | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 141
     except OSError as error:  # a path that may not be read, a full disk behind the help, a removed working folder
         _log_failure()
         place, hint = (f"{error.filename}: ", "") if error.filename else ("", " (where: BOOTSEER_LOG=debug)")

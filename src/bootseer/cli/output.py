@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -146,11 +147,12 @@ def _standard_output() -> Iterator[TextIO]:
     try:
         yield file
         file.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
+    except (OSError, SystemExit) as error:
         # The interpreter flushes standard output at exit: without this it would fail again, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # `bootseer diff | head`: rich and click would exit with 1, as if the verb had found something.
+        if isinstance(error, SystemExit | BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
         raise PermanentError(f"standard output: cannot be written: {error.strerror or error}") from error
 
 
