@@ -1,4 +1,4 @@
-"""A small real tree of files that runs: busybox, some users, and an entry point's configuration."""
+"""A small real root file system: busybox and some users; and the configuration of its image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _static_busybox() -> str:
 
 
 def make_tree(root: Path) -> Path:
-    """The tree below `root`. Skips the test where there is no static busybox."""
+    """Create the tree below `root`. Skips the test if no static busybox is installed."""
     program = _static_busybox()
     if not program:
         pytest.skip("needs a static busybox (apt-get install busybox-static)")
@@ -45,18 +45,18 @@ def make_tree(root: Path) -> Path:
 
 
 def runtime_or_skip(name: Runtime) -> Runtime:
-    """The name of a program that starts containers. Skips the test where it is not installed."""
+    """The name of a container runtime. Skips the test if it is not installed."""
     if shutil.which(name) is None:
         pytest.skip(f"needs {name}")
     return name
 
 
 def running(command: str) -> list[int]:
-    """Processes of this machine with this command line, those in containers included."""
+    """Processes of this machine with this command line, including those in containers."""
     return [pid for pid, words in processes() if words.rstrip(b"\0").replace(b"\0", b" ") == command.encode()]
 
 
 def without_mixed_cgroups() -> None:
-    """For `preexec_fn`: no cgroup2 beside cgroups of version 1, which crun refuses where both have controllers."""
+    """For `preexec_fn`: unmount cgroup2 next to cgroup v1: crun fails if both have controllers."""
     kernel.unshare_mounts()
     kernel.unmount(Path("/sys/fs/cgroup/unified"))

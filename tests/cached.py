@@ -1,4 +1,4 @@
-"""Files to cache, and what child processes of the cache's tests do: they can import it from here."""
+"""Files to cache, and the functions that child processes of the cache's tests import and run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from store_doubles import MemoryStore
 
 BLOCK = 4096
 BOOT = "boot"
-# In memory where there is such a place: what is killed here syncs thousands of times.
+# In memory if possible: the killed processes sync thousands of times.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 processes = multiprocessing.get_context("forkserver")
-# pytest as well: each child imports the main module again, and finds it there.
+# pytest as well: each child imports the main module again.
 processes.set_forkserver_preload(["cached", "pytest"])
 
 
 def content(num_blocks: int, seed: int = 1, *, zeros: bool = True) -> bytes:
-    """Noise of some blocks and 100 bytes; every fifth block holds only zeros."""
+    """Random bytes: `num_blocks` blocks and 100 bytes; every fifth block is zeros."""
     rng = random.Random(seed)
     blocks = [bytes(BLOCK) if zeros and number % 5 == 3 else rng.randbytes(BLOCK) for number in range(num_blocks)]
     return b"".join(blocks) + rng.randbytes(100)
@@ -54,7 +54,7 @@ def put(cached: CachedFile, data: bytes, blocks=None) -> None:
 
 
 def fetch(cached: CachedFile, data: bytes, offset: int, length: int) -> bytes:
-    """Read as a daemon would: fetch what is missing, and read again."""
+    """Read like a daemon: fetch what is missing, and read again."""
     for _ in range(3):
         try:
             return cached.read(offset, length)
@@ -65,7 +65,7 @@ def fetch(cached: CachedFile, data: bytes, offset: int, length: int) -> bytes:
 
 @contextlib.contextmanager
 def before(call: str, action) -> Iterator[None]:
-    """Run an action in the middle: just before this thread's first call of a system function."""
+    """Run an action just before this thread's first call of the built-in function `call`."""
 
     def look(_frame, event, function):
         if event == "c_call" and function.__name__ == call:
@@ -79,11 +79,11 @@ def before(call: str, action) -> Iterator[None]:
         sys.setprofile(None)
 
 
-# What children do. Each takes a pipe's end as its first argument and says on it what happened.
+# The functions of children. Each takes the end of a pipe as its first argument and sends its results to it.
 
 
 def share(pipe, root: Path, seed: int, num_blocks: int) -> None:
-    """Fill a file together with others, each block once; says which blocks it put itself."""
+    """Fill a file together with others, each block once. Sends the blocks that it put itself."""
     data = content(num_blocks, seed)
     index = index_of(data)
     pipe.send("ready")
@@ -106,7 +106,7 @@ def share(pipe, root: Path, seed: int, num_blocks: int) -> None:
 
 
 def hold(pipe, root: Path, seed: int, num_blocks: int, block: int | None) -> None:
-    """Hold a lease, and a claim on one block, until told to let go."""
+    """Hold a lease, and a claim on one block, until a message arrives."""
     cached = Cache(root, boot=BOOT).open(index_of(content(num_blocks, seed)))
     pipe.send(block is None or cached.claim(block))
     pipe.recv()
@@ -134,7 +134,7 @@ def churn(pipe, root: Path, seeds: list[int], num_blocks: int, rounds: int) -> N
 
 
 def limited(pipe, root: Path, num_blocks: int, limit: int) -> None:
-    """Put blocks where no file may grow beyond `limit` bytes; says what could be put."""
+    """Put blocks while no file may grow beyond `limit` bytes. Sends which could be put."""
     data = content(num_blocks, zeros=False)
     cached = Cache(root, boot=BOOT).open(index_of(data))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -149,9 +149,9 @@ def limited(pipe, root: Path, num_blocks: int, limit: int) -> None:
 
 
 def kill_everywhere(pipe, name: str, before: list[str], scratch: Path) -> None:
-    """Run one of `SCENARIOS` again and again, each time killed one system call later, until it comes to its end.
+    """Run one of `SCENARIOS` repeatedly, each time killed one system call later, until it completes.
 
-    Says the folders in which it was killed. A fork of this process is what dies: a new one would take far longer.
+    Sends the folders in which it was killed. Runs in forks of this process: a new process would take far longer.
     """
     index = index_of(FILE)
     roots = []
@@ -169,7 +169,7 @@ def kill_everywhere(pipe, name: str, before: list[str], scratch: Path) -> None:
         roots.append(root)
 
 
-# A process killed before one of these leaves what it leaves when it is killed before its next call of another kind.
+# A process killed before one of these calls leaves the same state as one killed before its next call of another kind.
 _CHANGE_NOTHING = frozenset(
     """
     close dup2 fspath fstat fstatvfs getcwd geteuid getpid listdir lstat major minor pread scandir stat urandom
@@ -178,7 +178,7 @@ _CHANGE_NOTHING = frozenset(
 
 
 def _run_and_die(name: str, root: Path, index: Index, fatal: int) -> None:
-    """Die just before the system call of this number, of those that may change something, or end with 0."""
+    """Die just before the system call of this number, counting only those that may change something, or exit with 0."""
     calls = 0
 
     def count(_frame, event, function) -> None:
@@ -236,7 +236,7 @@ SCENARIOS = {
 
 
 class Child:
-    """A process that runs one of these functions, and ends with the test in any case."""
+    """A process that runs one of these functions; it is killed at the end of the `with` block."""
 
     def __init__(self, target, *arguments) -> None:
         self.pipe, other = processes.Pipe()
@@ -255,8 +255,8 @@ class Child:
         self.process.close()
 
     def hear(self):
-        """What it says next; raises `EOFError` when it is dead."""
-        assert self.pipe.poll(180), "the child says nothing"
+        """Its next message; raises `EOFError` when it is dead."""
+        assert self.pipe.poll(180), "no message from the child"
         return self.pipe.recv()
 
     def tell(self, word: str = "go") -> None:

@@ -1,6 +1,6 @@
-"""A fixture for tests of the adapters: the file systems that they open, and the node's cache, are the test's own.
+"""A fixture for tests of the adapters: each test has its own node cache and opens its own file systems.
 
-Each conftest of the adapters' tests imports it.
+Imported by the conftests of the adapters' tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bootseer.checkpoint import locations
 
 
 def close_all() -> None:
-    """End what the adapters have opened in this process."""
+    """Close the file systems that the adapters have opened in this process."""
     process = locations._processes[-1]
     with process.lock:
         systems = list(process.systems.values())
@@ -25,7 +25,7 @@ def close_all() -> None:
 
 @pytest.fixture(autouse=True)
 def own_file_systems(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The node's cache, of this test alone."""
+    """The node cache of this test."""
     cache = tmp_path_factory.mktemp("node-cache")
     monkeypatch.setenv("BOOTSEER_CACHE", str(cache))
     yield cache

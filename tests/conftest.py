@@ -1,5 +1,5 @@
-"""Fixtures of all tests. They live in plugins by topic: `conftest_launch` runs the real program, `conftest_ran`
-fails a run that executed nothing, `lock_tracker` watches the locks of what has threads."""
+"""Fixtures and hooks for all tests. More are in plugins: `conftest_launch` runs the real program, `conftest_ran` fails
+a run that executed no test, `lock_tracker` checks the use of locks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("store.contract")
 pytest_plugins = [
-    "once",  # before what imports it
+    "once",  # before the plugins that import it
     "conftest_launch",
     "conftest_ran",
     "forked_workers",
@@ -42,7 +42,7 @@ _LONGEST = (
     *("tests/store/test_oci.py", "tests/store/test_registry.py", "tests/trace/test_event_properties.py"),
     *("tests/service/test_ingest.py", "tests/report/test_log_scan.py", "tests/peers/test_choice.py"),
 )
-"""What takes longest, in about this order: test files, and servers whose files one worker runs."""
+"""The longest units of work, roughly longest first: test files, and groups that share a server (`_unit`)."""
 _EXAMPLES = 50
 _base = pytest.StashKey[Path]()
 _passed = pytest.StashKey[bool]()
@@ -50,9 +50,9 @@ _passed = pytest.StashKey[bool]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all tests are collected: what is imported and collected stays, and collections took 3 s
-    # A run has a folder of its own, which users of its tests can pass through: pytest's own is closed to them, and each
-    # run closes it again for the others.
+    gc.disable()  # until all tests are collected: none of the objects become garbage, and garbage collection took 3 s
+    # Each run has its own folder, which other users can traverse. pytest's folder is closed to them, and each run
+    # closes it again for the other runs.
     if config.option.basetemp is None and not config.option.collectonly:
         _remove_earlier_runs()
         base = Path(tempfile.mkdtemp(prefix="bootseer-tests-", dir="/tmp"))
@@ -63,10 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _remove_earlier_runs() -> None:
-    """Remove what failed or killed runs left, 4 GB each, but not the latest and not what is used or mounted."""
+    """Remove the folders of failed or killed runs, 4 GB each, except the latest and those in use or with mounts."""
     runs = [(folder.stat().st_mtime, folder) for folder in Path("/tmp").glob("bootseer-tests-*") if folder.exists()]
     for _, folder in sorted(runs)[:-1]:
-        with contextlib.suppress(OSError):  # it is locked by its run, another user's, or gone
+        with contextlib.suppress(OSError):  # it is locked by its run, belongs to another user, or was deleted
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    # What the last failed run leaves is looked at.
+    # The files of a failed run are kept for inspection.
     if (base := session.config.stash.get(_base, None)) is not None and session.exitstatus == pytest.ExitCode.OK:
         shutil.rmtree(base / "t", ignore_errors=True)
 
@@ -96,7 +96,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A run writes 26 GB in all: the folder of a test that passed goes with it, unless something is mounted there."""
+    """Delete the folder of a test that passed, unless something is mounted there: a run writes 26 GB in all."""
     report = yield
     item.stash[_passed] = item.stash.get(_passed, True) and report.passed
     folder = getattr(item, "funcargs", {}).get("tmp_path")
@@ -108,7 +108,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _unit(nodeid: str) -> str:
-    """What one worker runs: a test file, or all that share a server or a process that has imported PyTorch."""
+    """Unit of work for a worker: a test file, or all files that share a server or a process that imported PyTorch."""
     from s3_server import SHARES_S3
     from shared_hdfs import shared_fixture
     from warm import SHARES_TORCH
@@ -121,7 +121,7 @@ def _unit(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take units, in the order of `pytest_collection_modifyitems`."""
+    """Distribute units to the workers, in the order of `pytest_collection_modifyitems`."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -133,14 +133,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Longest first, then what needs servers, the kernel or time: a slow file at the end would keep one worker while
-    the others are idle."""
+    """Longest first, then files that need servers, the kernel or time: a slow file at the end would keep one worker
+    busy while the others are idle."""
     if config.option.collectonly:
-        return  # tests that a copy of this process runs (`forked_workers`) would have their examples reduced twice
+        return  # otherwise, in copies of this process (`forked_workers`), numbers of examples would be scaled twice
     profile = settings.get_profile(settings.get_current_profile_name())
     factor = profile.max_examples / _EXAMPLES if profile.max_examples <= _EXAMPLES else 10.0
     for test in {getattr(item, "function", None) for item in items}:
-        # Those that say how many examples they want take nothing from the profile.
+        # Hypothesis does not apply the profile to tests with their own number of examples.
         own = getattr(test, "_hypothesis_internal_use_settings", None)
         if own is not None and own.max_examples != profile.max_examples:
             test._hypothesis_internal_use_settings = settings(own, max_examples=int(factor * own.max_examples))
@@ -156,7 +156,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user can enter; those of pytest are closed."""
+    """A folder that every user can enter, unlike pytest's."""
     with tempfile.TemporaryDirectory(prefix="bootseer-test-", dir="/tmp") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -165,7 +165,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """Ends a test that would wait for ever, for example for the other end of a pipe."""
+    """Ends a test that would wait forever, for example for the other end of a pipe."""
 
     def ring(number: int, frame: object) -> None:
         raise TimeoutError
@@ -180,12 +180,12 @@ def alarm() -> Iterator[None]:
 
 
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
-# test would end nothing. The tests say what is ignored, not the shell that happened to start them.
+# test would have no effect. The tests must not depend on the shell that started them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples at each run, and as long for each as the machine takes: whether the tests pass depends on the code
-# alone. `make test` takes half of what a test says itself, or 25, and `make quick` a fifth; `make fuzz` looks for new
-# examples, ten times what a test says itself, or 1,000.
+# The same examples in each run, without deadlines: whether the tests pass depends only on the code. `make test` runs
+# half of a test's own number of examples (default: 25) and `make quick` a fifth; `make fuzz` runs new examples, ten
+# times a test's own number (default: 1,000).
 settings.register_profile(
     "same", deadline=None, derandomize=True, max_examples=_EXAMPLES // 2, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,4 +1,4 @@
-"""Run the real program, with its spool in a folder of the test."""
+"""Fixtures that run the real program, with its spool in the test's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_THE_INTERPRETER = ("PYTHON", "LANG", "LC_")
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """The machine's environment without any launcher's words, and a spool of its own."""
+    """The machine's environment without launchers' variables, and with a new spool."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return {**clean, "BOOTSEER_SPOOL": str(tmp_path / "spool"), "KF_RULE_CACHE_DIR": str(secret_rules())}
 
@@ -34,13 +34,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(env: dict[str, str], tmp_path: Path) -> Run:
-    """`run(words, ...)`: bootseer with these words, to its end."""
+    """`run(words, ...)`: run bootseer with these arguments and wait for its end."""
     return _run(env, tmp_path)
 
 
 @pytest.fixture
 def run_copy(env: dict[str, str], tmp_path: Path) -> Run:
-    """The same, by the copy of a process that has imported the verbs, wherever that can be."""
+    """The same in a fork of a process that has imported the commands, if the options allow it."""
     anew = _run(env, tmp_path)
 
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,7 @@ def _run(env: dict[str, str], cwd: Path) -> Run:
 
 @pytest.fixture
 def events(env: dict[str, str]) -> Callable[[], list[Event]]:
-    """`events()`: what is in the spool, in order of time."""
+    """`events()`: the events in the spool, in order of time."""
 
     def read() -> list[Event]:
         found = scan(sources([env["BOOTSEER_SPOOL"]]))
@@ -81,5 +81,5 @@ def events(env: dict[str, str]) -> Callable[[], list[Event]]:
 
 
 def stages(events: Sequence[Event], phase: str = "begin") -> list[str]:
-    """Names of the stages, in order; without `alive`, which comes as often as the machine is slow."""
+    """Names of the stages, in order; without `alive`, which a slow machine has more often."""
     return [event.stage for event in events if event.phase == phase and event.stage != ALIVE]

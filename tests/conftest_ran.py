@@ -1,4 +1,4 @@
-"""A run in which no test was executed has failed, even when every test was skipped with a reason."""
+"""Fails a run in which no test was executed, even if every test was skipped with a reason."""
 
 import pytest
 

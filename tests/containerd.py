@@ -1,6 +1,6 @@
 """A real containerd with `bootseer snapshotter` as its plugin, and kubelet's calls to it, for tests.
 
-Messages are written by the numbers of their fields, as in containerd's snapshots.proto and Kubernetes' api.proto (v1).
+Messages use the field numbers of containerd's snapshots.proto and Kubernetes' api.proto (v1).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.snapshotter.
 
 @dataclass
 class Containerd:
-    """One node's. Everything lies below `folder`."""
+    """containerd and the snapshotter of one node, with all their data below `folder`."""
 
     folder: Path
     env: Mapping[str, str]
@@ -63,14 +63,14 @@ class Containerd:
     snapshotter: str = "bootseer"
     options: Sequence[str] = ()
     program: Sequence[str] = ("-m", "bootseer")
-    """What Python runs as the snapshotter's program."""
+    """Python's arguments for the snapshotter's program."""
     passed: socket.socket | None = None
-    """A socket that listens already, which the program gets as systemd would pass it."""
+    """A listening socket, passed to the program like systemd does."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def socket(self) -> Path:
-        """Of the snapshotter."""
+        """The snapshotter's socket."""
         return self.folder / "s.sock"
 
     @property
@@ -108,7 +108,7 @@ class Containerd:
         process.wait(60)
 
     def wait(self, place: Path, works: Any) -> None:
-        """Until it works. Whether there is a listener at the socket is asked first: a call of gRPC takes far longer."""
+        """Wait until `works` succeeds. Connects to the socket first: without a listener, gRPC takes far longer."""
         until = time.monotonic() + _WAIT_S
         while True:
             try:
@@ -126,7 +126,7 @@ class Containerd:
         return "\n".join(path.read_text(errors="replace")[-6000:] for path in self.folder.glob("*.log"))
 
     def call(self, socket: Path, method: str, request: bytes, *, stream: bool = False) -> Any:
-        """One call: its answer, or a list of answers."""
+        """One gRPC call: its response, or a list of responses."""
         with grpc.insecure_channel(f"unix:{socket}") as channel:
             make = channel.unary_stream if stream else channel.unary_unary
             caller = make(f"/{method}")
@@ -134,7 +134,7 @@ class Containerd:
             return [Message(data) for data in answer] if stream else Message(answer)
 
     def ask(self, name: str, *fields: bytes, snapshotter: str = "bootseer", stream: bool = False) -> Any:
-        """A call of containerd's own snapshot service, which names snapshots by namespace and asks the plugin."""
+        """A call to containerd's own snapshot service, which adds the namespace to names and calls the plugin."""
         return self.call(
             self.folder / "containerd.sock",
             f"containerd.services.snapshots.v1.Snapshots/{name}",
@@ -143,19 +143,19 @@ class Containerd:
         )
 
     def collect(self) -> None:
-        """Have containerd collect its garbage: only then it removes snapshots from their snapshotter.
+        """Run containerd's garbage collection: only then it removes snapshots from their snapshotter.
 
-        Calls that a kill cut leave leases that would hold theirs for a day; they end here.
+        Also deletes the leases of calls that a kill interrupted, which would otherwise keep their snapshots for a day.
         """
         leases, socket = "containerd.services.leases.v1.Leases", self.folder / "containerd.sock"
-        with contextlib.suppress(grpc.RpcError):  # it is there, when a kill cut the last collection
+        with contextlib.suppress(grpc.RpcError):  # it exists if a kill interrupted the last collection
             self.call(socket, f"{leases}/Create", f(1, "collect"))
         held = self.call(socket, f"{leases}/List", b"").every(1)
         for name in [Message(lease).text(1) for lease in held]:
             self.call(socket, f"{leases}/Delete", f(1, name) + f(2, 1))
 
     def cri(self, name: str, request: bytes = b"") -> Message:
-        """A call of kubelet's."""
+        """A CRI call, like kubelet's."""
         service = "Image" if "Image" in name else "Runtime"
         answer: Message = self.call(self.folder / "containerd.sock", f"runtime.v1.{service}Service/{name}", request)
         return answer
@@ -164,7 +164,8 @@ class Containerd:
         self.cri("PullImage", f(1, f(1, image)))
 
     def start_pod(self, image: str, command: Sequence[str], name: str = "pod") -> tuple[str, str]:
-        """A pod with one container that runs the command: their ids. The container's output is in `logs/NAME.log`."""
+        """Start a pod with one container that runs the command; returns the ids of both. The container's output is in
+        `logs/NAME.log`."""
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
         metadata = f(1, name) + f(2, f"uid-{name}") + f(3, "default")
@@ -178,7 +179,7 @@ class Containerd:
         return pod, created
 
     def ended(self, container: str) -> int:
-        """The exit code of a container, when it has ended."""
+        """Wait for a container's end; returns its exit code."""
         until = time.monotonic() + _WAIT_S
         while time.monotonic() < until:
             status = self.cri("ContainerStatus", f(1, container)).message(1)
@@ -188,7 +189,7 @@ class Containerd:
         raise AssertionError(self.logs())
 
     def said(self, name: str) -> list[str]:
-        """What a container wrote, without kubelet's times."""
+        """The output of a container, without the timestamps."""
         lines = (self.folder / "logs" / f"{name}.log").read_text().splitlines()
         return [line.split(" ", 3)[3] for line in lines]
 
@@ -210,7 +211,7 @@ def containerd(
     activated: bool = False,
     **more: Any,
 ) -> Iterator[Containerd]:
-    """Start both; at the end no process and no mount of theirs is left."""
+    """Start both; at the end all their processes and mounts are removed."""
     for program in ("containerd", "containerd-shim-runc-v2", "runc"):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")

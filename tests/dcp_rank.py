@@ -1,6 +1,6 @@
 """One rank of a job that saves or loads a sharded state, for tests: `python dcp_rank.py RANK RANKS MEET WHAT URI`.
 
-It prints what happened as one line of JSON. `MEET` is a file that the ranks find each other by.
+It prints its result as one line of JSON. `MEET` is the file for the ranks' rendezvous.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bootseer.checkpoint.dcp import LoadSettings, StripedReader, StripedWriter
 
 COLLECTIVES_S = 1200
-"""Far beyond the test's own patience: a rank that waits for it is seen to hang."""
+"""Far longer than the test's own limit, so that a rank that waits for a collective counts as hanging."""
 
 
 def full_state() -> dict[str, torch.Tensor]:
-    """What is saved, before it is sharded."""
+    """The state before it is sharded."""
     generator = torch.Generator().manual_seed(3)
     return {
         "rows": torch.randn(1001, 700, generator=generator),
@@ -36,14 +36,14 @@ def full_state() -> dict[str, torch.Tensor]:
 
 
 def sharded(full: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The rank's own part."""
+    """The state as DTensors, of which each rank has its shard."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     how = {"rows": Shard(0), "columns": Shard(1), "everywhere": Replicate(), "few": Shard(0)}
     return {name: distribute_tensor(tensor, mesh, [how[name]]) for name, tensor in full.items()}
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the rank given by the arguments."""
     rank, ranks, meet, what, uri = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     warnings.simplefilter("ignore")
     distributed.init_process_group(
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def load(reader: Any) -> list[str]:
-    """Load into zeros; what is wrong then."""
+    """Load into zeros; returns the names of wrong values."""
     state: dict[str, Any] = sharded({name: torch.zeros_like(one) for name, one in full_state().items()})
     expected = sharded(full_state())
     state["step"] = 0
@@ -79,7 +79,7 @@ def load(reader: Any) -> list[str]:
 
 
 def local(tensor: DTensor) -> torch.Tensor:
-    """This rank's part."""
+    """This rank's shard."""
     return tensor.to_local()
 
 

@@ -18,7 +18,7 @@ DTYPES = (
 
 
 def full() -> State:
-    """Something of everything, filled."""
+    """A state with all kinds of values."""
     generator = torch.Generator().manual_seed(7)
     state = _like(lambda *shape: torch.randn(*shape, generator=generator))
     state["nested"] |= {"step": 7, "text": "words"}
@@ -26,7 +26,7 @@ def full() -> State:
 
 
 def empty() -> State:
-    """The same shapes with nothing in them."""
+    """The same shapes with zeros."""
     state = _like(torch.zeros)
     state["nested"] |= {"step": 0, "text": ""}
     return state
@@ -45,7 +45,7 @@ def _like(make: Make) -> State:
 
 
 def assert_same(one: Any, other: Any, name: str = "state") -> None:
-    """Equal in type, shape and every byte."""
+    """Assert that both have the same types, shapes and bytes."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), name
         for key in one:

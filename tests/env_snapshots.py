@@ -1,6 +1,6 @@
-"""Snapshots in tests: changes from a folder that plays the upper layer, and the image as a file that can be mounted.
+"""Snapshots in tests: changes from a folder in the role of the upper layer, and the image as a file for mounting.
 
-A folder `upper` holds what a setup wrote, at the paths where it wrote it; `below` holds what was there before.
+A folder `upper` has the files that a setup wrote, at their paths; `below` the files from before.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from once import compiled_secret_rules
 from store_doubles import MemoryStore
 
 BEGAN_S = 1_790_000_000.0
-"""When all setups in tests began: what they write gets a later time with `written`."""
+"""When all setups in tests began; `written` gives their files a later time."""
 
 
 def load_manifest(store: Store, stored: Stored) -> Manifest:
-    """What a restore reads of a manifest in a store."""
+    """Read a manifest from a store like a restore."""
     return Manifest.parse(read_all(store, stored.name, stored.size_bytes))
 
 
 def changes_of(upper: Path, *, modified: tuple[str, ...] = (), opaque: tuple[str, ...] = ()) -> list[Change]:
-    """Everything in a folder as additions, apart from those that are named."""
+    """Everything in a folder as additions, except the paths in `modified` and `opaque`."""
     found = []
     base = os.fsencode(upper)
     for folder, folders, files in os.walk(base):
@@ -55,7 +55,7 @@ def deleted(path: str) -> Change:
 
 
 def written(folder: Path, *, seconds: float = BEGAN_S + 10) -> None:
-    """Give everything in a folder the time at which a setup would have written it."""
+    """Set the modification time of everything in a folder, by default to 10 s after the setup's begin."""
     for top, folders, files in os.walk(folder):
         for name in folders + files:
             os.utime(Path(top, name), (seconds, seconds), follow_symlinks=False)
@@ -63,23 +63,23 @@ def written(folder: Path, *, seconds: float = BEGAN_S + 10) -> None:
 
 @functools.cache
 def secret_check() -> SecretCheck:
-    """With the rules as they are, for files that a test's setup wrote."""
+    """A check with the default rules."""
     return SecretCheck(Exclusions(), cache=compiled_secret_rules())
 
 
 def snapshot(store: Store, upper: Path, **options: Any) -> Written:
-    """The snapshot of everything in a folder, which is the whole tree, too."""
+    """Write a snapshot of everything in a folder, which is also the root of the paths."""
     given = {"began_s": BEGAN_S, "root": str(upper), "check": secret_check()} | options
     return write_snapshot(store, given.pop("changes", None) or changes_of(upper), **given)
 
 
 def reader_of(store: Store, written_snapshot: Written) -> ErofsReader:
-    """The image, as our reader has it."""
+    """A reader of the snapshot's image."""
     return open_layer(store, written_snapshot.file)
 
 
 def save_image(store: Store, file: BlockFile, path: Path) -> Path:
-    """The image as a file."""
+    """Save the image as a file."""
     read = block_reader(store, read_index(store, file))
     with path.open("wb") as image:
         for at in range(0, file.size_bytes, 1 << 20):
@@ -98,7 +98,7 @@ def shown(upper: Path, scratch: Path, **options: Any) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def overlay(lowers: list[Path], target: Path, *, upper: Path | None = None) -> Iterator[Path]:
-    """Folders over one another, the first one uppermost; with `upper` the tree can be written to."""
+    """An overlayfs mount of folders, the first one on top; writable with `upper`."""
     target.mkdir(exist_ok=True)
     options = "lowerdir=" + ":".join(map(str, lowers))
     if upper is not None:

@@ -1,7 +1,7 @@
-"""A machine's part for tests that set environments up: a project, a Python of its own, wheels, a store, a cache.
+"""A place for tests that set environments up: a project, a Python environment, wheels, a store, a cache.
 
-It lies in the user's home, because what a setup writes to scratch folders is in no snapshot. All of it goes with the
-test, and nothing of it stays mounted.
+It is not in /tmp, because snapshots do not include files in scratch folders. At the end of the test all of it is
+unmounted and deleted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from once import compiled_secret_rules, copy, lent_python_with_pip, spread
 from wheels import make_wheel
 
 DEADLINE_S = 600.0
-"""Snapshots are written at a low priority: other tests leave them a fiftieth of a core."""
+"""Long, because snapshots are written at a low priority: next to other tests they get a fiftieth of a core."""
 Ran = subprocess.CompletedProcess[str]
 _OURS = ("SLURM_", "PET_", "TORCHELASTIC_", "BOOTSEER_", "TRACEPARENT", "OTEL_", "PIP_", "UV_", "PYTHON", "VIRTUAL_ENV")
 
 
 @dataclass
 class Place:
-    """`run` is `bootseer run` in the project, with the Python of `venv` first on PATH."""
+    """`run` runs `bootseer run` in the project, with the Python of `venv` first on PATH."""
 
     root: Path
     cache: str = "cache"
-    """Another name is another node."""
+    """Folder of the node cache, and name of the node: another name simulates another node."""
     more: dict[str, str] = field(default_factory=dict)
     begun: list[warm.Started] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class Place:
 
     @property
     def outside(self) -> Path:
-        """A folder that no node captures: what a setup writes there tells that it ran."""
+        """A folder that no node captures; a counting script records its runs there."""
         return Path("/run", self.root.name)
 
     @property
@@ -91,7 +91,7 @@ class Place:
     def bootseer(
         self, *words: str, more: Mapping[str, str] | None = None, is_new: bool = False, stdin: str = ""
     ) -> Ran:
-        """By the copy of a process that has imported what it takes, with `is_new` by a start of Python."""
+        """Run bootseer in a fork of a process with its imports, or with `is_new` in a new Python process."""
         env = {**self.env, **(more or {})}
         if not is_new:
             return warm.bootseer(words, env=env, cwd=self.project, input=stdin)
@@ -106,7 +106,7 @@ class Place:
         return subprocess.run(command, env=env, check=False, **options)
 
     def run(self, *words: str, code: int = 0, **kwargs: Any) -> Ran:
-        """It must end with this exit code, and without a traceback."""
+        """Run `bootseer run`; asserts this exit code, and no traceback if it is 0."""
         ran = self.bootseer("run", "-q", *words, **kwargs)
         assert ran.returncode == code, ran.stderr
         assert "Traceback" not in ran.stderr or code, ran.stderr
@@ -114,33 +114,33 @@ class Place:
         return ran
 
     def begin(self, *words: str, more: Mapping[str, str] | None = None) -> warm.Started:
-        """In a session of its own."""
+        """Start `bootseer run` in a new session."""
         env = {**self.env, **(more or {})}
         self.begun.append(warm.Started(["run", "-q", *words], env=env, cwd=self.project, become=_new_session))
         return self.begun[-1]
 
     def write(self, name: str, text: str) -> str:
-        """A file of the project."""
+        """Write a file of the project; returns its name."""
         path = self.project / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return name
 
     def keep_rules(self) -> None:
-        """Have a copy of the compiled rules for secrets here, for runs to which the one of all tests is closed: each
-        would compile them, which takes 4 s of processor time."""
+        """Copy the compiled rules for secrets to this place, for runs that may not read the common copy and would each
+        compile them, which takes 4 s of processor time."""
         rules = self.root / "rules"
         if not rules.exists():
             copy(compiled_secret_rules(), rules)
         self.more["KF_RULE_CACHE_DIR"] = str(rules)
 
     def counting_script(self, text: str = "", name: str = "setup.sh") -> str:
-        """A setup script that says outside of every capture that it ran."""
+        """A setup script that records its runs in a folder that is not captured."""
         self.outside.mkdir(parents=True, exist_ok=True)
         return self.write(name, f"echo ran >> {self.outside}/ran\n{text}")
 
     def alpha_script(self, text: str = "") -> str:
-        """One that puts `alpha` beside the packages by itself: pip takes a second of processor time."""
+        """One that writes the module `alpha` to site-packages without pip, which takes a second of processor time."""
         return self.counting_script(f"echo 'VERSION = \"1.0\"' > {self.site}/alpha.py\n{text}")
 
     @property
@@ -156,11 +156,11 @@ class Place:
         return sorted(scan(sources([str(spool)])).events, key=lambda event: event.wall_ns)
 
     def start(self) -> Mapping[str, Any]:
-        """What the last start said of its environment."""
+        """The attributes of the last start's event `environment_start`."""
         return [event for event in self.events() if event.stage == "environment_start"][-1].attrs
 
     def published(self) -> Mapping[str, Any]:
-        """What the last start said of the snapshot that it made."""
+        """The attributes of the last start's event `environment_publish`."""
         return [event for event in self.events() if event.stage == "environment_publish"][-1].attrs
 
     def documents(self) -> list[Mapping[str, Any]]:
@@ -168,9 +168,10 @@ class Place:
         return [json.loads(path.read_text()) for path in sorted(self.store.glob("environments/*/document"))]
 
     def leftovers(self, *, after_next: bool = False) -> list[str]:
-        """What starts that have ended must not leave on the node.
+        """Folders of runs, which starts that have ended must not leave on the node.
 
-        `after_next`: as the next start would find it, which deletes what a foreign mount namespace held for a moment.
+        `after_next`: first delete abandoned ones like the next start, for example those that another mount namespace
+        held for a moment.
         """
         runs = self.root / self.cache / "environments" / "runs"
         if after_next:
@@ -178,7 +179,7 @@ class Place:
         return [str(path) for path in runs.glob("*")] if runs.exists() else []
 
     def mounts(self) -> list[str]:
-        """What is mounted below the place, but for layers that are kept for the next start."""
+        """Mount points below the place, except layers that are kept for the next start."""
         table = Path("/proc/self/mounts").read_text().splitlines()
         points = [line.split()[1] for line in table]
         return [point for point in points if point.startswith(f"{self.root}/") and "/layers/" not in point]
@@ -186,8 +187,8 @@ class Place:
 
 @contextmanager
 def made_place() -> Iterator[Place]:
-    """A place that is gone afterwards."""
-    # Where a capture looks, unlike /tmp, and where every user may go.
+    """A place that is deleted afterwards."""
+    # In a folder that is captured, unlike /tmp, and that every user can enter.
     root = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir="/srv" if os.geteuid() == 0 else Path.home())).resolve()
     root.chmod(0o711)
     spread(root)
@@ -216,7 +217,7 @@ def _new_session() -> None:
 
 
 def end(process: warm.Started, number: int = signal.SIGKILL) -> str:
-    """End a run that was begun; returns what it said."""
+    """End a run with a signal; returns its standard error."""
     process.send_signal(number)
     return process.communicate(timeout=DEADLINE_S)[1]
 

@@ -1,6 +1,6 @@
-"""Make EROFS images in tests, mount them with the kernel, and write down what a tree of files looks like from outside.
+"""Make EROFS images in tests, mount them with the kernel, and describe trees of files.
 
-`facts_of_folder` looks through system calls and `facts_of_image` through `ErofsReader`; both say the same of one tree.
+`facts_of_folder` uses system calls and `facts_of_image` uses `ErofsReader`; for the same tree both return the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting and owners o
 
 @dataclass(frozen=True)
 class Facts:
-    """One file as a user sees it. `content` is a digest or a link's target; `same_file` the first path of the file."""
+    """The visible state of one file. `content`: a digest, or a link's target; `same_file`: the file's first path."""
 
     mode: int
     uid: int
@@ -43,7 +43,7 @@ Tree = Mapping[bytes, Facts]
 
 
 def write_image(path: Path, fill: Callable[[ErofsWriter], None]) -> None:
-    """An image file with whatever `fill` puts into it."""
+    """Write an image file with the content that `fill` adds."""
     with path.open("wb") as file:
         file.seek(BLOCK)
         writer = ErofsWriter(file)
@@ -54,7 +54,7 @@ def write_image(path: Path, fill: Callable[[ErofsWriter], None]) -> None:
 
 
 def add_file(writer: ErofsWriter, attributes: Attributes, content: bytes) -> int:
-    """A regular file without a name yet."""
+    """Add a regular file, still without a name."""
     writer.write(content)
     extent = writer.end_file()
     return writer.tree.add(attributes, size=extent.size, first_block=extent.block)
@@ -68,14 +68,14 @@ def opened(path: Path) -> Iterator[ErofsReader]:
 
 
 def fsck(path: Path) -> None:
-    """Let erofs-utils look at the image."""
+    """Check the image with erofs-utils."""
     done = subprocess.run(["fsck.erofs", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @contextlib.contextmanager
 def mounted(path: Path, target: Path) -> Iterator[Path]:
-    """The image as the kernel shows it."""
+    """Mount the image with the kernel."""
     target.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "erofs", "-o", "ro,loop", path, target], check=True)
     try:
@@ -86,10 +86,10 @@ def mounted(path: Path, target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def overlaid(layers: Sequence[Path], target: Path) -> Iterator[Path]:
-    """Folders as one tree, the last one uppermost, as overlayfs shows them."""
+    """A read-only overlayfs mount of folders, the last one on top."""
     target.mkdir(exist_ok=True)
     lowers = ":".join(str(layer) for layer in reversed(layers))
-    empty = target.with_name(target.name + ".empty")  # overlayfs wants two lower layers at least
+    empty = target.with_name(target.name + ".empty")  # overlayfs needs at least two lower layers
     empty.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", f"ro,lowerdir={lowers}:{empty}", target], check=True)
     try:
@@ -99,7 +99,7 @@ def overlaid(layers: Sequence[Path], target: Path) -> Iterator[Path]:
 
 
 def facts_of_folder(root: Path) -> dict[bytes, Facts]:
-    """Everything below a folder and the folder itself (`b""`)."""
+    """All files below a folder, and the folder itself (`b""`)."""
     found: dict[bytes, Facts] = {}
     first: dict[tuple[int, int], bytes] = {}
     base = os.fsencode(root)
@@ -132,7 +132,7 @@ def facts_of_folder(root: Path) -> dict[bytes, Facts]:
 
 
 def facts_of_image(reader: ErofsReader) -> dict[bytes, Facts]:
-    """The same, as `ErofsReader` tells it."""
+    """The same for an image, from `ErofsReader`."""
     found: dict[bytes, Facts] = {}
     first: dict[int, bytes] = {}
     for path, inode in sorted(reader.walk(), key=lambda found: found[0].split(b"/")):
@@ -157,12 +157,12 @@ def facts_of_image(reader: ErofsReader) -> dict[bytes, Facts]:
 
 
 def _links(mode: int, count: int) -> int:
-    return 0 if stat.S_ISDIR(mode) else count  # overlayfs and others count a directory's links as they like
+    return 0 if stat.S_ISDIR(mode) else count  # file systems count a directory's links differently
 
 
 def _content(path: bytes, mode: int) -> bytes:
     if stat.S_ISLNK(mode):
-        return os.readlink(path)  # noqa: PTH115 - Path tidies what a link says
+        return os.readlink(path)  # noqa: PTH115 - Path would normalize the target
     if stat.S_ISREG(mode):
         return hashlib.sha256(Path(os.fsdecode(path)).read_bytes()).digest()
     return b""

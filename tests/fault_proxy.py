@@ -1,4 +1,4 @@
-"""A proxy between an HTTP client and a real server that spoils the requests a test chooses.
+"""A proxy between an HTTP client and a real server that injects faults into requests chosen by the test.
 
     with FaultProxy(registry.host) as proxy:
         proxy.plan = lambda request: Fault(reset_after=1000) if "/blobs/" in request.path else None
@@ -6,9 +6,9 @@
         ...
         assert proxy.requests[0].method == "GET"
 
-`plan` sees every request before it is passed on and returns its fault, or None. `once(fault, "/blobs/")` makes a plan
-that spoils only the first request whose path contains a text. What needs no server at all (`Fault(status=…)`,
-`Fault(hang=True)`) works without one too: `FaultProxy("")`.
+`plan` is called with every request before it is forwarded and returns its fault, or None. `once(fault, "/blobs/")` is a
+plan with a fault for only the first request whose path contains a text. Faults without the server's answer
+(`Fault(status=…)`, `Fault(hang=True)`) also work without a server: `FaultProxy("")`.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one request. What is left at its default happens as it should."""
+    """The faults of one request. Fields with their default values change nothing."""
 
     hang: bool = False
-    """Never answer; ends with the proxy."""
+    """Never answer; the connection is closed with the proxy."""
     drop: bool = False
-    """Close the connection instead of answering; the server is not asked."""
+    """Close the connection instead of answering; the request is not forwarded."""
     gate: threading.Event | None = None
-    """Answer only when this is set."""
+    """Wait for this event before answering."""
     status: int = 0
-    """Answer this without asking the server, with `headers` and `body`."""
+    """Answer with this status, `headers` and `body`, without forwarding the request."""
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Set in the answer, in place of the server's own; an empty value removes the header."""
+    """Headers of the response that replace the server's; an empty value removes the header."""
     send: Mapping[str, str] = field(default_factory=dict)
-    """Set in the request to the server; an empty value removes the header, e.g. `{"range": ""}`."""
+    """Headers of the forwarded request that replace the client's; an empty value removes one, e.g. `{"range": ""}`."""
     chunked: bool = False
     """Send the body in chunks, without its length."""
     drip_bytes: int = 0
-    """Send the body in pieces of this size, with `drip_pause_s` after each; `drip_headers` does it to headers too."""
+    """Send the body in pieces of this size, with `drip_pause_s` after each; with `drip_headers`, also the headers."""
     drip_pause_s: float = 0.05
     drip_headers: bool = False
     cut_after: int | None = None
-    """Close the connection in good order after so many bytes of the body."""
+    """Close the connection (FIN) after this number of bytes of the body."""
     reset_after: int | None = None
-    """Reset the connection after so many bytes of the body."""
+    """Reset the connection (RST) after this number of bytes of the body."""
     stall_after: int | None = None
-    """Send nothing more after so many bytes of the body; the connection ends with the proxy."""
+    """Send nothing more after this number of bytes of the body; the connection is closed with the proxy."""
     corrupt_at: int | None = None
-    """Flip all bits of this byte of the answer's body."""
+    """Flip all bits of this byte of the response's body."""
     corrupt_request_at: int | None = None
     """Flip all bits of this byte of the request's body."""
 
@@ -74,7 +74,7 @@ Plan = Callable[[Request], Fault | None]
 
 
 def once(fault: Fault, path: str = "", method: str = "") -> Plan:
-    """A plan that spoils the first request whose path contains `path` and whose method is `method`, if given."""
+    """A plan with a fault for the first request whose path contains `path` and whose method is `method`, if given."""
     left = [fault]
     lock = threading.Lock()
 
@@ -87,7 +87,7 @@ def once(fault: Fault, path: str = "", method: str = "") -> Plan:
 
 
 class FaultProxy:
-    """The proxy, on a free loopback port while the `with` block lasts. `server` is the `host:port` behind it."""
+    """The proxy, on a free loopback port during the `with` block. `server` is the `host:port` that it forwards to."""
 
     def __init__(self, server: str, plan: Plan = lambda _: None) -> None:
         self.plan = plan
@@ -113,7 +113,7 @@ class FaultProxy:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = False  # closing waits for them: a test leaves no thread behind
+    daemon_threads = False  # closing waits for them, so that no thread outlives the test
     request_queue_size = 128
 
     def __init__(self, proxy: FaultProxy) -> None:
@@ -143,7 +143,7 @@ class _Server(ThreadingHTTPServer):
                     continue
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away are what the tests are about."""
+        """Log nothing: tests disconnect clients on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._pass_on(request, fault)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_PATCH = do_DELETE = relay  # noqa: N815 - http.server wants these names
+    do_GET = do_HEAD = do_PUT = do_POST = do_PATCH = do_DELETE = relay  # noqa: N815 - http.server requires these names
 
     def _pass_on(self, request: Request, fault: Fault) -> None:
         headers = _changed(request.headers, fault.send)
@@ -240,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _break(self, reset: bool) -> None:
         self.close_connection = True
         if reset:
-            # Lingering for no time makes close send a reset.
+            # With a linger time of 0, close sends a reset.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.server._open.discard(self.connection)
             self.rfile.close()

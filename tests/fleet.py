@@ -1,7 +1,7 @@
-"""A fleet whose truth is known: writes the event lines that a large job's nodes would write.
+"""Generates the event lines of a large job's nodes, with known durations.
 
-The generator decides how long each node works in each stage and plays the barriers itself, in plain floating-point
-seconds; the analysis must find the same numbers from the lines alone. Nothing here imports `bootseer.analysis`.
+The generator chooses how long each node works in each stage and simulates the barriers, in floating-point seconds; the
+analysis must compute the same numbers from the lines. It does not import the analysis.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EPOCH_NS = 1_790_000_000 * NS
 INSTALL = "environment_setup.install"
 RELEASE_S = 0.05
 
-# Stage, seconds of work, jitter in seconds. The ones with a barrier wait for everybody at their end.
+# Stage, seconds of work, jitter in seconds. Those with a barrier end when all nodes have arrived.
 DEFAULT_WORK: tuple[tuple[str, float, float], ...] = (
     ("image_loading", 30.0, 0.3),
     (INSTALL, 60.0, 0.3),
@@ -48,20 +48,20 @@ class Fleet:
     queue_s: float = 12.0
     work: tuple[tuple[str, float, float], ...] = DEFAULT_WORK
     work_of: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    """(node, stage) to seconds, in the place of the default."""
+    """(node, stage) to seconds of work, instead of the default."""
     clock_off_s: Mapping[int, float] = field(default_factory=dict)
     clock_step: Mapping[int, tuple[str, float]] = field(default_factory=dict)
     """Node to (stage, seconds): its wall clock jumps when this stage begins."""
     silent: frozenset[int] = frozenset()
-    """Nodes that write nothing at all; the others still wait for them."""
+    """Nodes without event lines; the others still wait for them at barriers."""
     killed_in: Mapping[int, str] = field(default_factory=dict)
-    """Node to the stage in which SIGKILL hits it; then nobody gets past the next barrier."""
+    """Node to the stage in which it is killed; then no node passes the next barrier."""
     names: Sequence[str] = ()
-    """Of the nodes, where these do not do: `node-0000`, ..."""
+    """Names of the nodes; default: `node-0000`, ..."""
     facts_of: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     """Node to attributes of its `run`: rack, topology."""
     end_s: float = field(default=0.0, init=False)
-    """When the first step ended everywhere: known once the lines were made."""
+    """When the first step has ended on all nodes; set by `events`."""
     waited_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def name(self, node: int) -> str:
@@ -102,7 +102,7 @@ class Fleet:
         return self._written(writers)
 
     def _open_barrier(self, now: dict[int, float]) -> None:
-        """Whoever comes to a barrier has done the work before it; the barrier itself takes the release."""
+        """Nodes arrive when their work before the barrier is done; the barrier itself takes `RELEASE_S`."""
         latest = max(now.values())
         for node, arrived in now.items():
             self.waited_s[node] += latest - arrived
@@ -122,7 +122,7 @@ class _Writer:
         self.spans: dict[tuple[str, int], str] = {}
         self.count = 0
         self.wall_off_s = fleet.clock_off_s.get(node, 0.0)
-        # Each machine booted some other day.
+        # The monotonic clocks of the machines differ.
         self.mono_off_s = 1000.0 + 37.0 * node
 
     def ranks(self, stage: str) -> Iterator[int]:
@@ -159,7 +159,7 @@ class _Writer:
         step = self.fleet.clock_step.get(self.node)
         if step is not None and step[0] == stage:
             self.wall_off_s += step[1]
-        if stage == INSTALL:  # the parent around the install, as `bootseer run --requirements` writes it
+        if stage == INSTALL:  # the parent span of the install, as written by `bootseer run --requirements`
             self.at(now_s, "environment_setup", BEGIN)
         attrs: dict[str, object] = {"barrier": BARRIERS[stage]} if stage in BARRIERS else {}
         for rank in self.ranks(stage):
@@ -177,7 +177,7 @@ class _Writer:
 
 
 def slow_installs(num_nodes: int = 1440, slow_share: float = 0.01, *, ranks_per_node: int = 1) -> Fleet:
-    """The paper's job: the last 1 % of the installs ends at 92 s, the rest by 60 s."""
+    """The paper's job: the slowest 1 % of the installs end after 92 s, the rest within 60 s."""
     rng = random.Random(7)
     slow = set(range(num_nodes - round(num_nodes * slow_share), num_nodes))
     work = {(n, INSTALL): 92.0 if n in slow else 60.0 - rng.uniform(0, 0.4) for n in range(num_nodes)}

@@ -1,8 +1,8 @@
-"""Weeks of a fleet as rows of the service's database, with the truth of all of them counted beside.
+"""Generates weeks of a fleet as rows of the service's database, and the expected results.
 
-Jobs of the paper's seven scales start on a ring of nodes. A few nodes are slow and come last whenever they take part; a
-start that misses its caches takes longer. What is true is counted in plain Python while starts are made, so that the
-service's sums and questions can be compared with it.
+Jobs of the paper's seven scales start on a ring of nodes. A few nodes are slow and always the last ones of their
+starts; starts with cache misses take longer. The expected results are counted in plain Python while starts are
+generated, for comparison with the service's sums and queries.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ GPUS = 8
 
 @dataclass
 class Truth:
-    """What must come out."""
+    """Expected results."""
 
     starts: int = 0
     teams: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     overheads: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Without the queue, of the starts on which training began, by scale."""
+    """Overheads without the queue, of the starts in which training began, by scale."""
     stage_work_s: Counter[tuple[int, int]] = field(default_factory=Counter)
     stage_medians: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     last: Counter[int] = field(default_factory=Counter)
@@ -66,12 +66,12 @@ class Truth:
 
 @dataclass
 class Month:
-    """`fill` writes it. The same seed makes the same month."""
+    """The generator of the data, which `fill` writes. It depends only on the seed."""
 
     num_nodes: int = 10_000
     num_days: int = 30
     node_starts: int = 1_250_000
-    """Of all starts together, about."""
+    """Approximate number of nodes of all starts together."""
     num_jobs: int = 2_000
     num_lemons: int = 20
     seed: int = 7
@@ -95,7 +95,7 @@ class Month:
         return f"node-{node:05d}"
 
     def fill(self, database: Database) -> Truth:
-        """Write the month, day by day, and compute the sums of its days."""
+        """Write the data, day by day, and compute the daily sums."""
         with database.write() as connection:
             stages = [{"id": number + 1, "name": name} for number, name in enumerate(STAGES)]
             database.insert_all(connection, schema.stage, stages)
@@ -109,7 +109,7 @@ class Month:
         with database.write() as connection:
             if database.is_postgres:
                 connection.execute(text("SELECT setval(pg_get_serial_sequence('start', 'id'), max(id)) FROM start"))
-                connection.execute(text("ANALYZE"))  # as its autovacuum does; a service with SQLite has no statistics
+                connection.execute(text("ANALYZE"))  # like its autovacuum; SQLite has no statistics in the service
         return self.truth
 
     def _day(self, database: Database, day: int) -> None:
@@ -121,7 +121,7 @@ class Month:
                 database.insert_all(connection, table, tables[table.name])
 
     def _start(self, day: int, tables: dict[str, list[Any]]) -> int:
-        """One start, as rows of the tables; how many nodes it has."""
+        """Add the rows of one start to the tables; returns its number of nodes."""
         chance, truth = self._random, self.truth
         self._made += 1
         identity = self._made
@@ -142,7 +142,7 @@ class Month:
         delay_s = chance.uniform(20, 60) if slow else chance.uniform(0, 2)
         last = slow[0] if slow else chance.choice(nodes)
         queue_s = chance.expovariate(1 / 90)
-        # Parts of a second that both engines and Python add up alike.
+        # Rounded, so that both engines and Python compute the same sums.
         work_s = round(BUCKETS[bucket][2] * chance.lognormvariate(0, 0.25) * (1.6 if missed else 1.0), 3)
         took_s = round(queue_s + work_s + delay_s, 3)
         run_s = None if is_open else took_s + chance.expovariate(1 / 40_000)
@@ -201,7 +201,7 @@ class Month:
             )  # fmt: skip
             truth.hits[name] += 0 if is_open else hits
             truth.misses[name] += 0 if is_open else misses
-        if day > self.last_day - 14:  # older raw lines are forgotten
+        if day > self.last_day - 14:  # older raw lines are deleted
             for node in nodes:
                 tables["batch"].append(
                     {
@@ -238,5 +238,5 @@ class Month:
 
 
 def worst(counts: Counter[int], most: int) -> Iterator[tuple[int, float]]:
-    """The largest, the smaller number first among equals."""
+    """The items with the largest counts; among equals, those with smaller keys first."""
     return islice(sorted(counts.items(), key=lambda item: (-item[1], item[0])), most)

@@ -1,7 +1,7 @@
-"""Starts the workers of pytest-xdist as copies of one process that has imported all tests.
+"""Starts the workers of pytest-xdist as forks of one process that has imported all tests.
 
-Importing them takes 6 s of processor time, which each worker spent; a copy finds them in `sys.modules` and collects in
-1 s. `worker_server` is that process, and what xdist starts in place of Python.
+Importing them takes 6 s of processor time in each worker; a fork has them in `sys.modules` and collects in 1 s.
+`worker_server` is that process, and also the program that xdist starts instead of Python.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[number],
             )
-        stack.enter_context(process)  # closes its input, at whose end it ends, and waits
+        stack.enter_context(process)  # at exit closes its input, which ends it, and waits
         for spec in specs:
             spec.python = shlex.join([sys.executable, "-IS", str(_HERE / "worker_server.py"), str(path)])
         config.stash[_server] = stack.pop_all()

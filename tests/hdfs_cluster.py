@@ -1,15 +1,14 @@
-"""A real HDFS for tests: NameNode and DataNodes of Hadoop 3.3.6, stopped by their process ids.
+"""A real HDFS for tests: NameNode and DataNodes of Hadoop 3.3.6.
 
     with HdfsCluster(tmp_path, num_datanodes=2, replication=2) as cluster:
         store = open_store(f"{cluster.uri}/some/folder")
         cluster.hang(0)
 
-By default everything listens on free loopback ports. `links=True` (root) puts each DataNode into a network namespace of
-its own, with a rate limit when `rate_mbit` is given. Starting takes about 3 s (10 s more the first time in a clone, see
-`_prepared`), and each process needs 180 MB. All ends with the `with` block; should this process be killed, the servers
-go with it.
+By default all servers listen on free loopback ports. `links=True` (root) puts each DataNode into a separate network
+namespace, with a rate limit if `rate_mbit` is given. Starting takes about 3 s (10 s more the first time in a clone, see
+`_prepared`), and each process needs 180 MB. The servers end with the `with` block, and also if this process is killed.
 
-DataNodes are numbered from 0; `cluster.nodes[i]` is the address at which clients read from number `i`.
+DataNodes are numbered from 0; `cluster.nodes[i]` is the address for data transfer of number `i`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from hdfs_links import Links, links_missing
 from registry import free_port
 
 _START_S = 300.0
-"""Of no use but to end a test run: on a busy machine a start takes a minute."""
+"""Long, only to end a hanging test run: on a busy machine a start takes a minute."""
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _FAST = {
     "dfs.heartbeat.interval": "1",
@@ -67,21 +66,21 @@ needs_links = [
 
 @dataclass(frozen=True)
 class Located:
-    """One block of a file, as the NameNode's own check tells it."""
+    """One block of a file, as reported by the NameNode's fsck."""
 
     block: str
-    """The name of its file on a DataNode, as blk_1073741825."""
+    """The name of its file on a DataNode, e.g. blk_1073741825."""
     size_bytes: int
     nodes: tuple[str, ...]
 
 
 class HdfsCluster:
-    """A cluster that lives as long as the `with` block; everything that it stores and logs lies in `folder`.
+    """A cluster for a `with` block, with all its data and logs in `folder`.
 
-    `fast_detection`: a DataNode that is gone counts as stale after 3 s and as dead after 12 s, not after 10 minutes.
+    `fast_detection`: an unreachable DataNode is stale after 3 s and dead after 12 s, instead of 10 minutes.
     `disk_mib`: DataNode to the size of its disk, which `fill` can fill (root). `settings`: more for hdfs-site.xml.
-    `port`: the NameNode's, by default a free one. `address`: of all servers, without links. `is_brief`,
-    `java_options`: see `hadoop.java`. A folder that a cluster has used before keeps its files.
+    `port`: of the NameNode, by default a free one. `address`: of all servers, without links. `is_brief`,
+    `java_options`: see `hadoop.java`. In the folder of an earlier cluster, the new one has its files.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class HdfsCluster:
         self._address = address
         self._commands: list[list[str]] = []
         self._ends = contextlib.ExitStack()
-        # Servers are told to die with the thread that has started them, so all are started by one that stays.
+        # Servers are killed when the thread that started them ends, so one thread starts all and exists until the end.
         self._starter = ThreadPoolExecutor(1)
 
     def __enter__(self) -> HdfsCluster:
@@ -137,12 +136,12 @@ class HdfsCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ends.close()
 
-    # What lies where.
+    # Locations.
 
     def where(self, path: str, *, replicas: int = 0) -> list[Located]:
-        """The blocks of a file in HDFS, from the NameNode's own check and not from any client of ours.
+        """The blocks of a file in HDFS, from the NameNode's fsck and not from our own client.
 
-        A file is complete when the NameNode has heard of one replica of each block; this waits until it has of so many.
+        A file is complete as soon as one replica of each block is reported to the NameNode; this waits for `replicas`.
         """
         found = self._check(path)
         if any(len(block.nodes) < replicas for block in found):
@@ -162,13 +161,13 @@ class HdfsCluster:
         ]
 
     def blocks(self, datanode: int | None = None) -> list[Path]:
-        """The files in which DataNodes, or one of them, keep finished blocks."""
+        """The files of finalized blocks on all DataNodes, or on one of them."""
         which = "*" if datanode is None else str(datanode)
         found = self.folder.glob(f"datanode{which}/current/BP-*/current/finalized/**/blk_*")
         return [path for path in found if path.suffix != ".meta"]
 
     def tool(self, name: str, *arguments: str) -> str:
-        """Run one of Hadoop's own tools, as `fs.FsShell`, as HDFS's superuser; returns what it says."""
+        """Run one of Hadoop's tools, e.g. `fs.FsShell`, as HDFS's superuser; returns its output."""
         command = hadoop.tool(self.folder / "conf", name, *arguments)
         env = {name: value for name, value in os.environ.items() if name != "HADOOP_USER_NAME"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S, check=False, env=env)
@@ -176,8 +175,8 @@ class HdfsCluster:
         return done.stdout
 
     def ask(self, method: str, *values: int | str) -> None:
-        """A request of Hadoop's ClientProtocol as HDFS's superuser, with the values of its first fields: what a tool
-        would ask, without the 0.7 s of processor time that the tool's start takes."""
+        """Send a request of Hadoop's ClientProtocol as HDFS's superuser, with the values of its first fields: like a
+        tool, without the 0.7 s of processor time for the tool's start."""
         from bootseer.hdfs.protobuf import field
         from bootseer.hdfs.rpc import RpcConnection
 
@@ -189,9 +188,9 @@ class HdfsCluster:
     # Faults.
 
     def corrupt(self, what: str | Path, *, datanode: int | None = None, block: int = 0, offset: int = 0) -> int:
-        """Flip a byte where one DataNode, by default each, keeps it, and return how many bytes were flipped.
+        """Flip a bit of the byte at `offset` of a block, on one DataNode or on all, and return the number of replicas.
 
-        `what` is a file in HDFS or one that `blocks` has named; `offset` counts from the beginning of the block.
+        `what` is a file in HDFS or a path from `blocks`.
         """
         files = [what] if isinstance(what, Path) else []
         if isinstance(what, str):
@@ -211,39 +210,39 @@ class HdfsCluster:
         self._links.set_rate(i, mbit)
 
     def cut(self, i: int) -> None:
-        """Cut the link of a DataNode: what is sent to it and by it vanishes."""
+        """Set the link of a DataNode down: packets in both directions are lost."""
         assert self._links is not None, "this cluster has no links"
         self._links.set_up(i, is_up=False)
 
     def join(self, i: int) -> None:
-        """Mend the link of a DataNode, and wait until the NameNode hears of it again."""
+        """Set the link of a DataNode up, and wait until the NameNode lists it as live."""
         assert self._links is not None, "this cluster has no links"
         self._links.set_up(i, is_up=True)
         self._wait(f"DataNode {i}", lambda: any(node["xferaddr"] == self.nodes[i] for node in self._live()))
 
     def inside(self, i: int, command: Sequence[str]) -> list[str]:
-        """A command as it runs beside DataNode `i`, behind its link: what it writes lies on that node."""
+        """The command to run another command on the host of DataNode `i`: files that it writes are on that node."""
         assert self._links is not None, "this cluster has no links"
         return self._links.inside(i, command)
 
     def hang(self, i: int) -> None:
-        """Stop a DataNode with SIGSTOP: its connections stay, and nothing answers."""
+        """Stop a DataNode with SIGSTOP: its connections stay open, but it does not answer."""
         _hang(self.datanodes[i])
 
     def resume(self, i: int) -> None:
-        """Let a DataNode that hangs go on."""
+        """Continue a hanging DataNode."""
         self.datanodes[i].send_signal(signal.SIGCONT)
 
     def kill(self, i: int) -> None:
-        """End a DataNode with SIGKILL; its connections break, and what it stored stays for `restart`."""
+        """Kill a DataNode with SIGKILL; its connections break, and its data is kept for `restart`."""
         _end(self.datanodes[i])
 
     def wait_until_dead(self, i: int) -> None:
-        """Wait until the NameNode has given up a DataNode that ended or hangs: 12 s with `fast_detection`."""
+        """Wait until a DataNode that ended or hangs counts as dead: 12 s with `fast_detection`."""
         self._wait("the NameNode", lambda: all(node["xferaddr"] != self.nodes[i] for node in self._live()))
 
     def restart(self, i: int) -> None:
-        """Start a DataNode again, at the same address and with what it stored, and wait until it serves."""
+        """Restart a DataNode at the same address with the same data, and wait until it has reported its blocks."""
         self.kill(i)
         self.datanodes[i] = self._start(f"datanode{i}", self._commands[i])
         self._wait(f"DataNode {i}", lambda: self._serves(i))
@@ -254,23 +253,23 @@ class HdfsCluster:
         _hang(self.namenode)
 
     def resume_namenode(self) -> None:
-        """Let a NameNode that hangs go on."""
+        """Continue a hanging NameNode."""
         assert self.namenode is not None
         self.namenode.send_signal(signal.SIGCONT)
 
     def kill_namenode(self) -> None:
-        """End the NameNode with SIGKILL."""
+        """Kill the NameNode with SIGKILL."""
         assert self.namenode is not None
         _end(self.namenode)
 
     def restart_namenode(self) -> None:
-        """Start the NameNode again at the same address, and wait until it knows all DataNodes that run."""
+        """Restart the NameNode at the same address, and wait until all running DataNodes have registered."""
         self.kill_namenode()
         self.namenode = self._start("namenode", self._java("namenode.NameNode"))
         self._wait("the NameNode", self._operational)
 
     def fill(self, i: int, *, told: bool = True) -> None:
-        """Leave no room on the disk of a DataNode (`disk_mib`). `told`: wait until the NameNode knows."""
+        """Fill the disk of a DataNode (`disk_mib`). `told`: wait until this is reported to the NameNode."""
         assert i in self._disk_mib
         disk = self.folder / f"datanode{i}"
 
@@ -282,16 +281,16 @@ class HdfsCluster:
             return not free.f_bavail
 
         fill()
-        if told:  # again where the DataNode has deleted a block since
+        if told:  # again if the DataNode has deleted a block since
             self._wait("the NameNode", lambda: fill() and self._room(i) == 0)
 
     def make_room(self, i: int) -> None:
-        """Take back what `fill` did, and wait until the NameNode knows."""
+        """Undo `fill`, and wait until this is reported to the NameNode."""
         (self.folder / f"datanode{i}" / "filler").unlink()
         self._wait("the NameNode", lambda: self._room(i) > 0)
 
     def stop(self) -> None:
-        """Let the servers end in order, within 15 s, before the block ends."""
+        """Shut the servers down cleanly, which takes up to 15 s, before the `with` block ends."""
         processes = self._processes()
         for process in processes:
             process.send_signal(signal.SIGCONT)
@@ -301,7 +300,7 @@ class HdfsCluster:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
-    # How it is made.
+    # Setup.
 
     def _start_all(self) -> None:
         host = self._address if self._links is None else self._links.here
@@ -368,7 +367,7 @@ class HdfsCluster:
             "dfs.datanode.hostname": host,
         }
         if i in self._disk_mib:
-            # A DataNode takes no block unless a whole one of this size fits.
+            # A DataNode accepts a block only if it has room for one of this size.
             settings["dfs.blocksize"] = "1048576"
         command = self._java(
             "datanode.DataNode", *(word for key, value in settings.items() for word in ("-D", f"{key}={value}"))
@@ -379,7 +378,7 @@ class HdfsCluster:
         disk = self.folder / f"datanode{i}"
         options = f"size={self._disk_mib[i]}m,mode=0700"
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "datanode", disk], check=True)
-        # Before the servers end it would be busy.
+        # The servers must end first: otherwise the disk would be busy.
         self._ends.callback(lambda: subprocess.run(["umount", disk], check=False))
         self._ends.callback(self._end_servers)
 
@@ -401,7 +400,7 @@ class HdfsCluster:
         for process in processes:
             process.wait()
 
-    # Whether it runs.
+    # State.
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
         until = time.monotonic() + _START_S
@@ -420,14 +419,14 @@ class HdfsCluster:
         running = sum(_runs(process) for process in self.datanodes)
         if state["NumLiveDataNodes"] != running or state["FSState"] != "Operational":
             return False
-        # One counts as live from its registration on. Its first heartbeat tells of its disk, without which it gets no
-        # block, and then it reports the blocks that it has.
+        # A DataNode is live from its registration on. Its first heartbeat reports its capacity, without which it gets
+        # no blocks; then it reports its blocks.
         activity = hadoop.bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeActivity")
         reports = activity["StorageBlockReportNumOps"]
         return bool(reports >= running and all(node["capacity"] > 0 for node in self._live()))
 
     def _room(self, i: int) -> int:
-        """Bytes that a DataNode can take, as the NameNode knows."""
+        """The free space of a DataNode in bytes, as reported to the NameNode."""
         (room,) = (node["remaining"] for node in self._live() if node["xferaddr"] == self.nodes[i])
         return int(room)
 
@@ -446,18 +445,18 @@ class HdfsCluster:
 
 
 def copy_formatted(folder: Path) -> bool:
-    """Make this the folder of a formatted NameNode; False where its program has to do that."""
+    """Copy the data of a formatted NameNode to this folder; returns False if Hadoop has to format it."""
     if (prepared := _prepared()) is None:
         return False
     shutil.copytree(prepared / "namenode", folder)
-    # An identity of its own: a DataNode that finds another cluster at its NameNode's old port leaves it alone.
+    # A new identity: a DataNode that finds another cluster at the port of its NameNode does not join it.
     version, own = folder / "current/VERSION", secrets.randbits(31)
     version.write_text(re.sub(r"(?m)^(clusterID=CID-|blockpoolID=BP-)[^-]+", rf"\g<1>{own}", version.read_text()))
     return True
 
 
 def _prepared() -> Path | None:
-    """The folder of `hadoop.prepared_folder`, filled by a cluster that lives for it when there is none (10 s)."""
+    """The folder of `hadoop.prepared_folder`. If missing, it is created with a temporary cluster (10 s)."""
     folder = hadoop.prepared_folder()
     if folder is None or not os.access(folder.parent, os.W_OK):
         return folder if folder is not None and folder.exists() else None
@@ -470,7 +469,7 @@ def _prepared() -> Path | None:
                     cluster.tool("fs.FsShell", "-put", __file__, "/file")
                     cluster.where("/file")
                     cluster.stop()
-                # As it was formatted, without what has been done since.
+                # The state after formatting, without later edits.
                 since = shutil.ignore_patterns("edits_*", "in_use.lock")
                 shutil.copytree(cluster.folder / "namenode", new / "namenode", ignore=since)
                 (new / "namenode/current/seen_txid").write_text("0\n")
@@ -482,12 +481,12 @@ def _prepared() -> Path | None:
 
 def _hang(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    # On a busy machine its threads go on for a while.
+    # On a busy machine its threads continue for a while.
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # SIGKILL ends a stopped process too.
+    # SIGKILL also ends a stopped process.
     process.kill()
     process.wait()
 

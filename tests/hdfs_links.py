@@ -1,9 +1,9 @@
-"""One network link for each DataNode, on one machine: a network namespace behind a veth pair, shaped by `tbf`.
+"""One network link for each DataNode, on one machine: a network namespace with a veth pair, shaped by `tbf`.
 
-The near ends hang on a bridge, whose address is the NameNode's and the clients'. Needs root and iproute2; the kernel
-may lack `netem`, so a link limits the rate and adds no latency. Names and addresses contain the number of a subnet,
-which a lock guards: runs beside each other do not meet, and whoever gets the number of a run that was killed removes
-its rests.
+The local ends are attached to a bridge, whose address the NameNode and the clients use. Needs root and iproute2; the
+kernel may lack `netem`, so a link limits the rate and adds no latency. Names and addresses contain the number of a
+subnet, protected by a lock: concurrent runs use different numbers, and a run that gets the number of a killed run
+removes its namespaces and devices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import TracebackType
 
 _LOCKS = Path("/run/bootseer-hdfs-links")
 SUBNETS = range(1, 255)
-"""Of 198.18.0.0/16, which is set aside for benchmarks (RFC 2544); subnet 0 is that of benchmarks/link.py."""
+"""Of 198.18.0.0/16, which is reserved for benchmarks (RFC 2544); benchmarks/link.py uses subnet 0."""
 
 
 def links_missing() -> str:
-    """Why no links can be made here, "" when they can."""
+    """The reason why no links can be created here; "" if they can."""
     if os.geteuid():
         return "network namespaces need root"
     return "" if shutil.which("ip") and shutil.which("tc") else "iproute2 is not installed"
@@ -40,7 +40,7 @@ def is_claimed(subnet: int) -> bool:
 
 
 class Links:
-    """Links that live as long as the `with` block; the servers behind them must have ended before it does."""
+    """Links for a `with` block; the servers in their namespaces must end before the block."""
 
     def __init__(self, number: int, rate_mbit: int | None = None) -> None:
         self._number = number
@@ -50,31 +50,31 @@ class Links:
 
     @property
     def here(self) -> str:
-        """The address of the near end, where NameNode and clients are."""
+        """The address of the local ends, for the NameNode and clients."""
         return f"198.18.{self._subnet}.1"
 
     def there(self, i: int) -> str:
-        """The address behind link `i`."""
+        """The address of the remote end of link `i`."""
         return f"198.18.{self._subnet}.{10 + i}"
 
     def inside(self, i: int, command: Sequence[str]) -> list[str]:
-        """The command as it runs behind link `i`; its process id is the one of the command itself."""
-        # Not `ip netns exec`, which makes a mount namespace: copies of all mounts, as of an image that another test has
-        # just mounted and whose daemon ends with the last of them, would stay as long as the command.
+        """The command to run another command at the remote end of link `i`, in the same process."""
+        # Not `ip netns exec`, which creates a mount namespace: its copies of all mounts, e.g. of an image that another
+        # test has just mounted and whose daemon ends with the last copy, would exist as long as the command runs.
         return ["nsenter", f"--net=/run/netns/{self._name(i)}", *command]
 
     def set_rate(self, i: int, mbit: int | None) -> None:
         """Limit both directions of link `i`, in Mbit/s; None lifts the limit."""
         words = ["noqueue"]
         if mbit is not None:
-            # As much as the link carries in 5 ms: below that, the timer's grain shows in the rate.
+            # The amount for 5 ms: with less, the timer's resolution affects the rate.
             burst = max(64 * 1024, mbit * 1_000_000 // 8 * 5 // 1000)
             words = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "50ms"]
         _run("tc", "qdisc", "replace", "dev", self._near(i), "root", *words)
         _run("tc", "-n", self._name(i), "qdisc", "replace", "dev", "eth0", "root", *words)
 
     def set_up(self, i: int, *, is_up: bool) -> None:
-        """Let link `i` carry something, or nothing: nobody at either end is told."""
+        """Set link `i` up or down; connections stay open."""
         _run("ip", "link", "set", self._near(i), "up" if is_up else "down")
 
     def __enter__(self) -> Links:
@@ -116,14 +116,14 @@ class Links:
         for self._subnet in SUBNETS:
             self._lock = os.open(_LOCKS / str(self._subnet), os.O_RDWR | os.O_CREAT, 0o600)
             with contextlib.suppress(BlockingIOError):
-                # The kernel drops it with the process, however that ends.
+                # The kernel releases it when the process ends, even if that is killed.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             os.close(self._lock)
         raise RuntimeError(f"{len(SUBNETS)} runs with links are going on")
 
     def _remove(self) -> None:
-        """Remove what has the names of this subnet: ours, or what a killed run has left."""
+        """Remove everything with the names of this subnet: our own, or of a killed run."""
         spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         for line in spaces.splitlines():
             name = line.split()[0]
@@ -131,7 +131,7 @@ class Links:
                 _run("ip", "netns", "delete", name)
         for device in os.listdir("/sys/class/net"):  # noqa: PTH208
             if device == self._name() or device.startswith(f"{self._name()}n"):
-                # A veth goes with its namespace, at a time of the kernel's choice.
+                # The kernel deletes a veth with its namespace, asynchronously.
                 subprocess.run(["ip", "link", "delete", device], capture_output=True, check=False)
 
 

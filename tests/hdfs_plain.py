@@ -1,4 +1,4 @@
-"""Files that hdfs-native writes and reads by itself: what others leave in HDFS, and a second opinion."""
+"""Files written and read by hdfs-native without BootSeer, as other programs' files and to verify BootSeer's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SETTINGS = {"dfs.client.socket-timeout": "30000"}
 
 
 def write(uri: str, path: str, data: bytes, *, block_size: int = 1024 * 1024) -> None:
-    """Write a file of as many blocks as it takes.
+    """Write a file, in several blocks if needed.
 
-    The library asks for the next block right when the DataNodes have confirmed the last one, and gives up when they
-    have not told the NameNode yet, as on a busy machine: then the file is written again.
+    The library requests the next block as soon as the DataNodes have acknowledged the last one, and fails if they have
+    not reported it to the NameNode yet, for example on a busy machine: then this writes the file again.
     """
     from hdfs_native import Client, WriteOptions
 
@@ -24,7 +24,7 @@ def write(uri: str, path: str, data: bytes, *, block_size: int = 1024 * 1024) ->
         try:
             file.write(data)
         except RuntimeError as error:
-            # What has failed cannot be closed any more. That it is gone, closing it tells at once.
+            # After an error, closing would not succeed. Once the file is deleted, it fails immediately.
             client.delete(path)
             with contextlib.suppress(RuntimeError, OSError):
                 file.close()

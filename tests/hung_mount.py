@@ -1,4 +1,4 @@
-"""A file system that does not answer, as after a server's crash: what asks it cannot even be killed."""
+"""A file system that does not answer, like after a server's crash: processes that use it cannot even be killed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from bootseer.fuse.session import mount
 from fuse.memory_tree import MemoryTree
 
 _asked = threading.Event()
-"""The file system has read a request: one that still waits to be read is taken back when the process that made it is
-killed."""
+"""The file system has read a request. Before that, the kernel would cancel the request when its process is killed."""
 
 
 @contextlib.contextmanager
 def hung_mount(folder: Path) -> Iterator[Path]:
-    """A path that nothing is heard of until the end of the block."""
+    """A path whose lookup hangs until the end of the `with` block."""
     gate = threading.Event()
     _asked.clear()
 
     class Hung(MemoryTree):
         def lookup(self, parent, name):
             _asked.set()
-            gate.wait(300)  # in the thread that reads requests, so that it does not see the kernel's interrupts either
+            gate.wait(300)  # blocks the thread that reads requests, so that interrupts are not read either
 
     folder.mkdir()
     session = mount(Hung({}), folder)
@@ -46,7 +45,7 @@ needs_fuse = pytest.mark.skipif(
 
 
 def child_that_asks(path: Path) -> int:
-    """A child that hangs in the kernel by now, since it asked for this path."""
+    """Fork a child that accesses this path; returns its process id when it hangs in the kernel."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(OSError):

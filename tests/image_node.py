@@ -1,6 +1,7 @@
-"""A node that runs images, for tests: a registry with a small real image, a cache and mounts that go with the test.
+"""A node that runs images, for tests: a registry with a small real image, a cache, and mounts, removed at the end.
 
-`node.reference` is the image in the registry: busybox below, two files of random bytes above. Nothing is converted yet.
+`node.reference` is the image in the registry: a layer with busybox, then one with two files of random bytes. Nothing
+is converted yet.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LARGE_BYTES = 6 << 20
 
 @dataclass(frozen=True)
 class Node:
-    """What a test needs of one."""
+    """A node with its registry and image."""
 
     folder: Path
     registry: Registry
@@ -54,7 +55,7 @@ class Node:
         return Path(self.env["BOOTSEER_RUNTIME"])
 
     def requests(self, word: str = "") -> list[str]:
-        """Paths that the registry was asked for so far."""
+        """Paths of the requests to the registry so far that contain `word`."""
         return [logged.path for logged in self.registry.requests() if word in logged.path]
 
 
@@ -66,7 +67,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 @contextlib.contextmanager
 def make_node(tmp_path: Path) -> Iterator[Node]:
-    """A node below an empty folder."""
+    """A node in an empty folder."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -83,7 +84,7 @@ def make_node(tmp_path: Path) -> Iterator[Node]:
 
 
 def _make_box(folder: Path) -> None:
-    """The image as a layout and as what a registry stores of it, and the tree that it was made of."""
+    """Create the image as a layout and as the data of a registry, and the tree that it is made from."""
     layers = base_layers(folder / "tree")
     write_layout(folder / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
     with Registry(folder / "at") as registry:
@@ -107,12 +108,12 @@ def convert_box(reference: str) -> str:
 
 
 def have_converted(node: Node) -> None:
-    """As `convert_box` of the node's image."""
+    """Like `convert_box` of the node's image."""
     have_in_registry(node, "converted-box", lambda registry: convert_box(f"{registry.host}/team/box:1"))
 
 
 def have_in_registry(node: Node, name: str, work: Callable[[Registry], object]) -> None:
-    """As `work(node.registry)`, once for all tests: for what depends on the node's image alone."""
+    """Like `work(node.registry)`, but run once for all tests: its result must depend only on the node's image."""
 
     def make(folder: Path) -> None:
         shutil.copytree(once("box", _make_box) / "registry", folder / "at" / "registry")
@@ -143,7 +144,7 @@ def _blob(layout: Path, digest: str) -> bytes:
 
 
 def base_layers(tree: Path) -> list[bytes]:
-    """Busybox with its users, and above it two files of random bytes; they are written below `tree` too."""
+    """Two layers, also written below `tree`: busybox with its users, and two files of random bytes."""
     make_tree(tree)
     rng = random.Random(7)
     for name in ("hot", "cold"):
@@ -157,7 +158,7 @@ def busybox_layer() -> bytes:
 
 
 def tar(tree: Path, names: list[str]) -> bytes:
-    """Some files of a tree, as a layer."""
+    """A layer of some files of a tree."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in names:
@@ -166,14 +167,14 @@ def tar(tree: Path, names: list[str]) -> bytes:
 
 
 def unmount_below(folder: Path) -> None:
-    """Whatever the test did, nothing stays mounted; daemons end with their mounts."""
+    """Unmount everything below a folder; daemons end with their mounts."""
     prefix = f"{os.path.realpath(folder)}/"
     for point in reversed([point for point in kernel.mount_points() if point.startswith(prefix)]):
         kernel.unmount(Path(point), lazy=True)
 
 
 def mounted_image(runtime: Runtime, state: MountState, cache: Path) -> MountedImage:
-    """The handle of a mount that something else than a converted image made, or nothing."""
+    """The handle of a mount that was not made from a converted image, or that does not exist."""
     made = SimpleNamespace(
         runtime=runtime,
         daemon=None,
@@ -181,4 +182,4 @@ def mounted_image(runtime: Runtime, state: MountState, cache: Path) -> MountedIm
         options=SimpleNamespace(cache=cache),
         lifeline=False,
     )
-    return MountedImage(made, state, {}, {})  # type: ignore[arg-type] # what a handle takes of a mount
+    return MountedImage(made, state, {}, {})  # type: ignore[arg-type] # the attributes that a handle uses

@@ -1,4 +1,4 @@
-"""Run a program in a capture's view to its end."""
+"""Run a program in a capture's view and wait for its end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from bootseer.env.capturing.capture_base import Capture
 from bootseer.mounts.process import die_with
 
 JOB_ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-"""For scripts of tests that import this module."""
+"""The environment of tests' scripts that import this module."""
 
 
 def run_in(
     capture: Capture, argv: Sequence[str], env: Mapping[str, str] | None = None, *, stdout: int | None = None
 ) -> int:
-    """Its exit code, 128+N when signal N killed it. It dies with us."""
+    """Returns the exit code, 128+N if signal N killed the program. It is killed if this process ends."""
     parent = os.getpid()
 
     def begin() -> None:

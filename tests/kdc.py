@@ -1,4 +1,4 @@
-"""A Kerberos of its own for tests: MIT's krb5kdc on loopback, with its keys and settings in one folder.
+"""A Kerberos server for tests: MIT's krb5kdc on loopback, with its keys and configuration in one folder.
 
 with Kdc(tmp_path, ["nn/localhost", "alice"]) as kdc:
     os.environ.update(kdc.environment)
@@ -26,13 +26,13 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def kdc_missing() -> str:
-    """Why no Kerberos can be started here, "" when one can."""
+    """The reason why Kerberos cannot be started here; "" if it can."""
     gone = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
     return f"{', '.join(gone)} not installed (Debian: krb5-kdc krb5-admin-server krb5-user)" if gone else ""
 
 
 def secured(kdc: Kdc) -> dict[str, str]:
-    """Settings of an HDFS that wants Kerberos, and offers every protection; its NameNodes are nn/localhost."""
+    """Settings of an HDFS that requires Kerberos and offers all protections; its NameNodes are nn/localhost."""
     settings = {
         "hadoop.security.authentication": "kerberos",
         "hadoop.security.authorization": "true",
@@ -41,7 +41,7 @@ def secured(kdc: Kdc) -> dict[str, str]:
         "dfs.data.transfer.protection": ",".join(PROTECTIONS),
         "dfs.encrypt.data.transfer.cipher.suites": "AES/CTR/NoPadding",
         "hadoop.rpc.protection": ",".join(PROTECTIONS),
-        # Hadoop asks for TLS on its web pages or for ports below 1024, neither of which matters here.
+        # Hadoop would require TLS for its web pages or ports below 1024, neither of which matters here.
         "ignore.secure.ports.for.testing": "true",
         "dfs.cluster.administrators": "*",
     }
@@ -52,12 +52,12 @@ def secured(kdc: Kdc) -> dict[str, str]:
 
 
 def java_options(kdc: Kdc) -> str:
-    """For the environment of Hadoop's servers and tools: `JAVA_TOOL_OPTIONS`."""
+    """The value of `JAVA_TOOL_OPTIONS` for Hadoop's servers and tools."""
     return f"-Djava.security.krb5.conf={kdc.conf} --add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED"
 
 
 class Kdc:
-    """Lives as long as the `with` block. `principals` get keys, which all lie in `keytab`."""
+    """A server for a `with` block. The keys of all `principals` are in `keytab`."""
 
     def __init__(self, folder: Path, principals: Sequence[str]) -> None:
         self.folder = folder / "kdc"
@@ -68,7 +68,7 @@ class Kdc:
             "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf"),
             "KRB5CCNAME": f"FILE:{self.folder}/tickets",
         }
-        """For whoever uses it."""
+        """Environment variables for clients."""
         self._principals = principals
         self._port = free_port()
         self._server: subprocess.Popen[bytes] | None = None
@@ -93,7 +93,7 @@ class Kdc:
         return self
 
     def start(self) -> None:
-        """Let it answer again after `kill`."""
+        """Start the server, the first time or after `kill`."""
         with (self.folder / "server.log").open("ab") as log:
             self._server = subprocess.Popen(["krb5kdc", "-n"], stdout=log, stderr=log, env=self._environment())
         until = time.monotonic() + _START_S
@@ -111,17 +111,17 @@ class Kdc:
         self.kill()
 
     def kill(self) -> None:
-        """End it with SIGKILL; tickets that are there stay."""
+        """Kill the server with SIGKILL; existing tickets are kept."""
         if self._server is not None:
             self._server.kill()
             self._server.wait()
 
     def log_in(self, name: str, *, lifetime: str = "1d") -> None:
-        """Get a ticket."""
+        """Get a ticket (`kinit`)."""
         self._run("kinit", "-l", lifetime, "-k", "-t", str(self.keytab), name)
 
     def rekey(self, name: str, keytab: Path) -> None:
-        """Give a new key to a principal, which may be new: earlier keytabs are of no more use."""
+        """Give a new key to a principal, which is created if needed: earlier keytabs become invalid."""
         self._run("kadmin.local", "-q", f"addprinc -randkey {name}")
         self._run("kadmin.local", "-q", f"ktadd -k {keytab} {name}")
 

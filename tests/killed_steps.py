@@ -1,4 +1,4 @@
-"""Killing a process at one of its steps, for the programs that try all steps in turn.
+"""Kill a process at one of its steps, for tests that try all steps one after the other.
 
 place.before = kill_at(3)  # `StepwisePlace`
 killed = is_killed(lambda: work(place))
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 def kill_at(number: int) -> Callable[[str, str], None]:
-    """What kills this process when it is called for the `number`-th time; never for 0. For any thread."""
+    """A function that kills this process at its `number`-th call, or never if 0. Thread-safe."""
     left = [number]
     lock = threading.Lock()
 
@@ -27,7 +27,7 @@ def kill_at(number: int) -> Callable[[str, str], None]:
 
 
 def is_killed(work: Callable[[], None]) -> bool:
-    """Run `work` in a process of its own; False when it came to its end."""
+    """Run `work` in a child process; returns False if it ended without being killed."""
     pid = os.fork()
     if pid == 0:
         work()

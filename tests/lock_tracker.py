@@ -1,14 +1,15 @@
-"""Watches the locks that BootSeer's modules make while a test runs, and fails the test that uses them wrongly.
+"""Tracks the locks that BootSeer's modules create during a test, and fails the test if they are misused.
 
-It fails without any luck of timing, where the code could hang with the wrong timing:
+It detects these errors independently of the timing, even where the code hangs only with an unlucky timing:
 
-- a thread waits for a plain lock that it holds: raised in that thread as `LockMisuseError`, where it would hang;
-- locks are taken in two orders, in whichever tests: a cycle, which two threads can hang in. Locks are told apart by the
-  line that makes them, as all of one line are used alike; two of the same line are not ordered;
+- a thread waits for a non-reentrant lock that it holds: `LockMisuseError` is raised in that thread, which would hang;
+- locks are acquired in two orders, even in different tests: a cycle, in which two threads can deadlock. Locks are
+  identified by the line that creates them, as all locks of one line are used alike; the order of two locks of the same
+  line is not checked;
 - a function that calls foreign code, or may take long, is entered with a lock held (`ENTRANCES`).
 
-Modules find `threading.Lock`, `RLock` and `Condition` replaced, everything else is as it was. Locks that were made
-before the test began, such as those of modules and of fixtures of a session, are not watched.
+In the modules, `threading.Lock`, `RLock` and `Condition` are replaced, and nothing else. Locks that were created before
+the test began, such as those of modules and of session fixtures, are not tracked.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import Any
 import pytest
 
 FOLDERS = ("checkpoint", "fetch", "hdfs", "io", "mounts")
-"""The tests of these packages run with it."""
+"""The folders of tests that run with the tracker."""
 ENTRANCES: dict[str, str] = {
     "bootseer.io.timer": "Timer.after",
     "bootseer.hdfs.read_threads": "ReadThreads.schedule _call_back",
     "bootseer.cache.cache": "Cache.open",
 }
-"""What is not to be entered with a lock held. Of what is handed to `Timer.after`, the call at its time."""
+"""Functions that must not be entered with a lock held; for `Timer.after`, the functions that the timer calls."""
 CHECKED = tuple(ENTRANCES)
-"""The modules of `ENTRANCES` that are checked. To be `tuple(ENTRANCES)` once reading and HDFS keep to it."""
+"""The modules of `ENTRANCES` that are checked."""
 _Lock, _RLock, _Condition = threading.Lock, threading.RLock, threading.Condition
 
 
@@ -41,17 +42,17 @@ class LockMisuseError(AssertionError):
 
 
 class Tracker:
-    """What is known of the order of locks, and what was done wrongly."""
+    """The order of locks so far, and the errors that were found."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
         self._own = threading.local()
         self._lock = _Lock()
         self._edges: dict[str, dict[str, str]] = {}
-        """For each line that makes locks: those taken while it was held, and where."""
+        """For each line that creates locks: lines of the locks acquired while one of its locks was held, and stacks."""
 
     def held(self) -> list[TrackedLock]:
-        """The locks that this thread holds, in the order in which it took them."""
+        """The locks that this thread holds, in the order of acquisition."""
         try:
             return self._own.held  # type: ignore[no-any-return]
         except AttributeError:
@@ -59,19 +60,19 @@ class Tracker:
             return self._own.held  # type: ignore[no-any-return]
 
     def fail(self, message: str) -> LockMisuseError:
-        """Remember it for the end of the test; what is raised may be caught by the code under test."""
+        """Record an error for the end of the test, as the code under test may catch the exception."""
         message = f"{message}\n{''.join(traceback.format_stack(sys._getframe(2), 12))}"
         self.failures.append(message)
         return LockMisuseError(message)
 
     def takes(self, held: list[TrackedLock], lock: TrackedLock) -> None:
-        """A thread that holds these is about to wait for this one."""
+        """Record that a thread with these locks is about to wait for another one."""
         for before in held:
             if before.site != lock.site and lock.site not in self._edges.get(before.site, ()):
                 self._add(before.site, lock.site)
 
     def check_none_held(self, where: str) -> None:
-        """Raise when this thread holds a lock."""
+        """Raise if this thread holds a lock."""
         if held := self.held():
             raise self.fail(f"{where} is entered with these locks held: {', '.join(lock.site for lock in held)}")
 
@@ -97,7 +98,7 @@ class Tracker:
 
 
 class TrackedLock:
-    """A `Lock`, or an `RLock` when `reentrant`, that tells the tracker. `site` is the line that makes it."""
+    """A `Lock`, or an `RLock` if `reentrant`, that reports to the tracker. `site` is the line that creates it."""
 
     def __init__(self, tracker: Tracker, site: str, *, reentrant: bool) -> None:
         self.site = site
@@ -124,7 +125,7 @@ class TrackedLock:
 
     def release(self) -> None:
         holder = self._holder
-        if self._depth == 1 and holder is not None:  # by whichever thread: a plain lock may be handed over
+        if self._depth == 1 and holder is not None:  # by any thread: a plain lock may be handed over
             self._holder = None
             holder.remove(self)
         self._depth -= 1
@@ -139,7 +140,7 @@ class TrackedLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    # What `Condition` asks of its lock.
+    # Methods that `Condition` calls.
 
     def _is_owned(self) -> bool:
         return self._holder is self._tracker.held()
@@ -156,7 +157,7 @@ class TrackedLock:
 
 
 class _Threading:
-    """The module `threading` with other locks."""
+    """The module `threading` with tracked locks."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -181,7 +182,7 @@ def _site() -> str:
 
 @contextmanager
 def tracked(tracker: Tracker, checked: tuple[str, ...] = CHECKED) -> Iterator[None]:
-    """Watch the locks that BootSeer's modules make meanwhile. Raises `LockMisuseError` for what was done wrongly."""
+    """Track the locks that BootSeer's modules create in the `with` block. Raises `LockMisuseError` for errors."""
     proxy, undo = _Threading(tracker), []
     for name in _own_modules(len(sys.modules), next(reversed(sys.modules))):
         module = sys.modules.get(name)
@@ -208,8 +209,8 @@ def tracked(tracker: Tracker, checked: tuple[str, ...] = CHECKED) -> Iterator[No
 
 @lru_cache(maxsize=1)
 def _own_modules(number: int, last: str) -> list[str]:
-    """BootSeer's, as long as there are so many modules and this one is the newest: looking through thousands for each
-    test took a millisecond."""
+    """BootSeer's modules, cached by the number of all modules and the newest one: going through thousands of modules
+    for each test took a millisecond."""
     return [name for name in sys.modules if name.startswith("bootseer.")]
 
 

@@ -1,6 +1,6 @@
-"""moto's server, which looks up once what it would look up for each request: a fifth of its processor time.
+"""moto's server, with caches for two lookups of each request, which take a fifth of its processor time.
 
-It creates an object in one step, as S3 does: moto would let two threads see that it does not exist, and store both.
+Creating an object is atomic, like in S3: in moto, two threads could both find that it does not exist, and store it.
 
 python moto_server.py -H HOST -p PORT
 """

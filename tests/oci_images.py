@@ -3,7 +3,7 @@
     base = layer(directory("usr"), file("usr/a", b"text", uid=5), symlink("lib", "usr/lib"))
     write_layout(tmp_path / "layout", [base, layer(whiteout("usr/a"))])
 
-Everything is fixed (times, order), so that the same calls give the same digests.
+Times and order are fixed, so that the same calls give the same digests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _entry(name: str, kind: bytes, content: bytes = b"", **fields: Any) -> Entry
 
 
 def file(name: str, content: bytes = b"", **fields: Any) -> Entry:
-    """A regular file; `mode`, `uid`, `gid`, `mtime`, `xattrs` (by full name) and `pax` as wanted."""
+    """A regular file; optional fields: `mode`, `uid`, `gid`, `mtime`, `xattrs` (by full name) and `pax`."""
     return _entry(name, tarfile.REGTYPE, content, **fields)
 
 
@@ -57,7 +57,7 @@ def symlink(name: str, target: str, **fields: Any) -> Entry:
 
 
 def hard_link(name: str, target: str, **fields: Any) -> Entry:
-    """One more name of an earlier entry."""
+    """Another name of an earlier entry."""
     return _entry(name, tarfile.LNKTYPE, linkname=target, **fields)
 
 
@@ -73,13 +73,13 @@ def fifo(name: str, **fields: Any) -> Entry:
 
 
 def whiteout(path: str) -> Entry:
-    """What removes a file of a lower layer."""
+    """A whiteout, which removes a file of a lower layer."""
     folder, _, name = path.rpartition("/")
     return file(f"{folder}/.wh.{name}" if folder else f".wh.{name}")
 
 
 def opaque(path: str) -> Entry:
-    """What removes the whole content that a directory has in lower layers."""
+    """An opaque whiteout, which removes the content of a directory in lower layers."""
     return file(f"{path}/.wh..wh..opq" if path else ".wh..wh..opq")
 
 
@@ -93,7 +93,7 @@ def layer(*entries: Entry, dialect: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def compress(data: bytes, how: str) -> bytes:
-    """`gzip`, `zstd` or `` (not at all)."""
+    """`how`: `gzip`, `xz`, `zstd`, or "" for no compression."""
     if how == "gzip":
         return gzip.compress(data, 6, mtime=0)
     if how == "xz":
@@ -102,12 +102,12 @@ def compress(data: bytes, how: str) -> bytes:
 
 
 def digest_of(data: bytes) -> str:
-    """As OCI writes it."""
+    """The digest in OCI's form."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def config_of(layers: Sequence[bytes], architecture: str = "amd64", **config: Any) -> dict[str, Any]:
-    """The configuration of an image of these layers; `config` is what the container is told (`Cmd`, `Env`, …)."""
+    """The configuration of an image of these layers; `config` is the container's part (`Cmd`, `Env`, …)."""
     return {
         "architecture": architecture,
         "os": "linux",
@@ -125,7 +125,7 @@ def write_layout(
     docker: bool = False,
     **config: Any,
 ) -> str:
-    """An OCI layout with one image, or one more image in it. Returns the manifest's digest.
+    """Create an OCI layout with one image, or add an image to an existing one. Returns the manifest's digest.
 
     `docker` writes Docker's media types (schema 2).
     """
@@ -149,7 +149,7 @@ def write_layout(
 
 
 def add_blob(folder: Path, data: bytes, media_type: str) -> dict[str, Any]:
-    """A blob of a layout, as a descriptor."""
+    """Add a blob to a layout; returns its descriptor."""
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)
     digest = digest_of(data)
@@ -158,7 +158,7 @@ def add_blob(folder: Path, data: bytes, media_type: str) -> dict[str, Any]:
 
 
 def add_to_index(folder: Path, manifest: Mapping[str, Any], tag: str) -> str:
-    """Name a manifest or an index in `index.json`. Returns its digest."""
+    """Add a manifest or an index to `index.json`. Returns its digest."""
     entry = add_blob(folder, json.dumps(manifest, sort_keys=True).encode(), manifest["mediaType"])
     (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     path = folder / "index.json"
@@ -169,13 +169,13 @@ def add_to_index(folder: Path, manifest: Mapping[str, Any], tag: str) -> str:
 
 
 def write_docker_archive(path: Path, layers: Sequence[bytes], *, names: Sequence[str] = (), **config: Any) -> None:
-    """What `docker save` writes."""
+    """Write an archive like `docker save`."""
     data = json.dumps(config_of(layers, **config), sort_keys=True).encode()
     entries = [file("config.json", data)]
     paths: list[str] = []
     for content in layers:
         name = digest_of(content).removeprefix("sha256:") + "/layer.tar"
-        if name in paths:  # as docker does it
+        if name in paths:  # like docker
             entries.append(symlink(f"again{len(paths)}/layer.tar", "../" + name))
             name = f"again{len(paths)}/layer.tar"
         else:

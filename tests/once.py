@@ -1,6 +1,6 @@
-"""What is made once in a run of the tests for all workers: `once("python", make)` is a folder that `make` has filled.
+"""Folders that are created once in a run for all workers: `once("python", make)` returns a folder filled by `make`.
 
-It is never changed; a test that wants to takes a copy.
+They must not be changed; tests that need to use a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GET_FLAGS, _SET_FLAGS, _TOP = 0x80086601, 0x40086602, 0x00020000
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers have the temporary folder of the run and below it one of their own.
+    # Workers' temporary folders are in the temporary folder of the run.
     base = None if config.option.basetemp is None else Path(config.option.basetemp)
     if base is not None:
         _run[:] = [(base.parent if hasattr(config, "workerinput") else base).with_name("once")]
@@ -44,7 +44,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def once(name: str, make: Callable[[Path], object]) -> Path:
-    """The folder of this name; `make` is called with a path that is not there."""
+    """The folder with this name; `make` is called with a path that does not exist."""
     if not _run:
         _run.append(Path(tempfile.mkdtemp()))
     folder = _run[0] / name
@@ -61,8 +61,8 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def python_with_pip(folder: Path) -> None:
-    """Make this folder a virtual environment with pip and nothing else: setuptools, which `venv` of Python 3.11 brings,
-    is a third of its files, and each of its starts runs some of them."""
+    """Create a virtual environment with only pip: setuptools, which `venv` of Python 3.11 installs, is a third of its
+    files, and each start of Python runs some of them."""
     copy(_original_python(), folder)
 
 
@@ -79,12 +79,12 @@ def _original_python() -> Path:
 
 @contextmanager
 def lent_python_with_pip(folder: Path) -> Iterator[None]:
-    """The same for one test, and then, without the changes of that test, for the next one of this process: a copy
-    takes 0.3 s of processor time, most tests see their changes only through a mount, and others install little."""
+    """The same for one test, reused by the next test of this process after that test's changes are undone: a copy takes
+    0.3 s of processor time, most tests' changes are only in an overlay, and the others install little."""
     own = (_run[0] if _run else folder.parent) / f"python-{os.getpid()}"
     try:
         own.rename(folder)
-    except OSError:  # there is none, or it is on another disk
+    except OSError:  # it does not exist, or is on another disk
         python_with_pip(folder)
     before = python_state(folder)
     yield
@@ -95,10 +95,10 @@ def lent_python_with_pip(folder: Path) -> Iterator[None]:
 
 
 def spread(folder: Path) -> None:
-    """Have ext4 put the folders that are made in this one far from each other, as `chattr +T` does.
+    """Let ext4 distribute the subfolders of this folder over the disk, like `chattr +T`.
 
-    Without a journal, ext4 takes no inode that was freed in the last minutes, and for each new file it looks at all of
-    those that were freed nearby: where tests have deleted their folders one file takes 0.4 ms, and elsewhere 0.03 ms.
+    Without a journal, ext4 does not reuse inodes that were freed in the last minutes, and for each new file it checks
+    all of those nearby: creating a file takes 0.4 ms where tests have deleted their folders, and 0.03 ms elsewhere.
     """
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -114,7 +114,7 @@ State = dict[str, tuple[int, ...]]
 
 
 def python_state(folder: Path) -> State:
-    """Everything in a folder of `python_with_pip`, for `undo_changes`."""
+    """The state of all files in a folder of `python_with_pip`, for `undo_changes`."""
     found = {}
     for parent, folders, files in os.walk(folder, onerror=_raise):
         for name in (*folders, *files):
@@ -128,8 +128,7 @@ def python_state(folder: Path) -> State:
 
 
 def undo_changes(folder: Path, before: State) -> None:
-    """Make a folder of `python_with_pip` again what it was: what is new is deleted, and what was changed or deleted is
-    copied again."""
+    """Restore a folder of `python_with_pip`: new files are deleted, and changed or deleted ones copied again."""
     original, now = _original_python(), python_state(folder)
     new = now.keys() - before.keys()
     for name in new:
@@ -139,7 +138,7 @@ def undo_changes(folder: Path, before: State) -> None:
         else:
             path.unlink(missing_ok=True)
     changed = [name for name in before if before[name] != now.get(name)]
-    for name in changed:  # folders come before what is in them
+    for name in changed:  # folders are before their content
         path = folder / name
         if stat.S_ISDIR(before[name][2]):
             path.mkdir(exist_ok=True)
@@ -159,19 +158,19 @@ def _raise(error: OSError) -> None:
 
 
 def copy(tree: Path, folder: Path) -> None:
-    """Copy what there is, with its times and rights: for the 1,000 files of pip, shutil takes ten times as long."""
+    """Copy a tree with times and permissions: for the 1,000 files of pip, shutil takes ten times as long as `cp`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(["cp", "-a", tree, folder], check=True)
 
 
 def secret_rules() -> Path:
-    """Where the rules for secrets are kept compiled, for all starts of the tests: that takes 3 s of processor time."""
+    """The folder of the compiled rules for secrets, shared by all starts: compiling takes 3 s of processor time."""
     return once("rules", Path.mkdir)
 
 
 def compiled_secret_rules() -> Path:
-    """The same, with the rules in it. Snapshots are written at a low priority: beside other tests, a start that
-    compiled them itself would take minutes."""
+    """The same, filled. Snapshots are written at a low priority: next to other tests, a start that compiled the rules
+    would take minutes."""
 
     def compile_rules(done: Path) -> None:
         from bootseer.env.capturing.exclude import Exclusions

@@ -1,4 +1,4 @@
-"""A real OTLP/HTTP endpoint for tests that decodes what it gets. Without the extra `otlp` its importers are skipped."""
+"""A real OTLP/HTTP endpoint for tests, which decodes requests. Without the extra `otlp`, its importers are skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trac
 
 
 class Collector:
-    """An OTLP endpoint whose answers a test decides. `answer` gives status, headers and body for the n-th request."""
+    """An OTLP endpoint. `answer` returns status, headers and body of the response to the n-th request."""
 
     def __init__(self, answer: Callable[[int], tuple[int, dict[str, str], bytes]]) -> None:
         self.requests: list[tuple[str, dict[str, str], bytes]] = []

@@ -1,5 +1,5 @@
-"""Run programs as a user without any rights, in a mount namespace where that user finds an interpreter and, if wanted,
-a device for FUSE that everybody may open, as most machines have it."""
+"""Run programs as an unprivileged user, in a mount namespace where that user can access the Python interpreter and
+optionally a FUSE device that everyone may open, as on most machines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FUSE, _PEOPLE = Path("/dev/fuse"), Path("/etc/passwd")
 
 
 def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callable[[], None]:
-    """For `preexec_fn`: become that user. `folder` is scratch space. With `covered` a part of /proc is, as in
+    """For `preexec_fn`: become that user. `folder` is scratch space. `covered`: a part of /proc is overmounted, as in
     containers."""
     node, people = folder / "fuse", folder / "passwd"
-    people.write_text(f"{_PEOPLE.read_text()}plain:x:{UID}:{UID}::/:/bin/sh\n")  # fusermount3 looks for a name
+    people.write_text(f"{_PEOPLE.read_text()}plain:x:{UID}:{UID}::/:/bin/sh\n")  # fusermount3 looks up the user's name
     if fuse and not node.exists():
         os.mknod(node, stat.S_IFCHR | 0o666, _FUSE.stat().st_rdev)
         node.chmod(0o666)
@@ -46,7 +46,7 @@ def _become(people: Path, fuse: Path | None, covered: bool) -> None:
 
 
 def open_way_to(path: Path) -> None:
-    """Make a folder reachable that lies below one which only root may enter."""
+    """Make a folder accessible that is below one that only root may enter."""
     closed = next((above for above in reversed(path.parents) if not above.stat().st_mode & stat.S_IXOTH), None)
     if closed is not None:
         aside = kernel.clone_mount(path)
@@ -56,7 +56,7 @@ def open_way_to(path: Path) -> None:
 
 
 def home_of(folder: Path) -> Path:
-    """A home for that user below a folder of the test, which everybody can enter."""
+    """Create that user's home in a folder of the test that everyone can enter."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     os.chown(home, UID, UID)
@@ -71,7 +71,7 @@ def run_as_plain_user(
     covered: bool = False,
     input: str = "",  # noqa: A002 - as in `subprocess.run`
 ) -> subprocess.CompletedProcess[str]:
-    """`bootseer WORDS` as that user, to its end, by the copy of a process that has imported what it takes."""
+    """Run `bootseer WORDS` as that user and wait for its end, in a fork of a process with its imports (`warm`)."""
     home = home_of(folder)
     return warm.bootseer(
         words,

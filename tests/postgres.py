@@ -22,7 +22,7 @@ _numbers = count()
 
 
 class Postgres:
-    """A server on loopback, with its files in a folder that goes with it. `stop` and `start` for tests of faults."""
+    """A server on loopback with its files in `folder`. `stop` and `start` are for tests of faults."""
 
     def __init__(self, folder: Path) -> None:
         assert _BIN is not None
@@ -44,15 +44,15 @@ class Postgres:
         self.start()
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Start the server; returns when it accepts connections."""
         self._run("pg_ctl", "start", "--wait", "--pgdata", str(self._data), "--log", str(self._log))
 
     def stop(self, how: str = "immediate") -> None:
-        """`immediate` is what a crash of the server is to its users: it recovers at the next start."""
+        """Stop the server. `immediate` is like a crash for clients: the server recovers at the next start."""
         self._run("pg_ctl", "stop", "--mode", how, "--pgdata", str(self._data))
 
     def kill(self) -> None:
-        """As by a lack of memory: its processes end by SIGKILL. `start` recovers."""
+        """Kill all its processes with SIGKILL, as when memory runs out. The server recovers at the next `start`."""
         main = psutil.Process(self.pid)
         everyone = [main, *main.children(recursive=True)]
         for process in everyone:
@@ -82,7 +82,7 @@ class Postgres:
 
 @contextmanager
 def running_postgres() -> Iterator[Postgres]:
-    """A server of its own, for a test that breaks it. Skips the test where there is none."""
+    """A separate server, for tests that break it. Skips the test if PostgreSQL is not installed."""
     if _BIN is None:
         pytest.skip("PostgreSQL is not installed (Debian: apt install postgresql)")
     with tempfile.TemporaryDirectory(prefix="bootseer-postgres-", dir="/tmp") as name:
@@ -102,7 +102,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database, of each engine in turn."""
+    """The URL of an empty database, of each engine in turn."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'derived.sqlite'}"
     server: Postgres = request.getfixturevalue("postgres")

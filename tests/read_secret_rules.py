@@ -1,5 +1,5 @@
-"""Read the compiled rules for secrets when this module is imported, for copies of the process (`warm`) that write
-snapshots: each would take 0.4 s of processor time for that."""
+"""Loads the compiled rules for secrets when it is imported, for forks of the process (`warm`) that write snapshots:
+otherwise each would take 0.4 s of processor time for that."""
 
 from pathlib import Path
 

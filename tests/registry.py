@@ -1,11 +1,11 @@
-"""A real registry for tests: Debian's `docker-registry` on a free loopback port, stopped by its pid.
+"""A real registry for tests: Debian's `docker-registry` on a free loopback port.
 
     with Registry(tmp_path) as registry:
         store = open_store(f"oci://{registry.host}/some/repository")
 
-Options: `basic=True` demands the login USER / PASSWORD, `tokens=TokenServer(...)` demands that server's tokens, and
-`tls=True` speaks https with a certificate that `registry.certificate` holds, and with `clients=FILE` to those alone who
-show a certificate of this authority.
+Options: `basic=True` requires the login USER / PASSWORD, `tokens=TokenServer(...)` requires that server's tokens,
+`tls=True` serves https with the certificate `registry.certificate`, and with `clients=FILE` requires a client
+certificate of this authority.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from token_server import TokenServer
 
 USER, PASSWORD = "reader", "secret"
-# bcrypt, the only kind that the registry accepts, at its lowest cost.
+# bcrypt, the only hash that the registry accepts, at its lowest cost.
 _HTPASSWD = f"{USER}:$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW\n"
 _LOG = re.compile(
     r'"(?P<method>[A-Z]+) (?P<path>\S+) HTTP/[\d.]+" (?P<status>\d+) (?P<size>\d+)(?: "[^"]*" "(?P<agent>[^"]*)")?'
@@ -52,11 +52,11 @@ class Logged:
     status: int
     size_bytes: int
     agent: str = ""
-    """The program that asked, as it calls itself."""
+    """The client's User-Agent."""
 
 
 class Registry:
-    """A registry that lives as long as the `with` block; what it stores lies in `folder`, and may be there before."""
+    """A registry for a `with` block, with its data in `folder`, which may have data already."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Registry:
         if self._tls:
             make_certificate(self.folder / "key.pem", self.certificate)
         for _ in range(5):
-            # Somebody may take the port between our look and the registry's start.
+            # Another process may take the port before the registry starts.
             self.host = f"127.0.0.1:{free_port()}"
             self._start()
             if self._answers():
@@ -91,7 +91,7 @@ class Registry:
             self._process.wait()
 
     def requests(self) -> list[Logged]:
-        """What was asked and answered so far, in the order of the answers' ends."""
+        """The requests that were answered so far, in the order in which the responses ended."""
         found = [_LOG.search(line) for line in self._log().splitlines()]
         return [
             Logged(m["method"], m["path"], int(m["status"]), int(m["size"]), m["agent"] or "")
@@ -140,7 +140,7 @@ class Registry:
                 with contextlib.closing(connection):
                     connection.request("GET", "/v2/")
                     connection.getresponse().read()
-            except ssl.SSLError:  # it wants to see a certificate
+            except ssl.SSLError:  # it requires a client certificate
                 return True
             except OSError:
                 time.sleep(0.02)
@@ -155,10 +155,10 @@ class Registry:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on, another one at each call.
+    """A free TCP port of the loopback address, a different one at each call.
 
-    None of those that the kernel gives to connections, one of which could take it before the server starts. Each worker
-    has a range of its own for the same reason.
+    Not one of the ephemeral ports, which a connection could take before the server starts. Each worker has a separate
+    range for the same reason.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
@@ -171,7 +171,7 @@ def free_port() -> int:
 
 
 def make_certificate(key: Path, certificate: Path) -> None:
-    """A key and a certificate for 127.0.0.1 and registry.test that signs itself."""
+    """Create a key and a self-signed certificate for 127.0.0.1 and registry.test."""
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
     names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:registry.test"]
     files = [*names, "-keyout", str(key), "-out", str(certificate)]

@@ -1,4 +1,4 @@
-"""Snapshots for tests of restores, made of a folder that stands for what a setup left, and processes in a view."""
+"""For tests of restores: snapshots of a folder with a setup's results, and processes in a restored view."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Setup:
-    """What a setup left: the files below `after`, each at its absolute path, and what it deleted."""
+    """The results of a setup: its files are below `after`, each at its absolute path."""
 
     after: Path
     store: Store
@@ -43,7 +43,7 @@ class Setup:
         opaque: Iterable[Path] = (),
         before: Mapping[str, str] = NOTHING,
     ) -> list[Change]:
-        """All that lies below a path; a thing with a `before` counts as modified."""
+        """Changes for everything below a path; those with a value in `before` count as modified."""
         found = [Change(str(path), Action.DELETED, before=before.get(str(path), "")) for path in deleted]
         top = self.at(below)
         for source in [top, *top.rglob("*")]:
@@ -95,7 +95,7 @@ def new_setup(folder: Path) -> Setup:
 
 
 def run_in(enter: Callable[[], None], script: str, **options: object) -> str:
-    """What a shell prints that was started inside."""
+    """The output of a shell script that runs in the view."""
     ran = subprocess.run(
         ["/bin/sh", "-ec", script],
         preexec_fn=enter,

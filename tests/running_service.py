@@ -1,4 +1,4 @@
-"""A real service for tests: on a port of loopback, with SQLite and raw lines in a folder of the test."""
+"""A real service for tests, on a loopback port, with SQLite and raw lines in the test's folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def ask(method: str, url: str, **options: Any) -> httpx.Response:
-    """As `httpx.request`, which reads the machine's certificates for each: 25 ms of processor time, that http need not
-    spend."""
+    """Like `httpx.request`, which would load the machine's certificates for each request: 25 ms of processor time,
+    unnecessary for http."""
     return httpx.request(method, url, verify=_NO_CERTIFICATES, timeout=300, **options)
 
 
 class RunningService:
-    """`url` is where it answers."""
+    """A service with the address `url`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings.made()
@@ -56,14 +56,14 @@ class RunningService:
         return ask("POST", self.url + path, content=data, headers=sent)
 
     def raw(self) -> dict[str, bytes]:
-        """The lines of all objects."""
+        """The lines of all raw objects, by name."""
         return {name: self.service.raw.read(name) for name in self.service.raw.names()}
 
     def raw_lines(self) -> list[bytes]:
         return sorted(line for data in self.raw().values() for line in data.splitlines())
 
     def rows(self, table: object, num: int = 0) -> list[object]:
-        """All rows of a table; waits until there are so many."""
+        """All rows of a table; waits until there are at least `num`."""
         until = time.monotonic() + 300
         while True:
             with self.service.database.read() as connection:

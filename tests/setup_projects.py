@@ -1,4 +1,4 @@
-"""A project with a setup that has one input of each class, and the key of it."""
+"""A project whose setup has one input of each class, and its key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_wheel(path: Path, content: str) -> None:
 
 
 def git(*words: str, cwd: Path) -> str:
-    """Run git as nobody in particular."""
+    """Run git with a fixed identity; returns its output."""
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "core.hooksPath="]
     ended = subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True, timeout=180)
     return ended.stdout.strip()
@@ -44,7 +44,7 @@ def git(*words: str, cwd: Path) -> str:
 
 @dataclass
 class Project:
-    """Folders of a job, and the question that its setup asks."""
+    """The folders of a job, and the request for the key of its setup."""
 
     root: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class Project:
         return self.root / "job"
 
     def write(self, name: str, text: str) -> Path:
-        """A file below the job's folder."""
+        """Write a file below the job's folder."""
         path = self.job / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 
     def key(self, **changed: object) -> RequestKey:
-        """The key of the setup as it is now."""
+        """The current key of the setup."""
         return request_key(replace(self.ask, **changed))
 
 
@@ -84,8 +84,8 @@ def _make_repository(folder: Path) -> None:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Project:
-    """A job's folder with nothing in it, on this host, with a Python that has one distribution: a key of the Python
-    that runs the tests would be a digest of 150 records each time."""
+    """A job with an empty folder, and a Python environment with one distribution: with the Python that runs the tests,
+    each key would hash the records of 150 distributions."""
     project = Project(tmp_path)
     project.job.mkdir()
     (tmp_path / "home").mkdir()

@@ -1,6 +1,6 @@
-"""Clusters for the tests that do not break them: starting one costs 5 s and 1.1 s of processor time for each server.
+"""Clusters shared by tests that do not break them: starting one takes 5 s, and 1.1 s of processor time per server.
 
-Each test has files of its own. One that stops a server lets it go on, and one that limits or cuts a link mends it.
+Each test uses separate files. Tests that stop a server must continue it; tests that limit or cut a link must undo it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARES_HDFS = {
     ),
     "linked_hdfs": frozenset(("tests/hdfs/test_links.py", "tests/checkpoint/reading/test_hdfs_slow.py")),
 }
-"""Fixture to files. Of tests that run side by side, one worker runs those of a fixture."""
+"""Fixture to test files; in parallel runs, one worker runs all files of a fixture."""
 
 
 _running = {name: contextlib.ExitStack() for name in SHARES_HDFS}
@@ -33,8 +33,8 @@ _running = {name: contextlib.ExitStack() for name in SHARES_HDFS}
 
 @pytest.fixture(scope="session")
 def shared_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Five DataNodes, one replica unless a file wants more."""
-    # A node that was hung for a test has more to do for a while, and would get no blocks.
+    """Five DataNodes; one replica by default."""
+    # A node that was stopped by a test is busier for a while, and would otherwise get no blocks.
     settings = {"dfs.namenode.redundancy.considerLoad": "false"}
     with _running["shared_hdfs"] as running:
         folder = tmp_path_factory.mktemp("shared")
@@ -43,8 +43,8 @@ def shared_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluste
 
 @pytest.fixture(scope="session")
 def linked_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """Three DataNodes behind links without limits, one replica unless a file wants more."""
-    # Connections that do nothing stay open for ten minutes, and the NameNode soon hears how many there are.
+    """Three DataNodes with links without limits; one replica by default."""
+    # Idle connections stay open for ten minutes, and heartbeats soon report their number to the NameNode.
     settings = {"dfs.client.socket-timeout": "600000", "dfs.heartbeat.interval": "1"}
     with _running["linked_hdfs"] as running:
         folder = tmp_path_factory.mktemp("linked")
@@ -52,13 +52,13 @@ def linked_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluste
 
 
 def shared_fixture(nodeid: str) -> str | None:
-    """The cluster that a test's file shares with others."""
+    """The fixture of the cluster that a test's file shares with others; None without one."""
     file = nodeid.partition("::")[0]
     return next((name for name, files in SHARES_HDFS.items() if file in files), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file that is not in the list would find the cluster ended when its worker has run the others before it."""
+    """Fail if a file that uses a cluster is not listed: its worker may have ended the cluster after the listed ones."""
     for item in items:
         for name in SHARES_HDFS:
             if name in getattr(item, "fixturenames", ()) and shared_fixture(item.nodeid) != name:
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End it behind the last test of the worker that uses it: six idle servers take 1 s of processor time in 30."""
+    """End a cluster after the worker's last test that uses it: six idle servers take 1 s of processor time in 30 s."""
     name = shared_fixture(item.nodeid)
     if hasattr(item.config, "workerinput") and name and not (nextitem and shared_fixture(nextitem.nodeid) == name):
         _running[name].close()

@@ -1,7 +1,7 @@
-"""A real Slurm of four nodes on this machine: munged, slurmctld and four slurmd in namespaces of their own, with
-accounting (slurmdbd over MariaDB) where that is installed.
+"""A real Slurm cluster of four nodes on this machine: munged, slurmctld and four slurmd in separate namespaces, with
+accounting (slurmdbd with MariaDB) if that is installed.
 
-Nodes are called n1 to n4, and each has an address. All ends with the test's process, however that ends.
+The nodes are n1 to n4, each with its own address. All processes end with the test's process, even if that is killed.
 """
 
 from __future__ import annotations
@@ -104,15 +104,15 @@ class Cluster:
     init: int
 
     def words(self, *words: str | Path) -> list[str]:
-        """A command that runs there."""
+        """The command to run another command in the namespaces."""
         return ["nsenter", f"--target={self.init}", "--mount", "--net", "--pid", "--wdns=.", *map(str, words)]
 
     def env(self, env: dict[str, str]) -> dict[str, str]:
-        """With what Slurm's programs need."""
+        """An environment with the variables for Slurm's programs."""
         return {**env, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
 
     def run(self, env: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run a command there, to its end."""
+        """Run a command in the namespaces and wait for its end."""
         return subprocess.run(
             self.words(*words), env=self.env(env), capture_output=True, text=True, timeout=600, check=False
         )

@@ -1,4 +1,4 @@
-"""Images in a test node's registry that a containerd needs, beside the node's own."""
+"""Images for containerd in a test node's registry, in addition to the node's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from oci_images import write_layout
 
 
 def pause(node: Node) -> str:
-    """The image of sandboxes, whose only process has to live as long as the pod."""
+    """Push the image of pod sandboxes, whose only process must run as long as the pod; returns its reference."""
     layout = node.folder / "pause"
     write_layout(layout, [tar(node.folder / "tree", ["bin"])], tag="1", Env=["PATH=/bin"], Cmd=["sleep", "3600"])
     push(layout, node.registry.host, "team/pause", "1")
@@ -15,7 +15,7 @@ def pause(node: Node) -> str:
 
 
 def convert(node: Node, reference: str = "") -> None:
-    """Convert an image of the registry into its own repository; without a reference, the node's."""
+    """Convert an image of the registry, by default the node's, into its own repository."""
     if reference:
         convert_box(reference)
     else:
@@ -23,7 +23,7 @@ def convert(node: Node, reference: str = "") -> None:
 
 
 def push_small(node: Node) -> str:
-    """A small image of one layer."""
+    """Push a small image of one layer; returns its reference."""
     layout = node.folder / "small"
     write_layout(layout, [tar(node.folder / "tree", ["bin", "etc"])], tag="1", Env=["PATH=/bin"])
     push(layout, node.registry.host, "team/small", "1")

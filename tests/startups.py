@@ -1,4 +1,4 @@
-"""A few words to write down a startup by hand: `span(begin, end, stage)` on some node, in seconds."""
+"""Functions to write startups by hand: `span(begin, end, stage)` on a node, in seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def moment(
     booted_s: float = -100_000.0,
     **more: Any,
 ) -> Event:
-    """One event; `clock_s` is how wrong the node's wall clock is, `booted_s` when its monotonic clock was 0."""
+    """One event. `clock_s`: the error of the node's wall clock; `booted_s`: when its monotonic clock was 0."""
     return Event(
         wall_ns=round((EPOCH_S + at_s + clock_s) * NS),
         mono_ns=round((at_s - booted_s) * NS),
@@ -42,7 +42,7 @@ def moment(
 
 
 def span(begin_s: float, end_s: float | None, stage: str, **more: Any) -> list[Event]:
-    """Begin and end of a span; without end it was cut short."""
+    """The events of a span; without `end_s`, its end is missing."""
     name = more.pop("span", f"{next(_count):016x}")
     outcome, attrs = more.pop("outcome", OK), more.pop("attrs", {})
     events = [moment(begin_s, stage, BEGIN, span=name, attrs=attrs, **more)]
@@ -56,7 +56,7 @@ def began(at_s: float, by: str = "optimizer_step", **more: Any) -> list[Event]:
 
 
 def report(*parts: list[Event], **options: Any) -> Report:
-    """The report, after the check that each node's pieces add up to its wall time."""
+    """The report; asserts that each node's parts add up to its wall time."""
     result = analyse([event for part in parts for event in part], Options(**options))
     for node in result.nodes:
         wall = node.end_s - node.start_s

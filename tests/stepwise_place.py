@@ -1,9 +1,9 @@
-"""A place that tells before each of its steps, so that a test can let it fail, wait or kill the process there.
+"""A place that calls a function before each of its steps, so that a test can fail, wait or kill the process there.
 
     place = StepwisePlace(FolderPlace(folder))
     place.before = lambda step, path: ...
 
-Everything is done by the place inside; nothing is pretended.
+All steps are done by a real place, `inner`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _STEPS = ("begin_parts", "write_bytes", "create_bytes", "rename", "delete", "mak
 
 
 class StepwisePlace:
-    """A `Place` around another one."""
+    """A wrapper of a `Place`."""
 
     def __init__(self, inner: Place) -> None:
         self.inner = inner
         self.before: Callable[[str, str], None] = lambda step, path: None
         self.nodes_of: Callable[[str], tuple[str, ...]] = lambda path: ()
-        """On which nodes a part is said to lie."""
+        """The nodes to report for a part; if empty, the real ones."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
@@ -43,7 +43,7 @@ class StepwisePlace:
 
 
 class StepwiseWriter:
-    """A `PartWriter` around another one."""
+    """A wrapper of a `PartWriter`."""
 
     def __init__(self, place: StepwisePlace, inner: PartWriter) -> None:
         self._place = place

@@ -1,8 +1,8 @@
-"""Stores for tests: in this process's memory, and one that misbehaves by a script.
+"""Stores for tests: one in this process's memory, and one with scripted faults.
 
-All `MemoryStore`s of one name are the same place. Each is a dictionary that only this module changes, under one lock;
-objects are immutable, so that readers need it for the look-up alone. A `FaultyStore` is any other store with delays,
-refusals, cuts and wrong bytes; which request gets which fault is decided by a list or a function, never by chance.
+All `MemoryStore`s with the same name share their objects. These are in a dictionary, protected by a lock; objects are
+immutable, so that readers need the lock only for the lookup. A `FaultyStore` adds delays, errors, broken connections
+and wrong bytes to another store; a list or a function determines the faults of each request, without randomness.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class MemoryStore:
 
     @property
     def uri(self) -> str:
-        """`memory://` and the name of the place."""
+        """`memory://` and the name."""
         return self._uri
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        """See `Store.read`. Never waits, so that `timeout_s` does not matter."""
+        """See `Store.read`. Never waits, so `timeout_s` is ignored."""
         check_range(start, length)
         data = memoryview(self._get(name))
         end = range_end(f"{self._uri}: {name}", len(data), start, length)
@@ -89,7 +89,7 @@ class MemoryStore:
             self._objects.pop(check_name(name), None)
 
     def close(self) -> None:
-        """Nothing to give back; the objects stay for the other stores of this name."""
+        """Does nothing; the objects are kept for other stores with this name."""
 
     def _get(self, name: str) -> bytes:
         with _lock:
@@ -134,7 +134,7 @@ class Request:
     """One request that a faulty store received."""
 
     number: int
-    """Counts all requests of the store, from 0."""
+    """Its number among all requests of the store, from 0."""
     verb: str
     """`read`, `stat`, `list`, `delete`, `create` or `upload`."""
     name: str
@@ -145,36 +145,36 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one request. Everything left at its default happens as it should."""
+    """The faults of one request. Fields with their default values change nothing."""
 
     delay_s: float = 0.0
-    """Wait before the answer begins."""
+    """Delay of the response."""
     gate: threading.Event | None = None
-    """Wait until this is set: a hang that a test ends when it likes."""
+    """Wait for this event: a hang that a test can end."""
     status: int = 0
-    """Answer as a server does that says 401, 403, 404, 429 or 5xx."""
+    """Fail as if the server had answered 401, 403, 404, 429 or 5xx."""
     retry_after_s: float | None = None
-    """What such a server asks for."""
+    """The server's Retry-After with this status."""
     bytes_per_s: float = 0.0
-    """Throttle the pieces of a read; 0 is not a throttle."""
+    """Limit the rate of a read; 0: no limit."""
     piece_bytes: int = 0
-    """Cut the pieces of a read to at most this size, together with `bytes_per_s` a drip; 0 leaves them."""
+    """Split the pieces of a read to at most this size, for a steady slow rate with `bytes_per_s`; 0: no change."""
     cut_after: int | None = None
-    """Break off with a `TransientError` after so many bytes of the answer."""
+    """Fail with a `TransientError` after this number of bytes of the response."""
     short_after: int | None = None
-    """End after so many bytes as if that were all: what a correct adapter never does."""
+    """End the response after this number of bytes without an error, which a correct adapter never does."""
     corrupt_at: int | None = None
-    """Flip all bits of this byte of the answer."""
+    """Flip all bits of this byte of the response."""
 
 
 Plan = Callable[[Request], Fault | None] | Iterable[Fault | None]
 
 
 class FaultyStore:
-    """A `Store` over `inner` in which requests suffer what `plan` says.
+    """A `Store` that adds the faults of `plan` to the requests of `inner`.
 
-    A plan is a function of the request, or one fault (or None) for each request in turn; after its last one, nothing
-    happens any more. `requests` counts requests and `bytes_read` bytes handed out, by name.
+    A plan is a function of the request, or a sequence with one fault (or None) for each request; after the last one
+    there are no more faults. `requests` counts requests and `bytes_read` returned bytes, by name.
     """
 
     def __init__(self, inner: Store, plan: Plan = (), *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -189,13 +189,13 @@ class FaultyStore:
 
     @property
     def uri(self) -> str:
-        """That of the store behind it."""
+        """The URI of the inner store."""
         return self._inner.uri
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
     ) -> Generator[bytes, None, None]:
-        """See `Store.read`. Waits of a fault count against `timeout_s`."""
+        """See `Store.read`. The delays of a fault count towards `timeout_s`."""
         until = time.monotonic() + timeout_s
         fault = self._next("read", name, start, length)
         self._begin(fault, name, timeout_s)
@@ -211,12 +211,12 @@ class FaultyStore:
             pieces.close()
 
     def upload(self) -> Upload:
-        """See `Store.upload`. Faults strike when it begins."""
+        """See `Store.upload`. Faults occur at its begin."""
         self._begin(self._next("upload", ""), "an upload", 60.0)
         return self._inner.upload()
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
-        """See `Store.create`. With `cut_after`, the object is written and the answer lost."""
+        """See `Store.create`. With `cut_after`, the object is written and the response is lost."""
         until = time.monotonic() + timeout_s
         fault = self._next("create", name)
         self._begin(fault, name, timeout_s)
@@ -241,7 +241,7 @@ class FaultyStore:
         self._inner.delete(name)
 
     def close(self) -> None:
-        """Close the store behind it."""
+        """Close the inner store."""
         self._inner.close()
 
     def _next(self, verb: str, name: str, start: int = 0, length: int | None = None) -> Fault:

@@ -1,4 +1,4 @@
-"""What stores hold, read back: the tree of an image, and all bytes of environments, where secrets must not be."""
+"""Read the content of stores: the tree of an image, and all bytes of environments, to check them for secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bootseer.store.store import Store
 
 
 def stored(folder: Path) -> bytes:
-    """Each file of the store as it is, and what each snapshot's blocks and manifests are when they are decompressed."""
+    """All files of the store, and the decompressed blocks and manifests of all snapshots."""
     found = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
     store = FileStore(folder)
     for path in folder.glob("environments/*/document"):
@@ -30,5 +30,5 @@ def stored(folder: Path) -> bytes:
 
 
 def open_merged(document: ImageDocument, store: Store) -> MergedLayers:
-    """The tree of an image, read from a store as it is asked for."""
+    """The tree of an image, read from a store on demand."""
     return MergedLayers([Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers])

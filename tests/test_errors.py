@@ -1,4 +1,4 @@
-"""Errors of the system and of libraries, told as own ones."""
+"""Errors of the system and of libraries are converted to BootSeer's."""
 
 from __future__ import annotations
 

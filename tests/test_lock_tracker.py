@@ -1,4 +1,4 @@
-"""The tracker of locks finds what can hang, before it hangs, and nothing else."""
+"""The lock tracker reports locks that can deadlock, without a deadlock, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ plain = threading.Condition(threading.Lock())
 
 @pytest.fixture
 def module(monkeypatch):
-    """A module of BootSeer's, with locks that are made when it is run again."""
+    """A module in BootSeer's package; each call executes it again, which creates new locks."""
     module = ModuleType("bootseer.of_this_test")
     module.threading = threading
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -35,7 +35,7 @@ def module(monkeypatch):
     return make
 
 
-def test_a_plain_lock_that_is_taken_twice_is_raised_where_it_would_hang(module):
+def test_acquiring_a_plain_lock_twice_raises_instead_of_hanging(module):
     with (
         pytest.raises(LockMisuseError, match=r"bootseer.of_this_test:\d+ is waited for by the thread that holds it"),
         tracked(Tracker()),
@@ -45,7 +45,7 @@ def test_a_plain_lock_that_is_taken_twice_is_raised_where_it_would_hang(module):
             pass
 
 
-def test_what_the_code_catches_fails_the_test_all_the_same(module):
+def test_an_error_that_the_code_catches_still_fails_the_test(module):
     def work():
         with first, first:
             pass
@@ -58,7 +58,7 @@ def test_what_the_code_catches_fails_the_test_all_the_same(module):
             assert not first.locked()
 
 
-def test_two_orders_are_a_cycle_without_any_thread_that_hangs(module):
+def test_two_orders_are_reported_even_if_no_thread_hangs(module):
     with pytest.raises(LockMisuseError, match="locks are taken in two orders") as raised, tracked(Tracker()):
         locks = module()
         with locks.first, locks.second:
@@ -68,7 +68,7 @@ def test_two_orders_are_a_cycle_without_any_thread_that_hangs(module):
     assert str(raised.value).count("held, ") == 2
 
 
-def test_a_cycle_of_three_and_over_several_tests(module):
+def test_a_cycle_of_three_locks_over_several_tests(module):
     tracker = Tracker()
     with tracked(tracker):
         locks = module()
@@ -84,7 +84,7 @@ def test_a_cycle_of_three_and_over_several_tests(module):
             pass
 
 
-def test_what_is_right_passes(module):
+def test_correct_use_passes(module):
     with tracked(Tracker()):
         locks = module()
         for _ in range(2):
@@ -93,12 +93,12 @@ def test_what_is_right_passes(module):
         with locks.first:
             assert not locks.first.acquire(blocking=False)
         with locks.second:
-            assert locks.first.acquire(blocking=False), "it does not wait, so that the order does not matter"
+            assert locks.first.acquire(blocking=False), "without waiting, the order does not matter"
         locks.first.release()
 
 
 @pytest.mark.parametrize("name", ["both", "plain"])
-def test_conditions_wait_and_wake_and_hold_nothing_meanwhile(module, name):
+def test_conditions_release_their_lock_while_they_wait(module, name):
     tracker = Tracker()
     with tracked(tracker):
         condition, woken = getattr(module(), name), []
@@ -134,7 +134,7 @@ def test_a_lock_may_be_released_by_another_thread(module):
             pass
 
 
-def test_an_entrance_with_a_lock_held_is_found(module, monkeypatch):
+def test_entering_a_checked_function_with_a_lock_held_is_reported(module, monkeypatch):
     def work():
         with locks.first:
             locks.entrance()
@@ -149,15 +149,15 @@ def test_an_entrance_with_a_lock_held_is_found(module, monkeypatch):
             work()
 
 
-def test_a_call_of_a_timer_is_made_with_no_lock_held():
+def test_a_timer_calls_without_locks_held():
     done = []
     with tracked(Tracker()):
         Timer().after(0.0, lambda: done.append(1))
         until(lambda: done)
 
 
-def test_a_call_of_a_timer_that_is_made_with_a_lock_held_is_found(module, monkeypatch):
-    calls = {}  # other threads of this process have timers too
+def test_a_call_of_a_timer_with_a_lock_held_is_reported(module, monkeypatch):
+    calls = {}  # by timer, because other threads of this process have timers too
     monkeypatch.setattr(Timer, "after", lambda timer, delay_s, call: calls.update({timer: call}))
     with pytest.raises(LockMisuseError, match="a timer's call is entered with these locks held"), tracked(Tracker()):
         timer = Timer()
@@ -166,7 +166,7 @@ def test_a_call_of_a_timer_that_is_made_with_a_lock_held_is_found(module, monkey
             calls[timer]()
 
 
-def test_everything_is_as_it_was_afterwards():
+def test_everything_is_restored_afterwards():
     before = Timer.after
     with tracked(Tracker()):
         pool = Executor("test")

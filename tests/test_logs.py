@@ -1,4 +1,4 @@
-"""What is logged, where and how much, by the program as users run it and by a daemon's file."""
+"""The content, destination and size of logs, of the program as users run it and in a daemon's file."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_daemons_file_is_bounded_and_closed_to_others(tmp_path: Path) -> None:
     text, older = log.read_text(), (tmp_path / "log.1").read_text()
     assert len(text) <= FILE_BYTES and len(older) <= FILE_BYTES
     assert "line 2499 " in text and "never" not in text
-    assert text.endswith("the interpreter's own words\n"), "standard error leads into the new file"
+    assert text.endswith("the interpreter's own words\n"), "standard error is redirected to the new file"
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
     numbers = [int(number) for number in re.findall(r" line (\d+) ", older + text)]
     assert numbers == list(range(numbers[0], 2500)), "none is lost in between"

@@ -1,9 +1,9 @@
-"""The token half of registry authentication, for real: signs tokens that `docker-registry` verifies with our key.
+"""A real token server for registry authentication: signs tokens that `docker-registry` verifies with our key.
 
     with TokenServer(tmp_path) as tokens, Registry(tmp_path, tokens=tokens) as registry: ...
 
-`tokens.lives` decides the next tokens, e.g. `tokens.lives = [-120]` makes the next one expired from the start, while
-its `expires_in` still promises five minutes: what a reader sees when its token ended on the way.
+`tokens.lives` sets the lifetimes of the next tokens. With `tokens.lives = [-120]` the next one has already expired,
+although its `expires_in` is five minutes: like a token that expires while a reader uses it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from urllib.parse import parse_qs, urlsplit
 
 from registry import PASSWORD, USER, make_certificate
 
-IDENTITY_TOKEN = "an-identity-token"  # noqa: S105 - known to these tests alone
+IDENTITY_TOKEN = "an-identity-token"  # noqa: S105 - only for these tests
 _SERVICE, _ISSUER = "registry of the tests", "token server of the tests"
 
 
 class TokenServer:
-    """Gives tokens to USER and to the holder of IDENTITY_TOKEN, and, unless `strict`, to everybody.
+    """Issues tokens for the login USER / PASSWORD and for IDENTITY_TOKEN, and, unless `strict`, for everyone.
 
-    `name` is what its host is called in the address that registries name.
+    `name` is its host in the address that registries send to clients.
     """
 
     def __init__(self, folder: Path, *, strict: bool = True, name: str = "127.0.0.1") -> None:
@@ -37,9 +37,9 @@ class TokenServer:
         self._strict = strict
         self._name = name
         self.lives: list[float] = []
-        """Seconds that each of the next tokens really lives; 300 when there are no more."""
+        """The real lifetimes of the next tokens in seconds; afterwards 300."""
         self.status = 200
-        """Any other value is what every request is answered with."""
+        """The status of responses to authorized requests; if it is not 200, they have no token."""
         self.asked: list[dict[str, list[str]]] = []
         """The parameters of every request so far."""
 
@@ -82,7 +82,7 @@ class TokenServer:
         self._server.server_close()
 
     def settings(self) -> dict[str, str]:
-        """What the registry has to know about us."""
+        """The registry's configuration for this server."""
         return {
             "realm": f"http://{self._name}:{self._server.server_port}/token",
             "service": _SERVICE,

@@ -1,4 +1,4 @@
-"""Waiting for what threads and processes do, and the processes that run."""
+"""Waiting for conditions, and listing the running processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DEADLINE_S = 300.0
-"""A busy machine may take long; what happens in time is never waited for longer than it takes."""
+"""Long, for busy machines; waits end as soon as the condition holds."""
 
 
 def until(condition: Callable[[], object], what: str = "what is waited for") -> None:
-    """Wait until it holds. `what` describes it for the message of a failure."""
+    """Wait until the condition holds. `what` describes it in the message of a failure."""
     end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, f"not in time: {what}"
@@ -20,8 +20,8 @@ def until(condition: Callable[[], object], what: str = "what is waited for") -> 
 
 
 def processes() -> Iterator[tuple[int, bytes]]:
-    """Number and command line, with null bytes between the words, of the processes of this machine, also of containers.
-    Some may end meanwhile, for which `Path.glob` has an error."""
+    """Ids and command lines, separated by null bytes, of the processes of this machine, including those in containers.
+    Processes may end meanwhile, with which `Path.glob` would fail."""
     for path in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             yield int(path.name), (path / "cmdline").read_bytes()

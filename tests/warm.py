@@ -1,9 +1,9 @@
-"""Programs run by forks of a process that has imported what they import: PyTorch's import is 2 s of processor time, and
-that of the modules of `bootseer report` more than its work on a small log.
+"""Run programs in forks of a process that has already done their imports: importing PyTorch takes 2 s of processor
+time, and importing the modules of `bootseer report` takes more than its work on a small log.
 
-Each is a process of its own, with its own arguments, environment, output and exit code, as of `python FILE` or `python
--m bootseer`. How Python or torchrun starts (and what the hook does then) is not seen this way, nor that a verb imports
-all that it needs.
+Each program is a separate process with its own arguments, environment, output and exit code, like `python FILE` or
+`python -m bootseer`. This does not test the start of Python or torchrun (and the hook in it), nor whether a command
+imports all modules that it needs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ context = multiprocessing.get_context("forkserver")
 
 
 class Parent:
-    """A fork server of its own: the context knows only one for the whole process, and the first test that needs it
-    starts it, with that test's environment and imports."""
+    """A separate fork server: the context has only one for the whole process, started by the first test that needs it,
+    with that test's environment and imports."""
 
     def __init__(self, *modules: str, **env: Callable[[], Path | str]) -> None:
         self._server = forkserver.ForkServer()
@@ -45,7 +45,7 @@ class Parent:
     def start(self, *processes: ForkServerProcess) -> None:
         given = {name: str(value()) for name, value in self._env.items()}
         with (
-            # PyTorch reads how many threads it may start when it is imported.
+            # PyTorch reads its number of threads when it is imported.
             mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **given}),
             mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process),
         ):
@@ -54,12 +54,12 @@ class Parent:
 
 
 def python_path() -> str:
-    """The tests' modules, and before them the sources of another tree if the tests run with them."""
+    """The value of PYTHONPATH for the tests' modules; an existing value, e.g. of another source tree, comes first."""
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)]))
 
 
 def _secret_rules() -> Path:
-    from once import compiled_secret_rules  # which copies need not import
+    from once import compiled_secret_rules  # here, so that forks do not import it
 
     return compiled_secret_rules()
 
@@ -72,7 +72,7 @@ SHARES_TORCH = frozenset(
     f"tests/{name}.py"
     for name in ("checkpoint/dcp/test_ranks", "checkpoint/mount/test_programs", "examples/test_moe", "hook/test_hook")
 )
-"""Files with most of its uses: one worker runs them, because each would import PyTorch for its copies."""
+"""The files that use it most: one worker runs all of them, because each worker would import PyTorch for its forks."""
 CHECKPOINTS = Parent(
     *(f"bootseer.checkpoint.{name}" for name in ("mount.mounted", "publish", "reading.reading")),
     *("bootseer.checkpoint.writing.writing", "bootseer.places.folder", "bootseer.places.hdfs", "bootseer.hdfs.client"),
@@ -99,7 +99,7 @@ _service = Parent(
 
 
 class Started:
-    """A copy that runs, of which this can be had as of `subprocess.Popen`."""
+    """A running fork, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Started:
         become: Callable[[], None] | None = None,
         main: Callable[[list[str]], None] | None = None,
     ) -> None:
-        """`python -m bootseer` with these words, or `main` with them."""
+        """Start `python -m bootseer` with these arguments, or `main`."""
         pipes = [Pipe(duplex=False) for _ in range(2)]
         writers = [writer for _, writer in pipes]
         self._words = [*map(str, words)]
@@ -135,7 +135,7 @@ class Started:
             os.kill(self.pid, number)
 
     def communicate(self, timeout: float = _PATIENCE_S) -> tuple[str, str]:
-        """Wait for its end and that of all who have its output."""
+        """Wait for its end and the end of all processes that have its output open."""
         if not wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(self._words, timeout)
         self._process.join()
@@ -157,7 +157,7 @@ def bootseer(
     input: str = "",  # noqa: A002 - as in `subprocess.run`
     become: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m bootseer` with these words, to its end and that of all who have its output.
+    """Run `python -m bootseer` with these arguments; waits like `Started.communicate`.
 
     `become` is called first in the new process, which must be able to import it.
     """
@@ -171,7 +171,7 @@ def job(
     env: Mapping[str, str],
     timeout: float = _PATIENCE_S,
 ) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT` with this input, to its end; the script uses what captures and snapshots import."""
+    """Run `python SCRIPT` with this input and wait for its end; for scripts that use captures and snapshots."""
     return _ended(_job_main, [str(script)], env=env, cwd=Path.cwd(), timeout=timeout, input=input, become=None)
 
 
@@ -213,7 +213,7 @@ def _copy_main(
     for number, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), number)
         output.close()
-    # Those of the parent know what was behind these numbers there.
+    # New stream objects: those of the parent have cached properties of the old files.
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(
@@ -221,7 +221,7 @@ def _copy_main(
     )
     if become is not None:
         become()
-        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec: /proc/self belongs to the new user
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # like after exec: /proc/self belongs to the new user
     main(words)
 
 
@@ -242,12 +242,12 @@ def run(
     max_file_bytes: int = resource.RLIM_INFINITY,
     parent: Parent = TORCH,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run the script, which imports what `parent` has, with each of these arguments at once, to the end; several are
+    """Run the script in concurrent forks of `parent`, one for each command's arguments, and wait for all; several are
     ranks, with torchrun's variables.
 
-    What they print is kept in the folder; `max_file_bytes`: of any file that they write.
+    Their output is kept in the folder; `max_file_bytes`: limit of each file that they write.
     """
-    from registry import free_port  # which copies need not import
+    from registry import free_port  # here, so that forks do not import it
 
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [(str(folder / f"{number}.out"), str(folder / f"{number}.err")) for number in range(len(commands))]

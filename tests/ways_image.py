@@ -1,4 +1,4 @@
-"""An image with files of many kinds, converted into a store that every user may read; the fixture `image`."""
+"""The fixture `image`: an image with files of many kinds, converted into a store that every user may read."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _make(folder: Path, layers: Sequence[bytes]) -> None:
 
 
 class Image:
-    """One image, converted into a store that everybody may read: once for all tests, which copy it."""
+    """An image, converted into a store that everyone may read: converted once for all tests, which copy it."""
 
     def __init__(self, folder: Path, layers: Sequence[bytes]) -> None:
         self.folder = folder
@@ -114,7 +114,7 @@ def made_image(layers: Sequence[bytes]) -> Iterator[Image]:
         pytest.skip("only root may mount")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened")
-    # Not below pytest's own folder, which every session of pytest closes for other users.
+    # Not in pytest's folder, which each session of pytest closes for other users.
     folder = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir="/var/tmp"))
     folder.chmod(0o755)
     spread(folder)
@@ -123,8 +123,7 @@ def made_image(layers: Sequence[bytes]) -> Iterator[Image]:
     finally:
         unmount_below(folder)
         deadline = time.monotonic() + 120
-        while (
-            folder.exists()
-        ):  # where other mount namespaces have copies, daemons end, and fill their cache, for a while
+        # If other mount namespaces have copies of the mounts, daemons run and fill their cache for a while.
+        while folder.exists():
             assert time.monotonic() < deadline, f"{folder} cannot be deleted"
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Small wheels and indexes of them for tests that install packages: nothing comes from a network."""
+"""Small wheels and indexes of them, for tests that install packages without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_wheel(
     requires: Sequence[str] = (),
     scripts: Mapping[str, str] | None = None,
 ) -> Path:
-    """A pure wheel in `folder`; without files it is one module that knows its version."""
+    """Write a pure wheel to `folder`; without `files` it has one module with its version."""
     module = name.replace("-", "_")
     contents = dict(files) if files is not None else {f"{module}.py": f"VERSION = {version!r}\n"}
     info = f"{module}-{version}.dist-info"
@@ -39,7 +39,7 @@ def make_wheel(
 
 
 def make_index(folder: Path, wheels: Sequence[Path]) -> str:
-    """A simple index of these wheels in a folder; returns its address."""
+    """Write a simple index of these wheels to a folder; returns its URL."""
     for wheel in wheels:
         project = folder / wheel.name.partition("-")[0].replace("_", "-").lower()
         project.mkdir(parents=True, exist_ok=True)

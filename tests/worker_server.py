@@ -1,8 +1,8 @@
-"""A process that has imported all tests, of which each worker of pytest-xdist is a copy: see `forked_workers`.
+"""A process that has imported all tests, of which each worker of pytest-xdist is a fork: see `forked_workers`.
 
-`serve` is the process. Run as a program with the path of its socket and arguments of Python, this file asks it for a
-copy with its own standard streams and lives as long as that; when there is no such process, it becomes Python with the
-arguments.
+`serve` is the main function of that process. Run as a program with the path of its socket and Python's arguments, this
+file requests a fork with its own standard streams and waits for the fork's end; without that process, it executes
+Python with the arguments.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import sys
 
 
 def serve() -> None:
-    """Collect as the arguments say, make copies for those that connect to the socket, and end with standard input."""
+    """Collect tests by the arguments, fork for each connection to the socket, and end at the end of standard input."""
     import pytest
 
     listener = socket.socket(fileno=int(sys.argv[1]))
     watch = _Watch()
     status = pytest.main(sys.argv[2:], plugins=[watch])
-    # A module whose import was skipped or failed is left half in `sys.modules`, where a copy would take it for whole.
+    # A module whose import was skipped or failed may remain incomplete in `sys.modules`, where a fork would find it.
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or not watch.all_passed:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies are waited for by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
     while True:
         ready, _, _ = select.select([listener, sys.stdin.fileno()], [], [])
         if listener not in ready:
@@ -52,7 +52,7 @@ def serve() -> None:
 
 
 class _Watch:
-    """A plugin that sees whether everything was collected."""
+    """A plugin that records whether everything was collected."""
 
     all_passed = True
 
