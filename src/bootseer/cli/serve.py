@@ -159,7 +159,7 @@ def reindex_command(patterns: tuple[str, ...], output: Output, **place: Any) -> 
 
 @click.group("token", cls=Group, verbs=_TOKEN_VERBS)
 def token_command() -> None:
-    """Access tokens, with the scope to send lines (ingest), to read everything (read), or for both and changes (admin).
+    """Access tokens, with the scope to send lines (ingest), to read everything (read), or for both (admin).
 
     \b
     bootseer serve token add --scope ingest --team llm --note "rack 7"

@@ -1,7 +1,7 @@
 """Access control of the service: tokens with a scope and a team, users named by a trusted proxy, loopback.
 
 A token is 32 random bytes, of which the database stores only the SHA-256 digest. Its scope is `ingest` (send lines),
-`read` (read everything) or `admin` (both, and make changes); a token with a team sends for that team. Browsers keep it
+`read` (read everything) or `admin` (both); a token with a team sends for that team. Browsers keep it
 in a cookie. If no token was ever created and the service listens only on loopback, requests need none.
 """
 
