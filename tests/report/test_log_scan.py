@@ -266,6 +266,35 @@ def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node
     assert report.overhead.gpu_hours == pytest.approx(8 * sum(node_seconds.values()) / 3600)
 
 
+def containerd(day: int, begin: str, end: str, image: str) -> bytes:
+    line = 'time="2026-11-{:02d}T{}Z" level=info msg="{}"\n'
+    whole = line.format(day, begin, f'PullImage \\"{image}\\"')
+    return (whole + line.format(day, end, f'Pulled image \\"{image}\\" with image id \\"x\\"')).encode()
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_what_a_machine_did_for_other_jobs_is_not_billed(tmp_path, has_own):
+    """Its containerd has a log of weeks: the pulls of other jobs made a start of a minute one of days."""
+    pulls = containerd(17, "08:23:38", "08:24:39", "other:1") + containerd(20, "17:40:00", "17:41:00", "base:1")
+    pulls += containerd(20, "17:52:00", "17:53:00", "moe:1") + containerd(21, "09:00:00", "09:01:00", "other:2")
+    (tmp_path / "containerd.gpu-1.log").write_bytes(pulls)
+    begin_s = 1_795_197_241 - EPOCH_S  # 17:54:01 UTC
+    own = [*span(begin_s - 9999, begin_s - 5, "queue"), *began(begin_s + 99)]
+    own += [one for stage in ("run", "command") for one in span(begin_s, begin_s + 7000, stage)]
+    log = b"".join(encode(event._replace(node="gpu-1")) for event in own)
+    if not has_own:
+        first, last = AGENT.format(1, 7, "Rendezvous'ing worker group"), STEP.format(40, 1, 1)
+        log = f"2026-11-20T17:54:01Z {first}2026-11-20T17:55:40Z {last}".encode()
+    (tmp_path / "gpu-1.log").write_bytes(log)
+    found = scan(inputs.sources([str(tmp_path)]))
+    report = analyse(found.events, Options(gpus_per_node=8), read=found.input())
+    assert found.skipped["other_run"] == 2
+    assert any("2 stages of other programs ignored" in line for line in report.headlines)
+    assert report.overhead.node_level_max_s == pytest.approx(15 * 60 + 40, abs=1)  # from 17:40:00
+    alone = scan(inputs.sources([str(tmp_path / "containerd.gpu-1.log")]))
+    assert analyse(alone.events, Options(), read=alone.input()).overhead.startup_s == pytest.approx(60)
+
+
 def test_lines_that_a_collector_repeats_count_once(found):
     once = a_start(("gpu-1", 1), ranks=2)
     lines = once.splitlines(keepends=True)

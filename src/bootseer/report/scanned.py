@@ -16,7 +16,11 @@ from bootseer.units import NS_PER_S
 
 _WITHIN = frozenset({"torchelastic", "nccl", "megatron", "transformers", "steps"})
 """Programs whose lines are written while the command runs."""
+_OF_MACHINE = frozenset({"containerd", "crio", "docker", "pip", "uv", "conda", "ray"})
+"""Programs whose logs are about all jobs of a machine, maybe for months, and name none."""
 _SLACK_NS = 60 * NS_PER_S
+_APART_NS = 900 * NS_PER_S
+"""What they did so long before or after everything else was for another job."""
 
 
 @dataclass(slots=True)
@@ -38,7 +42,8 @@ class Scanned:
 
 
 def name_jobs(result: Scanned, chosen: str | None) -> None:
-    """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed."""
+    """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed, and
+    what other jobs did on its machines."""
     own = [event for event in result.events if not _foreign(event)]
     # A scheduler's log is about all jobs of a cluster, by numbers that need not be in the job's own name.
     of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
@@ -51,9 +56,17 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         result.skipped["other_job"] += before - len(result.events)
     if not own:
         _name_nodes(result, jobs)
-    if len(jobs) != 1 or len(own) == len(result.events):
-        return
-    job, stages = jobs.pop(), {event.stage for event in own}
+    if len(jobs) == 1 and len(own) < len(result.events):
+        _assign(result, own, jobs.pop())
+    apart = _of_other_runs(result.events)
+    if apart:
+        result.skipped["other_run"] += len(apart)
+        result.events = [event for event in result.events if event.span not in apart]
+
+
+def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
+    """Assign events of foreign logs to the job, and drop stages that BootSeer itself observed."""
+    stages = {event.stage for event in own}
     # Foreign logs have only the bare name of a pod or host.
     nodes = {event.node.partition("/")[0]: event.node for event in own}
     begins = _begins(own)
@@ -103,6 +116,34 @@ def _name_nodes(result: Scanned, jobs: set[str]) -> None:
         return min(pods[host]) if len(pods.get(host, ())) == 1 else host
 
     result.events = [event._replace(node=named(event.node)) for event in result.events]
+
+
+def _of_other_runs(events: Sequence[Event]) -> set[str]:
+    """The spans in logs of whole machines that are far from what else happened for the job on the node."""
+    around: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    spans: dict[tuple[str, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        of_job = event.job, event.attempt
+        if _foreign(event) and event.attrs[FOREIGN] in _OF_MACHINE:
+            spans[*of_job, event.node][event.span].append(event.wall_ns)
+        elif event.stage != "queue":  # then other jobs have the machine
+            around[*of_job, event.node].append(event.wall_ns)
+            around[*of_job, ""].append(event.wall_ns)
+    found = set()
+    for (job, attempt, node), of_node in spans.items():
+        known = around.get((job, attempt, node)) or around.get((job, attempt, "")) or max(of_node.values(), key=max)
+        first_ns, last_ns = min(known), max(known)
+        for span, times in sorted(of_node.items(), key=lambda one: -max(one[1])):
+            if max(times) < first_ns - _APART_NS:
+                found.add(span)
+            else:
+                first_ns = min(first_ns, *times)
+        for span, times in sorted(of_node.items(), key=lambda one: min(one[1])):
+            if min(times) > last_ns + _APART_NS:
+                found.add(span)
+            else:
+                last_ns = max(last_ns, *times)
+    return found
 
 
 def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:

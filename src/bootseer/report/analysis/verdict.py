@@ -40,6 +40,12 @@ _SKIPPED = (
     ("unit", "event", "with times in s, ms or µs instead of ns: ignored."),
     ("version", "event", "of a newer BootSeer: ignored, upgrade to read them."),
     (
+        "other_run",
+        "stage",
+        "of other programs ignored: more than 15 minutes before or after all else, so of another job on the machine, "
+        "or with times of another zone.",
+    ),
+    (
         "other_zone",
         "event",
         "of other programs ignored, because some lie outside of the run: the log has an earlier run, too, or times of "
