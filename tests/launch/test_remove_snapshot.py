@@ -55,7 +55,7 @@ def test_of_a_store_without_deletion_the_next_start_makes_it_anew(
     task: Any = SimpleNamespace(store_uri=store.uri, options=options, session=session)
     restore.remove_damaged(task, damaged, "parts are missing")
     assert "is removed from its store: the next start makes it anew" in capfd.readouterr().err
-    found = catalog.look(KEY)
-    assert decide("auto", found, now_s=time.time()).action is Action.BUILD
+    decision = decide("auto", catalog.look(KEY), now_s=time.time())
+    assert (decision.action, decision.code, decision.replace) == (Action.BUILD, "expired", True)
     assert catalog.publish(new := document(built_s=time.time()), replace=True)
     assert catalog.find(KEY) == new

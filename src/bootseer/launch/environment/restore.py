@@ -15,11 +15,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.objects import put
 from bootseer.artifact.places import environments_folder
 from bootseer.artifact.workload import is_publisher, workload_key
-from bootseer.env.document import EnvironmentDocument, apply_exports, document_name
+from bootseer.env.document import EnvironmentDocument, apply_exports
 from bootseer.env.life.catalog import Catalog, NodeCatalog
 from bootseer.env.life.decide import Decision
 from bootseer.env.life.election import build_id
@@ -216,8 +218,8 @@ def _remove(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: 
             return False
         try:
             catalog.remove(document.key, time.time())
-        except PermanentError:  # many registries do not support deletion; what is no document is built anew, too
-            put(store, document_name(document.key), b"removed\n")
+        except PermanentError:  # many registries do not support deletion; an expired snapshot is made anew, too
+            put(store, document.name, replace(document, max_age_s=0.0).encode())
         say(f"{label} is removed from its store: the next start makes it anew")
         return True
 
