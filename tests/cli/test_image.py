@@ -259,6 +259,7 @@ def test_interrupted_a_conversion_ends_at_once_and_publishes_nothing(node: Node,
         ),
         (("cache", "prune", "--to", "all"), "512m"),
         (("cache", "show", "--cache", "nowhere"), "the folder of a cache"),
+        (("image", "prune", "--store", "/no/store"), "the folder of a store"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_hint(run: Run, tmp_path: Path, words: tuple[str, ...], hint: str) -> None:

@@ -40,6 +40,8 @@ from bootseer.units import format_bytes, format_seconds, plural
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from bootseer.store.store import Store
+
 
 STORE = (
     Option("--store", "Store of the snapshots (default: $BOOTSEER_STORE, else this node's cache).", metavar="URI"),
@@ -52,14 +54,19 @@ def cache() -> Path:
     return cache_root(os.environ, os.getuid())
 
 
+def check_folder(named: str | None, store: Store) -> None:
+    """Raise `UsageError` if a store is a folder that was named and does not exist: it is no empty store."""
+    if named and store.uri.startswith("file://") and not Path(store.uri.removeprefix("file://")).is_dir():
+        raise UsageError(f"{named}: no such folder", hint="name the folder of a store")
+
+
 @contextmanager
 def catalog_of(source: Mapping[str, Any]) -> Iterator[Catalog]:
     """The snapshots of a store. `source`: the values of `STORE`, and of `TRUST` for verbs that use the content of a
     snapshot."""
     uri = source["store"] or os.environ.get(VARIABLE)
     with closing(open_store(uri or own_store(cache()), plain_http=source["plain_http"])) as store:
-        if source["store"] and store.uri.startswith("file://") and not Path(store.uri.removeprefix("file://")).is_dir():
-            raise UsageError(f"{uri}: no such folder", hint="name the folder of a store")
+        check_folder(source["store"], store)
         # The node's own store contains only what this node made, so it needs no signatures.
         yield Catalog(store, say, signatures(source, os.environ) if uri and "trusted_keys" in source else UNSIGNED)
 

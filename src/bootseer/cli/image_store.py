@@ -10,7 +10,7 @@ import click
 
 from bootseer.artifact.places import STORE, cache_root, converted_folder, own_folder, runtime_root
 from bootseer.cli.env_options import parse_duration
-from bootseer.cli.env_store import show_pruned
+from bootseer.cli.env_store import check_folder, show_pruned
 from bootseer.cli.image_options import CONVERTED, PLAIN_HTTP, request_of_verb
 from bootseer.cli.options import Option
 from bootseer.cli.output import Output, styled
@@ -86,6 +86,7 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     """
     uri = _uri(store or os.environ.get(STORE))
     with closing(open_store(uri, plain_http=plain_http)) as opened:
+        check_folder(store, opened)
         done = images.prune(
             images.images_in(opened),
             time.time(),
