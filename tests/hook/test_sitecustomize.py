@@ -70,6 +70,18 @@ def test_a_folder_of_our_name_beside_the_program_does_not_hide_us(tmp_path):
     assert len(list((tmp_path / "spool").iterdir())) == 1
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_program_without_torch_finds_bootseer_where_its_environment_has_none(tmp_path, is_folder):
+    (tmp_path / "job.py").write_text("import bootseer; bootseer.training_began()")
+    if is_folder:
+        (tmp_path / "bootseer").mkdir()
+    path = f"{Path(marks.__file__).parent}/path"
+    env = {"PYTHONPATH": path, "BOOTSEER_TRACE": "stderr", "BOOTSEER_JOB": "x"}
+    words = [sys.executable, "-S", "-c", "import sitecustomize, runpy; runpy.run_path('job.py')"]
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, '"training_began"' in done.stderr) == (0, True), done.stderr
+
+
 def test_an_earlier_bootseer_in_the_jobs_environment_is_called_as_it_wants(tmp_path):
     """As version 0.2: its watch takes one argument, and its import errors have another name."""
     hook = tmp_path / "bootseer" / "hook"

@@ -34,6 +34,9 @@ def _watch_imports() -> None:
 
         @classmethod
         def find_spec(cls, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+            if name == "bootseer":  # by the program itself, for stages of its own
+                Package.install()
+                return Package.find_spec(name) if sys.meta_path[0] is Package else None
             if name not in FRAMEWORKS:
                 return None
             try:
