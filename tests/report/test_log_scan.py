@@ -228,8 +228,15 @@ SUBMITTED = (
     "[2026-11-20T17:50:00.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=42 usec=3\n"
     "[2026-11-20T17:53:51.000] sched: Allocate JobId={job} NodeList={nodes} #CPUs=2 Partition=gpu\n"
 )
-BOUND = b"""{"involvedObject": {"kind": "Pod", "name": "moe-0"}, "eventTime": "2026-11-20T17:53:59", \
-"message": "Successfully assigned train/moe-0 to gpu-1"}\n"""
+BOUND = b"".join(  # the job was created again, and its pod has the name of the earlier one
+    b"""{"involvedObject": {"kind": "Pod", "name": "moe-0"}, "eventTime": "2026-11-20T%s", "message": "%s"}\n""" % told
+    for told in (
+        (b"16:53:59", b"Successfully assigned train/moe-0 to gpu-1"),
+        (b"16:54:00", rb"Pulling image \"moe:1\""),
+        (b"16:55:00", rb"Successfully pulled image \"moe:1\" in 1m0s (1m0s including waiting)"),
+        (b"17:53:59", b"Successfully assigned train/moe-0 to gpu-1"),
+    )
+)
 BOTH = a_start(("gpu-1", 1), ("gpu-2", 2), ranks=3)
 WITHOUT_NCCL = b"".join(line for line in BOTH.splitlines(keepends=True) if b"NCCL" not in line)
 PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(keepends=True)[8:])

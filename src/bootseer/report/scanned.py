@@ -58,10 +58,13 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         _name_nodes(result, jobs)
     if len(jobs) == 1 and len(own) < len(result.events):
         _assign(result, own, jobs.pop())
-    apart = _of_other_runs(result.events)
-    if apart:
-        result.skipped["other_run"] += len(apart)
-        result.events = [event for event in result.events if event.span not in apart]
+    for reason, spans in (
+        ("other_run", _of_other_runs(result.events)),
+        ("earlier_pod", _of_earlier_pods(result.events)),
+    ):
+        if spans:
+            result.skipped[reason] += len(spans)
+            result.events = [event for event in result.events if event.span not in spans]
 
 
 def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
@@ -143,6 +146,25 @@ def _of_other_runs(events: Sequence[Event]) -> set[str]:
                 found.add(span)
             else:
                 last_ns = max(last_ns, *times)
+    return found
+
+
+def _of_earlier_pods(events: Sequence[Event]) -> set[str]:
+    """Kubernetes' spans and instants before a pod was assigned for the last time before its own first line: an earlier
+    pod had its name, as in a job that was created again."""
+    first: dict[tuple[str, int, str], int] = {}
+    pods: dict[tuple[str, int, str], list[Event]] = defaultdict(list)
+    for event in events:
+        pod = event.job, event.attempt, event.node
+        if event.attrs.get(FOREIGN) == "kubelet":
+            pods[pod].append(event)
+        elif event.stage != "queue":
+            first[pod] = min(first.get(pod, event.wall_ns), event.wall_ns)
+    found = set()
+    for pod, of_pod in pods.items():
+        assigned = [e.wall_ns for e in of_pod if e.stage == "bound" and e.wall_ns <= first.get(pod, e.wall_ns)]
+        latest = {event.span: event.wall_ns for event in sorted(of_pod, key=lambda event: event.wall_ns)}
+        found |= {span for span, wall_ns in latest.items() if wall_ns < max(assigned, default=0)}
     return found
 
 
