@@ -1,4 +1,4 @@
-"""The folder of a job on a disk, and the tree that users see there."""
+"""Fixtures: the folder of a job on a disk, and the `Files` in it."""
 
 from __future__ import annotations
 

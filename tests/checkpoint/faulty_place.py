@@ -1,4 +1,4 @@
-"""A place whose reads go wrong on order: wrong bytes, errors, delays, files that are shorter than they should be."""
+"""A place with configurable read faults: wrong bytes, errors, delays, wrong file sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GOOD = "good"
 WRONG = "wrong"
 ERROR = "error"
 NEVER = "never"
-"""Not until it is cancelled."""
+"""Hangs until it is cancelled."""
 LOST = "lost"
-"""Nobody is ever told of its end."""
+"""Never completes, even if it is cancelled."""
 
 
 @dataclass
 class Read:
-    """A read that was asked for."""
+    """A requested read."""
 
     path: str
     offset: int
@@ -32,25 +32,25 @@ class Read:
 
 
 Decide = Callable[[Read], str | float]
-"""What becomes of a read: one of the words above, or seconds by which it is late."""
+"""The outcome of a read: one of the constants above, or a delay in seconds."""
 
 
 class FaultyPlace:
-    """A `Place` around another one. `decide` may be changed at any time; `log` has all reads."""
+    """A wrapper of a `Place`. `decide` may be changed at any time; `log` has all reads."""
 
     def __init__(self, place: Place, decide: Decide = lambda _: GOOD) -> None:
         self.inner = place
         self.decide = decide
         self.nodes_of: Callable[[str], tuple[str, ...]] = lambda _: ()
-        """Who has a file, the first that is not avoided serves it."""
+        """The nodes of a file, of which the first that is not avoided serves it."""
         self.delay_of: Callable[[str], float] = lambda _: 0.0
-        """What the place estimates for any read of a file, in seconds."""
+        """The place's estimate for any read of a file, in seconds."""
         self.size_of: Callable[[str, int], int] = lambda _, size: size
-        """What a file's size seems to be."""
+        """The size that the place reports for a file."""
         self.log: list[Read] = []
         self.under_way = 0
         self.most_under_way = 0
-        """Bytes."""
+        """Largest number of bytes in flight."""
         self.lock = threading.Lock()
 
     def __getattr__(self, name):
@@ -119,7 +119,7 @@ class FaultyFile:
 
 
 class _Ticket:
-    """Of a read that begins, or is cancelled before."""
+    """The ticket of a read, which begins unless it is cancelled before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Heads of striped files that lie nowhere, for tests that only need their bytes."""
+"""Heads of striped files without parts, for tests that only need the heads' bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A program that puts a checkpoint over another one, and is killed at the first step, at the second, and so on.
+"""A program that replaces a checkpoint and is killed at the first step, then at the second, and so on.
 
     python killed_put.py ROOT folder|file
 
-Each time in a folder ROOT/N of its own, until a put comes to its end. Run by `test_publish`.
+Each put is in a new folder ROOT/runs/N, until one completes. Run by `test_publish`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLICY = Policy(stripes=2, part_bytes=MIB, min_bytes_per_stripe=MIB)
 
 
 def make_source(folder: Path, seed: int) -> None:
-    """A checkpoint of two files, one of which becomes stripes."""
+    """A checkpoint of two files, of which one is large enough to be striped."""
     folder.mkdir()
     (folder / "model").write_bytes(bytes([seed]) * (2 * MIB + 3))
     (folder / "config").write_bytes(b"%d" % seed)
@@ -40,7 +40,7 @@ def main(root: Path, kind: str) -> None:
     for seed in (1, 2):
         make_source(root / f"source{seed}", seed)
     sources = [root / f"source{seed}" / ("model" if kind == "file" else "") for seed in (1, 2)]
-    # The first is put whole; then the same name again, which is killed.
+    # The first put completes; those that replace it are killed.
     first = root / "first"
     first.mkdir()
     assert not is_killed(partial(put, first, sources[0], "step-1", 0))
@@ -51,7 +51,7 @@ def main(root: Path, kind: str) -> None:
             return
         if number > 300:
             shutil.rmtree(root)
-            raise SystemExit("it never ends")
+            raise SystemExit("no put has completed")
 
 
 if __name__ == "__main__":

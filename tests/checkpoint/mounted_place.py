@@ -1,6 +1,6 @@
-"""A place that is mounted in the test's own process: quick, and everything inside can be looked at.
+"""A place mounted by the test's own process, which is fast and gives access to its internals.
 
-Two of them on one folder are what two machines on one file system are.
+Two of them with the same folder are like two machines with the same file system.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from bootseer.places.place import Place
 MIB = 1 << 20
 DEADLINE_S = 120.0
 STRIPED = Policy(stripes=3, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
-"""Files of two chunks and more are striped, and those of seven have two segments."""
+"""Files of two or more chunks are striped, and those of seven have two segments."""
 
 
 def number_of(call: Callable[[], object]) -> int | None:
-    """The error number that a call ends with."""
+    """The `errno` of a call's error, None without an error."""
     try:
         call()
     except OSError as error:
@@ -37,7 +37,7 @@ def number_of(call: Callable[[], object]) -> int | None:
 
 
 class MountedPlace:
-    """`root` is the folder of the place, `target` where it is mounted, `said` what went to the log."""
+    """`root`: the folder of the place; `target`: its mount point; `said`: the lines of its log."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class MountedPlace:
         self.session: Session = mount_writable(self.shown, target, on_error=self.said.append)
 
     def is_striped(self, path: str) -> bool:
-        """What the place has at a path."""
+        """Whether the file at a path is striped."""
         return self.files.stat(path).is_striped
 
     def close(self) -> None:
-        """Unmount, whoever uses it."""
+        """Unmount, even if it is in use."""
         with contextlib.suppress(BootseerError):
             self.session.close(force=True)
         self.writing.close()

@@ -1,4 +1,4 @@
-"""Nodes of a job that read the same checkpoints: processes with a cache and a peer server each, on two addresses."""
+"""Nodes of a job that read the same checkpoints: processes, each with a cache and a peer server on two addresses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from warm import CHECKPOINTS, context
 
 SECRET = b"s" * 32
 Ranges = Sequence[tuple[int, int]]
-"""Offset and length each."""
+"""Pairs of offset and length."""
 
 
 class Node:
-    """One of them, as the test that started it sees it."""
+    """The test's handle of a node."""
 
     def __init__(self, folder: Path, name: str, uri: str) -> None:
         self.folder = folder / name
@@ -44,11 +44,11 @@ class Node:
         self._pipe.send(what)
 
     def begin(self, path: str, ranges: Ranges, *, step: int | None = None) -> None:
-        """Have it read ranges of a file at once, or if `step` is given one after the other in reads of this size."""
+        """Let it read ranges of a file at once, or with `step` one after the other in reads of this size."""
         self.tell((path, ranges, step))
 
     def ended(self, timeout_s: float = 120.0) -> dict[str, Any]:
-        """What the read came to: `digest` of what was read, or `error`; `seconds`; and the reading's facts so far."""
+        """The result of the read: `digest` of the data, or `error`; `seconds`; and the reading's facts so far."""
         assert self._pipe.poll(timeout_s), f"{self.name} does not answer"
         said = self._pipe.recv()
         assert isinstance(said, dict)
@@ -69,7 +69,7 @@ class Node:
 
 
 def meet(nodes: Iterable[Node]) -> None:
-    """Tell all of them of each other."""
+    """Send each node the addresses of all."""
     nodes = list(nodes)
     for node in nodes:
         node.tell([other.peer for other in nodes])
@@ -77,8 +77,8 @@ def meet(nodes: Iterable[Node]) -> None:
 
 
 def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
-    # A node that lacks the processor for longer than the usual second is asked in vain, and what it would have answered
-    # about is read once more.
+    # A node that gets no processor time for longer than the usual second does not answer in time, and its chunks would
+    # be read once more.
     origins.ANSWER_S = 5.0
     folder.mkdir()
     job = JobPeers.create(folder / "peers", SECRET)
@@ -87,7 +87,7 @@ def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
     contents: dict[str, CachedContent] = {}
 
     def find(identity: str) -> CachedContent | None:
-        """As the service does: what is not registered yet may be soon."""
+        """Like the service: content that is not registered yet may be registered later."""
         if identity not in contents and (content := files.open(job, identity)) is not None:
             contents[identity] = content
         return contents.get(identity)
@@ -100,7 +100,7 @@ def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
         answer: dict[str, Any] = {}
         if isinstance(told, list):
             job.write_members(name, told)
-            time.sleep(0.6)  # they are looked at twice a second
+            time.sleep(0.6)  # the list of members is read twice a second
         else:
             began_s = time.monotonic()
             try:

@@ -1,4 +1,4 @@
-"""Makes striped files as they lie in a place, without the code that writes them for users."""
+"""Creates striped files in a place, without the code that writes them for users."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bootseer.places.place import Place
 
 
 def content_of(size_bytes: int, seed: int = 0) -> bytes:
-    """Bytes of which no two chunks are alike."""
+    """Bytes in which all chunks differ."""
     rng = random.Random(seed)
     return b"".join(rng.randbytes(min(CHUNK_BYTES, size_bytes - at)) for at in range(0, size_bytes, CHUNK_BYTES))
 
 
 def in_memory(data: bytes | bytearray) -> tuple[int, Callable[[int, int], bytes]]:
-    """Size and content, as `Writing.write_file` takes them."""
+    """Size and content, as arguments for `Writing.write_file`."""
     return len(data), lambda offset, length: bytes(data[offset : offset + length])
 
 
@@ -34,7 +34,7 @@ def put_striped(
     segment_rows: int = 64,
     replication: int | None = None,
 ) -> Head:
-    """Write parts on nodes of their own, then the head. A segment has up to `segment_rows` rows."""
+    """Write the parts on different nodes, then the head. A segment has up to `segment_rows` rows."""
     head_id = hashlib.md5(path.encode() + content[:64], usedforsecurity=False).hexdigest()
     segment_bytes = segment_rows * stripes * CHUNK_BYTES
     segments = [
@@ -47,7 +47,7 @@ def put_striped(
 
 
 def part_paths(path: str, head: Head) -> list[str]:
-    """The paths of all parts, segment by segment, the parity of each at its end."""
+    """The paths of all parts, segment by segment, with the parity last in each."""
     return [part_path(path, head.id, part.name) for segment in head.segments for part in segment.all_parts]
 
 
@@ -64,8 +64,8 @@ def _put_segment(
     names = [f"{start}-{number}" for number in range(len(datas))]
     nodes = _put_parts(place, [part_path(path, head_id, name) for name in names], datas, replication)
     parts = [
-        Part(name, len(data), hashlib.sha256(data).hexdigest(), lies_on)
-        for name, data, lies_on in zip(names, datas, nodes, strict=True)
+        Part(name, len(data), hashlib.sha256(data).hexdigest(), part_nodes)
+        for name, data, part_nodes in zip(names, datas, nodes, strict=True)
     ]
     digests = b"".join(blake3(chunk).digest() for chunk in chunks)
     return make_segment(start, len(content), digests, tuple(parts[:stripes]), parts[stripes] if parity else None)
@@ -74,7 +74,7 @@ def _put_segment(
 def _put_parts(
     place: Place, paths: list[str], datas: Iterable[bytes], replication: int | None
 ) -> list[tuple[str, ...]]:
-    # A whole number of HDFS checksum chunks, and not less than its smallest block.
+    # The part size is a multiple of HDFS's checksum chunks, and not less than its smallest block.
     writers = place.begin_parts(paths, part_bytes=64 << 20, replication=replication)
     for writer, data in zip(writers, datas, strict=True):
         for at in range(0, len(data), CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""What one file consists of."""
+"""The segments and parts of a file (`anatomy`)."""
 
 from __future__ import annotations
 

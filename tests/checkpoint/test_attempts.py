@@ -1,4 +1,4 @@
-"""Attempts and the rests of dead writers."""
+"""Attempts, and the removal of what dead writers leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, ns=(then_ns, then_ns))
 
 
-def test_an_attempt_is_left_alone_as_long_as_its_writer_lives(place: Place, job: Path) -> None:
+def test_an_attempt_is_kept_as_long_as_its_writer_lives(place: Place, job: Path) -> None:
     with Attempt(place, "step-1") as attempt:
         place.write_bytes(f"{attempt.path}/file", b"x")
         age(job / attempt.path, 2 * _HOUR_S)
@@ -47,11 +47,11 @@ def test_an_attempt_is_left_alone_as_long_as_its_writer_lives(place: Place, job:
     assert list((job / ".attempts").iterdir()) == []
 
 
-def test_an_attempt_that_begins_while_its_folder_is_listed_is_left_alone(place: Place, job: Path) -> None:
+def test_an_attempt_that_begins_while_attempts_are_listed_is_kept(place: Place, job: Path) -> None:
     with Attempt(place, "step-1") as attempt:
 
         class Listing(FolderPlace):
-            """Has passed the lease's name when that was made, and not the folder's."""
+            """Lists the attempt's folder and not its lease, which is created after the listing has passed its name."""
 
             def list(self, path: str) -> Iterator[Entry]:
                 return (entry for entry in super().list(path) if not entry.path.endswith(".lease"))
@@ -99,7 +99,7 @@ def test_a_lease_is_renewed(place: Place, job: Path) -> None:
         first = lease.stat().st_mtime_ns
         until_s = time.monotonic() + 120
         while lease.stat().st_mtime_ns == first:
-            assert time.monotonic() < until_s, "nobody renewed it"
+            assert time.monotonic() < until_s, "it was not renewed"
 
 
 def test_a_writer_that_was_taken_for_dead_cannot_publish(place: Place, job: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_writer_that_was_taken_for_dead_cannot_publish(place: Place, job: Path
     assert sorted(path.name for path in job.iterdir()) == [".attempts"]
 
 
-def test_what_was_taken_away_comes_back_when_its_replacement_never_came(place: Place, job: Path) -> None:
+def test_a_checkpoint_is_restored_if_its_replacement_was_never_published(place: Place, job: Path) -> None:
     place.make_folder("step-1")
     place.write_bytes("step-1/file", b"old")
     with Attempt(place, "step-1") as attempt:
@@ -143,7 +143,7 @@ def test_of_two_that_replace_the_same_name_the_last_one_wins_and_nothing_is_left
 
         def interfere(step: str, path: str) -> None:
             shows.extend([path] if step == "rename" and path == one.path else [])
-            if len(shows) == 2:  # the old one is away, and the new one not there yet
+            if len(shows) == 2:  # the old one was moved away, and the new one is not published yet
                 stepwise.before = lambda step, path: None
                 two.publish(replace=True)
                 assert place.read_bytes("step-1/file", 9) == b"two"
@@ -155,7 +155,7 @@ def test_of_two_that_replace_the_same_name_the_last_one_wins_and_nothing_is_left
     assert list((job / ".attempts").iterdir()) == []
 
 
-def test_what_another_one_has_just_taken_away_is_no_obstacle(place: Place, job: Path) -> None:
+def test_a_checkpoint_that_another_writer_has_just_removed_can_be_replaced(place: Place, job: Path) -> None:
     place.make_folder("step-1/below", parents=True)
     stepwise = StepwisePlace(place)
 
@@ -171,7 +171,7 @@ def test_what_another_one_has_just_taken_away_is_no_obstacle(place: Place, job: 
     assert list((job / ".attempts").iterdir()) == []
 
 
-def test_what_could_not_be_put_back_at_once_comes_back_by_collecting(place: Place, job: Path) -> None:
+def test_a_checkpoint_that_could_not_be_restored_at_once_is_restored_by_collecting(place: Place, job: Path) -> None:
     place.make_folder("step-1")
     place.write_bytes("step-1/file", b"old")
     stepwise = StepwisePlace(place)
@@ -186,7 +186,7 @@ def test_what_could_not_be_put_back_at_once_comes_back_by_collecting(place: Plac
         attempt.publish(replace=True)
     assert not (job / "step-1").exists()
     age(job / f"{attempt.path}.lease", _HOUR_S)
-    # Whoever collects may have opened the storage at another folder.
+    # The collector may have opened the storage at another folder.
     above = FolderPlace(job.parent)
     collect(above, "job")
     above.close()
@@ -194,7 +194,7 @@ def test_what_could_not_be_put_back_at_once_comes_back_by_collecting(place: Plac
     assert list((job / ".attempts").iterdir()) == []
 
 
-def test_what_was_replaced_can_never_come_back_as_a_half(place: Place, job: Path) -> None:
+def test_a_replaced_checkpoint_is_never_restored_incompletely(place: Place, job: Path) -> None:
     place.make_folder("step-1")
     place.write_bytes("step-1/file", b"old")
     stepwise = StepwisePlace(place)
@@ -204,7 +204,7 @@ def test_what_was_replaced_can_never_come_back_as_a_half(place: Place, job: Path
         write_attempt(place, attempt, b"new")
         attempt.publish(replace=True)
         assert [path.endswith(".gone") for path in deleted] == [True]
-    # The same where the writer has died before it has deleted that.
+    # The same if the writer died before it deleted the old one.
     place.make_folder(".attempts/dead.old")
     place.write_bytes(".attempts/dead.lease", lease_bytes("step-1"))
     age(job / ".attempts/dead.lease", _HOUR_S)
@@ -214,12 +214,12 @@ def test_what_was_replaced_can_never_come_back_as_a_half(place: Place, job: Path
     assert list((job / ".attempts").iterdir()) == []
 
 
-def test_a_writer_that_goes_on_after_it_was_taken_for_dead_cannot_publish_the_rest(place: Place, job: Path) -> None:
+def test_a_writer_that_continues_after_it_was_taken_for_dead_cannot_publish_the_rest(place: Place, job: Path) -> None:
     with Attempt(place, "step-1") as attempt:
         write_attempt(place, attempt, b"first half")
         age(job / f"{attempt.path}.lease", _HOUR_S)
         assert collect(place, "") == 1
-        # Beginning a part makes its folder again.
+        # Beginning a part creates its folder again.
         place.make_folder(attempt.path)
         write_attempt(place, attempt, b"second half")
         with pytest.raises(PermanentError, match="its lease went stale"):
@@ -241,7 +241,7 @@ def test_collect_skips_what_belongs_to_other_users(place: Place, job: Path) -> N
     assert [path.name for path in (job / ".attempts").iterdir()] == ["0123.gone"]
 
 
-def test_parts_stay_as_long_as_there_is_a_head_that_cannot_be_read(place: Place, job: Path) -> None:
+def test_parts_are_kept_while_a_head_cannot_be_read(place: Place, job: Path) -> None:
     head = put_striped(place, "kept", content_of(2 << 20), stripes=2)
     age(job / STRIPES / head.id, 9 * 24 * _HOUR_S)
     stepwise = StepwisePlace(place)
@@ -259,7 +259,7 @@ def test_parts_stay_as_long_as_there_is_a_head_that_cannot_be_read(place: Place,
     assert (job / STRIPES / head.id).exists()
 
 
-def test_a_lease_that_names_a_target_elsewhere_moves_nothing_there(place: Place, job: Path) -> None:
+def test_a_lease_whose_target_is_outside_moves_nothing_there(place: Place, job: Path) -> None:
     place.make_folder(".attempts/0.old", parents=True)
     place.write_bytes(".attempts/0.lease", b'{"target": "../../evil"}')
     age(job / ".attempts/0.lease", _HOUR_S)
@@ -274,14 +274,14 @@ def test_a_lease_that_names_a_target_elsewhere_moves_nothing_there(place: Place,
         assert sorted(path.name for path in job.iterdir()) == [".attempts"]
 
 
-def test_what_is_being_deleted_is_deleted_further(place: Place, job: Path) -> None:
+def test_interrupted_deletions_are_completed(place: Place, job: Path) -> None:
     place.make_folder(".attempts/1.gone/below", parents=True)
     place.make_folder(".attempts-2.gone/below", parents=True)
     assert collect(place, "") == 2
     assert list((job / ".attempts").iterdir()) == []
 
 
-def test_temporary_files_go_when_they_are_old(place: Place, job: Path) -> None:
+def test_old_temporary_files_are_deleted(place: Place, job: Path) -> None:
     for name in (".attempts-old", ".attempts-new"):
         place.write_bytes(name, b"x")
     place.make_folder(".attempts-folder/.stripes", parents=True)
@@ -293,7 +293,7 @@ def test_temporary_files_go_when_they_are_old(place: Place, job: Path) -> None:
     assert sorted(path.name for path in job.iterdir()) == [".attempts-new", ".attempts-with-a-file"]
 
 
-def test_parts_without_a_head_go_a_day_later_or_with_their_lease(place: Place, job: Path) -> None:
+def test_parts_without_a_head_are_deleted_after_a_day_or_when_their_lease_is_stale(place: Place, job: Path) -> None:
     head = put_striped(place, "kept", content_of(2 << 20), stripes=2)
     folders = {name: job / STRIPES / (name * 32) for name in "abcd"}
     for folder in folders.values():
@@ -311,8 +311,8 @@ def test_parts_without_a_head_go_a_day_later_or_with_their_lease(place: Place, j
     assert sorted(path.name for path in (job / STRIPES).iterdir()) == sorted(["a" * 32, "b" * 32, head.id])
 
 
-def test_what_was_written_in_place_into_a_checkpoint_is_cleaned_with_its_job(place: Place, job: Path) -> None:
-    """As by PyTorch, which a kill has ended."""
+def test_leftovers_of_writers_in_a_checkpoints_folder_are_removed_with_its_jobs(place: Place, job: Path) -> None:
+    """For example of PyTorch, which was killed."""
     kept = put_striped(place, "team/step-1/model/kept", content_of(2 << 20), stripes=2)
     parts = job / "team/step-1/model" / STRIPES
     for folder in (parts / ("a" * 32), parts / kept.id, job / "team/.attempts/1"):
@@ -336,7 +336,7 @@ def test_what_was_written_in_place_into_a_checkpoint_is_cleaned_with_its_job(pla
 
 
 @pytest.mark.parametrize("name", ["y" * 300, "a\0b", "\udcff" * 300])
-def test_a_lease_with_a_name_that_nothing_can_have_stops_no_collector(place: Place, job: Path, name: str) -> None:
+def test_a_lease_with_an_impossible_name_does_not_stop_a_collector(place: Place, job: Path, name: str) -> None:
     place.make_folder(".attempts/0.old", parents=True)
     place.write_bytes(".attempts/0.lease", json.dumps({"target": name}).encode())
     age(job / ".attempts/0.lease", _HOUR_S)
@@ -345,8 +345,8 @@ def test_a_lease_with_a_name_that_nothing_can_have_stops_no_collector(place: Pla
     assert (job / ".attempts/0.old").is_dir()
 
 
-def test_space_that_a_router_does_not_know_is_not_needed(place: FolderPlace, tmp_path: Path) -> None:
-    """It is the sum over all clusters: while another one was down, nothing could be put into this one."""
+def test_putting_works_without_a_routers_free_space(place: FolderPlace, tmp_path: Path) -> None:
+    """A router returns the sum over all clusters, and an error while any of them is down."""
 
     def ask() -> tuple[int, int]:
         raise TransientError("no NameNode of another cluster is active")

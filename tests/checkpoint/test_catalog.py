@@ -1,4 +1,4 @@
-"""The checkpoints of a job."""
+"""Listing and removing the checkpoints of a job."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MIB = 1 << 20
 
 
 def make(job: Path, name: str, **sizes: int) -> None:
-    """A checkpoint that nobody striped."""
+    """Create a checkpoint without striped files."""
     for file, size_bytes in sizes.items():
         path = job / name / file.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(size_bytes))
 
 
-def test_trees_that_others_wrote_are_listed_by_step(files: Files, job: Path) -> None:
+def test_checkpoints_of_other_programs_are_listed_by_step(files: Files, job: Path) -> None:
     make(job, "step-1000", model=10, optimizer__state=5)
     make(job, "step-200", model=3)
     make(job, "final", model=1)
@@ -44,7 +44,7 @@ def test_trees_that_others_wrote_are_listed_by_step(files: Files, job: Path) -> 
     ]
 
 
-def test_single_files_are_listed_whatever_their_ending(files: Files, job: Path) -> None:
+def test_single_files_are_listed_with_any_extension(files: Files, job: Path) -> None:
     for name in ("step-1", "step-2.odd", "README", "notes.txt"):
         (job / name).write_bytes(b"x")
     set_latest(files, "", "step-2.odd")
@@ -67,7 +67,7 @@ def test_an_invalid_latest_does_not_hide_the_list(files: Files, job: Path) -> No
     assert [(one.name, one.is_latest) for one in checkpoints(files, "")] == [("step-1", False)]
 
 
-def test_a_checkpoint_that_vanishes_meanwhile_is_left_out(files: Files, job: Path) -> None:
+def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(files: Files, job: Path) -> None:
     make(job, "step-1", model=1)
     make(job, "step-2", model=1)
     place = StepwisePlace(files.place)
@@ -133,7 +133,7 @@ def test_removing_hides_first_and_leaves_nothing(files: Files, job: Path) -> Non
         remove(files, "", "step-1")
 
 
-def test_a_checkpoint_that_may_be_hidden_and_not_deleted_is_shown_again(files: Files, job: Path) -> None:
+def test_a_checkpoint_that_can_be_hidden_but_not_deleted_is_shown_again(files: Files, job: Path) -> None:
     make(job, "step-1", model=1)
     place = StepwisePlace(files.place)
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_may_be_hidden_and_not_deleted_is_shown_again(files: F
     assert read_latest(files.place, "") == "step-1"
 
     def move(step: str, path: str) -> None:
-        if step == "delete" and path.endswith(".gone"):  # another writer is faster
+        if step == "delete" and path.endswith(".gone"):  # another writer moves `latest` first
             make(job, "step-2", model=1)
             set_latest(files, "", "step-2")
         refuse(step, path)
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_may_be_hidden_and_not_deleted_is_shown_again(files: F
     assert read_latest(files.place, "") == "step-2"
 
 
-def test_a_checkpoint_is_removed_where_there_is_no_room_for_anything_new(files: Files, job: Path) -> None:
+def test_a_checkpoint_can_be_removed_without_free_space(files: Files, job: Path) -> None:
     make(job, "step-1", model=1)
     place = StepwisePlace(files.place)
 
@@ -178,8 +178,8 @@ def test_a_checkpoint_is_removed_where_there_is_no_room_for_anything_new(files: 
     assert list(job.iterdir()) == []
 
 
-def test_what_nfs_keeps_of_open_files_fails_no_removal(files: Files, job: Path) -> None:
-    """A file that is removed while it is open stays in its folder under another name until it is closed."""
+def test_files_that_nfs_keeps_while_they_are_open_do_not_fail_a_removal(files: Files, job: Path) -> None:
+    """NFS renames a file that is removed while it is open, and keeps it in its folder until it is closed."""
     make(job, "step-1", model=1)
     put_striped(files.place, "model", content_of(2 * _MIB), stripes=2)
     place = StepwisePlace(files.place)
@@ -195,7 +195,7 @@ def test_what_nfs_keeps_of_open_files_fails_no_removal(files: Files, job: Path) 
     assert [entry.path for entry in files.names("")] == []
 
 
-def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one_then(files: Files, job: Path) -> None:
+def test_the_latest_checkpoint_is_removed_only_by_force_and_latest_is_moved(files: Files, job: Path) -> None:
     for step in (1, 2, 3):
         make(job, f"step-{step}", model=1)
     set_latest(files, "", "step-3")
@@ -209,8 +209,8 @@ def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one
     assert read_latest(files.place, "") is None
 
 
-def test_a_job_is_not_removed_for_a_checkpoint(files: Files, job: Path) -> None:
-    """Whether BootSeer has put checkpoints into it, or a program has written them in place."""
+def test_a_job_is_not_removed_like_a_checkpoint(files: Files, job: Path) -> None:
+    """Neither one with checkpoints put by BootSeer, nor one with checkpoints written by other programs."""
     make(job, "moe/step-1", model=1)
     make(job, "put/best", model=1)
     (job / "put" / ATTEMPTS).mkdir()
@@ -222,7 +222,7 @@ def test_a_job_is_not_removed_for_a_checkpoint(files: Files, job: Path) -> None:
         assert not (job / name).exists()
 
 
-def test_folders_of_ranks_and_of_deepspeed_make_no_job(files: Files, job: Path) -> None:
+def test_checkpoints_with_folders_of_ranks_or_of_deepspeed_are_not_jobs(files: Files, job: Path) -> None:
     make(job, "final", **{"rank-0__model": 1, "mp_rank_00__model": 1})
     make(job, "checkpoint-9", global_step9__model=1)
     for name in ("final", "checkpoint-9"):
@@ -230,7 +230,7 @@ def test_folders_of_ranks_and_of_deepspeed_make_no_job(files: Files, job: Path) 
         assert not (job / name).exists()
 
 
-def test_a_folder_that_may_not_be_read_does_not_hide_the_others(files: Files, job: Path) -> None:
+def test_a_folder_without_read_permission_does_not_hide_the_others(files: Files, job: Path) -> None:
     for step in (1, 2):
         make(job, f"step-{step}", model=1)
     place = StepwisePlace(files.place)

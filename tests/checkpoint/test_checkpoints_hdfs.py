@@ -1,4 +1,4 @@
-"""Putting, verifying, getting and removing checkpoints of a real HDFS."""
+"""Putting, verifying, getting and removing checkpoints in a real HDFS."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_goes_there_and_back(files: Files, source: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_put_and_got(files: Files, source: Path, tmp_path: Path) -> None:
     put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     assert (put.num_files, put.num_striped, put.latest) == (2, 1, "step-1")
     with pytest.raises(AlreadyExistsError):
@@ -94,7 +94,7 @@ def test_a_checkpoint_goes_there_and_back(files: Files, source: Path, tmp_path: 
 
 
 def _begin_of(path: Path, length: int) -> bytes:
-    """Nothing of a block that is just being deleted, as those of the tests before are."""
+    """The beginning of a block's file; empty if it was just deleted, like those of earlier tests."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()[:length]
     return b""
@@ -115,7 +115,7 @@ def test_a_flipped_byte_on_a_disk_is_found_with_its_node(cluster: HdfsCluster, f
     assert problem.repairable
 
 
-def test_replacing_and_rests_of_dead_writers(files: Files, source: Path) -> None:
+def test_replacing_and_collecting_what_dead_writers_left(files: Files, source: Path) -> None:
     put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     (source / "model").write_bytes(b"small")
     put_checkpoint(files.place, source, "step-1", settings=PutSettings(replace=True))
@@ -164,7 +164,7 @@ def test_two_signals_end_a_get_whose_nodes_hang(
                 getting.send_signal(each)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     getting.wait(2)
-            # A read gives up by itself after 60 s.
+            # A read would time out after 60 s.
             _, said = getting.communicate(timeout=40)
     finally:
         for node in range(len(cluster.nodes)):
@@ -191,12 +191,12 @@ def test_a_hung_node_with_the_only_replica_is_named_in_the_error(cluster: HdfsCl
     assert "\n" not in said
 
 
-def _killed(work: Callable[[], None], is_far: Callable[[], bool]) -> None:
-    """Run `work` in a process of its own, which kills itself when it has come so far: one that is looked at from
-    outside may end before it is killed."""
+def _killed(work: Callable[[], None], is_due: Callable[[], bool]) -> None:
+    """Run `work` in a child process, which kills itself as soon as `is_due`: if this process polled and killed it, it
+    might end before."""
 
     def kill() -> None:
-        until(is_far, "so far")
+        until(is_due, "the state in which to kill it")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def run() -> None:
@@ -206,17 +206,17 @@ def _killed(work: Callable[[], None], is_far: Callable[[], bool]) -> None:
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGKILL, "it was too quick to be killed"
+    assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
 
 
-def test_what_was_killed_goes_on_where_it_stopped(cluster: HdfsCluster, files: Files, tmp_path: Path) -> None:
+def test_killed_puts_and_gets_are_resumed(cluster: HdfsCluster, files: Files, tmp_path: Path) -> None:
     source = tmp_path / "shards"
     source.mkdir()
     for number in range(6):  # larger than the pieces in which files are downloaded
         (source / f"shard{number}").write_bytes(os.urandom(24 * _MIB))
 
     def heads() -> int:
-        """Files that are complete in attempts."""
+        """The number of complete files in attempts."""
         with contextlib.suppress(NotFoundError):
             folders = [entry.path for entry in files.place.list(".attempts") if entry.is_folder]
             entries = [entry for folder in folders for entry in files.place.list(folder)]

@@ -1,4 +1,4 @@
-"""Copying checkpoints to a local disk: whole, verified, or not at all."""
+"""Copying checkpoints to a local disk: complete and verified, or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reading(files: Files) -> Iterator[Reading]:
         yield opened
 
 
-def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading, tmp_path: Path) -> None:
+def test_a_folder_is_copied_with_all_its_content(files: Files, reading: Reading, tmp_path: Path) -> None:
     content = content_of(5 * _MIB + 3)
     put_striped(files.place, "ckpt/a/model", content, stripes=3)
     files.place.write_bytes("ckpt/.metadata", b"meta", mode=0o600)
@@ -47,7 +47,7 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
-def test_a_copy_is_as_private_as_the_umask_says(files: Files, reading: Reading, tmp_path: Path) -> None:
+def test_the_umask_applies_to_copies(files: Files, reading: Reading, tmp_path: Path) -> None:
     files.make_folder("ckpt")
     files.place.write_bytes("ckpt/model", b"x", mode=0o664)
     before = os.umask(0o077)
@@ -89,7 +89,7 @@ def test_a_file_is_copied(files: Files, reading: Reading, tmp_path: Path) -> Non
     assert (tmp_path / "out").read_bytes() == content
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(files: Files, reading: Reading, tmp_path: Path) -> None:
+def test_an_existing_target_is_kept_unless_it_is_to_be_replaced(files: Files, reading: Reading, tmp_path: Path) -> None:
     files.place.write_bytes("model", b"new")
     target = tmp_path / "out"
     target.mkdir()
@@ -102,7 +102,7 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(files: Files, reading: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
 
 
-def test_a_wrong_byte_leaves_nothing_and_keeps_what_was_to_be_replaced(
+def test_with_a_wrong_byte_nothing_is_copied_and_the_old_target_is_kept(
     files: Files, reading: Reading, job: Path, tmp_path: Path
 ) -> None:
     head = put_striped(files.place, "ckpt/model", content_of(4 * _MIB), stripes=2)
@@ -133,7 +133,7 @@ def test_a_target_without_a_name_is_refused(files: Files, reading: Reading, targ
             get_checkpoint(files, reading, "model", Path(target), replace=replace)
 
 
-def test_a_folder_with_what_is_read_or_where_the_user_is_is_never_replaced(
+def test_a_folder_that_contains_the_source_or_the_working_directory_is_never_replaced(
     files: Files, reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.place.write_bytes("model", b"x")
@@ -154,7 +154,7 @@ def test_a_folder_with_what_is_read_or_where_the_user_is_is_never_replaced(
 def test_a_mount_point_is_not_replaced(
     files: Files, reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel refuses that, after all was copied to the file system above it."""
+    """The kernel would refuse it only after everything was copied to the file system of its parent."""
     files.place.write_bytes("model", b"x")
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(kernel, "mount_points", lambda: [str(tmp_path / "volume")])
@@ -163,8 +163,8 @@ def test_a_mount_point_is_not_replaced(
     assert refused.value.hint == f"name a folder in it: {tmp_path}/volume/NAME"
 
 
-def test_a_copy_does_not_become_a_part_of_what_is_copied(files: Files, reading: Reading, job: Path) -> None:
-    """The copy was called changed by itself, and stayed in the checkpoint."""
+def test_a_copy_into_its_own_source_is_refused(files: Files, reading: Reading, job: Path) -> None:
+    """It would count as a change of the source, and would stay there."""
     files.make_folder("step-1")
     files.place.write_bytes("step-1/model", b"x")
     with pytest.raises(UsageError, match="lies in what is copied"):
@@ -173,7 +173,7 @@ def test_a_copy_does_not_become_a_part_of_what_is_copied(files: Files, reading: 
     get_checkpoint(files, reading, "step-1", job / "step-2")
 
 
-def test_a_file_that_another_program_moved_without_its_parts_is_told_apart(
+def test_a_file_that_another_program_moved_without_its_parts_is_reported_as_such(
     files: Files, reading: Reading, job: Path, tmp_path: Path
 ) -> None:
     put_striped(files.place, "model", content_of(4 * _MIB), stripes=2)
@@ -183,7 +183,7 @@ def test_a_file_that_another_program_moved_without_its_parts_is_told_apart(
         get_checkpoint(files, reading, "archive/model", tmp_path / "out")
 
 
-def test_a_name_as_long_as_can_be_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
+def test_a_name_of_maximum_length_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
     name = "ü" * 127
     files.place.write_bytes(name, b"x")
     get_checkpoint(files, reading, name, tmp_path / name)
@@ -191,10 +191,10 @@ def test_a_name_as_long_as_can_be_is_copied(files: Files, reading: Reading, tmp_
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halves(
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_mixed(
     files: Files, job: Path, tmp_path: Path, is_there: bool
 ) -> None:
-    """Whether the new one is there already, or comes a moment later."""
+    """Whether the new one is already published, or a moment later."""
     for version in ("old", "new"):
         for name in ("a", "b", "c"):
             files.make_folder(f"{version}/below", parents=True)
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halve
 
 
 @pytest.mark.slow
-def test_a_copy_that_was_interrupted_goes_on_where_it_stopped(files: Files, job: Path, tmp_path: Path) -> None:
+def test_an_interrupted_copy_is_resumed(files: Files, job: Path, tmp_path: Path) -> None:
     for name, size in (("a", 40 * _MIB), ("b", 20 * _MIB), ("c", 18 * _MIB)):
         put_striped(files.place, f"step/{name}", content_of(size), stripes=2)
     for name in ("d", "e"):
@@ -250,7 +250,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_stopped(files: Files, job:
             file.seek(17 * _MIB + 5)
             file.write(b"lost")
         os.truncate(left / "copy/c", 5)
-        with (left / "copy/d").open("r+b") as file:  # as if it had not been complete
+        with (left / "copy/d").open("r+b") as file:  # as if it were incomplete
             file.truncate(17 * _MIB - 1)
         again = files.stat("step/a").entry.mtime_ns
         put_striped(files.place, "step/a", content_of(40 * _MIB, 1), stripes=2)  # another one of the same size
@@ -264,7 +264,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_stopped(files: Files, job:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
 
 
-def test_what_is_whole_is_not_read_again(files: Files, job: Path, tmp_path: Path) -> None:
+def test_complete_files_are_not_read_again(files: Files, job: Path, tmp_path: Path) -> None:
     put_striped(files.place, "step/a", content_of(18 * _MIB), stripes=2)
     (job / "step/b").write_bytes(content_of(17 * _MIB))
     (job / "step/c").write_bytes(b"small")
@@ -284,7 +284,7 @@ def test_what_is_whole_is_not_read_again(files: Files, job: Path, tmp_path: Path
     assert (tmp_path / "out/b").read_bytes() == content_of(17 * _MIB)
 
 
-def test_large_and_small_files_are_copied_side_by_side(files: Files, reading: Reading, tmp_path: Path) -> None:
+def test_large_and_small_files_are_copied_concurrently(files: Files, reading: Reading, tmp_path: Path) -> None:
     large = content_of(17 * _MIB)
     put_striped(files.place, "ckpt/large", large)
     for number in range(50):

@@ -1,4 +1,4 @@
-"""The tree as users see it: striped files are files, and what they are made of is not there."""
+"""The tree that users see: striped files are ordinary files, and their parts are hidden."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def everything(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_striped_file_has_the_size_of_its_content_and_its_parts_are_not_there(files: Files, content: bytes) -> None:
+def test_a_striped_file_has_the_size_of_its_content_and_its_parts_are_hidden(files: Files, content: bytes) -> None:
     head = put_striped(files.place, "job/model", content, stripes=2)
     files.place.write_bytes("job/plain", b"123")
     info = files.stat("job/model")
@@ -75,7 +75,7 @@ def test_a_striped_file_has_the_size_of_its_content_and_its_parts_are_not_there(
 
 
 @pytest.mark.parametrize("name", [".stripes", ".attempts", ".stripes.txt", ".attempts-1"])
-def test_names_that_would_be_hidden_cannot_be_given(files: Files, name: str) -> None:
+def test_hidden_names_cannot_be_created(files: Files, name: str) -> None:
     files.place.write_bytes("job/file", b"x")
     with pytest.raises(PermanentError, match="own"):
         files.make_folder(f"job/{name}")
@@ -105,10 +105,10 @@ def test_a_damaged_head_is_an_error_and_can_be_removed(files: Files, root: Path,
         files.stat("job/model")
 
 
-def test_parts_are_removed_of_a_version_that_looks_like_the_one_before(
+def test_parts_are_removed_even_if_the_version_equals_that_of_an_earlier_file(
     files: Files, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in HDFS, where a version is a time, which programs set, and a size."""
+    """As in HDFS, where a version is the size and the time, which programs can set."""
     monkeypatch.setattr("bootseer.places.folder.version_of", lambda status: "same")
     for seed in (1, 2):
         put_striped(files.place, "job/model", content_of(3 * _MIB, seed), stripes=2)
@@ -130,7 +130,7 @@ def test_removing_a_file_removes_its_parts_after_it_is_hidden(files: Files, root
         files.remove("job")
 
 
-def test_parts_stay_while_a_copy_that_another_program_has_made_names_them(
+def test_parts_are_kept_while_another_programs_copy_of_the_head_refers_to_them(
     files: Files, root: Path, content: bytes
 ) -> None:
     head = put_striped(files.place, "job/best", content, stripes=2)
@@ -146,7 +146,7 @@ def test_parts_stay_while_a_copy_that_another_program_has_made_names_them(
     assert everything(root) == {"job/copy"}
 
 
-def test_renaming_in_a_folder_replaces_and_leaves_no_parts(files: Files, root: Path, content: bytes) -> None:
+def test_renaming_in_a_folder_replaces_the_target_and_its_parts(files: Files, root: Path, content: bytes) -> None:
     put_striped(files.place, "job/old", content, stripes=2)
     head = put_striped(files.place, "job/new", content_of(2 * _MIB, 7), stripes=2)
     files.rename("job/new", "job/old")
@@ -158,7 +158,7 @@ def test_renaming_in_a_folder_replaces_and_leaves_no_parts(files: Files, root: P
     assert everything(root) == {"job/old"}
 
 
-def test_a_striped_file_does_not_go_into_another_folder_but_folders_go_anywhere(files: Files, content: bytes) -> None:
+def test_a_striped_file_cannot_be_moved_to_another_folder_but_folders_can(files: Files, content: bytes) -> None:
     head = put_striped(files.place, "job/step/model", content, stripes=2)
     files.place.write_bytes("job/step/plain", b"x")
     with pytest.raises(OtherFolderError):
@@ -170,7 +170,7 @@ def test_a_striped_file_does_not_go_into_another_folder_but_folders_go_anywhere(
     assert [files.place.stat(path).size_bytes for path in part_paths("other/step/model", head)]
 
 
-def test_a_folder_with_only_hidden_rests_counts_as_empty(files: Files, root: Path) -> None:
+def test_a_folder_with_only_hidden_content_counts_as_empty(files: Files, root: Path) -> None:
     for name in ("a", "b"):
         files.make_folder(name)
         files.place.make_folder(f"{name}/.stripes")
@@ -193,7 +193,7 @@ def test_a_folder_with_only_hidden_rests_counts_as_empty(files: Files, root: Pat
         files.remove_folder("")
 
 
-def test_a_file_that_comes_while_its_folder_is_removed_is_not_lost(files: Files, root: Path) -> None:
+def test_a_file_created_while_its_folder_is_removed_is_not_lost(files: Files, root: Path) -> None:
     files.make_folder("a")
     files.place.make_folder("a/.stripes")
     place = StepwisePlace(files.place)
@@ -223,7 +223,7 @@ def test_a_file_whose_parts_another_user_owns_is_removed_without_an_error(files:
         files.stat("job/model")
 
 
-def test_removing_a_folder_with_all_that_it_has_hides_it_first(files: Files, root: Path, content: bytes) -> None:
+def test_removing_a_folder_recursively_hides_it_first(files: Files, root: Path, content: bytes) -> None:
     put_striped(files.place, "job/a/model", content, stripes=2)
     place = StepwisePlace(files.place)
     seen: list[bool] = []
@@ -233,7 +233,7 @@ def test_removing_a_folder_with_all_that_it_has_hides_it_first(files: Files, roo
     assert everything(root) == set()
 
 
-def test_who_may_not_read_a_file_may_not_read_its_parts(files: Files, root: Path, content: bytes) -> None:
+def test_permissions_of_a_file_apply_to_its_parts(files: Files, root: Path, content: bytes) -> None:
     head = put_striped(files.place, "job/model", content, stripes=2, parity=True)
     files.set_mode("job/model", 0o600)
     for path in ["job/model", *part_paths("job/model", head)]:
@@ -245,7 +245,7 @@ def test_who_may_not_read_a_file_may_not_read_its_parts(files: Files, root: Path
     assert files.stat("job/model").entry.mtime_ns == 1_700_000_000_000_000_000
 
 
-def test_a_long_folder_is_listed_and_heads_are_looked_into_once(files: Files, root: Path) -> None:
+def test_a_large_folder_is_listed_and_each_head_is_read_once(files: Files, root: Path) -> None:
     for number in range(300):
         head = some_head((number + 1) * _MIB, 64 * _MIB, seed=number)
         (root / f"job/{number}").write_bytes(encode_head(head))
@@ -262,14 +262,14 @@ def test_a_long_folder_is_listed_and_heads_are_looked_into_once(files: Files, ro
     assert len(peeked) == 300
 
 
-def test_a_file_that_was_replaced_has_its_new_size_at_once(files: Files) -> None:
+def test_a_replaced_file_has_its_new_size_at_once(files: Files) -> None:
     for size in (3, 9, 4):
         put_striped(files.place, "job/model", content_of(size * _MIB, size), stripes=2)
         assert files.stat("job/model").size_bytes == size * _MIB
         assert [info.size_bytes for info in files.list("job")] == [size * _MIB]
 
 
-def test_policies_hold_for_the_folders_below_also_above_the_place(files: Files, root: Path) -> None:
+def test_policies_apply_to_subfolders_even_from_above_the_place(files: Files, root: Path) -> None:
     files.make_folder("job/a")
     assert files.policy_and_folder("job/a")[0] == Policy()
     files.set_policy("job", Policy(stripes=8))

@@ -1,4 +1,4 @@
-"""Striped files read by what docs/formats/striped-file.md says, and by nothing of ours: the document is enough."""
+"""A reader of striped files written from docs/formats/striped-file.md alone, without BootSeer's code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Segment(NamedTuple):
 
 
 def read(path: Path, *, without: str = "") -> bytes:
-    """The content of the file whose head this is. The part `without` is not looked at but computed from the others."""
+    """The content of the file with this head. The part `without` is not read but computed from the others."""
     head = path.read_bytes()
     assert len(head) % 4096 == 4083
     size, file_id, segments = parse(head)

@@ -1,7 +1,6 @@
-"""Checkpoints in a secured HDFS, and in a folder with erasure coding, of which all goes through hdfs-native.
+"""Checkpoints in a secured HDFS, and in a folder with erasure coding, which is accessed only through hdfs-native.
 
-One cluster encrypts all that DataNodes send, without Kerberos; the other one wants Kerberos, and offers every
-protection.
+One cluster encrypts data transfer, without Kerberos; the other one requires Kerberos and offers all protections.
 """
 
 from __future__ import annotations
@@ -94,10 +93,10 @@ def _assert_goes_there_and_back(place: Place, folder: str, source: Path, target:
 
 
 @pytest.mark.parametrize("cipher", ["rc4", "3des"])
-def test_a_checkpoint_goes_to_a_cluster_that_encrypts_and_back(
+def test_a_checkpoint_is_put_and_got_with_encryption(
     encrypted: HdfsCluster, source: Path, tmp_path: Path, cipher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if cipher != "rc4":  # the cluster's own: its servers take any that the client chooses
+    if cipher != "rc4":  # rc4 is the cluster's default; its servers accept any that the client chooses
         login = Protection._login
 
         def other(self: Protection, token: bytes) -> Digest:
@@ -110,9 +109,7 @@ def test_a_checkpoint_goes_to_a_cluster_that_encrypts_and_back(
         _assert_goes_there_and_back(place, f"job-{cipher}", source, tmp_path / "out")
 
 
-def test_a_checkpoint_goes_to_a_folder_with_erasure_coding_and_back(
-    encrypted: HdfsCluster, source: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_put_and_got_with_erasure_coding(encrypted: HdfsCluster, source: Path, tmp_path: Path) -> None:
     encrypted.ask("enableErasureCodingPolicy", "XOR-2-1-1024k")
     with closing(open_place(encrypted.uri)) as place:
         place.make_folder("coded")
@@ -121,7 +118,7 @@ def test_a_checkpoint_goes_to_a_folder_with_erasure_coding_and_back(
 
 
 def _conf(cluster: HdfsCluster, folder: Path, protection: str) -> str:
-    """The cluster's configuration for clients that want this protection."""
+    """Write the cluster's configuration for clients that require this protection."""
     settings = {
         "fs.defaultFS": cluster.uri,
         "hadoop.security.authentication": "kerberos",
@@ -139,7 +136,7 @@ def _authority(cluster: HdfsCluster) -> str:
 
 @pytest.fixture
 def logged_in(kdc: Kdc, kerberized: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As alice, who may write in /job."""
+    """Log in as alice, who may write in /job."""
     conf = _conf(kerberized, tmp_path / "conf", PRIVACY)
     for name, value in {**kdc.environment, "HADOOP_CONF_DIR": conf}.items():
         monkeypatch.setenv(name, value)
@@ -152,7 +149,7 @@ def logged_in(kdc: Kdc, kerberized: HdfsCluster, tmp_path: Path, monkeypatch: py
 
 @_needs_kdc
 @pytest.mark.parametrize("protection", PROTECTIONS)
-def test_a_checkpoint_goes_to_a_cluster_with_kerberos_and_back(
+def test_a_checkpoint_is_put_and_got_with_kerberos(
     kerberized: HdfsCluster,
     logged_in: None,
     source: Path,
@@ -167,7 +164,7 @@ def test_a_checkpoint_goes_to_a_cluster_with_kerberos_and_back(
 
 
 @_needs_kdc
-def test_a_jobs_token_does_instead_of_a_ticket_until_it_is_cancelled(
+def test_a_delegation_token_replaces_a_ticket_until_it_is_cancelled(
     kdc: Kdc, kerberized: HdfsCluster, logged_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "tokens"
@@ -207,7 +204,7 @@ def test_a_block_token_that_datanodes_refuse_is_replaced(
 
 
 @_needs_kdc
-def test_logins_that_fail_say_why(
+def test_failed_logins_report_their_reason(
     kdc: Kdc, kerberized: HdfsCluster, logged_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(call_s: float = 2.0) -> str:
@@ -220,7 +217,7 @@ def test_logins_that_fail_say_why(
 
     tickets = kdc.folder / "tickets"
     good = tickets.read_bytes()
-    # The file has the KDC's clock against this machine's, in its head: version, length, tag, length, seconds.
+    # The file's header has the offset of the KDC's clock: version, length, tag, length, seconds.
     (length,) = struct.unpack(">H", good[2:4])
 
     def with_clock(seconds: int) -> bytes:
@@ -231,7 +228,7 @@ def test_logins_that_fail_say_why(
     tickets.write_bytes(good)
     with closing(HdfsClient(_authority(kerberized))) as client:
         client.stat("/")
-    good = tickets.read_bytes()  # with the NameNode's ticket, so that the KDC is not asked
+    good = tickets.read_bytes()  # with the NameNode's ticket, so that the KDC is not needed
     tickets.write_bytes(with_clock(3600))
     assert "GSS initiate failed; the server refuses the ticket: are both clocks right" in said()
     tickets.write_bytes(with_clock(2 * 86400))
@@ -241,7 +238,7 @@ def test_logins_that_fail_say_why(
     gone.write_text(re.sub(r"kdc = \S+", f"kdc = 127.0.0.1:{free_port()}", kdc.conf.read_text()))
     monkeypatch.setenv("KRB5_CONFIG", str(gone))
     with closing(HdfsClient(_authority(kerberized))) as client:
-        client.stat("/")  # tickets that are there need no KDC
+        client.stat("/")  # existing tickets need no KDC
     assert doctor.check_hdfs_login().found == f"{kerberized.uri} answers, Kerberos"
     monkeypatch.setenv("KRB5_CONFIG", str(kdc.conf))
     tickets.unlink()

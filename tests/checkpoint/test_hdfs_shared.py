@@ -1,7 +1,7 @@
-"""Checkpoints in an HDFS that others use too: with rights, quotas, snapshots, large blocks, and Hadoop's own programs.
+"""Checkpoints in a shared HDFS: with permissions, quotas, snapshots, large blocks, and Hadoop's own programs.
 
-One cluster for all: rights are checked, block access needs tokens, blocks have at least 4 MiB and at most two
-replicas, and checksums are CRC32 of 4,096 bytes.
+One cluster for all tests: permissions are checked, block access needs tokens, blocks have at least 4 MiB and at most
+two replicas, and checksums are CRC32 of 4,096 bytes.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _DATA = os.urandom(5 * _MIB + 7)
 _PUT = PutSettings(policy=Policy(stripes=2, part_bytes=_BLOCK, min_bytes_per_stripe=_MIB))
 _SHELL = "fs.FsShell"
 _UNCHANGED = (1 << 63) - 1
-"""As a quota: what it was."""
+"""A quota that is not changed."""
 _LEAVE, _ENTER = 1, 2
-"""Of the safe mode."""
+"""Actions of setSafeMode."""
 _DEADLINE_S = 120.0
 
 Opened = Callable[[str, str], Place]
@@ -79,13 +79,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
 
 @pytest.fixture
 def opened(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    """A place, as somebody uses it."""
+    """Opens a place as a user."""
     made: list[Place] = []
 
     def open_as(user: str, path: str) -> Place:
         monkeypatch.setenv("HADOOP_USER_NAME", user)
         made.append(open_place(f"{cluster.uri}{path}"))
-        # The library asks who uses it when it is asked first.
+        # The library reads the user's name at its first request.
         with pytest.raises(NotFoundError):
             made[-1].stat("nothing")
         return made[-1]
@@ -121,14 +121,16 @@ def test_a_checkpoint_is_put_where_blocks_must_be_larger_than_its_files(
     _assert_whole(place, "large/step-1", tmp_path / "out")
 
 
-def test_a_small_file_has_as_many_copies_as_the_cluster_allows(opened: Opened) -> None:
+def test_the_replication_of_a_small_file_is_limited_to_what_the_cluster_allows(opened: Opened) -> None:
     place = opened(getpass.getuser(), "/")
     for content in (b"x", b"y"):
         place.write_bytes("small", content)
         assert place.read_bytes("small", 1) == content
 
 
-def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, source: Path, tmp_path: Path) -> None:
+def test_users_share_a_job_and_cannot_remove_each_others_checkpoints(
+    opened: Opened, source: Path, tmp_path: Path
+) -> None:
     alice, bob = opened("alice", "/sticky"), opened("bob", "/sticky")
     put_checkpoint(alice, source, "step-1", settings=_PUT)
     put_checkpoint(bob, source, "step-2", settings=PutSettings(policy=_PUT.policy, move_latest=False))
@@ -151,7 +153,7 @@ def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, sou
     assert "not there" not in listed.stdout  # it is there, and latest names it
 
 
-def test_a_checkpoint_that_a_user_may_hide_and_not_delete_stays(opened: Opened, source: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_user_may_hide_but_not_delete_is_kept(opened: Opened, source: Path, tmp_path: Path) -> None:
     alice, bob = opened("alice", "/team"), opened("bob", "/team")
     put_checkpoint(alice, source, "step-1", settings=PutSettings(policy=_PUT.policy, move_latest=False))
     with pytest.raises(AccessError):
@@ -160,9 +162,7 @@ def test_a_checkpoint_that_a_user_may_hide_and_not_delete_stays(opened: Opened, 
     _assert_whole(alice, "step-1", tmp_path / "out")
 
 
-def test_what_another_user_has_left_of_a_checkpoint_does_not_fail_its_writer(
-    opened: Opened, source: Path, tmp_path: Path
-) -> None:
+def test_another_users_incomplete_attempt_does_not_fail_a_put(opened: Opened, source: Path, tmp_path: Path) -> None:
     alice, bob = opened("alice", "/team"), opened("bob", "/team")
     make_folder_like_parent(alice, ".attempts")
     alice.make_folder(".attempts/dead")
@@ -178,7 +178,7 @@ def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source
         put_checkpoint(opened("bob", "/private"), source, "step-1", settings=_PUT)
 
 
-def test_a_user_without_write_access_uses_hot_lists_and_keeps_none(opened: Opened) -> None:
+def test_a_user_without_write_access_uses_hot_lists_but_saves_none(opened: Opened) -> None:
     said: list[str] = []
     root, bob = opened(getpass.getuser(), "/private"), opened("bob", "/private")
     ranges = [Range("step-1/model", 0, _MIB)]
@@ -193,7 +193,7 @@ def test_a_user_without_write_access_uses_hot_lists_and_keeps_none(opened: Opene
 
 
 @pytest.mark.parametrize(("folder", "quota"), [("quota", (_UNCHANGED, 6 * _MIB)), ("names", (9, _UNCHANGED))])
-def test_a_quota_that_is_exceeded_ends_a_put_and_nothing_of_it_stays(
+def test_an_exceeded_quota_fails_a_put_which_leaves_nothing(
     cluster: HdfsCluster, opened: Opened, source: Path, folder: str, quota: tuple[int, int]
 ) -> None:
     cluster.ask("setQuota", f"/{folder}", *quota)
@@ -204,7 +204,9 @@ def test_a_quota_that_is_exceeded_ends_a_put_and_nothing_of_it_stays(
     assert list(place.list(".attempts")) == []
 
 
-def test_a_snapshot_is_read_and_not_written(cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path) -> None:
+def test_a_snapshot_can_be_read_but_not_written(
+    cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path
+) -> None:
     place = opened("alice", "/snapped")
     put_checkpoint(place, source, "step-1", settings=_PUT)
     cluster.ask("allowSnapshot", "/snapped")
@@ -217,7 +219,7 @@ def test_a_snapshot_is_read_and_not_written(cluster: HdfsCluster, opened: Opened
         put_checkpoint(then, source, "step-2", settings=_PUT)
 
 
-def test_a_put_waits_for_a_namenode_that_changes_nothing_yet(
+def test_a_put_waits_for_a_namenode_in_safe_mode(
     cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path
 ) -> None:
     place = opened(getpass.getuser(), "/")
@@ -232,7 +234,7 @@ def test_a_put_waits_for_a_namenode_that_changes_nothing_yet(
 
 
 def _has_refused(cluster: HdfsCluster) -> bool:
-    """Whether the NameNode has refused a change for its safe mode."""
+    """Whether the NameNode has refused a change because of its safe mode."""
     return "SafeModeExceptionNumOps" in hadoop.bean(
         cluster.namenode_http, "Hadoop:service=NameNode,name=RpcDetailedActivityForPort*"
     )
@@ -243,7 +245,7 @@ def _has_refused(cluster: HdfsCluster) -> bool:
     [["-Ddfs.checksum.type=NULL"], ["-Ddfs.bytes-per-checksum=1000", "-Ddfs.blocksize=4195000"]],
     ids=["none", "odd"],
 )
-def test_what_hadoops_programs_wrote_cut_and_continued_is_read(
+def test_files_written_truncated_and_appended_to_by_hadoops_programs_are_read(
     cluster: HdfsCluster, opened: Opened, tmp_path: Path, checksums: list[str]
 ) -> None:
     local, path = tmp_path / "data", f"/{checksums[0].strip('-')}"
@@ -254,7 +256,7 @@ def test_what_hadoops_programs_wrote_cut_and_continued_is_read(
         before = reading.open(path[1:])
         assert before.read(0, len(_DATA)) == _DATA
         cluster.tool(_SHELL, "-truncate", "-w", str(5 * _MIB), path)
-        # In memory, or gone.
+        # Either still in memory, or an error.
         with contextlib.suppress(BootseerError):
             assert before.read(5 * _MIB - 1, 8) == _DATA[5 * _MIB - 1 :]
         cluster.tool(_SHELL, *checksums, "-appendToFile", str(local), path)
@@ -264,7 +266,9 @@ def test_what_hadoops_programs_wrote_cut_and_continued_is_read(
 
 
 @pytest.mark.fuse
-def test_a_quota_is_no_room_on_a_mount(cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exceeded_quota_is_enospc_on_a_mount(
+    cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     monkeypatch.setenv("HADOOP_USER_NAME", "alice")

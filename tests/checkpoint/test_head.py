@@ -1,4 +1,4 @@
-"""Heads: what is written is read, and nothing else is."""
+"""Heads of striped files: encoding and parsing, and refusal of invalid bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 def sealed(data: bytes, end: int) -> bytes:
-    """The same head with the digests that its changed bytes should have: a forgery, not an accident."""
+    """A changed head with recomputed digests: a forgery, not an accidental change."""
     changed = bytearray(data)
     changed[56:64] = blake3(bytes(changed[:56])).digest()[:8]
     changed[end : end + 32] = blake3(bytes(changed[:end])).digest()
@@ -49,7 +49,7 @@ def body_end(data: bytes) -> int:
     st.integers(1, 30 * _MIB), st.sampled_from([4, 8, 1000]), st.integers(1, 6), st.booleans(), st.integers(0, 1 << 30)
 )
 @settings(max_examples=50)
-def test_a_head_comes_back_as_it_was(size: int, segment_mib: int, stripes: int, parity: bool, seed: int) -> None:
+def test_a_head_survives_a_round_trip(size: int, segment_mib: int, stripes: int, parity: bool, seed: int) -> None:
     head = some_head(size, segment_mib * _MIB, stripes=stripes, parity=parity, seed=seed)
     data = encode_head(head)
     assert parse_head(data) == head
@@ -79,7 +79,7 @@ def test_every_flipped_byte_is_noticed() -> None:
             parse_head(bytes(changed))
 
 
-def test_a_head_that_was_cut_or_got_longer_is_refused() -> None:
+def test_a_truncated_or_extended_head_is_refused() -> None:
     data = encode_head(some_head(9 * _MIB, 4 * _MIB))
     for length in [0, 1, 63, 64, 100, len(data) // 2, len(data) - 1]:
         with pytest.raises(CorruptError):
@@ -91,7 +91,7 @@ def test_a_head_that_was_cut_or_got_longer_is_refused() -> None:
 
 @given(st.data())
 @settings(max_examples=300)
-def test_forged_bytes_with_right_digests_give_a_head_or_an_error_of_ours(data: st.DataObject) -> None:
+def test_forged_bytes_with_right_digests_are_a_valid_head_or_a_bootseer_error(data: st.DataObject) -> None:
     original = encode_head(some_head(5 * _MIB, 3 * _MIB, stripes=2))
     changed = bytearray(original)
     end = body_end(original)
@@ -120,7 +120,7 @@ def test_forged_bytes_with_right_digests_give_a_head_or_an_error_of_ours(data: s
         (74, "<B", 7),  # its parity parts
     ],
 )
-def test_sizes_that_cannot_be_are_refused_before_they_are_believed(at: int, form: str, value: int) -> None:
+def test_impossible_sizes_are_refused_before_they_are_used(at: int, form: str, value: int) -> None:
     data = bytearray(encode_head(some_head(9 * _MIB, 4 * _MIB)))
     end = body_end(data)
     struct.pack_into(form, data, at, value)
@@ -128,7 +128,7 @@ def test_sizes_that_cannot_be_are_refused_before_they_are_believed(at: int, form
         parse_head(sealed(bytes(data), end))
 
 
-def test_a_later_version_is_said_to_be_one_and_still_tells_its_size() -> None:
+def test_a_later_version_is_reported_as_such_and_its_size_can_be_read() -> None:
     data = bytearray(encode_head(some_head(9 * _MIB, 4 * _MIB)))
     struct.pack_into("<I", data, 8, 2)
     changed = sealed(bytes(data), body_end(data))
@@ -138,7 +138,7 @@ def test_a_later_version_is_said_to_be_one_and_still_tells_its_size() -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\0b", "x" * 129, ".hidden", "ä", "a b"])
-def test_names_of_parts_that_could_lead_elsewhere_are_refused(name: str) -> None:
+def test_unsafe_names_of_parts_are_refused(name: str) -> None:
     head = some_head(2 * _MIB, 4 * _MIB, stripes=2, parity=False)
     part = replace(head.segments[0].parts[0], name=name)
     with pytest.raises(ValueError, match="name"):
@@ -154,7 +154,7 @@ def test_a_forged_name_of_a_part_is_refused() -> None:
         parse_head(sealed(forged, body_end(data)))
 
 
-def test_what_is_no_striped_file_is_not_written() -> None:
+def test_invalid_heads_are_not_encoded() -> None:
     head = some_head(9 * _MIB, 4 * _MIB, stripes=2)
     first, *others = head.segments
     part = first.parts[0]
@@ -176,7 +176,7 @@ def test_what_is_no_striped_file_is_not_written() -> None:
             encode_head(one)
 
 
-def test_a_segment_that_ends_inside_of_a_chunk_is_only_the_last_one() -> None:
+def test_only_the_last_segment_may_end_within_a_chunk() -> None:
     head = some_head(CHUNK_BYTES + 5, CHUNK_BYTES + 5, stripes=1, parity=False)
     again = some_head(CHUNK_BYTES, CHUNK_BYTES, stripes=1, parity=False)
     moved = replace(again.segments[0], start=CHUNK_BYTES + 5)
@@ -185,14 +185,14 @@ def test_a_segment_that_ends_inside_of_a_chunk_is_only_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 20, 47, 63])
-def test_the_beginning_of_a_damaged_head_is_not_taken_for_an_ordinary_file(at: int) -> None:
+def test_a_file_with_a_damaged_head_is_not_taken_for_an_ordinary_file(at: int) -> None:
     first = bytearray(encode_head(some_head(CHUNK_BYTES, CHUNK_BYTES, stripes=1, parity=False))[:PEEK_BYTES])
     first[at] ^= 0x10
     with pytest.raises(CorruptError, match="damaged"):
         peek(bytes(first))
 
 
-def test_ordinary_files_are_no_heads() -> None:
+def test_ordinary_files_are_not_taken_for_heads() -> None:
     assert peek(b"") is None
     assert peek(b"BSSTRIPE") is None
     assert peek(b"BSSTRIPE" + bytes(56)) is None
@@ -226,7 +226,7 @@ def striped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_whatever_a_head_contains_readers_get_what_was_written_or_an_error(
+def test_with_any_forged_head_readers_get_the_written_content_or_an_error(
     striped: tuple[Path, bytes], data: st.DataObject
 ) -> None:
     folder, content = striped

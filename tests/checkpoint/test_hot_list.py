@@ -1,4 +1,4 @@
-"""Hot lists of checkpoints: what was read comes back for the next checkpoint, and nothing else does."""
+"""Hot lists of checkpoints: the ranges that were read are prefetched for the next checkpoint, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from bootseer.errors import CorruptError
 MIB = 1 << 20
 
 
-def test_what_was_read_is_noted_once_in_the_order_of_need() -> None:
+def test_reads_are_recorded_once_in_order() -> None:
     recorder = Recorder()
     for path, offset, length in (("b", 5 * MIB, 10), ("a", 0, 2 * MIB), ("a", 2 * MIB, 1), ("b", 5 * MIB, MIB)):
         recorder.read(path, offset, length)
     assert recorder.ranges() == [Range("b", 5 * MIB, MIB), Range("a", 0, 3 * MIB)]
 
 
-def test_names_within_a_checkpoint_are_those_of_the_next_one() -> None:
+def test_names_within_a_checkpoint_are_mapped_to_the_next_one() -> None:
     ranges = [Range("latest", 0, MIB), Range("step-8/.metadata", 0, MIB), Range("step-8/a/b", MIB, MIB)]
     data = encode(ranges, "step-8")
     assert decode(data, "step-9") == [
@@ -45,7 +45,7 @@ def test_names_within_a_checkpoint_are_those_of_the_next_one() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "s/b", "s/c"]), st.integers(0, 9), st.integers(1, 4)), max_size=30))
-def test_all_that_was_read_is_in_the_list(reads: list[tuple[str, int, int]]) -> None:
+def test_everything_that_was_read_is_in_the_list(reads: list[tuple[str, int, int]]) -> None:
     recorder = Recorder(2)
     for path, offset, length in reads:
         recorder.read(path, offset, length)
@@ -75,7 +75,7 @@ def test_forged_lists_are_refused(ranges: object) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b'{"schema": "other"}', b"[" * 100_000, b" " * (MAX_BYTES + 1)])
-def test_what_is_no_list_is_refused(data: bytes) -> None:
+def test_invalid_lists_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptError, match="malformed hot list"):
         decode(data, "s")
 
@@ -84,20 +84,20 @@ FILES = [("s/.metadata", 900), ("s/big-0", 10 * MIB), ("s/big-1", 10 * MIB), ("s
 SMALL = [Range("s/.metadata", 0, 900), Range("s/config.json", 0, 100)]
 
 
-def test_small_files_come_first_and_then_what_was_needed() -> None:
+def test_small_files_are_first_and_then_the_hot_ranges() -> None:
     hot = [Range("s/big-1", 4 * MIB, 99 * MIB), Range("s/.metadata", 0, MIB), Range("s/gone", 0, MIB)]
     assert plan(FILES, hot, alone=True, budget_bytes=1 << 40) == [*SMALL, Range("s/big-1", 4 * MIB, 6 * MIB)]
 
 
-def test_without_a_record_one_node_needs_all_and_one_of_many_what_is_small() -> None:
+def test_without_a_list_a_single_node_needs_everything_and_one_of_several_only_small_files() -> None:
     everything = [*SMALL, Range("s/big-0", 0, 10 * MIB), Range("s/big-1", 0, 10 * MIB)]
     assert plan(FILES, [], alone=True, budget_bytes=1 << 40) == everything
     assert plan(FILES, [], alone=False, budget_bytes=1 << 40) == SMALL
-    # A record of which nothing is there is none.
+    # A list without any existing file is ignored.
     assert plan(FILES, [Range("s/other", 0, 5)], alone=True, budget_bytes=1 << 40) == everything
 
 
-def test_no_more_is_fetched_than_there_is_room() -> None:
+def test_no_more_is_fetched_than_the_budget() -> None:
     assert plan(FILES, [], alone=True, budget_bytes=1000 + MIB) == [*SMALL, Range("s/big-0", 0, MIB)]
     assert plan(FILES, [], alone=True, budget_bytes=0) == []
 
@@ -110,11 +110,11 @@ def _bytes_of(ranges: list[Range]) -> set[tuple[str, int]]:
 
 
 @given(_LISTS, _LISTS)
-def test_common_is_what_both_lists_name(first: list[Range], second: list[Range]) -> None:
+def test_common_is_the_intersection_of_both_lists(first: list[Range], second: list[Range]) -> None:
     assert _bytes_of(common(first, second)) == _bytes_of(first) & _bytes_of(second)
 
 
-def test_common_keeps_the_order_of_need() -> None:
+def test_common_keeps_the_order_of_the_first_list() -> None:
     first = [Range("b", 4, 4), Range("a", 0, 2), Range("b", 0, 4)]
     assert common(first, [Range("a", 0, 1), Range("b", 2, 4)]) == [Range("b", 4, 2), Range("a", 0, 1), Range("b", 2, 2)]
 
@@ -129,7 +129,7 @@ def test_forged_lists_have_no_more_in_common_than_a_list_may_hold() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4 * MIB)), max_size=5),
     st.floats(0, 1, exclude_max=True),
 )
-def test_nodes_begin_at_different_places_and_all_bring_everything(
+def test_nodes_begin_at_different_positions_and_each_fetches_everything(
     sizes: list[tuple[int, int]], position: float
 ) -> None:
     files = [(f"s/{number}", size) for number, (_, size) in enumerate(sizes)]
@@ -149,25 +149,25 @@ def test_the_second_of_two_nodes_begins_in_the_middle() -> None:
     ]
 
 
-def test_on_a_quick_link_many_pieces_are_in_flight_and_on_a_busy_one_a_single_one() -> None:
+def test_many_pieces_are_in_flight_on_a_fast_link_and_one_on_a_busy_link() -> None:
     window = PrefetchWindow()
     assert window.size == 1
     for _ in range(100):
         window.note_end(MIB, 0.004)
     assert window.size > 16
-    assert window.step > 1, "fewer questions to peers"
+    assert window.step > 1, "fewer requests to peers"
     for _ in range(10):
         window.note_end(MIB, 0.2)
     assert (window.size, window.step) == (1, 1)
     window.note_end(MIB, 0.00001)
-    assert window.size == 1, "what is in the cache says nothing about the link"
+    assert window.size == 1, "a read from the cache does not measure the link"
     window.note_end(0, 0.01)
-    assert window.size == 1, "what was not requested, for lack of room, says nothing either"
+    assert window.size == 1, "nor does a read that was not requested, for lack of space"
     window.note_end(MIB, 0.05)
     assert window.size == 2
 
 
-def test_a_slow_link_is_used_without_pauses_until_others_want_it() -> None:
+def test_a_slow_link_is_used_without_pauses_until_others_use_it() -> None:
     window = PrefetchWindow()
     for _ in range(3):
         window.note_end(MIB, 0.25)
@@ -180,7 +180,7 @@ def test_a_slow_link_is_used_without_pauses_until_others_want_it() -> None:
     assert window.pause_s == 0
 
 
-def test_a_server_that_answers_late_is_read_with_many_pieces_in_flight() -> None:
+def test_with_a_high_latency_many_pieces_are_in_flight() -> None:
     window = PrefetchWindow()
     window.note_end(MIB, 0.13)
     assert window.size == 1
@@ -193,7 +193,7 @@ def test_a_server_that_answers_late_is_read_with_many_pieces_in_flight() -> None
     assert window.size == 1
 
 
-def test_a_short_read_that_was_slow_for_another_reason_does_not_fill_a_slow_link() -> None:
+def test_one_slow_short_read_does_not_count_as_latency_of_a_slow_link() -> None:
     window = PrefetchWindow()
     window.note_end(2000, 3.0)
     window.note_end(MIB, 0.17)

@@ -60,7 +60,7 @@ def test_latest_moves_forward_only(files: Files, job: Path) -> None:
     assert read_latest(files.place, "") == "step-90"
 
 
-def test_without_steps_the_later_publication_is_later(files: Files, job: Path) -> None:
+def test_without_steps_the_time_of_publication_decides(files: Files, job: Path) -> None:
     for name, time_ns in (("old", 1_000_000_000_000), ("new", 2_000_000_000_000)):
         (job / name).mkdir()
         os.utime(job / name, ns=(time_ns, time_ns))
@@ -68,7 +68,7 @@ def test_without_steps_the_later_publication_is_later(files: Files, job: Path) -
     assert move_latest(files, "", "old") == "new"
 
 
-def test_latest_that_names_what_is_gone_is_moved(files: Files, job: Path) -> None:
+def test_latest_is_moved_if_its_checkpoint_does_not_exist(files: Files, job: Path) -> None:
     (job / "final").mkdir()
     (job / "latest").write_text("gone\n")
     assert move_latest(files, "", "final") == "final"
@@ -77,7 +77,7 @@ def test_latest_that_names_what_is_gone_is_moved(files: Files, job: Path) -> Non
     assert move_latest(files, "", "step-60") == "step-60"
 
 
-def test_latest_never_names_what_is_not_published(files: Files) -> None:
+def test_latest_never_names_an_unpublished_checkpoint(files: Files) -> None:
     for move in (move_latest, set_latest):
         with pytest.raises(NotFoundError):
             move(files, "", "step-1")
@@ -88,9 +88,7 @@ def test_latest_never_names_what_is_not_published(files: Files) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n", "a/b", "..", "a\nb", ".attempts/x", "x" * 5000])
-def test_a_latest_that_names_no_checkpoint_is_an_error_and_the_next_one_mends_it(
-    files: Files, job: Path, text: str
-) -> None:
+def test_an_invalid_latest_is_an_error_until_it_is_moved(files: Files, job: Path, text: str) -> None:
     (job / "latest").write_text(text)
     (job / "step-1").mkdir()
     with pytest.raises(PermanentError):
@@ -103,7 +101,7 @@ def test_a_latest_that_names_no_checkpoint_is_an_error_and_the_next_one_mends_it
     assert read_latest(files.place, "") == "step-1"
 
 
-def test_what_training_code_writes_itself_is_read(files: Files, job: Path) -> None:
+def test_a_latest_written_by_training_code_is_read(files: Files, job: Path) -> None:
     (job / "latest").write_text("global_step100")
     assert read_latest(files.place, "") == "global_step100"
 
@@ -117,7 +115,7 @@ def test_of_many_writers_at_once_the_highest_step_wins(files: Files, job: Path) 
     assert [path.name for path in (job / ".attempts").iterdir()] == []
 
 
-def test_the_lock_of_a_dead_writer_does_not_count(files: Files, job: Path) -> None:
+def test_the_lock_of_a_dead_writer_is_ignored(files: Files, job: Path) -> None:
     (job / "step-1").mkdir()
     (job / ".attempts").mkdir()
     lock = job / ".attempts" / "latest.lock-1"
@@ -130,7 +128,7 @@ def test_the_lock_of_a_dead_writer_does_not_count(files: Files, job: Path) -> No
     assert [path.name for path in (job / ".attempts").iterdir()] == []
 
 
-def test_of_two_that_find_a_lock_stale_one_gets_the_next(files: Files, job: Path) -> None:
+def test_only_one_of_two_writers_that_find_a_stale_lock_gets_the_next_lock(files: Files, job: Path) -> None:
     (job / ".attempts").mkdir()
     lock = job / ".attempts" / "latest.lock-9"
     lock.write_text("dead")
@@ -142,9 +140,7 @@ def test_of_two_that_find_a_lock_stale_one_gets_the_next(files: Files, job: Path
 
 
 @pytest.mark.slow
-def test_the_lock_of_a_dead_writer_does_not_count_in_a_bucket_either(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_of_a_dead_writer_is_ignored_in_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="extra s3")
     s3_server.make_bucket("locks")
     for name, value in s3_server.environment.items():
@@ -164,8 +160,8 @@ def test_the_lock_of_a_dead_writer_does_not_count_in_a_bucket_either(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_storages_clock_counts_also_where_its_root_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for DCP, whose place is the machine's root or all of HDFS."""
+def test_the_storages_clock_is_used_even_if_its_root_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like with DCP, whose place is the machine's root or the root of HDFS."""
     wrong = SimpleNamespace(time=lambda: time.time() + 3600)
     monkeypatch.setattr("bootseer.places.folder.time", wrong)
     with TemporaryDirectory() as root:
@@ -184,7 +180,7 @@ def test_the_storages_clock_counts_also_where_its_root_is_not_writable(monkeypat
 
 
 @pytest.mark.parametrize("name", ["latest.lock-1", "latest.lock"], ids=["", "of an earlier version"])
-def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Path, name: str) -> None:
+def test_a_held_lock_is_waited_for_and_not_removed(files: Files, job: Path, name: str) -> None:
     (job / "step-1").mkdir()
     (job / ".attempts").mkdir()
     lock = job / ".attempts" / name
@@ -196,7 +192,7 @@ def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Pat
         assert moving.result(timeout=180) == "step-1"
 
 
-def test_dropping_names_another_one_or_nothing(files: Files, job: Path) -> None:
+def test_dropping_latest_moves_it_or_deletes_it(files: Files, job: Path) -> None:
     for step in (1, 2):
         (job / f"step-{step}").mkdir()
     set_latest(files, "", "step-2")

@@ -1,4 +1,4 @@
-"""Stripe arithmetic: every byte of a segment lies in one place, and nothing else lies there."""
+"""Stripe arithmetic: every byte of a segment has exactly one position, and no two have the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_hold_each_chunk_once_and_one_of_each_part(segment: tuple[int, int]
     assert seen == list(range(chunks))
 
 
-def test_more_parts_than_chunks_or_digests_of_another_number_are_refused() -> None:
+def test_more_parts_than_chunks_or_a_wrong_number_of_digests_are_refused() -> None:
     with pytest.raises(ValueError, match="2 parts"):
         index_of(CHUNK_BYTES, ("0" * 64, "1" * 64), bytes(32))
     with pytest.raises(ValueError, match="digests"):

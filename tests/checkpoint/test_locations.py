@@ -1,4 +1,4 @@
-"""File systems that a process opens once."""
+"""Resolving locations to file systems, which a process opens once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_addresses_have_a_root_and_a_path(uri: str, root: str, path: str) -> Non
     assert is_uri(uri)
 
 
-def test_an_address_behind_a_mount_table_is_the_one_that_its_link_names(
+def test_an_address_in_a_mount_table_is_resolved_to_its_links_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, value = "fs.viewfs.mounttable.all.link./jobs", "hdfs://node:9000/teams/jobs"
@@ -51,15 +51,15 @@ def test_other_addresses_are_refused(uri: str) -> None:
 
 
 @pytest.mark.parametrize("uri", ["hdfs://nn:8020/jobs/step-1", "S3://bucket/step-1", "viewfs:///a", "file:///a"])
-def test_an_address_that_a_path_has_made_is_not_a_local_folder(uri: str) -> None:
-    path = Path(uri)  # which makes one slash of two
+def test_an_address_converted_to_a_path_is_not_taken_for_a_local_folder(uri: str) -> None:
+    path = Path(uri)  # which removes one of the two slashes
     for refuse in (resolve, split, open_place, open_store):
         with pytest.raises(UsageError, match="// is missing"):
             refuse(os.fspath(path))
     assert split(f"./{path}")[0] == "file:///"
 
 
-def test_what_is_opened_is_named_as_users_would(tmp_path: Path) -> None:
+def test_locations_are_named_like_users_do(tmp_path: Path) -> None:
     folder = tmp_path / "a b%3D"
     folder.mkdir()
     (folder / "file").write_bytes(b"data")
@@ -72,14 +72,14 @@ def test_what_is_opened_is_named_as_users_would(tmp_path: Path) -> None:
         found.read_bytes("file", 3)
 
 
-def test_a_relative_path_and_links_lead_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_and_links_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
     assert resolve("link") == resolve(tmp_path / "real") == resolve("real/../real")
 
 
-def test_what_lies_behind_a_loop_of_links_is_not_there(tmp_path: Path) -> None:
+def test_a_path_through_a_loop_of_links_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for location in (resolve(tmp_path / "loop/x"), resolve_below("file:///", f"{tmp_path}/loop/x/y", follow=False)):
         with pytest.raises(NotFoundError):
@@ -103,7 +103,7 @@ def test_latest_resolves_to_the_name_in_the_file_or_to_itself(tmp_path: Path) ->
         resolve(tmp_path / "latest").latest()
 
 
-def test_a_folder_of_the_name_latest_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_named_latest_is_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     assert resolve(tmp_path / "latest").latest() == resolve(tmp_path / "latest")
 

@@ -14,7 +14,9 @@ make_ready()
 
 
 @given(st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=6), st.data())
-def test_any_chunk_of_a_row_follows_from_the_others_and_the_parity(chunks: list[bytes], data: st.DataObject) -> None:
+def test_any_chunk_of_a_row_can_be_rebuilt_from_the_others_and_the_parity(
+    chunks: list[bytes], data: st.DataObject
+) -> None:
     parity = parity_chunk(chunks, max(map(len, chunks)))
     missing = data.draw(st.integers(0, len(chunks) - 1))
     others = chunks[:missing] + chunks[missing + 1 :]
@@ -24,7 +26,7 @@ def test_any_chunk_of_a_row_follows_from_the_others_and_the_parity(chunks: list[
     assert not any(rebuilt[len(chunks[missing]) :])
 
 
-def test_what_is_longer_than_its_target_is_refused() -> None:
+def test_data_longer_than_its_target_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         xor_into(bytearray(3), b"four")
 

@@ -1,4 +1,4 @@
-"""How files become stripes."""
+"""Policies: which files are striped, and how."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_small_file_has_fewer_stripes(size_bytes: int, stripes: int) -> None:
     assert Policy().stripes_for(size_bytes) == stripes
 
 
-def test_what_would_gain_nothing_is_not_striped() -> None:
+def test_files_without_a_benefit_are_not_striped() -> None:
     assert not Policy().is_striped(0)
     assert not Policy().is_striped(7 * _MIB)
     assert Policy().is_striped(8 * _MIB)
@@ -39,7 +39,7 @@ def test_what_would_gain_nothing_is_not_striped() -> None:
     assert not Policy(parity=True).is_striped(_MIB)
 
 
-def test_a_policy_comes_back_as_it_was() -> None:
+def test_a_policy_survives_a_round_trip() -> None:
     policy = Policy(stripes=8, parity=True, replication=2, part_bytes=128 * _MIB, min_bytes_per_stripe=_MIB)
     assert parse_policy(encode_policy(policy)) == policy
     assert parse_policy(encode_policy(Policy())) == Policy()
@@ -52,7 +52,7 @@ def test_a_policy_comes_back_as_it_was() -> None:
         {"replication": 0}, {"min_bytes_per_stripe": 1},
     ],
 )  # fmt: skip
-def test_values_that_cannot_be_are_refused(values: dict[str, int]) -> None:
+def test_invalid_values_are_refused(values: dict[str, int]) -> None:
     with pytest.raises(UsageError) as caught:
         Policy(**values)  # type: ignore[arg-type]
     assert caught.value.hint
@@ -74,11 +74,11 @@ def test_values_that_cannot_be_are_refused(values: dict[str, int]) -> None:
         b'{"schema": "bootseer.stripes/1", "stripes": true}',
     ],
 )
-def test_what_is_no_policy_is_refused(text: bytes) -> None:
+def test_invalid_policies_are_refused(text: bytes) -> None:
     with pytest.raises(BootseerError):
         parse_policy(text)
 
 
-def test_a_later_schema_is_said_to_be_one() -> None:
+def test_a_later_schema_is_reported_as_such() -> None:
     with pytest.raises(PermanentError, match="stripes/2"):
         parse_policy(b'{"schema": "bootseer.stripes/2"}')

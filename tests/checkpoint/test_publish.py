@@ -1,4 +1,4 @@
-"""Putting checkpoints: whole or not at all, whoever dies, and whoever else wants the name."""
+"""Putting checkpoints: completely or not at all, even with killed or concurrent writers."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def source(tmp_path: Path) -> Path:
 
 
 def hidden(job: Path) -> list[str]:
-    """What is left of attempts, and parts that lie where no checkpoint is."""
+    """The files in folders of attempts, and in the job's folder of parts."""
     found = [*(job / ".attempts").rglob("*"), *(job / ".stripes").rglob("*")]
     return [str(path.relative_to(job)) for path in found if path.is_file()]
 
 
-def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: Path) -> None:
+def test_a_folder_is_put_with_all_its_content(files: Files, job: Path, source: Path) -> None:
     heard: list[tuple[int, int]] = []
     total = 5 * _MIB + 7 + 4 + 1
     (source / "optimizer").chmod(0o555)
@@ -69,7 +69,7 @@ def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: P
     }  # fmt: skip
     assert files.stat("step-10/model").is_striped
     assert files.stat("step-10/optimizer/secret").entry.mode == 0o600
-    assert files.stat("step-10/optimizer").entry.mode == 0o755  # its owner can remove what is in it
+    assert files.stat("step-10/optimizer").entry.mode == 0o755  # writable, so that its owner can remove its content
     assert verify(files, "step-10").problems == []
     assert read_latest(files.place, "") == "step-10"
     assert hidden(job) == []
@@ -94,7 +94,7 @@ def test_the_folders_policy_applies_unless_another_one_is_given(files: Files, so
     assert files.head("b/model") is None
 
 
-def test_a_name_that_is_taken_is_refused_and_what_has_it_stays(files: Files, job: Path, source: Path) -> None:
+def test_an_existing_name_is_refused_and_its_checkpoint_is_kept(files: Files, job: Path, source: Path) -> None:
     put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     put_checkpoint(files.place, source / "model", "step-2", settings=_STRIPED)
     for name in ("step-1", "step-2"):
@@ -105,7 +105,7 @@ def test_a_name_that_is_taken_is_refused_and_what_has_it_stays(files: Files, job
     assert [path for path in hidden(job) if path.startswith(".attempts")] == []
 
 
-def test_replacing_takes_the_place_of_a_folder_or_a_file(files: Files, job: Path, source: Path) -> None:
+def test_a_folder_or_a_file_can_be_replaced(files: Files, job: Path, source: Path) -> None:
     replace = PutSettings(replace=True, policy=_STRIPED.policy)
     put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     (source / "nothing").unlink()
@@ -115,7 +115,7 @@ def test_replacing_takes_the_place_of_a_folder_or_a_file(files: Files, job: Path
     put_checkpoint(files.place, source / ".metadata", "step-2.pt", settings=replace)
     assert files.place.read_bytes("step-2.pt", 9) == b"meta"
     put_checkpoint(files.place, source / "model", "step-3", settings=replace)
-    put_checkpoint(files.place, source, "step-3", settings=replace)  # a folder in place of a striped file
+    put_checkpoint(files.place, source, "step-3", settings=replace)  # a folder instead of a striped file
     assert verify(files, "step-1").problems == verify(files, "step-3").problems == []
     assert hidden(job) == []
 
@@ -129,7 +129,7 @@ def test_of_two_concurrent_puts_of_one_name_one_succeeds(files: Files, job: Path
         place = StepwisePlace(FolderPlace(job))
 
         def meet(step: str, path: str) -> None:
-            # Both have written everything when the first of them publishes.
+            # Publish only when both have written everything.
             if step == "rename" and (path.count("/") == 1 if kind == "folder" else path.endswith("model")):
                 barrier.wait(timeout=180)
                 place.before = lambda step, path: None
@@ -151,7 +151,7 @@ def test_of_two_concurrent_puts_of_one_name_one_succeeds(files: Files, job: Path
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.slow
-def test_a_put_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_collected(kind: str, tmp_path: Path) -> None:
+def test_a_put_that_is_killed_at_any_step_keeps_a_checkpoint_and_is_collected(kind: str, tmp_path: Path) -> None:
     program = [sys.executable, Path(__file__).with_name("killed_put.py"), tmp_path, kind]
     subprocess.run(program, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(_TESTS)})
     runs = sorted((tmp_path / "runs").iterdir(), key=lambda path: int(path.name))
@@ -162,7 +162,7 @@ def test_a_put_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_collec
         before = state_of(files)
         collect(files.place, "", lease_s=0.0, no_lease_s=0.0)
         after = state_of(files)
-        # Only between taking the old one away and showing the new one there is none; then it comes back.
+        # Only after moving the old one away and before publishing the new one there is none; then it is restored.
         assert before in (after, None)
         assert after is not None
         seen.append(after)
@@ -176,7 +176,7 @@ def test_a_put_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_collec
 
 
 def state_of(files: Files) -> object:
-    """Which of the two checkpoints is there."""
+    """Which of the two checkpoints exists."""
     try:
         info = files.stat("step-1")
     except BootseerError:
@@ -187,7 +187,7 @@ def state_of(files: Files) -> object:
     return files.place.read_first(path, 1)[0]
 
 
-def test_an_error_in_the_middle_leaves_nothing_behind(files: Files, job: Path, source: Path) -> None:
+def test_a_failed_put_leaves_nothing(files: Files, job: Path, source: Path) -> None:
     place = StepwisePlace(files.place)
 
     def fail(step: str, path: str) -> None:
@@ -212,7 +212,7 @@ def test_a_source_that_changes_while_it_is_written_is_refused(files: Files, job:
     assert hidden(job) == []
 
 
-def test_links_to_files_are_followed_and_other_special_things_refused(files: Files, source: Path) -> None:
+def test_links_to_files_are_followed_and_other_special_files_refused(files: Files, source: Path) -> None:
     (source / "link").symlink_to(source / ".metadata")
     put_checkpoint(files.place, source, "step-1")
     assert files.place.read_bytes("step-1/link", 9) == b"meta"
@@ -230,13 +230,13 @@ def test_links_to_files_are_followed_and_other_special_things_refused(files: Fil
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "latest", ".attempts", ".stripes-x"])
-def test_names_that_cannot_be_are_refused_before_anything_is_written(files: Files, source: Path, name: str) -> None:
+def test_invalid_names_are_refused_before_anything_is_written(files: Files, source: Path, name: str) -> None:
     with pytest.raises(BootseerError):
         put_checkpoint(files.place, source, name)
     assert list(files.place.list("")) == []
 
 
-def test_what_is_nothing_to_put_is_refused(files: Files, tmp_path: Path, source: Path) -> None:
+def test_empty_missing_and_hidden_sources_are_refused(files: Files, tmp_path: Path, source: Path) -> None:
     (tmp_path / "void").mkdir()
     (source / ".stripes").mkdir()
     for what in (tmp_path / "void", tmp_path / "nowhere", source):
@@ -248,7 +248,7 @@ def test_what_is_nothing_to_put_is_refused(files: Files, tmp_path: Path, source:
 @pytest.mark.parametrize(
     "name", ["", "..", "a/b", "latest", "two\nlines", " space ", "bad\udcff", "x" * 256, ".stripes", ".best"]
 )
-def test_a_name_that_latest_or_a_list_could_not_say_is_refused_before_anything_is_written(
+def test_a_name_that_cannot_be_in_latest_or_a_list_is_refused_before_anything_is_written(
     files: Files, job: Path, source: Path, name: str
 ) -> None:
     with pytest.raises(UsageError, match="cannot be the name"):
@@ -308,7 +308,7 @@ def test_the_head_of_a_striped_file_is_not_taken_for_its_content(files: Files, j
         put_checkpoint(files.place, job / "step-1", "step-2")
 
 
-def test_a_latest_that_cannot_be_moved_does_not_hide_that_the_checkpoint_is_there(
+def test_the_error_of_a_latest_that_cannot_be_moved_reports_that_the_checkpoint_is_published(
     files: Files, job: Path, source: Path
 ) -> None:
     (job / "latest").mkdir()
@@ -362,7 +362,9 @@ def test_a_name_that_the_place_cannot_store_is_refused_before_anything_is_writte
     assert (job / "step-1").read_bytes() == b"x"
 
 
-def test_older_checkpoints_of_its_kind_are_removed_when_it_is_published(files: Files, job: Path, source: Path) -> None:
+def test_older_checkpoints_with_similar_names_are_removed_when_one_is_published(
+    files: Files, job: Path, source: Path
+) -> None:
     def put(name: str, keep_last: int | None = None, *, dry_run: bool = False) -> list[str]:
         settings = PutSettings(keep_last=keep_last, dry_run=dry_run)
         return [name for name, _ in put_checkpoint(files.place, source, name, settings=settings).removed]
@@ -390,7 +392,7 @@ def test_older_checkpoints_of_its_kind_are_removed_when_it_is_published(files: F
     assert there() == {*others, "step-12", "step-13"}
 
 
-def test_a_job_is_no_checkpoint_that_a_newer_one_makes_needless(files: Files, job: Path, source: Path) -> None:
+def test_a_job_is_not_removed_like_an_older_checkpoint(files: Files, job: Path, source: Path) -> None:
     put_checkpoint(files.place, source, "step-1", folder="exp-1")
     put_checkpoint(files.place, source, "exp-2")
     assert put_checkpoint(files.place, source, "exp-3", settings=PutSettings(keep_last=1)).removed[0][0] == "exp-2"
@@ -398,7 +400,7 @@ def test_a_job_is_no_checkpoint_that_a_newer_one_makes_needless(files: Files, jo
 
 
 def _left_by_a_killed_put(job: Path, source: Path, *, after: int) -> None:
-    """Let a process of its own put `source`, and be killed when so many of its files are complete."""
+    """Put `source` in a child process that is killed when `after` files are complete."""
 
     def put() -> None:
         place = StepwisePlace(FolderPlace(job))
@@ -417,18 +419,18 @@ def _left_by_a_killed_put(job: Path, source: Path, *, after: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_put_that_was_killed_goes_on_with_what_was_whole(files: Files, job: Path, tmp_path: Path) -> None:
+def test_a_killed_put_is_resumed_with_its_complete_files(files: Files, job: Path, tmp_path: Path) -> None:
     source = tmp_path / "shards"
     (source / "sub").mkdir(parents=True)
     for number in range(8):
         (source / ("sub" if number % 2 else ".") / f"shard{number}").write_bytes(os.urandom(2 * _MIB + number))
     _left_by_a_killed_put(job, source, after=5)
     first = {path.name for path in (job / ".attempts").rglob("shard*")}
-    _left_by_a_killed_put(job, source, after=0)  # and again, when some of it was taken over
+    _left_by_a_killed_put(job, source, after=0)  # and again, after some of its files were reused
     kept = {path.name for path in (job / ".attempts").rglob("shard*")}
     assert kept >= first
     assert len(first) > 1
-    # The source has changed meanwhile: what is published is what it has now.
+    # The source has changed meanwhile: the new content must be published.
     changed = next(path for path in sorted(source.rglob("shard*")) if path.name in kept)
     data = bytearray(changed.read_bytes())
     data[_MIB + 5] ^= 1
@@ -437,7 +439,7 @@ def test_a_put_that_was_killed_goes_on_with_what_was_whole(files: Files, job: Pa
     put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     kept.remove(changed.name)
     whole = sum(path.stat().st_size for path in source.rglob("shard*") if path.name in kept)
-    # The kill may have come while the parts of four files, as many as are written side by side, were being moved.
+    # It may have been killed while the parts of four files, the number of concurrent files, were being moved.
     assert whole - 4 * (2 * _MIB + 8) <= put.kept_bytes <= whole
     assert verify(files, "step-1").problems == []
     with contextlib.closing(Reading(files.place)) as reading:
@@ -454,7 +456,7 @@ def test_a_put_that_was_killed_goes_on_with_what_was_whole(files: Files, job: Pa
     assert parts == {head.id for head in heads_there if head is not None}
 
 
-def test_what_a_writer_that_lives_or_another_policy_wrote_is_left_alone(files: Files, job: Path, source: Path) -> None:
+def test_files_of_a_living_writer_or_with_another_policy_are_not_reused(files: Files, job: Path, source: Path) -> None:
     attempts = []
 
     def meet(done: int, total: int) -> None:

@@ -13,7 +13,7 @@ ENDLESS = 1 << 40
 
 
 def brought_for(reads, *, size=1 << 30, limit=ENDLESS, row_bytes=1):
-    """What is advised for each read, in MiB."""
+    """The non-empty advice for the reads, in MiB, and the `ReadAhead`."""
     ahead = ReadAhead(size, row_bytes=row_bytes)
     advice = [ahead.on_read(offset, length, limit) for offset, length in reads]
     return [(one.start / MIB, one.end / MIB) for one in advice if one.start < one.end], ahead
@@ -64,13 +64,13 @@ def test_small_requests_in_sequence_are_a_stream():
     assert brought[-1][1] > 8
 
 
-def test_random_reads_bring_next_to_nothing():
+def test_random_reads_cause_almost_no_read_ahead():
     rng = random.Random(1)
     brought, _ = brought_for([(rng.randrange(1 << 30) & ~4095, 4096) for _ in range(1000)])
     assert total(brought) <= 20
 
 
-def test_a_first_read_in_the_middle_proves_nothing_and_the_next_one_does():
+def test_after_a_first_read_in_the_middle_read_ahead_begins_with_the_next_one():
     brought, _ = brought_for(forwards(100 * MIB, 2))
     assert brought == [(102, 106)]
 
@@ -87,7 +87,7 @@ def test_eight_readers_of_one_file_are_eight_streams():
         assert max(mine) - reader * 128 > 64
 
 
-def test_jumps_begin_a_small_window_anew():
+def test_jumps_begin_with_a_small_window_again():
     reads = [(group * 16 * MIB + number * MIB, MIB) for group in range(20) for number in range(4)]
     brought, _ = brought_for(reads)
     assert total(brought) <= 20 * 8

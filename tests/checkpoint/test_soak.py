@@ -1,8 +1,8 @@
-"""Several jobs get the same striped file with parity, over and over, from a real HDFS: none hangs, no byte is wrong.
+"""Several jobs repeatedly get the same striped file with parity from a real HDFS: no get hangs or has wrong bytes.
 
-It lasts BOOTSEER_SOAK_S seconds, ten minutes in `make fuzz`, half of them beside processes that keep all processors
-busy. In the test suite, whose tests keep each other busy anyway, each job gets a smaller file once with all nodes and
-once without one.
+It lasts BOOTSEER_SOAK_S seconds, ten minutes in `make fuzz`, half of the time next to processes that keep all
+processors busy. In the test suite, which loads the machine anyway, each job gets a smaller file once with all nodes and
+once with one node killed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = needs_hdfs
 SOAK_S = float(os.environ.get("BOOTSEER_SOAK_S", "0"))
-# The node stays dead from the first phase without it on.
+# A killed node is not restarted before the end.
 PHASES = [(killed, loaded) for killed in (False, True) for loaded in (False, True) if SOAK_S or not loaded]
 PHASE_S = SOAK_S / len(PHASES)
 SIZE = (96 if SOAK_S else 32) << 20
 JOBS = 3
 _LAST = ("nice", "-n", "5")
 HUNG_S = 120.0
-"""A read gives up after less, so that a get that takes longer has lost one; a loaded machine takes a few seconds."""
+"""Longer than the deadline of a read, so a get that takes longer hangs; on a loaded machine one takes a few seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def cluster(shared_hdfs: HdfsCluster) -> Iterator[HdfsCluster]:
 
 @pytest.fixture(scope="module")
 def wanted(cluster: HdfsCluster) -> str:
-    """The digest of the file that is got; its second part lies on the node that is killed."""
+    """Write the file; returns its digest. Its second part is on the node that is killed."""
     content = content_of(SIZE)
     place = open_place(f"{cluster.uri}/soak")
     place.make_folder("", parents=True)

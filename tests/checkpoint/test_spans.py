@@ -27,7 +27,7 @@ def test_every_range_is_in_one_span_and_no_span_is_larger_than_it_may_be(
             assert 0 <= following.start - one.end <= gap_bytes
 
 
-def test_neighbours_are_read_at_once_and_what_is_far_is_not() -> None:
+def test_adjacent_ranges_are_read_at_once_and_distant_ones_are_not() -> None:
     spans = join([Range(50, 60, "c"), Range(0, 10, "a"), Range(10, 20, "b")], max_bytes=100, gap_bytes=20)
     assert [(span.start, span.end, [one.item for one in span.ranges]) for span in spans] == [
         (0, 20, ["a", "b"]),

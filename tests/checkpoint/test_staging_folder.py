@@ -1,4 +1,4 @@
-"""The hidden folder in which a copy is made, and what becomes of it when its maker is killed."""
+"""The hidden folder in which a copy is created, and its cleanup if the process is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bootseer.errors import Interrupted, TransientError
 
 
 def killed_in(parent: Path) -> Path:
-    """What a process leaves that was killed while it worked there."""
+    """The staging folder of a process that was killed while it used it."""
     pid = os.fork()
     if pid == 0:
         with staging_folder(parent / "target", "what") as folder:
@@ -28,7 +28,7 @@ def killed_in(parent: Path) -> Path:
     return left
 
 
-def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
+def test_nothing_is_left_after_success_or_failure(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "target", "what") as folder:
         (folder / "copy").write_bytes(b"x")
         assert folder.parent == tmp_path
@@ -38,13 +38,13 @@ def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
     with staging_folder(tmp_path / "another", "other"):
         assert not left.exists()
 
 
-def test_what_was_interrupted_is_gone_on_with(tmp_path: Path) -> None:
+def test_an_interrupted_copy_is_resumed(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
     for error in (TransientError("away"), Interrupted(2, "SIGINT")):
         with pytest.raises(type(error)), staging_folder(tmp_path / "target", "what") as folder:
@@ -61,7 +61,7 @@ def test_a_staging_folder_in_use_is_kept(tmp_path: Path) -> None:
         assert second.exists()
 
 
-def test_what_was_to_be_replaced_is_never_removed(tmp_path: Path) -> None:
+def test_a_target_moved_away_for_its_replacement_is_never_removed(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
     (left / OLD).write_bytes(b"the only one")
     with staging_folder(tmp_path / "target", "what"):
@@ -69,7 +69,7 @@ def test_what_was_to_be_replaced_is_never_removed(tmp_path: Path) -> None:
     assert (left / OLD).read_bytes() == b"the only one"
 
 
-def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
+def test_folders_of_other_machines_are_kept(tmp_path: Path) -> None:
     other = tmp_path / f"{PREFIX}{platform.node()}x-0123"
     other.mkdir()
     link = tmp_path / f"{PREFIX}{platform.node()}-0123"

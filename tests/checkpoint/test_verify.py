@@ -1,4 +1,4 @@
-"""Verifying: each wrong byte is found, with its file, its place, its part, and whether parity has it."""
+"""Verifying: each wrong byte is found, with its file, offset and part, and whether parity can repair it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def only(problems: object) -> Problem:
 
 @pytest.mark.parametrize("parity", [False, True])
 @pytest.mark.parametrize("size_bytes", [1, _MIB + 1, 7 * _MIB, 7 * _MIB + 5, 13 * _MIB - 1])
-def test_what_is_as_it_was_written_has_no_problems(files: Files, size_bytes: int, parity: bool) -> None:
+def test_intact_files_have_no_problems(files: Files, size_bytes: int, parity: bool) -> None:
     put_striped(files.place, "ckpt/model", content_of(size_bytes), stripes=3, parity=parity, segment_rows=2)
     files.place.write_bytes("ckpt/config", b"{}")
     heard: list[tuple[int, int]] = []
@@ -47,7 +47,7 @@ def test_what_is_as_it_was_written_has_no_problems(files: Files, size_bytes: int
 @pytest.mark.parametrize("parity", [False, True])
 def test_a_flipped_byte_is_found_where_it_is(files: Files, job: Path, parity: bool) -> None:
     head = put_striped(files.place, "ckpt/model", content_of(11 * _MIB), stripes=3, parity=parity, segment_rows=2)
-    # Chunk 3 of the second segment lies in its first part, at the second chunk.
+    # Chunk 3 of the second segment is the second chunk of its first part.
     part = head.segments[1].parts[0]
     flip(job / "ckpt/.stripes" / head.id / part.name, _MIB + 17)
     problem = only(verify(files, "ckpt").problems)
@@ -100,7 +100,7 @@ def test_a_lost_part_is_a_problem_of_each_of_its_chunks(files: Files, job: Path,
 
 
 @pytest.mark.parametrize("at", [20, 200])
-def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(
+def test_a_damaged_head_is_a_problem_of_its_file_and_other_files_are_still_verified(
     files: Files, job: Path, at: int
 ) -> None:
     put_striped(files.place, "ckpt/a", content_of(2 * _MIB), stripes=2)
@@ -111,12 +111,14 @@ def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(
     assert [problem.path for problem in problems] == ["ckpt/a", "ckpt/b"]
 
 
-def test_nothing_cannot_be_verified(files: Files) -> None:
+def test_a_missing_file_cannot_be_verified(files: Files) -> None:
     with pytest.raises(NotFoundError):
         verify(files, "nothing")
 
 
-def test_a_read_that_is_never_answered_is_a_problem_and_no_hang(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_is_never_answered_is_a_problem_and_does_not_hang(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_striped(files.place, "file", content_of(4 * _MIB), stripes=2)
     monkeypatch.setattr(module, "_READ_S", 0.05)
     monkeypatch.setattr(FolderFile, "read_into", lambda *_, **__: None)
