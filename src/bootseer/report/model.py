@@ -268,7 +268,7 @@ class Startup:
     outcome: str = "unobserved"
     """`training_began`, `truncated` (the logs end before), `failed` or `unobserved` (no times)."""
     ended_by: str = "last_event"
-    """The evidence for the end: `first_step`, `training_began`, `last_event`."""
+    """The evidence for the end: `first_step`, `training_began`, `command`, `restart`, `last_event`."""
     num_nodes: int = 0
     num_ranks: int = 0
     num_gpus: int | None = None

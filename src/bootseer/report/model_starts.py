@@ -152,7 +152,7 @@ class EnvironmentStart(Fetched):
     """`restored`: a snapshot was mounted, the setup did not run; `captured`: it ran, and its result was published as a
     snapshot, if possible; `installed`: it ran without a snapshot; `bypassed`: the same, at the user's request."""
     code: str
-    """Why this mode, as a stable word: `miss`, `hit`, `driver`, `store`, ..."""
+    """Why this mode, as a stable word, of `env.life.decide.REASONS`: `hit`, `no-snapshot`, ..."""
     reason: str
     """Why this mode, in words."""
     key: str
