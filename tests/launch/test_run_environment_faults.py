@@ -65,6 +65,15 @@ def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -
     assert starts["other"]["saved_s"] == pytest.approx(document["setup_s"] - starts["other"]["seconds"], abs=0.01)
 
 
+def test_where_events_cannot_be_written_snapshots_are_made_and_used_all_the_same(place: Place) -> None:
+    words = ("--spool", "/dev/null", "--setup", place.counting_script("echo made > made"), "--", "cat", "made")
+    for _ in range(2):
+        ran = place.run(*words)
+        assert "the command runs unmeasured" in ran.stderr
+        assert ran.stdout == "made\n"
+    assert place.num_setups == 1
+
+
 def test_of_a_setup_that_is_not_snapshot_safe_no_further_start_waits_for_a_builder(place: Place) -> None:
     secret = "export API_TOKEN=" + "a1B2" * 10
     script, gate = gated(place, secret)

@@ -190,7 +190,13 @@ def test_a_job_does_not_wait_for_nodes_when_its_peer_service_has_ended(env: dict
 
 
 @pytest.mark.parametrize(
-    ("known", "least", "code"), [(["--num-nodes", "2"], "1", 0), (["--num-nodes", "2"], "2", 1), ([], "2", 1)]
+    ("known", "least", "code"),
+    [
+        (["--num-nodes", "2"], "1", 0),
+        (["--num-nodes", "2"], "2", 1),
+        ([], "2", 1),
+        (["--spool", "/dev/null"], "2", 1),  # unmeasured
+    ],
 )
 def test_a_node_that_does_not_come_is_told_and_the_command_starts_with_enough_nodes(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, known: list[str], least: str, code: int

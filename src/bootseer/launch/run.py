@@ -29,7 +29,10 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     if not measured and options.checkpoint is None and options.image is None:
         return _run_unmeasured(command, options, env)
     if not measured:
-        options = options._replace(restarts=None)
+        from msgspec.structs import replace
+
+        environment = options.environment and replace(options.environment, mode="bypass")
+        options = options._replace(restarts=None, peers=None, environment=environment)
     supervise.block_signals()
     session = _session(command, options, env) if measured else Unmeasured(env)
     code = 1
@@ -61,7 +64,7 @@ def _session(command: Sequence[str], options: Options, env: Mapping[str, str]) -
     except BootseerError as error:
         why = str(error)
     say(f"events cannot be written ({why}); the command runs unmeasured")
-    return Unmeasured(env)
+    return Unmeasured(env, command)
 
 
 def _run_measured(
@@ -79,7 +82,7 @@ def _run_measured(
     child_env = {**session.child_env(env, hook=options.hook), **extra_env}
     if not options.setup and not options.requirements:
         return run_command(command, options, child_env, session)
-    if options.environment is not None and options.environment.mode != "bypass" and session.is_measured:
+    if options.environment is not None and options.environment.mode != "bypass":
         from bootseer.launch.environment.start import run_in_environment
 
         return run_in_environment(command, options, child_env, session, own_env=env)
@@ -111,7 +114,7 @@ def _peer_service(
     options: Options, session: Session, env: Mapping[str, str]
 ) -> AbstractContextManager[Mapping[str, str]]:
     """The peer service; yields the variable by which the command finds it."""
-    if options.peers is None or not session.is_measured:
+    if options.peers is None:
         return nullcontext({})
     from bootseer.launch.peers import PeersStart
 

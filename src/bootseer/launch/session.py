@@ -230,8 +230,12 @@ class Unmeasured(Session):
     is_measured = False
     quiet = True
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        identity = self._initial_identity = discover(env, hostname=os.uname().nodename)
+    def __init__(self, env: Mapping[str, str], command: Sequence[str] = ()) -> None:
+        """`command`: names the job for its other nodes."""
+        identity = discover(env, hostname=os.uname().nodename)
+        if not identity.job and command:
+            identity = identity._replace(job=_default_job_name(command))
+        self._initial_identity = identity
         RunEvents.__init__(self, Tracer(FanOut([]), identity, trace=""), new_span(), "")
         self.reports = []
 

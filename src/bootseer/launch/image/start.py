@@ -135,7 +135,7 @@ class _ImageStart:
 
             self._environment = environment_in_image(
                 self._options,
-                self._options.environment if session.is_measured else replace(self._options.environment, mode="bypass"),
+                self._options.environment,
                 self._command,
                 self._container_options,
                 env,
