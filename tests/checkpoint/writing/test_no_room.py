@@ -61,3 +61,15 @@ def test_a_spool_without_room_refuses_a_write_and_keeps_the_others(small_disk: P
         writer.commit()
         assert desk.read("job/file") == bytes(3 * MIB) + b"x" * MIB + bytes(2 * MIB)
         assert desk.writing.facts()["spool_bytes"] == 0
+
+
+def test_a_file_written_front_to_back_needs_less_room_than_its_size(small_disk: Path, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", small_disk)
+    data = os.urandom(30 * MIB)
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=SMALL)
+        for at in range(0, len(data), MIB // 2):
+            writer.write_at(at, data[at : at + MIB // 2])
+        writer.commit()
+        assert desk.read("job/file") == data
+        assert desk.writing.facts()["spool_bytes"] == 0

@@ -47,21 +47,26 @@ class Budget:
         return self._used
 
     def reserve(self, length: int, *, free_some: Callable[[], bool], stuck_s: float) -> None:
-        """Reserve space, waiting as long as `free_some` returns that some will be freed.
+        """Reserve space, waiting as long as `free_some` returns that some will be freed. Raises as `repeat`, and
+        `TooLargeError`."""
+        if not self.repeat(lambda: self._try_reserve(length, self._soft), free_some=free_some, stuck_s=stuck_s):
+            self.reserve_extra(length)
 
-        Raises `TooLargeError`, and `TransientError` when none was freed for `stuck_s`.
-        """
+    def repeat(self, step: Callable[[], bool], *, free_some: Callable[[], bool], stuck_s: float) -> bool:
+        """Call `step` until it succeeds, waiting as long as `free_some` returns that space will be freed. Returns
+        whether it did. Raises `TransientError` when none was freed for `stuck_s`."""
         freed, until = self._freed, time.monotonic() + stuck_s
-        while not self._try_reserve(length, self._soft):
+        while not step():
             if not free_some():
-                self.reserve_extra(length)
-                return
-            if freed != self._freed:
-                freed, until = self._freed, time.monotonic() + stuck_s
-            elif time.monotonic() >= until:
-                raise TransientError(f"no spool space was freed within {stuck_s:.0f} s: writes are stuck")
+                return False
             with self._lock:
-                self._change.wait_for(lambda: self._used + length <= self._soft, timeout=_LOOK_S)
+                if freed == self._freed:
+                    self._change.wait(_LOOK_S)
+                if freed != self._freed:
+                    freed, until = self._freed, time.monotonic() + stuck_s
+                elif time.monotonic() >= until:
+                    raise TransientError(f"no spool space was freed within {stuck_s:.0f} s: writes are stuck")
+        return True
 
     def reserve_extra(self, length: int) -> None:
         """Reserve space without waiting, out of the extra space for files that are written out of order."""

@@ -28,7 +28,7 @@ from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
 from bootseer.checkpoint.writing.sending import Sending
 from bootseer.checkpoint.writing.spool import Budget, Read, Replayed, Spool, TooLargeError
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, NoSpaceError, PermanentError
 from bootseer.io.executor import Executor, run_reported
 from bootseer.io.retry import ExcludedNodes
 from bootseer.io.timer import Timer
@@ -106,24 +106,33 @@ class FileWriter:
 
     def _write_piece(self, offset: int, piece: memoryview, free_some: Callable[[], bool]) -> None:
         self._check()
-        end = offset + len(piece)
+        end, budget = offset + len(piece), self._writing.budget
         with self.sending.hold_back(offset):
             if end > self._size_bytes:
                 self._before_growth(offset)
             self.sending.recall(offset, end)
             fresh = self.sending.missing(offset, end)
             if fresh:
-                self._writing.budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
+                budget.reserve(fresh, free_some=free_some, stuck_s=_STUCK_S)
             try:
-                self._spool.write(offset, piece)
+                # The disk may have less space than the budget: data in flight frees some.
+                if not budget.repeat(lambda: self._is_spooled(offset, piece), free_some=free_some, stuck_s=_STUCK_S):
+                    self._spool.write(offset, piece)
             except BaseException:
-                self._writing.budget.free(fresh)
+                budget.free(fresh)
                 # A partial write must not show through when the file grows later.
                 self._spool.truncate(self._size_bytes)
                 raise
         self._size_bytes = max(self._size_bytes, end)
         self._mark_dirty()
         self.sending.on_written(offset, end)
+
+    def _is_spooled(self, offset: int, piece: memoryview) -> bool:
+        """Write to the spool; returns whether its disk has room."""
+        with suppress(NoSpaceError):
+            self._spool.write(offset, piece)
+            return True
+        return False
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes from `offset` on, including unpublished ones; fewer at the end of the file."""
