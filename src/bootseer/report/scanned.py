@@ -58,13 +58,12 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         _name_nodes(result, jobs)
     if len(jobs) == 1 and len(own) < len(result.events):
         _assign(result, own, jobs.pop())
-    for reason, spans in (
-        ("other_run", _of_other_runs(result.events)),
-        ("earlier_pod", _of_earlier_pods(result.events)),
-    ):
-        if spans:
-            result.skipped[reason] += len(spans)
-            result.events = [event for event in result.events if event.span not in spans]
+    if other := _of_other_runs(result.events):
+        result.skipped["other_run"] += len(other)
+    if earlier := _of_earlier_pods(result.events):
+        result.skipped["earlier_pod"] += len(earlier)
+    dropped = other | earlier
+    result.events = [event for event in result.events if event.span not in dropped]
 
 
 def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
