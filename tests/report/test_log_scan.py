@@ -273,6 +273,14 @@ def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node
     assert report.overhead.gpu_hours == pytest.approx(8 * sum(node_seconds.values()) / 3600)
 
 
+def test_a_log_of_several_launchers_tells_how_many_nodes_are_missing(found):
+    """Without NCCL's lines, what `srun torchrun` writes looks like the log of one node."""
+    result = found(Path("tests/golden/torchelastic/restart.log").read_bytes().replace(b"size=1\n", b"size=8\n"))
+    report = analyse(result.events, Options(restart=0), read=result.input())
+    assert report.coverage.nodes_expected == 8
+    assert report.headlines[0].startswith("Only 1 of 8 nodes were seen")
+
+
 def containerd(day: int, begin: str, end: str, image: str) -> bytes:
     line = 'time="2026-11-{:02d}T{}Z" level=info msg="{}"\n'
     whole = line.format(day, begin, f'PullImage \\"{image}\\"')

@@ -25,8 +25,8 @@ from bootseer.report.read_logs import read_report
 @click.option("--job", help="Job to report, if the logs contain several.")
 @click.option("--attempt", type=Count(0), help="Attempt to report (default: the last).")
 @click.option("--restart", type=Count(0), help="Restart within the attempt (default: the last).")
-@click.option("--nodes", "num_nodes", type=Count(1), help="Number of nodes, if the logs do not say.")
-@click.option("--gpus-per-node", type=Count(0, 65535), help="GPUs per node, if the logs do not say.")
+@click.option("--nodes", "num_nodes", type=Count(1), help="Number of nodes, if the logs do not say or are wrong.")
+@click.option("--gpus-per-node", type=Count(0, 65535), help="GPUs of every node, if the logs do not say or are wrong.")
 @price_options
 @click.option("--began-pattern", metavar="REGEX", help="Log line that marks the end of the first step.")
 @click.option(

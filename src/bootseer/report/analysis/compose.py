@@ -331,9 +331,10 @@ def _overhead(ready: Prepared, nodes: Sequence[model.Node]) -> model.Overhead:
 def _coverage(ready: Prepared, nodes: Sequence[model.Node]) -> model.Coverage:
     spans = [s for node in ready.startup.nodes.values() for s in (*node.spans, *node.instants)]
     stated = [*ready.startup.run_attrs.values(), *(span.attrs for span in spans)]
+    told = _largest(stated, "num_nodes") or _largest(stated, "group_world_size")  # one launcher per node
     return model.Coverage(
         nodes_heard=len(nodes) + len(ready.left_out),
-        nodes_expected=ready.options.num_nodes or _largest(stated, "num_nodes"),
+        nodes_expected=ready.options.num_nodes or told,
         ranks_heard=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
         ranks_expected=_largest(stated, "world_size"),
         nodes_truncated=sum(node.outcome in ("truncated", FAILED) for node in nodes),
