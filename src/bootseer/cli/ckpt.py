@@ -28,11 +28,7 @@ from bootseer.units import format_bytes, format_seconds, plural
 @click.argument("job", metavar="JOB")
 @click.option("--name", metavar="NAME", help="Name of the checkpoint (default: that of SRC).")
 @click.option("--replace", is_flag=True, help="Replace a checkpoint of the same name.")
-@click.option(
-    "--latest/--no-latest",
-    default=True,
-    help="Point `latest` at it, unless it names a later checkpoint (default: yes).",
-)
+@click.option("--latest/--no-latest", default=True, help="Point `latest` at it, unless that is later (default: yes).")
 @click.option(
     "--keep-last",
     metavar="N",

@@ -34,13 +34,9 @@ _PATH = click.Path(path_type=Path)
 @click.argument("folder", metavar="DIR", type=_PATH)
 @click.option("--read-only", is_flag=True, help="Mount it read-only.")
 @click.option("--only-me", is_flag=True, help="As root, deny other users of this machine access to the mount.")
-@click.option(
-    "--cache/--no-cache", default=True, help="Cache blocks of striped files on this node's disk (default: yes)."
-)
+@click.option("--cache/--no-cache", default=True, help="Cache blocks of striped files on this node (default: yes).")
 @click.option("--memory", metavar="SIZE", help="Memory for read buffers, such as 512m (default: 256m).")
-@click.option(
-    "--spool", metavar="DIR", type=_PATH, help="Local folder for data that is not yet uploaded (default: in the cache)."
-)
+@click.option("--spool", metavar="DIR", type=_PATH, help="Folder for data not uploaded yet (default: in the cache).")
 @json_option("bootseer.checkpoint-mount/1")
 def mount_command(
     uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, output: Output, **values: Any

@@ -42,14 +42,11 @@ _raw_option = click.option("--raw", metavar="STORE", help="Store of raw lines (d
 
 def database_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Options for the database of the service, the first arguments of `settings_of`."""
-    for decorator in (
-        click.option("--database", metavar="URL", envvar="BOOTSEER_SERVICE_DATABASE", show_envvar=True,
-                     help="Database, as postgresql://... (default: SQLite in the data folder)."),
-        click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
-                     help="Data folder (default: $BOOTSEER_SERVICE_DATA, else one of this machine or user)."),
-    ):  # fmt: skip
-        function = decorator(function)
-    return function
+    database = click.option("--database", metavar="URL", envvar="BOOTSEER_SERVICE_DATABASE", show_envvar=True,
+                            help="Database, as postgresql://... (default: SQLite in the data folder).")  # fmt: skip
+    data = click.option("--data", type=click.Path(path_type=Path), metavar="DIR",
+                        help="Data folder (default: $BOOTSEER_SERVICE_DATA, else of machine or user).")  # fmt: skip
+    return data(database(function))
 
 
 _pattern_option = click.option(
