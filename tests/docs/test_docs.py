@@ -90,6 +90,7 @@ def test_each_reason_for_a_skipped_line_is_documented() -> None:
     in_code = set(re.findall(r'Malformed\(\s*"(\w+)"', source()))
     in_code |= set(re.findall(r'skipped\[\s*"(\w+)"', source()))
     in_code |= set(re.findall(r'Malformed\("\w+" if .* else "(\w+)"\)', source()))
+    in_code |= set(re.findall(r'^ +\("(\w+)", _of_\w+\(result', source(), re.MULTILINE))
     assert first_cells(section("formats/event.md", "What is skipped, and why")) == in_code
 
 
