@@ -122,6 +122,15 @@ def test_without_a_folder_for_records_a_start_is_not_warm(
     assert "not warm: user 64321 has no home folder" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--trace-to", "stderr"], "not warm: there is no"), (["--no-hook"], "not warm: the hook")]
+)
+def test_where_nothing_can_be_recorded_that_is_told(run, words: list[str], said: str) -> None:
+    done = run("run", "-q", "--warm", "auto", *words, "--", "sh", "-c", "echo $BOOTSEER_WARM")
+    assert (done.returncode, done.stdout) == (0, "\n")
+    assert said in done.stderr
+
+
 @pytest.mark.parametrize("text", ["{", json.dumps({"schema": SCHEMA, "launcher": 3}), "x" * ((1 << 20) + 1)])
 def test_a_record_that_is_none_costs_a_line_and_no_start(run, env: dict[str, str], tmp_path: Path, text: str):
     env["BOOTSEER_CACHE"] = str(tmp_path / "cache")

@@ -32,7 +32,7 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
         from msgspec.structs import replace
 
         environment = options.environment and replace(options.environment, mode="bypass")
-        options = options._replace(restarts=None, peers=None, environment=environment)
+        options = options._replace(restarts=None, warm="off", peers=None, environment=environment)
     supervise.block_signals()
     session = _session(command, options, env) if measured else Unmeasured(env)
     code = 1
@@ -96,13 +96,17 @@ def _warm_start(
     command: Sequence[str], options: Options, session: Session, env: Mapping[str, str]
 ) -> AbstractContextManager[object]:
     """A warm parent for the programs that the command starts, if earlier starts have recorded their imports."""
-    if options.warm == "off" or "spool" not in session.sinks:
+    if options.warm == "off":
         return nullcontext()
     from bootseer.launch.warm import WarmStart
 
     image = str(options.image.request.reference) if options.image is not None else ""
     environment = "\0".join((image, options.setup or "", *options.requirements))
     try:
+        if not options.hook or env.get("BOOTSEER_HOOK") == "0":
+            raise UsageError("the hook is off, which records imports")
+        if "spool" not in session.sinks:
+            raise UsageError("there is no spool, to which imports are recorded (--trace-to spool)")
         session.warm = WarmStart(session, command, env, environment, options.warm)
     except (BootseerError, OSError) as error:  # there is no folder for records
         say(f"not warm: {error}")
