@@ -102,6 +102,16 @@ def test_a_request_that_hangs_delays_the_readers_of_its_blocks_only_once(num_hot
     assert ends[0] < 2 * SETTINGS.hedge_s + 20 * 0.05
 
 
+def test_hedges_that_hang_too_are_followed_by_others_while_the_prefetch_hangs() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(hang=True) if w.now < 3 else None)
+    w.prefetch([(0, 5)])
+    w.tick()
+    answers = Answers()
+    w.read(0, [5], answers)
+    w.run(until=SETTINGS.demand_timeout_s + 2 * SETTINGS.hedge_s)
+    assert answers == [b""]  # the prefetch has three times as long
+
+
 def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
     w = world(fault=lambda fetch, earlier: None if fetch.hedge else Fault(hang=True))
     w.read(0, [5, 6], Answers())

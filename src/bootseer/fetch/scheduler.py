@@ -149,7 +149,7 @@ class Scheduler(Routed):
         """A running request brought an invalid block; the request goes on."""
         request = self.running[number]
         self._received(request, block, now)
-        self._retry_or_give_up(number, (request.fetch.file, block), error, now)
+        self._retry_or_give_up(request, block, error, now)
 
     def request_finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         """A request has ended, with `error` if it failed. Its outstanding blocks are retried."""
@@ -164,7 +164,7 @@ class Scheduler(Routed):
             pace.failed(error, request.started, now, self._jitter())
         for block in list(request.left):
             self._remove_outstanding(request, block)
-            self._retry_or_give_up(number, (request.fetch.file, block), error, now)
+            self._retry_or_give_up(request, block, error, now)
 
     # Queries
 
@@ -389,14 +389,19 @@ class Scheduler(Routed):
 
     # Failures
 
-    def _retry_or_give_up(self, number: int, key: Key, error: BootseerError | None, now: float) -> None:
-        """Request `number` did not bring a block: requeue it, try the next origin, postpone it, or give it
-        up."""
-        wanted = self._detach(number, key)
+    def _retry_or_give_up(self, request: Request, block: int, error: BootseerError | None, now: float) -> None:
+        """A request did not bring a block: requeue it, try the next origin, postpone it, or give it up."""
+        key = (request.fetch.file, block)
+        wanted = self._detach(request.fetch.number, key)
         if wanted is None:
             return
         wanted.error = error or wanted.error
         if wanted.in_flight:
+            if request.fetch.hedge and wanted.readers:  # what it was to overtake may hang for longer than readers wait
+                wanted.hedges -= 1
+                wanted.attempts += 1
+                self._hedge_credit = min(self._hedge_credit + 1, self._settings.max_hedge_credit)
+                wanted.late_at = now + self._backoff_s(wanted)
             return
         purpose = wanted.purpose
         if purpose is None or error is None:
@@ -415,10 +420,13 @@ class Scheduler(Routed):
             while wanted.readers:
                 self._remove_reader(key)
             return
-        pause = min(self._settings.backoff_s * 2 ** min(wanted.attempts - 1, 20), self._settings.max_backoff_s)
         wanted.postponed = True
-        until = now + pause * (0.5 + 0.5 * self._jitter())
-        origin.postpone(key, max(until, origin.pace.paused_until))
+        origin.postpone(key, max(now + self._backoff_s(wanted), origin.pace.paused_until))
+
+    def _backoff_s(self, wanted: Wanted) -> float:
+        """The pause before the next attempt."""
+        longest_s = self._settings.backoff_s * 2.0 ** min(wanted.attempts - 1, 20)
+        return min(longest_s, self._settings.max_backoff_s) * (0.5 + 0.5 * self._jitter())
 
     def _is_final(self, wanted: Wanted, error: BootseerError, purpose: Purpose) -> bool:
         if isinstance(error, CorruptError):
