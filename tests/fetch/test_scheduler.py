@@ -409,6 +409,17 @@ def test_a_block_whose_other_loader_died_is_fetched_here() -> None:
     assert not w.scheduler.claims
 
 
+def test_another_process_that_hangs_delays_the_readers_of_its_blocks_only_once() -> None:
+    def fault(fetch: Fetch, earlier: int) -> Fault | None:
+        return Fault(claimed_elsewhere=dict.fromkeys(range(5, 20), (30 - w.now, False)))
+
+    w = world(fault=fault)
+    ends: list[float] = []
+    w.reader(iter([(0.01, 0, [block]) for block in range(25)]), lambda: ends.append(w.now))
+    w.run(until=30.0)
+    assert ends[0] < 2 * SETTINGS.hedge_s + 25 * 0.05
+
+
 def test_one_slow_block_does_not_hold_up_others() -> None:
     def fault(fetch: Fetch, earlier: int) -> Fault | None:
         return Fault(hang=True) if 7 in fetch.blocks else None

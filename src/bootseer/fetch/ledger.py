@@ -199,6 +199,8 @@ class Ledger:
         """Blocks with waiting readers."""
         self.claims: dict[Key, float] = {}
         """Blocks that other processes are fetching, and since when that is known."""
+        self.claims_hang = False
+        """Whether a hedge has brought such a block, and the other processes have brought none since."""
         self.hot_left = 0
         """Hot blocks that are neither cached nor given up."""
         self.redundant: list[int] = []
@@ -372,6 +374,7 @@ class Ledger:
         if wanted is None:
             return
         self._forget((file, block))
+        self.claims_hang &= not wanted.claimed_elsewhere
         for number in wanted.requests:
             request = self.running[number]
             self._remove_outstanding(request, block)

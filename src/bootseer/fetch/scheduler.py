@@ -120,9 +120,11 @@ class Scheduler(Routed):
             self._hedge_credit = min(self._hedge_credit + earned, self._settings.max_hedge_credit)
         key = (request.fetch.file, block)
         wanted = self._detach(number, key)
-        for late in wanted.requests if wanted is not None else ():
-            self.running[late].overtaken = True
         self.mark_present(*key)
+        if wanted is not None:
+            self.claims_hang |= wanted.claimed_elsewhere
+            for late in wanted.requests:
+                self.running[late].overtaken = True
 
     def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
         """Another process fetches a block of this request. If it is wanted, `mark_present` or `claim_released`
@@ -136,6 +138,7 @@ class Scheduler(Routed):
         elif wanted is not None:
             wanted.claimed_elsewhere, wanted.tried = True, ()
             self.claims.setdefault(key, now)
+            self._watch(key, now)
 
     def claim_released(self, file: int, block: int) -> None:
         """The other process stopped without fetching the block."""
@@ -305,9 +308,11 @@ class Scheduler(Routed):
         return any(fetch.step is None and fetch.purpose is not Purpose.DEMAND for fetch in fetches)
 
     def _is_overtaken(self, wanted: Wanted) -> bool:
-        """Whether the requests for a block hang, as far as known: for its readers a hedge is started at once, and costs
-        no credit. Otherwise each block that such a request carries would cost one."""
-        return all(self.running[number].overtaken for number in wanted.requests) and bool(wanted.requests)
+        """Whether the requests for a block in flight hang, as far as known, also that of another process: for its
+        readers a hedge is started at once, and costs no credit. Otherwise each block of such a request would cost
+        one."""
+        is_hung = self.claims_hang or not wanted.claimed_elsewhere
+        return is_hung and all(self.running[number].overtaken for number in wanted.requests)
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
         settings, reserved = self._settings, self._settings.reserved_requests
