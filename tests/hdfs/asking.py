@@ -1,4 +1,4 @@
-"""Files that are written, and read whole through `HdfsReads`."""
+"""Writing files, and reading them through `HdfsReads`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 
 
 class Waiting:
-    """A `done` that can be waited for."""
+    """A `done` callback whose calls can be waited for."""
 
     def __init__(self) -> None:
         self.outcomes: list[ReadOutcome] = []
@@ -29,14 +29,14 @@ class Waiting:
             self._arrived.notify_all()
 
     def wait(self, number: int = 1, *, deadline_s: float = DEADLINE_S) -> list[ReadOutcome]:
-        """All outcomes, when there are this many."""
+        """All outcomes, as soon as there are this many."""
         with self._arrived:
             assert self._arrived.wait_for(lambda: len(self.outcomes) >= number, deadline_s), "a read did not end"
         return self.outcomes
 
 
 def put(uri: str, path: str, data: bytes, *, block_size: int = MIB, replication: int = 1) -> None:
-    """Write a file. Again and again: on a busy machine, the servers are late to tell each other of finished blocks."""
+    """Write a file. Retries, because on a busy machine servers report finished blocks late to each other."""
     with closing(HdfsClient(uri.removeprefix("hdfs://"))) as client:
         for _ in range(8):
             try:
@@ -49,7 +49,7 @@ def put(uri: str, path: str, data: bytes, *, block_size: int = MIB, replication:
 
 
 def read(file: HdfsFile, offset: int = 0, length: int | None = None, *, piece: int = 0, **options: Any) -> bytes:
-    """Bytes of a file, asked for at once or in pieces. Raises the first error of any of them."""
+    """Bytes of a file, requested at once or in pieces. Raises the first error of any piece."""
     length = file.size_bytes - offset if length is None else length
     into = bytearray(length)
     done = Waiting()
@@ -63,15 +63,15 @@ def read(file: HdfsFile, offset: int = 0, length: int | None = None, *, piece: i
 
 
 def error_of(file: HdfsFile, **options: Any) -> BootseerError:
-    """The error that reading a file ends with."""
+    """The error of reading a file."""
     try:
         read(file, **options)
     except BootseerError as error:
         return error
-    raise AssertionError("the read ended well")
+    raise AssertionError("the read succeeded")
 
 
 def failures(reads: HdfsReads) -> dict[str, int]:
     """How often each DataNode failed."""
     nodes: Any = reads.facts()["nodes"]
-    return {node: told["failures"] for node, told in nodes.items()}
+    return {node: counts["failures"] for node, counts in nodes.items()}

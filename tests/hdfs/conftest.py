@@ -1,4 +1,4 @@
-"""The cluster that tests share, and a client and a folder of their own."""
+"""Fixtures: the shared cluster, and a client and a folder for each test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hdfs_cluster import HdfsCluster
 
 client_module = pytest.importorskip("bootseer.hdfs.client", reason="extra hdfs")
 
-from bootseer.hdfs.client import HdfsClient  # noqa: E402 - needs what the line above has looked for
+from bootseer.hdfs.client import HdfsClient  # noqa: E402 - only if the line above has not skipped the tests
 
 _numbers = itertools.count()
 
@@ -24,7 +24,7 @@ def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
 
 @pytest.fixture
 def client(cluster: HdfsCluster) -> Iterator[HdfsClient]:
-    """A client of its own for each test."""
+    """A new client for each test."""
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as opened:
         yield opened
 

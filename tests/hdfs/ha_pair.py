@@ -1,12 +1,12 @@
-"""Two NameNodes of Hadoop 3.3.6 that stand for one service, with their edits in a folder that both see. No ZooKeeper:
-the test says which one is active, or observes.
+"""Two NameNodes of Hadoop 3.3.6 for one name service, with their edits in a shared folder. Without ZooKeeper: the test
+decides which one is active, or an observer.
 
     with HaPair(tmp_path, num_datanodes=2) as pair:
         client = HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))
         pair.kill(pair.active)
         pair.activate(1 - pair.active)
 
-Servers are stopped by their process ids, and die with the process that started them.
+The servers are killed when the process that started them ends.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ DATA = random.Random(11).randbytes(2_500_003)
 class HaPair:
     """The pair and its DataNodes. Number 0 is active at first.
 
-    `settings`: more for the servers' hdfs-site.xml, `client_settings` for the clients'. Where these name a principal,
-    the methods need a ticket of the NameNodes' own user.
+    `settings`: more for the servers' hdfs-site.xml, `client_settings` for the clients'. If these name a principal, the
+    methods need a ticket of the NameNodes' own user.
     """
 
     service = "checkpoints"
@@ -75,7 +75,7 @@ class HaPair:
         self._replication = replication
         self._settings = settings or {}
         self._client_settings = client_settings or {}
-        # Servers are told to die with the thread that has started them, so all are started by one that stays.
+        # Servers are killed when the thread that started them ends, so one thread starts all and exists until the end.
         self._starter = ThreadPoolExecutor(1)
 
     def __enter__(self) -> HaPair:
@@ -93,49 +93,49 @@ class HaPair:
         self._starter.shutdown()
 
     def activate(self, number: int) -> None:
-        """Let this NameNode be the active one. The other one must not be active any more."""
+        """Make this NameNode active. The other one must not be active any more."""
         self._ask(number, "transitionToActive", field(1, field(1, 0)))
         self.active = number
         self._wait("the active NameNode", lambda: self._has_all(number))
 
     def stand_by(self, number: int) -> None:
-        """Let this NameNode be neither active any more, nor observe."""
+        """Make this NameNode a standby."""
         self._ask(number, "transitionToStandby", field(1, field(1, 0)))
 
     def observe(self, number: int) -> None:
-        """Let this NameNode, which stands by, be an observer."""
+        """Make this NameNode, which is a standby, an observer."""
         self._ask(number, "transitionToObserver", field(1, field(1, 0)))
         self._wait("the observer", lambda: self._state(number) == _OBSERVER)
 
     def kill(self, number: int) -> None:
-        """End a NameNode with SIGKILL."""
+        """Kill a NameNode with SIGKILL."""
         self.namenodes[number].kill()
         self.namenodes[number].wait()
 
     def restart_killed(self) -> None:
-        """Start what was killed."""
+        """Restart the NameNodes that were killed."""
         for number, process in enumerate(self.namenodes):
             if process.poll() is not None:
                 self.restart(number)
 
     def restart(self, number: int) -> None:
-        """Start a NameNode that was killed; it comes up as the one that waits."""
+        """Restart a NameNode that was killed; it starts as a standby."""
         self.namenodes[number] = self._start(f"namenode{number}", self._namenode(number))
         self._wait("a NameNode", lambda: self._state(number) is not None)
 
     def hang(self, number: int) -> None:
-        """Stop a NameNode with SIGSTOP: its connections stay, and nothing answers."""
+        """Stop a NameNode with SIGSTOP: its connections stay open, but it does not answer."""
         self.namenodes[number].send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.namenodes[number].pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self, number: int) -> None:
-        """Let a NameNode that hangs go on."""
+        """Continue a hanging NameNode."""
         self.namenodes[number].send_signal(signal.SIGCONT)
 
-    # How it is made.
+    # Setup.
 
     def _start_all(self) -> None:
-        # As docs/hdfs.md writes it for clients.
+        # The settings of clients in docs/hdfs.md.
         service = {
             "dfs.nameservices": self.service,
             f"dfs.ha.namenodes.{self.service}": ",".join(_NAMES),
@@ -207,7 +207,7 @@ class HaPair:
 
         return self._starter.submit(start).result()
 
-    # Whether it runs.
+    # State.
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
         until = time.monotonic() + _START_S
@@ -237,7 +237,7 @@ class HaPair:
             connection.close()
 
     def _has_all(self, number: int) -> bool:
-        """Whether it is active, has left its safe mode and knows all DataNodes."""
+        """Whether it is active and not in safe mode, and all DataNodes have registered."""
         with urllib.request.urlopen(
             f"http://{self._http[number]}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState", timeout=5
         ) as answer:
@@ -250,9 +250,9 @@ class HaPair:
 
 
 class Busy:
-    """Uses a folder over and over, in a thread of its own, until the `with` block ends; an error ends it too.
+    """Repeatedly writes, reads, renames and removes files in a folder, in a thread, until the `with` block or an error.
 
-    `by_router`: a file that was removed may be called missing, because the router asks again where an answer was lost.
+    `by_router`: removing a file may fail because it is missing: the router repeats requests whose answer was lost.
     """
 
     def __init__(self, client: HdfsClient, folder: str, *, by_router: bool = False) -> None:
@@ -279,7 +279,7 @@ class Busy:
             raise self.error
 
     def wait(self, rounds: int) -> None:
-        """So many more rounds, each of which begins and ends."""
+        """Wait for this number of further complete rounds."""
         wanted = self.rounds + rounds
         until = time.monotonic() + 90
         while self.rounds < wanted and self.error is None:
@@ -287,8 +287,8 @@ class Busy:
             time.sleep(0.02)
 
     @contextmanager
-    def rests(self) -> Iterator[None]:
-        """Begin no round in this block: they take the processor from what is started meanwhile."""
+    def paused(self) -> Iterator[None]:
+        """Begin no round in this block, so that a server that is started meanwhile gets the processor time."""
         self._goes_on.clear()
         try:
             yield

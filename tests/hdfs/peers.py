@@ -1,4 +1,4 @@
-"""NameNodes and DataNodes that say what a test wants, on loopback: for answers that no real server gives."""
+"""Fake NameNodes and DataNodes on loopback, for answers that real servers do not give."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Peer:
         self._listener.close()
 
     def serve(self, connection: socket.socket) -> None:
-        """Talk to one client, until this returns."""
+        """Serve one connection, which is closed when this returns."""
         raise NotImplementedError
 
     def hang_up(self) -> None:
@@ -82,7 +82,7 @@ class Peer:
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
-    """Exactly this many bytes. Raises `EOFError` when there are no more."""
+    """Receive exactly this many bytes. Raises `EOFError` if the connection ends before."""
     data = b""
     while len(data) < length:
         piece = connection.recv(length - len(data))
@@ -93,7 +93,7 @@ def receive(connection: socket.socket, length: int) -> bytes:
 
 
 class FakeDataNode(Peer):
-    """Has blocks, by their ids. `spoil` changes how it speaks: see the methods that look at it."""
+    """A DataNode with blocks by id. `spoil` selects a deviation from the protocol: see where the methods use it."""
 
     def __init__(self, blocks: dict[int, bytes], spoil: str = "") -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class FakeDataNode(Peer):
         self.packet_bytes = PACKET
         self.tokens: list[bytes] = []
         self.before_packet: Callable[[int], None] = lambda at: None
-        """Called with a packet's offset in its block before that is sent; it may wait."""
+        """Called with a packet's offset in its block before the packet is sent; may block."""
 
     def serve(self, connection: socket.socket) -> None:
         while True:
@@ -203,10 +203,10 @@ SPOILED = (
     *("stops", "wrong place", "wrong sequence", "huge size", "negative size", "early end", "other header"),
     *("huge packet", "huge header", "no end"),
 )
-"""Ways to speak in which no byte may be believed, with checksums or without."""
+"""Deviations after which no data may be accepted, with or without checksums."""
 WRONG = ("wrong data", "wrong sums")
 ODD = ("uneven", "long header")
-"""Unusual, but right."""
+"""Unusual, but valid."""
 
 
 REFUSED = {
@@ -219,11 +219,11 @@ REFUSED = {
         "User me (auth:SIMPLE) is not authorized for protocol interface org.apache.hadoop.hdfs.protocol.ClientProtocol",
     ),
 }
-"""How a server refuses a connection."""
+"""Errors with which a server refuses a connection: class and message."""
 
 
 class FakeNameNode(Peer):
-    """Answers each method with the bytes that `answers` has for it, or with the error (kind, message)."""
+    """A NameNode. `answers` has a function for each method, which returns the response or an error (class, message)."""
 
     def __init__(self, spoil: str = "") -> None:
         super().__init__()

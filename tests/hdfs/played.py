@@ -1,4 +1,4 @@
-"""A schedule whose clock, DataNodes and NameNode a test plays: no thread, no socket."""
+"""A schedule with a simulated clock, DataNodes and NameNode, controlled by the test: without threads and sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def located(replicas: list[tuple[str, ...]], *, generation: int = 1) -> LocatedF
 
 
 class Played:
-    """A schedule, its time, and a file whose bytes are known."""
+    """A schedule, its clock, and a file with known content."""
 
     def __init__(self, *replicas: tuple[str, ...], options: ReadSettings = SMALL) -> None:
         self.now_s = 0.0
@@ -40,7 +40,7 @@ class Played:
     def read(
         self, offset: int, length: int, *, urgent: bool = True, deadline_s: float = 60.0, avoid: tuple[str, ...] = ()
     ) -> Ticket:
-        """Ask for a range."""
+        """Request a range."""
         memory = bytearray(length)
         ticket = Ticket(self.source, offset, memoryview(memory), self._done, True, urgent, frozenset(avoid), deadline_s)
         self.memory[ticket] = memory
@@ -52,14 +52,14 @@ class Played:
         return self.schedule.take(self.now_s)
 
     def must_take(self, node: str) -> Run:
-        """The next run, which must be of this node."""
+        """The next run, which must be for this node."""
         run = self.take()
         assert run is not None
         assert run.queue.name == node
         return run
 
     def claim(self, run: Run, length: int) -> bool:
-        """Begin to receive; whether the run goes on."""
+        """Begin to receive; returns False if the run ends."""
         views = self.schedule.claim(run, length)
         if views is None:
             return False
@@ -68,7 +68,7 @@ class Played:
         return True
 
     def receive(self, run: Run, *, right: bool = True) -> None:
-        """What was claimed arrives."""
+        """The claimed bytes arrive."""
         at = run.pieces[0].block.start + run.pieces[0].offset + run.received
         views = self.claimed.pop(run)
         for view in views:
@@ -84,7 +84,7 @@ class Played:
         self.look()
 
     def serve(self, run: Run) -> None:
-        """A node that is well."""
+        """Serve the run like a healthy node."""
         while run.received < run.length and self.claim(run, min(PIECE, run.length - run.received)):
             self.receive(run)
         self.finish(run)
@@ -99,12 +99,12 @@ class Played:
         self.look()
 
     def look(self) -> None:
-        """Take note of the tickets that have ended."""
+        """Record the tickets that have ended, and check them."""
         for ticket in self.schedule.ended:
-            assert ticket not in self.ended, "told twice"
+            assert ticket not in self.ended, "it ended twice"
             for views in self.claimed.values():
                 for view in views:
-                    assert view.obj is not self.memory[ticket], "somebody still writes to it"
+                    assert view.obj is not self.memory[ticket], "a run still writes to it"
             if ticket.error is None:
                 length = len(self.memory[ticket])
                 assert self.memory[ticket] == self.data[ticket.offset : ticket.offset + length]
@@ -112,10 +112,10 @@ class Played:
         self.schedule.ended.clear()
 
     def error(self) -> BootseerError:
-        """Of the only ticket, which has ended."""
+        """The error of the only ticket, which has ended."""
         (ticket,) = self.ended
         assert ticket.error is not None
         return ticket.error
 
     def _done(self, outcome: ReadOutcome) -> None:
-        raise AssertionError("the schedule tells nobody")
+        raise AssertionError("the schedule must not call back")

@@ -33,7 +33,7 @@ def test_an_authority_with_a_host_needs_no_files(authority: str, expected: tuple
 
 
 @pytest.mark.parametrize("authority", ["", "nn:", "nn:x", "nn:0", "nn:99999"])
-def test_what_is_no_address_is_said(authority: str) -> None:
+def test_invalid_addresses_are_refused(authority: str) -> None:
     with pytest.raises(UsageError):
         Cluster.of(authority)
 
@@ -69,7 +69,7 @@ def test_the_folder_of_settings_comes_from_the_environment(tmp_path: Path, monke
     assert len(Cluster.of("job").namenodes) == 2
 
 
-def test_a_service_without_namenodes_is_said(tmp_path: Path) -> None:
+def test_a_service_without_namenodes_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "hdfs-site.xml", dfs_nameservices="job")
     with pytest.raises(UsageError, match="none of its NameNodes"):
         Cluster.of("job", str(tmp_path))
@@ -78,19 +78,19 @@ def test_a_service_without_namenodes_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["<configuration>", *(f"<?xml version='1.0' encoding='{code}'?><configuration/>" for code in ("GBK", "x"))]
 )
-def test_settings_that_are_no_xml_are_said(tmp_path: Path, text: str) -> None:
+def test_settings_that_are_not_xml_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "core-site.xml").write_text(text)
     with pytest.raises(UsageError, match="core-site"):
         Cluster.of("nn:1", str(tmp_path))
 
 
-def test_settings_say_whether_servers_want_a_login(tmp_path: Path) -> None:
+def test_settings_define_whether_servers_require_a_login(tmp_path: Path) -> None:
     assert not Cluster.of("nn:1", str(tmp_path)).kerberos
     write(tmp_path, "core-site.xml", hadoop_security_authentication="Kerberos")
     assert Cluster.of("nn:1", str(tmp_path)).kerberos
 
 
-def test_the_user_is_that_of_the_process_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_that_of_the_process_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER"):
         monkeypatch.setenv(name, "who-called-su")
     assert Cluster.of("nn:1").user == pwd.getpwuid(os.getuid()).pw_name
@@ -100,7 +100,7 @@ def test_the_user_is_that_of_the_process_and_may_be_named(monkeypatch: pytest.Mo
     assert Cluster.of("nn:1").user == "trainer"
 
 
-def test_nodes_are_called_by_name_when_the_settings_say_so(tmp_path: Path) -> None:
+def test_nodes_are_addressed_by_hostname_if_configured(tmp_path: Path) -> None:
     assert not Cluster.of("nn:1").by_hostname
     (tmp_path / "hdfs-site.xml").write_text(
         "<configuration><property><name>dfs.client.use.datanode.hostname</name><value>true</value></property>"
@@ -109,7 +109,7 @@ def test_nodes_are_called_by_name_when_the_settings_say_so(tmp_path: Path) -> No
     assert Cluster.of("nn:1", str(tmp_path)).by_hostname
 
 
-def test_the_default_file_system_is_that_of_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_file_system_is_read_from_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^hdfs:// names no file system: there is no fs\.defaultFS"):
         default_authority("hdfs://")
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
@@ -121,8 +121,8 @@ def test_the_default_file_system_is_that_of_the_settings(monkeypatch: pytest.Mon
         default_authority("hdfs:///a")
 
 
-def test_files_that_the_settings_include_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Hadoop's documentation of viewfs recommends for mount tables."""
+def test_files_that_the_settings_include_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hadoop's documentation of viewfs recommends them for mount tables."""
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     write(tmp_path, "mountTable.xml", **{"fs.viewfs.mounttable.all.link./jobs": "hdfs://one/jobs"})
     (tmp_path / "core-site.xml").write_text(
@@ -152,7 +152,7 @@ TABLE = {
         ("hdfs://nn/jobs", "hdfs://nn/jobs"),
     ],
 )
-def test_a_mount_table_leads_to_the_longest_link(
+def test_the_longest_link_of_a_mount_table_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, expected: str
 ) -> None:
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
@@ -163,7 +163,7 @@ def test_a_mount_table_leads_to_the_longest_link(
 @pytest.mark.parametrize(
     "uri", ["viewfs:///", "viewfs:///models", "viewfs:///loop", "viewfs://none/a", "viewfs://odd/x"]
 )
-def test_what_no_link_covers_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+def test_an_address_that_no_link_covers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     write(tmp_path, "core-site.xml", **TABLE)
     with pytest.raises(UsageError, match="mount"):

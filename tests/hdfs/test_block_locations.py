@@ -47,19 +47,19 @@ def test_an_empty_file_has_no_blocks() -> None:
     assert (file.size_bytes, file.blocks) == (0, ())
 
 
-def test_the_version_tells_blocks_generations_and_lengths_apart_but_not_their_nodes() -> None:
+def test_the_version_depends_on_blocks_generations_and_lengths_but_not_on_nodes() -> None:
     assert two().version == two(ports=(8,)).version
     assert len({two().version, two(2).version, being_written(6).version}) == 3
 
 
-def test_a_file_continues_itself_wherever_its_blocks_are() -> None:
+def test_a_file_is_continued_by_itself_wherever_its_blocks_are() -> None:
     assert two(ports=(7,)).continues(two())
     assert not two(2).continues(two())
     assert not parse(MIB, [block(0, 1, MIB, (1,))]).continues(two())
     assert not parse(MIB + 5, [block(0, 9, MIB, (1,)), block(MIB, 2, 5, (1,))]).continues(two())
 
 
-def test_of_a_file_that_is_being_written_the_finished_blocks_are_there() -> None:
+def test_a_file_that_is_being_written_has_its_finished_blocks() -> None:
     last, first = block(MIB, 2, 7, (3,)), block(0, 1, MIB, (1,))
     for blocks in ([first], [first, last]):
         file = parse(MIB, blocks, more=field(4, last), under_construction=True)
@@ -88,13 +88,13 @@ def test_a_file_without_its_last_blocks_is_malformed() -> None:
         [field(2, 0)],
     ],
 )
-def test_answers_that_make_no_sense_are_malformed(blocks: list[bytes]) -> None:
+def test_inconsistent_answers_are_malformed(blocks: list[bytes]) -> None:
     with pytest.raises(MalformedError):
         parse(11, blocks)
 
 
 @given(st.data())
-def test_a_changed_answer_is_read_or_malformed(data: st.DataObject) -> None:
+def test_a_corrupted_answer_is_valid_or_malformed(data: st.DataObject) -> None:
     told = bytearray(Message(located(MIB + 5, [block(0, 1, MIB, (1, 2)), block(MIB, 2, 5, (1,))])).data(1))
     at = data.draw(st.integers(0, len(told) - 1))
     told[at] = data.draw(st.integers(0, 255))
@@ -102,7 +102,7 @@ def test_a_changed_answer_is_read_or_malformed(data: st.DataObject) -> None:
         assert parse_located("/f", bytes(told), {}).size_bytes >= 0
 
 
-def test_a_file_of_many_blocks_shares_what_is_known_of_its_nodes() -> None:
+def test_the_blocks_of_a_file_share_the_objects_of_their_nodes() -> None:
     file = parse(8192 * MIB, [block(number * MIB, number, MIB, (1, 2, 3)) for number in range(8192)])
     assert len(file.blocks) == 8192
     assert len({id(node) for block in file.blocks for node in block.nodes}) == 3

@@ -1,4 +1,4 @@
-"""One block on its way to its DataNodes: against real ones, and against one that says what it should not."""
+"""Writing one block to its DataNodes: real ones, and one with wrong answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestOnACluster:
             writer.finish()
             writer.close()
             lease.complete(structs.replace(new.block, length=len(DATA)), len(DATA), 120)
-        # Its checksums are compared with the bytes here, and by the library for itself.
+        # The checksums are verified here, and by the library.
         assert read_all(client, path) == DATA
         assert cluster.where(path)[0].size_bytes == len(DATA)
 
@@ -61,12 +61,12 @@ def a_block(port: int) -> NewBlock:
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[NewBlock]:
-    """A DataNode of one connection."""
+    """A DataNode that accepts one connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, _ = server.accept()
-            with connection, suppress(ConnectionError):  # whoever is told nonsense goes
+            with connection, suppress(ConnectionError):  # a client closes the connection after a malformed answer
                 connection.recv(3)
                 answer(connection)
 
@@ -121,7 +121,7 @@ def test_a_node_that_accepts_no_connection_is_named_alone() -> None:
         b"",
     ],
 )
-def test_a_confirmation_of_something_else_ends_the_block(confirmed: bytes) -> None:
+def test_an_unexpected_acknowledgement_ends_the_block(confirmed: bytes) -> None:
     def answer(connection: socket.socket) -> None:
         connection.sendall(delimited(field(1, 0)) + confirmed)
         connection.shutdown(socket.SHUT_WR)
@@ -136,7 +136,7 @@ def test_a_confirmation_of_something_else_ends_the_block(confirmed: bytes) -> No
         writer.close()
 
 
-def test_a_packet_that_not_all_nodes_have_confirmed_ends_the_block() -> None:
+def test_a_packet_that_not_all_nodes_have_acknowledged_ends_the_block() -> None:
     def answer(connection: socket.socket) -> None:
         connection.sendall(delimited(field(1, 0)) + delimited(field(1, 0)) + delimited(field(1, 2)))
         while connection.recv(1 << 20):
@@ -151,7 +151,7 @@ def test_a_packet_that_not_all_nodes_have_confirmed_ends_the_block() -> None:
         writer.finish()
 
 
-def test_a_node_that_accepts_no_more_has_failed_after_the_time_of_a_silent_one() -> None:
+def test_a_node_that_accepts_no_more_data_fails_after_the_timeout_of_a_silent_one() -> None:
     over = threading.Event()
 
     def answer(connection: socket.socket) -> None:
@@ -167,7 +167,7 @@ def test_a_node_that_accepts_no_more_has_failed_after_the_time_of_a_silent_one()
     assert 4.0 <= took_s < 7.0
 
 
-def test_a_failure_that_is_reported_ends_a_large_write_early() -> None:
+def test_a_reported_failure_ends_a_large_write_early() -> None:
     received = 0
 
     def answer(connection: socket.socket) -> None:

@@ -36,7 +36,7 @@ def cut(data: bytearray, cuts: list[int]) -> list[memoryview]:
 @pytest.mark.parametrize("kind", [CRC32, CRC32C])
 @pytest.mark.parametrize("chunk_bytes", [1, 512, 4096, 16384])
 @pytest.mark.parametrize("length", [1, 511, 512, 65536, 65537, 200_000])
-def test_right_bytes_are_right(kind: int, chunk_bytes: int, length: int) -> None:
+def test_correct_bytes_are_accepted(kind: int, chunk_bytes: int, length: int) -> None:
     length = min(length, 2000) if chunk_bytes == 1 else length
     data = bytearray(DATA[:length])
     assert first_wrong(kind, chunk_bytes, [memoryview(data)], memoryview(sums(kind, chunk_bytes, data))) is None
@@ -50,7 +50,7 @@ def test_right_bytes_are_right(kind: int, chunk_bytes: int, length: int) -> None
     st.integers(0, 1 << 30),
     st.integers(0, 7),
 )
-def test_a_flipped_bit_of_the_data_is_found_however_they_are_cut(
+def test_a_flipped_bit_of_the_data_is_found_however_the_data_is_split(
     kind: int, length: int, cuts: list[int], place: int, bit: int
 ) -> None:
     data = bytearray(DATA[:length])
@@ -71,7 +71,7 @@ def test_a_flipped_bit_of_a_checksum_is_found(kind: int, length: int, place: int
     assert first_wrong(kind, 512, [memoryview(data)], memoryview(told)) == place // 4 * 512
 
 
-def test_two_chunks_that_changed_places_are_found() -> None:
+def test_two_swapped_chunks_are_found() -> None:
     data = bytearray(DATA[:65536])
     told = memoryview(sums(CRC32C, 512, data))
     data[:512], data[512:1024] = data[512:1024], data[:512]
@@ -97,16 +97,16 @@ assert "numpy" in sys.modules
 """
 
 
-def test_numpy_is_imported_once_much_has_arrived_in_small_pieces() -> None:
+def test_numpy_is_imported_after_much_data_in_small_pieces() -> None:
     subprocess.run([sys.executable, "-c", _WITHOUT_NUMPY], check=True)
 
 
-def test_what_has_no_checksums_is_not_checked() -> None:
+def test_data_without_checksums_is_not_checked() -> None:
     assert first_wrong(NONE, 512, [memoryview(bytearray(5))], memoryview(b"")) is None
 
 
 @pytest.mark.parametrize("kind", [CRC32, CRC32C])
-def test_the_tables_say_what_the_checksum_of_all_chunks_together_is(kind: int) -> None:
+def test_the_tables_combine_the_checksums_of_chunks(kind: int) -> None:
     import numpy as np
 
     data = DATA[: 2 * 65536]

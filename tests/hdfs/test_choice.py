@@ -16,41 +16,41 @@ def nothing(node: str) -> int:
 
 @pytest.fixture
 def choice() -> NodeChoice:
-    """Knows a fast and a slow node."""
+    """With samples of a fast and a slow node."""
     known = NodeChoice()
     known.note_served("fast", 100 * MIB, 100 * MIB, 1.0, 0.0)
     known.note_served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
     return known
 
 
-def test_the_node_that_finishes_first_comes_first(choice: NodeChoice) -> None:
+def test_the_node_that_would_finish_first_is_first(choice: NodeChoice) -> None:
     assert choice.order(["slow", "fast"], MIB, nothing, 0.0) == ["fast", "slow"]
     busy = {"fast": 1000 * MIB, "slow": 0}
     assert choice.order(["fast", "slow"], MIB, busy.__getitem__, 0.0) == ["slow", "fast"]
 
 
-def test_a_node_that_is_left_alone_comes_last(choice: NodeChoice) -> None:
+def test_a_suspended_node_is_last(choice: NodeChoice) -> None:
     choice.note_failure("fast", 0.0, at_once=True)
     assert choice.order(["fast", "slow"], MIB, nothing, 0.0) == ["slow", "fast"]
 
 
-def test_one_silence_is_enough_to_be_left_alone_and_one_failure_is_not() -> None:
+def test_one_timeout_suspends_a_node_and_one_failure_does_not() -> None:
     choice = NodeChoice()
     assert choice.note_failure("a", 0.0, at_once=True)
     assert not choice.note_failure("b", 0.0, at_once=False)
     assert (choice.is_open("a"), choice.is_open("b")) == (True, False)
     assert choice.note_failure("b", 0.0, at_once=False)
-    assert not choice.note_failure("b", 0.0, at_once=False), "it is told once"
+    assert not choice.note_failure("b", 0.0, at_once=False), "it is reported once"
 
 
-def test_failures_with_something_good_between_them_do_not_add_up() -> None:
+def test_failures_with_successes_between_them_do_not_add_up() -> None:
     choice = NodeChoice()
     for _ in range(10):
         assert not choice.note_failure("a", 0.0, at_once=False)
         choice.note_served("a", 10, 10, 1.0, 0.0)
 
 
-def test_probes_are_due_ever_more_rarely_until_one_succeeds() -> None:
+def test_pauses_between_probes_grow_until_one_succeeds() -> None:
     choice = NodeChoice()
     choice.note_failure("a", 0.0, at_once=True)
     due = [tenth / 10 for tenth in range(2000) if choice.due_probes(tenth / 10)]
@@ -61,7 +61,7 @@ def test_probes_are_due_ever_more_rarely_until_one_succeeds() -> None:
     assert choice.due_probes(1000.0) == []
 
 
-def test_a_node_that_answers_probes_but_serves_nothing_is_tried_ever_more_rarely() -> None:
+def test_pauses_grow_for_a_node_that_answers_probes_but_serves_nothing() -> None:
     choice = NodeChoice()
     pauses = []
     now_s = 0.0
@@ -79,7 +79,7 @@ def test_a_node_that_answers_probes_but_serves_nothing_is_tried_ever_more_rarely
     assert choice.due_probes(now_s + 1.0) == ["a"]
 
 
-def test_a_slow_node_leaves_to_a_fast_one_what_that_would_finish_earlier(choice: NodeChoice) -> None:
+def test_a_slow_node_leaves_requests_to_a_fast_one_that_would_finish_earlier(choice: NodeChoice) -> None:
     assert choice.leaves_to_others("slow", MIB, ["fast"], nothing, 0.0)
     assert not choice.leaves_to_others("slow", MIB, ["fast"], lambda _: 100 * MIB, 0.0), "the fast one is busy"
     assert not choice.leaves_to_others("fast", MIB, ["slow"], nothing, 0.0)
@@ -88,34 +88,34 @@ def test_a_slow_node_leaves_to_a_fast_one_what_that_would_finish_earlier(choice:
     assert not choice.leaves_to_others("slow", MIB, ["fast"], nothing, 0.0)
 
 
-def test_a_slow_node_is_believed_to_be_fast_again_after_a_while(choice: NodeChoice) -> None:
+def test_the_estimated_rate_of_a_slow_node_rises_with_time(choice: NodeChoice) -> None:
     assert choice.rate("slow", 5.0) == 10 * MIB
     assert choice.rate("slow", 10.0) == 20 * MIB
     assert choice.rate("slow", 1e9) <= choice.rate("fast", 1e9)
 
 
 def test_a_rate_follows_new_samples_and_a_node_without_any_is_as_fast_as_the_mean(choice: NodeChoice) -> None:
-    assert choice.expected_s("unknown", 73 * MIB, 0.0) == pytest.approx(1.0)  # 0.7 times 100 and 0.3 times 10
+    assert choice.expected_s("unknown", 73 * MIB, 0.0) == pytest.approx(1.0)  # 0.7 * 100 + 0.3 * 10
     choice.note_served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
     assert choice.rate("slow", 0.0) == pytest.approx(10 * MIB)
     choice.note_served("slow", 20 * MIB, 20 * MIB, 1.0, 100.0)
     assert choice.rate("slow", 102.0) == pytest.approx(13 * MIB)
 
 
-def test_requests_are_as_large_as_a_node_is_fast(choice: NodeChoice) -> None:
+def test_requests_are_larger_for_faster_nodes(choice: NodeChoice) -> None:
     assert choice.run_bytes("fast", 8 * MIB, 0.0) == 8 * MIB
     assert choice.run_bytes("slow", 8 * MIB, 0.0) == 10 * MIB // 4
     assert choice.run_bytes("unknown", 8 * MIB, 0.0) == MIB
     assert choice.run_bytes("unknown", MIB // 2, 0.0) == MIB // 2
 
 
-def test_small_reads_say_nothing_about_the_rate() -> None:
+def test_small_reads_do_not_measure_the_rate() -> None:
     choice = NodeChoice()
     choice.note_served("a", 1000, 1000, 0.1, 0.0)
     assert choice.rate("a", 0.0) == 0.0
 
 
-def test_what_is_late_follows_what_is_usual_within_bounds() -> None:
+def test_the_limit_for_late_requests_follows_the_usual_latency_within_bounds() -> None:
     choice = NodeChoice(min_late_s=0.25, max_late_s=1.0)
     assert choice.late_s() == 1.0
     for _ in range(32):
@@ -129,7 +129,7 @@ def test_what_is_late_follows_what_is_usual_within_bounds() -> None:
     assert choice.late_s() == 1.0
 
 
-def test_what_is_underway_shows_that_a_node_has_become_slow(choice: NodeChoice) -> None:
+def test_requests_underway_limit_the_estimated_rate(choice: NodeChoice) -> None:
     choice.rate_limit = lambda node, now_s: MIB if node == "fast" else float("inf")
     assert choice.rate("fast", 0.0) == MIB
     assert choice.expected_s("fast", 2 * MIB, 0.0) == 2.0
@@ -143,7 +143,7 @@ def test_a_request_that_was_stopped_early_still_measures_the_rate() -> None:
     assert choice.rate("a", 0.0) == MIB // 4
 
 
-def test_so_much_is_received_at_once_that_it_takes_a_moment(choice: NodeChoice) -> None:
+def test_the_number_of_packets_per_reception_follows_the_rate(choice: NodeChoice) -> None:
     assert choice.packets("fast", 2, 16, 0.0) == 16
     assert choice.packets("slow", 2, 16, 0.0) == 4
     choice.note_served("crawling", MIB, MIB, 10.0, 0.0)
@@ -151,7 +151,7 @@ def test_so_much_is_received_at_once_that_it_takes_a_moment(choice: NodeChoice) 
     assert choice.packets("unknown", 2, 16, 0.0) == 4
 
 
-def test_what_waits_for_a_node_alone_goes_to_another_one_when_that_is_silent() -> None:
+def test_requests_queued_for_a_silent_node_go_to_another_one() -> None:
     played = Played(("a:1", "b:1"), options=ReadSettings(piece_bytes=PIECE, max_run_bytes=100, connections_per_node=1))
     played.schedule.choice.note_failure("b:1", 0.0, at_once=True)
     tickets = [played.read(0, 100), played.read(500, 100)]
@@ -163,11 +163,11 @@ def test_what_waits_for_a_node_alone_goes_to_another_one_when_that_is_silent() -
     assert sorted(ticket.offset for ticket in played.ended) == [0, 500]
 
 
-def test_a_request_shows_the_rate_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_measures_the_rate_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bootseer.hdfs.choice._MIN_SAMPLE_BYTES", PIECE)
     played = Played(("a:1",))
     played.now_s = 10.0
-    for seconds, rate in ((2.0, 50.0), (4.0, 42.5)):  # of which the second one measures 25
+    for seconds, rate in ((2.0, 50.0), (4.0, 42.5)):  # the second request measures 25
         played.read(0, 100)
         run = played.must_take("a:1")
         played.now_s += seconds

@@ -1,4 +1,4 @@
-"""Names, folders and addresses, against a real cluster."""
+"""The client's operations on names and folders, and its addresses, with a real cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = needs_hdfs
 DATA = random.Random(5).randbytes(3_000_001)
 
 
-def test_a_small_file_is_there_as_it_was_put(client: HdfsClient, folder: str) -> None:
+def test_a_small_file_is_put_and_read(client: HdfsClient, folder: str) -> None:
     for size in (0, 1, 511, 512, 100_001, 3_000_001):
         client.put(f"{folder}/{size}", DATA[:size], mode=0o640)
         found = client.stat(f"{folder}/{size}")
@@ -36,20 +36,20 @@ def test_a_small_file_is_there_as_it_was_put(client: HdfsClient, folder: str) ->
         assert read_all(client, f"{folder}/{size}") == DATA[:size]
 
 
-def test_a_name_that_is_taken_is_refused(client: HdfsClient, folder: str) -> None:
+def test_an_existing_name_is_refused(client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", b"first")
     with pytest.raises(AlreadyExistsError):
         client.put(f"{folder}/a", b"second")
     assert read_all(client, f"{folder}/a") == b"first"
 
 
-def test_what_is_put_may_be_larger_than_its_blocks(client: HdfsClient, folder: str) -> None:
+def test_a_file_that_is_put_may_be_larger_than_its_blocks(client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", DATA, block_size=1 << 20)
     assert client.stat(f"{folder}/a").block_size == 1 << 20
     assert read_all(client, f"{folder}/a") == DATA
 
 
-def test_the_block_size_of_a_small_file_is_kept_to_the_byte(client: HdfsClient, folder: str) -> None:
+def test_the_block_size_of_a_small_file_is_kept_exactly(client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", b"x", block_size=8_389_120)
     assert client.stat(f"{folder}/a").block_size == 8_389_120
 
@@ -108,14 +108,14 @@ def test_permissions_owners_and_times_are_set(client: HdfsClient, folder: str) -
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a:b"])
-def test_names_that_hdfs_refuses_are_refused_for_good(client: HdfsClient, folder: str, name: str) -> None:
+def test_names_that_hdfs_refuses_are_permanent_errors(client: HdfsClient, folder: str, name: str) -> None:
     with pytest.raises(PermanentError):
         client.create(f"{folder}/{name}")
     with pytest.raises(PermanentError):
         client.put(f"{folder}/{name}", b"x")
 
 
-def test_a_file_is_no_folder(client: HdfsClient, folder: str) -> None:
+def test_a_file_is_not_used_as_a_folder(client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", b"x")
     for attempt in (
         lambda: client.put(f"{folder}/a/b", b"x"),
@@ -127,7 +127,7 @@ def test_a_file_is_no_folder(client: HdfsClient, folder: str) -> None:
             attempt()
 
 
-def test_space_is_what_the_datanodes_have(client: HdfsClient) -> None:
+def test_the_space_of_the_datanodes_is_reported(client: HdfsClient) -> None:
     total, free = client.space()
     assert total > free > 0
 
@@ -169,7 +169,7 @@ def test_the_child_of_a_fork_uses_the_client_of_its_parent(client: HdfsClient, f
     assert read_all(client, f"{folder}/b") == DATA[:1000]
 
 
-def test_questions_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsCluster) -> None:
+def test_requests_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsCluster) -> None:
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), ClientSettings(call_s=0.5))) as client:
         client.stat("/")
         cluster.hang_namenode()
@@ -181,20 +181,20 @@ def test_questions_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsClust
         client.stat("/")
 
 
-def test_a_namenode_that_is_not_there_is_transient() -> None:
+def test_a_missing_namenode_is_a_transient_error() -> None:
     nobody = HdfsClient(f"127.0.0.1:{free_port()}", ClientSettings(call_s=0.5))
     with closing(nobody), pytest.raises(TransientError):
         nobody.stat("/")
 
 
-def test_ports_of_other_servers_are_said_to_be_no_namenodes(cluster: HdfsCluster) -> None:
+def test_ports_of_other_servers_are_reported_as_such(cluster: HdfsCluster) -> None:
     for address in (cluster.nodes[0], cluster.datanode_rpc[0], cluster.datanode_http[0], cluster.namenode_http):
         with closing(HdfsClient(address)) as client, pytest.raises(UnreachableError, match=f"is there: {address} "):
             client.stat("/")
 
 
 @pytest.mark.parametrize("authority", ["", "user@host", "host/dir"])
-def test_addresses_that_are_none_are_refused(authority: str) -> None:
+def test_invalid_addresses_are_refused(authority: str) -> None:
     with pytest.raises(UsageError):
         HdfsClient(authority)
 
@@ -204,7 +204,7 @@ def _conf(folder: Path, hdfs: Mapping[str, str], core: Mapping[str, str] | None 
     return str(folder)
 
 
-def test_a_service_of_two_namenodes_works_when_one_is_not_there(
+def test_a_service_of_two_namenodes_works_if_one_is_missing(
     cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = {"gone": f"127.0.0.1:{free_port()}", "here": cluster.uri.removeprefix("hdfs://")}

@@ -1,4 +1,4 @@
-"""The HDFS that tests and benchmarks start: whether it is there, and whether its faults are real."""
+"""The HDFS that tests and benchmarks start: whether it can be started, its links, and its use for development."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MIB = 1024 * 1024
 TESTS = Path(__file__).parents[1]
 SCRIPT = TESTS.parent / "scripts" / "hdfs.py"
 SUBNETS = (253, 254)
-"""Of these tests alone, so that they can tell what they leave from what others have."""
+"""Used only by these tests, so that they can distinguish what they leave from what other runs have."""
 
 
 @pytest.mark.skipif(os.environ.get("BOOTSEER_WITHOUT_HDFS") == "1", reason="BOOTSEER_WITHOUT_HDFS=1")
 @pytest.mark.skipif(shutil.which("java") is None, reason="java is not installed")
 def test_an_hdfs_can_be_started_here() -> None:
-    """All others of HDFS are skipped when it cannot; a run of the tests shall not look green then."""
+    """Otherwise all other tests of HDFS are skipped, and the run must not pass."""
     assert hadoop.missing() == ""
     importlib.import_module("hdfs_native")
 
@@ -54,7 +54,7 @@ class TestLinks:
         with hdfs_links.Links(0), hdfs_links.Links(0):
             pass
 
-    def test_servers_of_a_killed_test_run_die_and_their_links_are_removed_by_the_next(self, tmp_path: Path) -> None:
+    def test_servers_of_a_killed_run_end_and_their_links_are_removed_by_the_next(self, tmp_path: Path) -> None:
         program = (
             "import time; from pathlib import Path; import hdfs_links; from hdfs_cluster import HdfsCluster\n"
             f"hdfs_links.SUBNETS = {SUBNETS}\n"
@@ -92,7 +92,7 @@ class TestDevelopment:
 
     pytestmark = needs_hdfs
 
-    def test_it_stays_until_it_is_stopped_and_keeps_its_files(self, tmp_path: Path) -> None:
+    def test_it_runs_until_it_is_stopped_and_keeps_its_files(self, tmp_path: Path) -> None:
         folder = tmp_path / "it"
         assert script(folder, "uri") == (1, "")
         assert script(folder, "stop") == (0, "")
@@ -115,7 +115,7 @@ class TestDevelopment:
             script(folder, "stop")
         assert running(folder) == []
 
-    def test_a_rate_that_cannot_be_is_said(self, tmp_path: Path) -> None:
+    def test_an_invalid_rate_is_refused(self, tmp_path: Path) -> None:
         assert script(tmp_path / "it", "start", "--rate-mbit", "0") == (2, "")
         assert script(tmp_path / "it", "rate") == (1, "")
 
@@ -161,7 +161,7 @@ def network() -> set[str]:
 
 
 def running(folder: Path) -> list[int]:
-    """The ids of processes in whose command a folder is named."""
+    """The ids of processes with a folder in their command line."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

@@ -39,7 +39,7 @@ def node() -> Iterator[Node]:
         yield Node(f"127.0.0.1:{peer.port}", "no.such.name")
 
 
-def test_a_connection_is_used_again_by_one_at_a_time(connections: Pool, node: Node) -> None:
+def test_a_connection_is_reused_by_one_user_at_a_time(connections: Pool, node: Node) -> None:
     assert connections.take(node.host_port) is None
     first = connected(node)
     connections.give(node.host_port, first)
@@ -49,7 +49,7 @@ def test_a_connection_is_used_again_by_one_at_a_time(connections: Pool, node: No
     first.close()
 
 
-def test_what_lies_idle_for_too_long_is_closed(node: Node) -> None:
+def test_connections_that_are_idle_for_too_long_are_closed(node: Node) -> None:
     connections, old = Pool(-1.0), connected(node)
     connections.give(node.host_port, old)
     assert connections.take(node.host_port) is None
@@ -57,7 +57,7 @@ def test_what_lies_idle_for_too_long_is_closed(node: Node) -> None:
         old.send(b"x")
 
 
-def test_no_more_than_a_few_lie_idle(connections: Pool, node: Node) -> None:
+def test_the_number_of_idle_connections_is_limited(connections: Pool, node: Node) -> None:
     made = [connected(node) for _ in range(70)]
     for connection in made:
         connections.give(node.host_port, connection)
@@ -69,7 +69,7 @@ def test_no_more_than_a_few_lie_idle(connections: Pool, node: Node) -> None:
     assert made[0] not in taken
 
 
-def test_all_of_one_node_are_dropped(connections: Pool, node: Node) -> None:
+def test_all_connections_of_one_node_are_dropped(connections: Pool, node: Node) -> None:
     for _ in range(2):
         connections.give(node.host_port, connected(node))
     connections.drop(node.host_port)

@@ -1,4 +1,4 @@
-"""When a read is given up, and when it may go on for longer."""
+"""Deadlines and retries of reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bootseer.hdfs.requests import ReadSettings
 from hdfs.played import BLOCK, PIECE, Played, located
 
 
-def test_what_takes_too_long_ends_with_its_nodes_named() -> None:
+def test_a_read_that_takes_too_long_fails_with_its_nodes_named() -> None:
     played = Played(("a:1",))
     played.read(0, 100, deadline_s=5.0)
     run = played.must_take("a:1")
@@ -24,7 +24,7 @@ def test_what_takes_too_long_ends_with_its_nodes_named() -> None:
     assert said in str(played.error())
 
 
-def test_a_deadline_is_put_off_while_what_is_read_before_comes() -> None:
+def test_a_deadline_is_extended_while_earlier_reads_make_progress() -> None:
     played = Played(("a:1",), options=ReadSettings(piece_bytes=PIECE, connections_per_node=1))
     played.read(0, 300)
     last = played.read(900, 100, deadline_s=5.0)
@@ -34,11 +34,11 @@ def test_a_deadline_is_put_off_while_what_is_read_before_comes() -> None:
     played.receive(run)
     played.tick(2.0)
     assert last.error is None
-    played.tick(6.0)  # nothing has come for eight seconds
+    played.tick(6.0)  # nothing has arrived for eight seconds
     assert "others are read first" in str(last.error)
 
 
-def test_a_deadline_is_not_put_off_for_ever() -> None:
+def test_a_deadline_is_not_extended_indefinitely() -> None:
     played = Played(("a:1",))
     ticket = played.read(0, 900, deadline_s=5.0)
     run = played.must_take("a:1")
@@ -105,13 +105,13 @@ def test_other_errors_and_pauses_beyond_the_deadline_fail_at_once(error: DataNod
 
 
 def _report(played: Played, *replicas: tuple[str, ...]) -> None:
-    """The NameNode is asked, and knows these DataNodes."""
+    """Let the NameNode answer with these DataNodes."""
     while played.schedule.to_locate:
         played.schedule.located(played.schedule.to_locate.popleft(), located(list(replicas)), played.now_s)
     played.look()
 
 
-def test_a_block_that_no_datanode_has_reported_yet_is_waited_for_as_after_a_failover() -> None:
+def test_a_block_that_no_datanode_has_reported_yet_is_waited_for_like_after_a_failover() -> None:
     played = Played(())
     ticket = played.read(0, 100)
     _report(played, ())
@@ -127,7 +127,7 @@ def test_a_block_that_no_datanode_has_reported_yet_is_waited_for_as_after_a_fail
     assert ticket.error is None
 
 
-def test_lost_blocks_are_waited_for_once_and_not_each() -> None:
+def test_only_the_first_lost_block_is_waited_for() -> None:
     played = Played((), (), options=ReadSettings(piece_bytes=PIECE, retry_s=(1.0, 3.0)))
     first = played.read(0, 100)
     _report(played, (), ())

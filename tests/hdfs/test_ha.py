@@ -1,4 +1,4 @@
-"""A service of two NameNodes, of which the active one hangs, dies or hands over while checkpoints are used."""
+"""A service of two NameNodes, of which the active one hangs, is killed or becomes a standby during use."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def folder(client: HdfsClient) -> str:
     return path
 
 
-def test_reading_writing_and_listing_go_on_when_the_active_one_hands_over(
-    pair: HaPair, client: HdfsClient, folder: str
-) -> None:
+def test_reading_writing_and_listing_continue_after_a_failover(pair: HaPair, client: HdfsClient, folder: str) -> None:
     with Busy(client, folder) as busy:
         for _ in range(2):
             pair.stand_by(pair.active)
@@ -56,7 +54,7 @@ def test_reading_writing_and_listing_go_on_when_the_active_one_hands_over(
             busy.wait(2)
 
 
-def test_reading_writing_and_listing_go_on_when_the_active_one_is_killed(
+def test_reading_writing_and_listing_continue_when_the_active_one_is_killed(
     pair: HaPair, client: HdfsClient, folder: str
 ) -> None:
     with Busy(client, folder) as busy:
@@ -67,8 +65,8 @@ def test_reading_writing_and_listing_go_on_when_the_active_one_is_killed(
     pair.restart(killed)
 
 
-def test_an_observer_is_passed_over(pair: HaPair, client: HdfsClient, folder: str) -> None:
-    # Without `dfs.namenode.state.context.enabled` it answers all who read, and lags by minutes here.
+def test_an_observer_is_skipped(pair: HaPair, client: HdfsClient, folder: str) -> None:
+    # Without `dfs.namenode.state.context.enabled` it answers all reads, and is minutes behind here.
     observer = pair.active
     pair.stand_by(observer)
     pair.activate(1 - observer)
@@ -85,10 +83,10 @@ def test_an_observer_is_passed_over(pair: HaPair, client: HdfsClient, folder: st
         pair.stand_by(observer)
 
 
-def test_one_that_hangs_is_passed_over(pair: HaPair, client: HdfsClient, folder: str) -> None:
+def test_a_hung_namenode_is_skipped(pair: HaPair, client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", DATA)
     waiting = 1 - pair.active
-    # Fresh clients do not know which one is active, and ask in any order.
+    # New clients do not know which one is active, and try them in any order.
     for hung in (waiting, pair.active):
         pair.hang(hung)
         if hung == pair.active:
@@ -100,7 +98,7 @@ def test_one_that_hangs_is_passed_over(pair: HaPair, client: HdfsClient, folder:
                 fresh.put(f"{folder}/{hung}", b"x")
         finally:
             if hung != waiting:
-                pair.kill(hung)  # it would hold itself for active still
+                pair.kill(hung)  # otherwise it would continue to consider itself active
                 pair.restart(hung)
             else:
                 pair.resume(hung)
@@ -109,7 +107,7 @@ def test_one_that_hangs_is_passed_over(pair: HaPair, client: HdfsClient, folder:
 def test_a_checkpoint_is_published_and_read_while_the_active_one_is_killed(
     pair: HaPair, client: HdfsClient, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The name of the service leads through Hadoop's own configuration, as `bootseer ckpt` finds it.
+    # The name of the service is resolved by Hadoop's configuration, like in `bootseer ckpt`.
     monkeypatch.setenv("HADOOP_CONF_DIR", pair.conf_dir)
     source = tmp_path / "step-1"
     source.mkdir()

@@ -1,5 +1,5 @@
-"""Two NameNodes whose edits three JournalNodes keep (QJM), as in most clusters: the active one dies, or is replaced
-while it lives, with a JournalNode gone."""
+"""Two NameNodes with their edits in three JournalNodes (QJM), as in most clusters: the active one is killed, or
+replaced while it runs, with one JournalNode killed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = [*needs_hdfs, pytest.mark.slow]
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """The address of the edits, and the three JournalNodes that keep them."""
+    """The URI of the edits, and the processes of the three JournalNodes."""
     ports = [free_port() for _ in range(3)]
     uri = f"qjournal://{';'.join(f'127.0.0.1:{port}' for port in ports)}/{HaPair.service}"
     with ExitStack() as stack:
         started = []
         for number, port in enumerate(ports):
             conf = tmp_path / f"journal{number}"
-            # Its web server wants this folder, which is found as classes are.
+            # Its web server requires this folder in the class path.
             (conf / "webapps" / "journal").mkdir(parents=True)
             settings = {
                 "dfs.journalnode.edits.dir": str(conf / "edits"),
@@ -68,9 +68,9 @@ def test_nothing_is_lost_or_wrong_when_the_active_one_is_killed_or_replaced(
                 pair.kill(killed)
                 pair.activate(1 - killed)
                 busy.wait(2)
-                with busy.rests():
+                with busy.paused():
                     pair.restart(killed)
-            # The old one still holds itself for active; the journal takes nothing more from it, and it ends.
+            # The old one still considers itself active; the journal rejects its edits, and it ends.
             replaced = pair.active
             pair.activate(1 - replaced)
             busy.wait(2)

@@ -1,4 +1,4 @@
-"""A service of two NameNodes that wants Kerberos: fail-over under load, observers, no active NameNode, and no KDC."""
+"""A service of two NameNodes with Kerberos: failover under load, observers, no active NameNode, and no KDC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hdfs.whole_files import read_all, read_ranges
 
 pytestmark = [*needs_hdfs, pytest.mark.skipif(bool(kdc_missing()), reason=kdc_missing())]
 _USER = "nn/localhost"
-"""The NameNodes' own, who may also lead them."""
+"""The NameNodes' own principal, which may also change their states."""
 _CLIENT = {
     "hadoop.security.authentication": "kerberos",
     "dfs.data.transfer.protection": "authentication",
@@ -63,7 +63,7 @@ def _client(pair: HaPair, call_s: float = 60.0) -> HdfsClient:
     return HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir, call_s=call_s, close_s=call_s))
 
 
-def test_reads_and_writes_go_on_when_the_active_one_hands_over_and_when_it_is_killed(pair: HaPair) -> None:
+def test_reads_and_writes_continue_after_a_failover_and_when_the_active_one_is_killed(pair: HaPair) -> None:
     with closing(_client(pair)) as client, contextlib.ExitStack() as all_busy:
         client.put("/kept", DATA)
         kept = client.reads().open("/kept")
@@ -81,7 +81,9 @@ def test_reads_and_writes_go_on_when_the_active_one_hands_over_and_when_it_is_ki
         assert client.fallback == client.reads().facts()["fallback"] == ""
 
 
-def test_a_jobs_token_survives_a_failover_and_its_expiry_fails_at_once(pair: HaPair, tmp_path: Path) -> None:
+def test_a_delegation_token_survives_a_failover_and_is_refused_at_once_when_cancelled(
+    pair: HaPair, tmp_path: Path
+) -> None:
     service, kind = field(4, f"ha-hdfs:{pair.service}"), field(3, "HDFS_DELEGATION_TOKEN")
     with closing(_client(pair)) as client, pytest.MonkeyPatch.context() as as_job:
         answer = client._namenode.ask("getDelegationToken", field(1, "nn"), "/", None)
@@ -105,7 +107,7 @@ def test_a_jobs_token_survives_a_failover_and_its_expiry_fails_at_once(pair: HaP
                 job.stat("/")
 
 
-def test_without_an_active_namenode_errors_name_all_and_reads_that_run_go_on(pair: HaPair) -> None:
+def test_without_an_active_namenode_errors_name_all_and_open_files_can_be_read(pair: HaPair) -> None:
     observer = 1 - pair.active
     pair.observe(observer)
     with closing(_client(pair)) as client, closing(_client(pair, 2.0)) as hasty:
@@ -131,7 +133,7 @@ def test_without_an_active_namenode_errors_name_all_and_reads_that_run_go_on(pai
         assert read_all(client, "/long") == DATA
 
 
-def test_without_a_kdc_all_goes_on_until_the_ticket_ends(kdc: Kdc, running: HaPair) -> None:
+def test_without_a_kdc_everything_works_until_the_ticket_expires(kdc: Kdc, running: HaPair) -> None:
     def ask_anew() -> int:
         with closing(_client(running)) as fresh:
             return fresh.stat("/early").size_bytes

@@ -1,4 +1,4 @@
-"""A NameNode that takes connections and answers nothing: everything ends, and says why."""
+"""A NameNode that accepts connections and does not answer: all operations end with an error."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from hdfs.whole_files import below
 
 pytestmark = needs_hdfs
 ENDS_S = 120.0
-"""For all of them together, each of which may take a second or two; what waits on takes minutes."""
+"""Limit for all of them together; each may take a second or two, and one that hangs takes minutes."""
 
 
 def ends(work: Callable[[], object], timeout_s: float = ENDS_S) -> None:
-    """Whether something ends, with an error that says whom it has waited for."""
+    """Assert that `work` ends with an error that names the NameNode."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -46,13 +46,13 @@ def ends(work: Callable[[], object], timeout_s: float = ENDS_S) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    assert not thread.is_alive(), "it waits on"
+    assert not thread.is_alive(), "it does not end"
     assert len(errors) == 1
     assert isinstance(errors[0], TransientError), errors
     assert "no NameNode answers" in str(errors[0])
 
 
-def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCluster) -> None:
+def test_every_request_ends_with_an_error_and_works_again_later(cluster: HdfsCluster) -> None:
     settings = ClientSettings(call_s=1.0, close_s=2.0)
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"), settings)) as client:
         for name in ("a", "kept"):
@@ -86,7 +86,7 @@ def test_every_question_ends_with_an_error_and_works_again_later(cluster: HdfsCl
             cluster.resume_namenode()
         for begun in (writer, part):
             begun.abort()
-        # What it was asked for meanwhile it may do now.
+        # It may execute the earlier requests now.
         assert client.stat("/hung/folder/kept").size_bytes == 1
 
 
@@ -109,9 +109,9 @@ def test_a_put_ends_with_an_error(cluster: HdfsCluster, tmp_path: Path) -> None:
 
 def test_a_put_that_is_interrupted_twice_does_not_wait_for_servers(cluster: HdfsCluster, tmp_path: Path) -> None:
     with (tmp_path / "step-1").open("wb") as source:
-        source.truncate(16 << 30)  # a gigabyte may be there before all nodes hang
+        source.truncate(16 << 30)  # a gigabyte may be written before all nodes hang
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
-        client.make_folder("/interrupted")  # of its own: parts that other puts have left would pass for this one's
+        client.make_folder("/interrupted")  # a separate folder: parts of other puts would be taken for this one's
         command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{cluster.uri}/interrupted/job"]
         put = subprocess.Popen([sys.executable, "-X", "faulthandler", *command], stderr=subprocess.PIPE, text=True)
         try:
@@ -130,7 +130,7 @@ def test_a_put_that_is_interrupted_twice_does_not_wait_for_servers(cluster: Hdfs
             with contextlib.suppress(subprocess.TimeoutExpired):
                 put.wait(60)
         finally:
-            put.send_signal(signal.SIGABRT)  # when it waits on, it says where
+            put.send_signal(signal.SIGABRT)  # if it hangs, it prints its stack
             said = put.communicate()[1]
             cluster.resume_namenode()
             for number in range(len(cluster.nodes)):
@@ -139,5 +139,5 @@ def test_a_put_that_is_interrupted_twice_does_not_wait_for_servers(cluster: Hdfs
 
 
 def is_writing(client: HdfsClient) -> bool:
-    """Whether a part was begun."""
+    """Whether the put has begun a part."""
     return any(not entry.is_folder and ".stripes/" in entry.path for entry in below(client, "/interrupted"))

@@ -1,4 +1,4 @@
-"""Files that are being written, as the NameNode sees them, against a real cluster."""
+"""The NameNode's side of files that are being written, with a real cluster."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_name_has_one_writer(namenode: NameNode, client: HdfsClient, folder: s
         begin(namenode, f"{folder}/a/b")
 
 
-def test_an_answer_that_was_lost_on_the_way_does_not_take_the_name_from_its_writer(
+def test_a_lost_answer_does_not_take_the_name_from_its_writer(
     namenode: NameNode, client: HdfsClient, folder: str
 ) -> None:
     class AskedTwice(NameNode):
@@ -95,7 +95,7 @@ def test_excluded_nodes_get_no_block(namenode: NameNode, cluster: HdfsCluster, f
 
 
 class _Answering(NameNode):
-    """A NameNode that gives some answers, or errors, which a real one would give in another state."""
+    """A NameNode with some replaced answers or errors, like those of a real one in another state."""
 
     def __init__(self, cluster: Cluster, answers: dict[str, bytes | Exception]) -> None:
         super().__init__(cluster)
@@ -140,7 +140,7 @@ def test_full_nodes_are_distinguished_from_busy_ones(namenode: NameNode, folder:
     assert isinstance(none_in_service, NoNodesError)
 
 
-def test_a_block_that_no_node_has_confirmed_does_not_end_the_file(namenode: NameNode, folder: str) -> None:
+def test_a_block_that_no_node_has_reported_does_not_end_the_file(namenode: NameNode, folder: str) -> None:
     lease = begin(namenode, f"{folder}/a")
     new = lease.add_block([])
     with pytest.raises(TransientError, match="no DataNode confirmed"):

@@ -1,4 +1,4 @@
-"""DataNodes behind links: one that is slow, one that is cut off, and one that is so busy that no block goes to it."""
+"""DataNodes with links: one is slow, one is cut off, or one is so busy that it gets no blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hdfs.whole_files import put_over
 
 pytestmark = needs_links
 _PART = random.Random(17).randbytes(8 * MIB)
-DATA = b"".join(_PART[at:] + _PART[:at] for at in range(8))  # no two blocks are alike, and it is made at once
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(8))  # all blocks differ, and it is created quickly
 _CUT_S = 20.0
 
 
@@ -60,7 +60,7 @@ class TestASlowNode:
         try:
             file = reads.open("/two")
             share, until = 1.0, time.monotonic() + 240.0
-            while share >= 1 / 6:  # until its rate is known; a busy machine makes the others slow, too
+            while share >= 1 / 6:  # until its rate is measured; on a busy machine the others are slow, too
                 assert time.monotonic() < until, "the slow node is waited for"
                 before = _sent(reads)
                 assert read(file, 0, 32 * MIB) == DATA[: 32 * MIB]
@@ -72,19 +72,19 @@ class TestASlowNode:
 
 
 class TestANodeThatIsCutOff:
-    def test_is_not_waited_for_where_there_is_another(self, linked: HdfsCluster, reads: HdfsReads) -> None:
-        """Nobody is told that the link carries nothing: connections do not end, and new ones get no answer."""
+    def test_is_not_waited_for_if_there_is_another(self, linked: HdfsCluster, reads: HdfsReads) -> None:
+        """Connections over a cut link stay open, and new ones get no answer."""
         file = reads.open("/two")
         assert read(file) == DATA
         linked.cut(0)
         try:
-            # Alone, connections would wait for minutes.
+            # Without another replica, connections would wait for minutes.
             assert read(file, deadline_s=_CUT_S) == DATA
             assert read(reads.open("/two"), deadline_s=_CUT_S) == DATA
         finally:
             linked.join(0)
 
-    def test_reads_of_other_nodes_go_on_where_there_is_no_other_replica(
+    def test_reads_from_other_nodes_continue_if_there_is_no_other_replica(
         self, linked: HdfsCluster, reads: HdfsReads
     ) -> None:
         names: dict[str, str] = {}
@@ -111,14 +111,14 @@ class TestANodeThatIsCutOff:
 
 
 class TestWithABusyNode:
-    """A node whose connections are so many that the NameNode chooses others (`considerLoad`).
+    """A node with so many connections that the NameNode chooses others (`considerLoad`).
 
-    The node that a writer runs on is chosen however busy it is: the nodes are elsewhere, behind links.
+    The node on a writer's own host is chosen even if it is busy; with links, the nodes are on other hosts.
     """
 
     def test_a_busy_node_is_waited_for_before_two_files_share_one(self, linked: HdfsCluster) -> None:
         with closing(HdfsClient(linked.uri.removeprefix("hdfs://"))) as client:
-            for number in range(12):  # until the NameNode has named all of its nodes
+            for number in range(12):  # until the client has learned all nodes from the NameNode
                 client.put(f"/known/{number}", b"x")
             with contextlib.ExitStack() as load:
                 make_busy(linked, 0, load)
@@ -129,7 +129,7 @@ class TestWithABusyNode:
                     load.close()
                     assert third.result(120) == (linked.nodes[0],)
 
-    def test_one_that_stays_busy_is_not_waited_for_again_and_again(self, linked: HdfsCluster) -> None:
+    def test_one_that_stays_busy_is_not_waited_for_each_time(self, linked: HdfsCluster) -> None:
         with closing(HdfsClient(linked.uri.removeprefix("hdfs://"))) as client, contextlib.ExitStack() as load:
             make_busy(linked, 0, load)
             for number in range(5):
@@ -139,20 +139,20 @@ class TestWithABusyNode:
 
 
 def make_busy(cluster: HdfsCluster, number: int, load: contextlib.ExitStack) -> None:
-    """Have connections to a DataNode that do nothing, until the NameNode does not choose it any more."""
+    """Open idle connections to a DataNode, and wait until the NameNode does not choose it any more."""
     host, _, port = cluster.nodes[number].rpartition(":")
     for _ in range(40):
         load.enter_context(socket.create_connection((host, int(port))))
     times, until = 0, time.monotonic() + 180
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
-        while times < 24:  # of three nodes, chance leaves out one so often once in 17,000 times
+        while times < 24:  # by chance, one of three nodes is skipped this often once in 17,000 times
             put_over(client, "/load", b"x")
-            assert time.monotonic() < until, "the NameNode does not care"
+            assert time.monotonic() < until, "the NameNode still chooses it"
             times = 0 if cluster.nodes[number] in cluster.where("/load")[0].nodes else times + 1
 
 
 def begin(client: HdfsClient, folder: str) -> list[PlacedWriter]:
-    """Three files, each for a node of its own."""
+    """Begin three files, each for a different node."""
     parts = client.create_placed([f"{folder}/{number}" for number in range(3)], block_size=8 * MIB)
     return [part for part in parts if isinstance(part, PlacedWriter)]
 

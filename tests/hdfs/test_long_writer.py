@@ -1,4 +1,4 @@
-"""Files of many blocks, of DataNodes that are late, hang or die, against real clusters."""
+"""Writing files of many blocks, with DataNodes that report late, hang or are killed, with real clusters."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = needs_hdfs
 MIB = 1 << 20
 DATA = random.Random(9).randbytes(5 * MIB + 777)
 LATE = {
-    # DataNodes tell of their blocks with every heartbeat, or at this interval.
+    # DataNodes report their blocks with each heartbeat, or at this interval.
     "dfs.blockreport.incremental.intervalMsec": "20000",
     "dfs.heartbeat.interval": "18",
     "dfs.blocksize": str(MIB),
 }
-"""Longer than hdfs-native waits at the end of a file, 15 s."""
+"""Longer than hdfs-native's timeout at the end of a file, 15 s."""
 
 
 def begin(client: HdfsClient, path: str, *, replication: int = 1) -> MultiBlockWriter:
@@ -43,7 +43,7 @@ def begin(client: HdfsClient, path: str, *, replication: int = 1) -> MultiBlockW
 
 
 @pytest.mark.parametrize("step", [1000, 262_144, MIB, 3 * MIB + 1, 100 * MIB])
-def test_a_file_is_there_as_it_was_written_whatever_the_pieces(
+def test_a_file_is_written_in_pieces_of_any_size(
     cluster: HdfsCluster, client: HdfsClient, folder: str, step: int
 ) -> None:
     writer = begin(client, f"{folder}/a", replication=2)
@@ -63,7 +63,7 @@ def test_a_file_may_be_empty_and_end_with_a_block(client: HdfsClient, folder: st
     assert read_all(client, f"{folder}/a") == DATA[:length]
 
 
-def test_nothing_stays_of_an_aborted_file(client: HdfsClient, folder: str) -> None:
+def test_nothing_is_left_of_an_aborted_file(client: HdfsClient, folder: str) -> None:
     writer = begin(client, f"{folder}/a")
     writer.write(DATA)
     writer.abort()
@@ -93,7 +93,7 @@ def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(
     writer.write(DATA[: MIB + MIB // 2])
     node = cluster.where(path)[1].nodes[0]
     number = cluster.nodes.index(node)
-    # What it has is whole, or is written again; a first block that it alone has cannot be read without it.
+    # Its blocks are complete or written again. The first one may be only there, so it is read after the restart.
     cluster.kill(number) if how == "killed" else cluster.hang(number)
     try:
         writer.write(DATA[MIB + MIB // 2 :])
@@ -107,31 +107,31 @@ def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(
 def test_a_file_that_is_written_slowly_may_lose_its_connection_any_number_of_times(
     client: HdfsClient, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_IDLE_S", 0.0)  # DataNodes close connections that are silent for a minute
+    monkeypatch.setattr(placement, "_IDLE_S", 0.0)  # DataNodes close connections that are idle for a minute
     writer = begin(client, f"{folder}/a")
     for start in range(0, 7 * MIB // 8, MIB // 8):
         writer.write(DATA[start : start + MIB // 8])
         assert writer._block is not None
         writer._block._connection.stop()
     writer.write(DATA[7 * MIB // 8 : MIB])
-    assert writer._block is None, "a full block is ended at once: a pause after it costs nothing"
+    assert writer._block is None, "a full block is finished at once, so that a pause after it does no harm"
     writer.close()
     assert read_all(client, f"{folder}/a") == DATA[:MIB]
     assert not client._excluded.names()
 
 
 class TestLate:
-    """DataNodes that tell the NameNode late of what they have confirmed to its writer."""
+    """DataNodes that report blocks to the NameNode long after they have acknowledged them to the writer."""
 
     data = DATA[: MIB + 777]
-    """A block that another one comes behind, and the last one: each takes as long as a heartbeat."""
+    """A full block and the last one; each takes as long as a heartbeat."""
 
     @pytest.fixture
     def late(self, tmp_path: Path) -> Iterator[HdfsCluster]:
         with HdfsCluster(tmp_path, settings=LATE) as running:
             yield running
 
-    def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster) -> None:
+    def test_all_ways_of_writing_work(self, late: HdfsCluster) -> None:
         with (
             closing(HdfsClient(late.uri.removeprefix("hdfs://"))) as client,
             closing(Native(late.uri, ClientSettings())) as native,

@@ -1,4 +1,4 @@
-"""Questions to NameNodes that answer, refuse, hang, or give malformed answers."""
+"""Requests to NameNodes that answer, refuse, hang, or give malformed answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from registry import free_port
 
 MIB = 1 << 20
 LONG_S = 60.0
-"""For questions that end by themselves."""
+"""A timeout for requests that end earlier."""
 
 
 def answer(request: Message) -> bytes:
@@ -54,7 +54,7 @@ def error_of(namenode: NameNode, timeout_s: float = 5.0) -> BootseerError:
     return caught.value
 
 
-def test_one_connection_serves_many_questions(peer: FakeNameNode) -> None:
+def test_one_connection_serves_many_requests(peer: FakeNameNode) -> None:
     namenode = asked(peer.port)
     for _ in range(5):
         assert namenode.locate("/f").size_bytes == MIB
@@ -71,7 +71,7 @@ def test_one_connection_serves_many_questions(peer: FakeNameNode) -> None:
         ("java.lang.NullPointerException", TransientError),
     ],
 )
-def test_errors_of_the_server_are_ours(peer: FakeNameNode, kind: str, expected: type[BootseerError]) -> None:
+def test_errors_of_the_server_are_mapped(peer: FakeNameNode, kind: str, expected: type[BootseerError]) -> None:
     peer.answers["getBlockLocations"] = lambda _: (kind, "File does not exist: /f\n\tat org.apache.hadoop.Stack")
     error = error_of(asked(peer.port))
     assert type(error) is expected
@@ -80,7 +80,7 @@ def test_errors_of_the_server_are_ours(peer: FakeNameNode, kind: str, expected: 
 
 
 def test_a_message_of_several_lines_is_read_as_a_whole(peer: FakeNameNode) -> None:
-    """Of Hadoop 2.7.4, whose second line says why; the third begins a stack trace."""
+    """A message of Hadoop 2.7.4 with the reason in its second line; with the third, a stack trace begins."""
     said = "file /f on client 127.0.0.1.\nRequested replication 3 exceeds maximum 2\n\tat org.apache.hadoop.Stack"
     peer.answers["getBlockLocations"] = lambda _: ("java.io.IOException", said)
     error = error_of(asked(peer.port))
@@ -89,13 +89,13 @@ def test_a_message_of_several_lines_is_read_as_a_whole(peer: FakeNameNode) -> No
 
 
 @pytest.mark.parametrize("said", ["Cannot find locations for /f", "not allowed, no eligible destination was found"])
-def test_what_a_router_has_no_cluster_for_is_not_tried_again(peer: FakeNameNode, said: str) -> None:
+def test_a_path_without_a_cluster_behind_a_router_is_not_retried(peer: FakeNameNode, said: str) -> None:
     peer.answers["getBlockLocations"] = lambda _: ("java.io.IOException", said)
     assert isinstance(error_of(asked(peer.port)), PermanentError)
 
 
-def test_a_job_behind_a_router_has_a_policy_though_no_mount_covers_the_folders_above(peer: FakeNameNode) -> None:
-    """Nothing could be written there."""
+def test_a_job_behind_a_router_has_a_policy_even_if_no_mount_covers_its_parents(peer: FakeNameNode) -> None:
+    """Otherwise nothing could be written there."""
 
     def refused(request: Message) -> tuple[str, str]:
         path = request.text(1)
@@ -108,19 +108,19 @@ def test_a_job_behind_a_router_has_a_policy_though_no_mount_covers_the_folders_a
     assert peer.asked.count("getBlockLocations") == 3
 
 
-def test_a_file_that_is_not_there_may_also_be_an_empty_answer(peer: FakeNameNode) -> None:
+def test_an_empty_answer_also_means_a_missing_file(peer: FakeNameNode) -> None:
     peer.answers["getBlockLocations"] = lambda _: b""
     assert isinstance(error_of(asked(peer.port)), NotFoundError)
 
 
-def test_a_server_that_wants_kerberos_says_that_the_configuration_must() -> None:
+def test_the_error_of_a_server_with_kerberos_refers_to_the_configuration() -> None:
     with FakeNameNode("secure") as peer:
         error = error_of(asked(peer.port))
     assert isinstance(error, AccessError)
     assert "HADOOP_CONF_DIR must name its configuration" in str(error)
 
 
-def test_a_user_whom_the_servers_policy_refuses_is_told_so_at_once() -> None:
+def test_a_user_refused_by_the_servers_policy_gets_an_error_at_once() -> None:
     with FakeNameNode("policy") as peer:
         error = error_of(asked(peer.port), LONG_S)
         assert peer.num_connections == 1
@@ -137,10 +137,10 @@ def test_a_cluster_that_encrypts_its_data_needs_ciphers(peer: FakeNameNode, monk
     assert "bootseer[hdfs]" in (error.hint or "")
 
 
-def test_a_server_without_a_key_for_encrypted_data_is_a_permanent_error_before_any_datanode_is_asked(
+def test_a_server_without_a_key_for_encrypted_data_is_a_permanent_error_before_any_datanode_is_used(
     peer: FakeNameNode,
 ) -> None:
-    """As routers are, with `dfs.encrypt.data.transfer`."""
+    """Routers have none with `dfs.encrypt.data.transfer`."""
     defaults = field(1, MIB) + field(2, 512) + field(4, 1) + field(6, True)
     peer.answers |= {"getServerDefaults": lambda _: field(1, defaults), "getDataEncryptionKey": lambda _: b""}
     with closing(HdfsClient(f"127.0.0.1:{peer.port}")) as client:
@@ -150,7 +150,7 @@ def test_a_server_without_a_key_for_encrypted_data_is_a_permanent_error_before_a
     assert "create" not in peer.asked
 
 
-def test_where_files_are_written_by_another_client_the_default_replication_is_unknown(peer: FakeNameNode) -> None:
+def test_the_default_replication_is_unknown_if_another_client_writes(peer: FakeNameNode) -> None:
     defaults = field(1, MIB) + field(2, 768) + field(4, 2)  # bytes per checksum: not a power of two
     peer.answers["getServerDefaults"] = lambda _: field(1, defaults)
     with closing(HdfsClient(f"127.0.0.1:{peer.port}")) as client:
@@ -166,7 +166,7 @@ def test_the_encryption_setting_is_requested_once(peer: FakeNameNode) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["huge", "garbage", "other call", "silent"])
-def test_a_server_that_makes_no_sense_costs_no_more_than_the_time_given(spoil: str) -> None:
+def test_a_server_with_malformed_answers_takes_no_longer_than_the_timeout(spoil: str) -> None:
     with FakeNameNode(spoil) as peer:
         peer.answers["getBlockLocations"] = answer
         began_s = time.monotonic()
@@ -175,7 +175,7 @@ def test_a_server_that_makes_no_sense_costs_no_more_than_the_time_given(spoil: s
 
 
 @pytest.mark.parametrize("spoil", ["page", "huge", "garbage"])
-def test_a_port_that_speaks_another_protocol_is_no_namenode(spoil: str) -> None:
+def test_a_port_with_another_protocol_is_reported_as_no_namenode(spoil: str) -> None:
     with FakeNameNode(spoil) as peer:
         peer.answers["getBlockLocations"] = answer
         error = error_of(asked(peer.port), timeout_s=LONG_S)
@@ -195,7 +195,7 @@ def test_addresses_without_a_server_are_not_waited_for() -> None:
     assert "no-such-host.invalid:8020" in str(error)
 
 
-def test_a_login_is_refused_when_all_refuse_it(peer: FakeNameNode) -> None:
+def test_a_login_fails_only_if_all_namenodes_refuse_it(peer: FakeNameNode) -> None:
     peer.answers["getBlockLocations"] = answer
     with FakeNameNode() as other:
         kind = "org.apache.hadoop.security.token.SecretManager$InvalidToken"
@@ -217,19 +217,19 @@ def test_a_namenode_that_has_answered_is_waited_for(peer: FakeNameNode) -> None:
     assert not isinstance(error, UnreachableError)
 
 
-def test_one_that_is_in_standby_beside_one_that_is_gone_is_waited_for() -> None:
+def test_a_standby_next_to_a_missing_namenode_is_waited_for() -> None:
     with FakeNameNode() as standby:
         kind = "org.apache.hadoop.ipc.StandbyException"
         standby.answers["getServerDefaults"] = lambda _: (kind, "Operation category READ is not supported")
         assert not isinstance(error_of(asked(standby.port, free_port()), timeout_s=2.5), UnreachableError)
 
 
-def test_an_answer_that_makes_no_sense_is_said(peer: FakeNameNode) -> None:
+def test_a_malformed_answer_is_reported_as_such(peer: FakeNameNode) -> None:
     peer.answers["getBlockLocations"] = lambda _: field(1, b"\xff\xff")
     assert "is malformed" in str(error_of(asked(peer.port)))
 
 
-def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None:
+def test_the_active_one_of_several_is_found_and_remembered(peer: FakeNameNode) -> None:
     with FakeNameNode() as standby:
         kind = "org.apache.hadoop.ipc.StandbyException"
         standby.answers["getServerDefaults"] = lambda _: (kind, "Operation category READ is not supported")
@@ -240,7 +240,7 @@ def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None
         assert standby.asked.count("getServerDefaults") == 1
 
 
-def test_a_namenode_that_hangs_after_an_answer_is_not_asked_twice(peer: FakeNameNode) -> None:
+def test_a_namenode_that_hangs_after_an_answer_is_not_retried(peer: FakeNameNode) -> None:
     with FakeNameNode() as hung:
         hung.answers["getBlockLocations"] = answer
         namenode = asked(hung.port, peer.port, call_timeout_s=1.0)
@@ -252,7 +252,7 @@ def test_a_namenode_that_hangs_after_an_answer_is_not_asked_twice(peer: FakeName
     assert peer.asked.count("getBlockLocations") == 1
 
 
-def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
+def test_a_missing_or_hung_namenode_is_skipped(peer: FakeNameNode) -> None:
     with FakeNameNode("silent") as hung:
         namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=1.0)
         assert namenode.locate("/f").size_bytes == MIB
@@ -262,10 +262,10 @@ def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
 def test_an_address_that_drops_packets_leaves_time_for_the_next_one(
     peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the IPv6 address of a host in a network without IPv6."""
+    """For example the IPv6 address of a host in a network without IPv6."""
     with contextlib.ExitStack() as full:
         listener = full.enter_context(socket.create_server(("127.0.0.2", peer.port), backlog=0))
-        for _ in range(2):  # more are not answered
+        for _ in range(2):  # further connections are not answered
             waiting = full.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(listener.getsockname())
@@ -277,7 +277,7 @@ def test_an_address_that_drops_packets_leaves_time_for_the_next_one(
             assert namenode.locate("/f", timeout_s=2.0).size_bytes == MIB
 
 
-def test_none_that_is_active_is_said_in_time() -> None:
+def test_no_active_namenode_is_reported_in_time() -> None:
     with FakeNameNode() as standby:
         standby.answers["getServerDefaults"] = lambda _: ("org.apache.hadoop.ipc.StandbyException", "standby")
         error = error_of(asked(standby.port), timeout_s=3.0)
@@ -285,7 +285,7 @@ def test_none_that_is_active_is_said_in_time() -> None:
         assert standby.asked.count("getServerDefaults") > 1, "it may become active"
 
 
-def test_an_error_names_all_that_were_asked() -> None:
+def test_an_error_names_all_namenodes() -> None:
     with FakeNameNode() as standby:
         said = "a.b.NoNamenodesAvailableException: none under other. Visit https://s.apache.org/sbnn-error"
         standby.answers["getServerDefaults"] = lambda _: ("org.apache.hadoop.ipc.StandbyException", said)
@@ -295,7 +295,7 @@ def test_an_error_names_all_that_were_asked() -> None:
     assert f"127.0.0.1:{gone} cannot be reached" in str(error)
 
 
-def test_a_refused_login_fails_at_once_beside_an_unreachable_namenode(peer: FakeNameNode) -> None:
+def test_a_refused_login_fails_at_once_even_with_an_unreachable_namenode(peer: FakeNameNode) -> None:
     kind = "org.apache.hadoop.security.token.SecretManager$InvalidToken"
     peer.answers["getServerDefaults"] = lambda _: (kind, "token (token for me) can't be found in cache")
     assert isinstance(error_of(asked(peer.port, free_port()), timeout_s=2.0), AccessError)
@@ -321,7 +321,7 @@ def test_a_rename_that_a_router_has_repeated_succeeds(peer: FakeNameNode, by_rou
             names.rename("/a", "/c", overwrite=False)
 
 
-def test_a_connection_that_the_server_has_closed_is_made_anew(peer: FakeNameNode) -> None:
+def test_a_connection_that_the_server_has_closed_is_replaced(peer: FakeNameNode) -> None:
     namenode = asked(peer.port)
     namenode.locate("/f")
     peer.hang_up()

@@ -1,4 +1,4 @@
-"""Names over own connections: long folders, and answers that are lost on the way. The rest is `test_client`."""
+"""Operations on names: large folders, and lost answers. The rest is in `test_client`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = needs_hdfs
 
 
 class LosesAnswer:
-    """A way to a server on which the answer to one method is lost, once, with the connection."""
+    """A proxy to a server that loses the answer to one method, once, and closes the connection."""
 
     def __init__(self, server: str, method: bytes) -> None:
         host, _, port = server.rpartition(":")
@@ -74,9 +74,7 @@ def server(cluster: HdfsCluster) -> Iterator[str]:
     yield cluster.uri.removeprefix("hdfs://")
 
 
-def test_a_rename_whose_answer_was_lost_is_done_once_and_is_no_error(
-    client: HdfsClient, folder: str, server: str
-) -> None:
+def test_a_rename_whose_answer_was_lost_succeeds(client: HdfsClient, folder: str, server: str) -> None:
     client.put(f"{folder}/a", b"x")
     with LosesAnswer(server, b"rename2") as way, closing(HdfsClient(way.authority)) as other:
         other.rename(f"{folder}/a", f"{folder}/b")
@@ -85,7 +83,7 @@ def test_a_rename_whose_answer_was_lost_is_done_once_and_is_no_error(
     assert [entry.path for entry in client.list(folder)] == [f"{folder}/b"]
 
 
-def test_a_removal_whose_answer_was_lost_is_no_error(client: HdfsClient, folder: str, server: str) -> None:
+def test_a_removal_whose_answer_was_lost_succeeds(client: HdfsClient, folder: str, server: str) -> None:
     client.put(f"{folder}/a", b"x")
     with LosesAnswer(server, b"delete") as way, closing(HdfsClient(way.authority)) as other:
         other.delete(f"{folder}/a")
@@ -94,8 +92,8 @@ def test_a_removal_whose_answer_was_lost_is_no_error(client: HdfsClient, folder:
     assert list(client.list(folder)) == []
 
 
-def test_a_folder_that_takes_many_answers_is_listed_to_its_end(client: HdfsClient, folder: str) -> None:
-    names = {f"{folder}/{number:05}" for number in range(1100)}  # of which one answer has 1,000
+def test_a_folder_that_takes_several_answers_is_listed_completely(client: HdfsClient, folder: str) -> None:
+    names = {f"{folder}/{number:05}" for number in range(1100)}  # one answer has 1,000
     for name in names:
         client.make_folder(name, parents=True)
     assert {entry.path for entry in client.list(folder)} == names

@@ -1,4 +1,4 @@
-"""What errors of hdfs-native and of NameNodes mean. The rest of `native` is tried through those who use it."""
+"""The mapping of errors of hdfs-native and of NameNodes. The rest of `native` is tested through its users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
 
 
 class PanicException(BaseException):
-    """As the library's own: no Exception."""
+    """Like the library's own: not a subclass of Exception."""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_errors_are_mapped_and_name_the_file(error: BaseException, kind: type[Bo
     assert "hdfs://host/a" in str(raised.value) or isinstance(error, BootseerError)
 
 
-def test_a_stack_trace_of_java_is_cut_off() -> None:
+def test_a_java_stack_trace_is_removed() -> None:
     for text in ("gone\n\tat org.apache.hadoop.Code", 'RPCError("x", "gone\\n\\tat org.apache.hadoop.Code")'):
         assert "org.apache.hadoop.Code" not in str(native.mapped(RuntimeError(text), "hdfs://host/a"))
 
@@ -73,6 +73,6 @@ def test_an_answer_of_the_server_is_shown_without_the_librarys_quotes() -> None:
         assert str(native.mapped(RuntimeError(answer), "/a")) == '/a: AccessControlException: denied: inode="/a":me'
 
 
-def test_what_is_no_error_passes() -> None:
+def test_other_exceptions_are_not_mapped() -> None:
     with pytest.raises(KeyboardInterrupt), native.mapping("hdfs://host/a"):
         raise KeyboardInterrupt

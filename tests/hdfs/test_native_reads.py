@@ -1,4 +1,4 @@
-"""Reading through hdfs-native, against a real cluster."""
+"""Reading through hdfs-native, with a real cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(client: HdfsClient, folder: str) -> str:
     return f"{folder}/file"
 
 
-def test_ranges_are_exactly_these_bytes(reads: NativeReads, path: str) -> None:
+def test_ranges_are_read_exactly(reads: NativeReads, path: str) -> None:
     file = reads.open(path)
     assert file.size_bytes == len(DATA)
     chance = random.Random(1)
@@ -59,21 +59,21 @@ def test_a_range_outside_of_the_file_is_an_error(reads: NativeReads, path: str, 
         read_ranges(reads.open(path), [(start, length)])
 
 
-def test_what_is_not_there_is_not_found(reads: NativeReads, folder: str) -> None:
+def test_missing_files_and_folders_are_errors(reads: NativeReads, folder: str) -> None:
     with pytest.raises(NotFoundError):
         reads.open(f"{folder}/nothing")
     with pytest.raises(IsFolderError):
         reads.open(folder)
 
 
-def test_a_version_is_of_the_content(reads: NativeReads, client: HdfsClient, path: str) -> None:
+def test_the_version_changes_with_the_content(reads: NativeReads, client: HdfsClient, path: str) -> None:
     before = reads.open(path)
     assert reads.open(path).version == before.version
     put_over(client, path, DATA[::-1])
     assert reads.open(path).version != before.version
 
 
-def test_bytes_of_a_file_that_was_replaced_are_never_mixed(reads: NativeReads, client: HdfsClient, path: str) -> None:
+def test_bytes_of_a_replaced_file_are_never_mixed(reads: NativeReads, client: HdfsClient, path: str) -> None:
     file = reads.open(path)
     put_over(client, path, DATA[::-1])
     ((data, outcome),) = read_ranges(file, [(0, len(DATA))], deadline_s=20)
@@ -81,7 +81,7 @@ def test_bytes_of_a_file_that_was_replaced_are_never_mixed(reads: NativeReads, c
     assert outcome.error is not None or data == DATA
 
 
-def test_a_hung_node_is_left_for_another_replica(
+def test_another_replica_is_read_instead_of_a_hung_node(
     cluster: HdfsCluster, reads: NativeReads, client: HdfsClient, folder: str
 ) -> None:
     client.put(f"{folder}/two", DATA, replication=2)
@@ -89,7 +89,7 @@ def test_a_hung_node_is_left_for_another_replica(
     cluster.hang(hung)
     try:
         with ThreadPoolExecutor(12) as pool:
-            # Each chooses a replica by chance: that all choose the other one must not happen.
+            # Each chooses a random replica: enough of them that not all choose the other one.
             files = [reads.open(f"{folder}/two") for _ in range(12)]
             answers = list(pool.map(lambda file: read_ranges(file, [(0, len(DATA))], deadline_s=30), files))
     finally:
@@ -99,7 +99,7 @@ def test_a_hung_node_is_left_for_another_replica(
         assert data == DATA
 
 
-def test_a_read_without_an_answer_ends_with_its_deadline_and_leaves_the_buffer_alone(
+def test_a_read_without_an_answer_ends_with_its_deadline_and_does_not_change_the_buffer(
     cluster: HdfsCluster, reads: NativeReads, path: str
 ) -> None:
     file = reads.open(path)
@@ -117,7 +117,7 @@ def test_a_read_without_an_answer_ends_with_its_deadline_and_leaves_the_buffer_a
         for number in range(len(cluster.nodes)):
             cluster.resume(number)
     assert isinstance(outcomes[0].error, TransientError)
-    # Had a fetch that was left behind the buffer, it would write to it now.
+    # If the abandoned fetch still had the buffer, it would write to it now.
     ((data, outcome),) = read_ranges(reads.open(path), [(0, len(DATA))])
     assert outcome.error is None
     assert data == DATA
@@ -151,7 +151,7 @@ def test_cancelled_reads_end_and_prioritized_ones_succeed(reads: NativeReads, pa
         assert outcomes[number].error is not None or buffers[number] == DATA
 
 
-def test_wrong_bytes_are_never_handed_out(
+def test_wrong_bytes_are_never_returned(
     cluster: HdfsCluster, reads: NativeReads, client: HdfsClient, folder: str
 ) -> None:
     client.put(f"{folder}/bad", DATA)
@@ -160,7 +160,7 @@ def test_wrong_bytes_are_never_handed_out(
     assert isinstance(outcome.error, TransientError)
 
 
-def test_the_child_of_a_fork_reads_what_its_parent_has_opened(reads: NativeReads, path: str) -> None:
+def test_the_child_of_a_fork_reads_files_that_its_parent_has_opened(reads: NativeReads, path: str) -> None:
     file = reads.open(path)
     assert read_ranges(file, [(0, 1000)])[0][0] == DATA[:1000]
     pid = os.fork()
@@ -175,7 +175,7 @@ def test_the_child_of_a_fork_reads_what_its_parent_has_opened(reads: NativeReads
     assert read_ranges(file, [(0, 1000)])[0][0] == DATA[:1000]
 
 
-def test_nothing_is_read_after_the_end(reads: NativeReads, path: str) -> None:
+def test_nothing_is_read_after_close(reads: NativeReads, path: str) -> None:
     file = reads.open(path)
     reads.close()
     with pytest.raises(PermanentError):

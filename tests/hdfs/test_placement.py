@@ -1,4 +1,4 @@
-"""Files on different DataNodes: decisions by themselves, and everything else on a real cluster."""
+"""Files on different DataNodes: unit tests of the decisions, and everything else with a real cluster."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ MIB = 1 << 20
 
 
 @given(st.lists(st.frozensets(st.sampled_from("abcd"), max_size=3), max_size=5), st.integers(1, 3))
-def test_files_have_nodes_of_their_own_exactly_when_some_choice_gives_them(
-    files: list[frozenset[str]], share: int
-) -> None:
+def test_files_have_distinct_nodes_exactly_if_some_assignment_exists(files: list[frozenset[str]], share: int) -> None:
     possible = any(max(Counter(choice).values(), default=0) <= share for choice in product(*files))
     assert has_distinct_nodes(files, share) == possible
 
@@ -48,7 +46,7 @@ def test_a_node_is_full_when_it_has_its_share_of_the_files() -> None:
 class TestOnACluster:
     pytestmark = needs_hdfs
 
-    def test_as_many_files_as_nodes_lie_on_all_of_them_however_often_that_is_done(
+    def test_as_many_files_as_nodes_are_always_on_all_nodes(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
         for number in range(6):
@@ -69,7 +67,7 @@ class TestOnACluster:
         nodes = [write_and_close(part)[0] for part in parts]
         assert sorted(Counter(nodes).values()) == [2, 2, 2, 3, 3]
 
-    def test_files_of_two_replicas_have_a_node_each_for_themselves(
+    def test_files_of_two_replicas_have_one_distinct_node_each(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
         parts = begin(client, folder, 4, replication=2)
@@ -78,7 +76,7 @@ class TestOnACluster:
         assert has_distinct_nodes(nodes, 1)
         assert [frozenset(cluster.where(part.path, replicas=2)[0].nodes) for part in parts] == nodes
 
-    def test_nodes_that_are_not_wanted_are_taken_only_when_there_are_no_others(
+    def test_avoided_nodes_are_used_only_if_there_are_no_others(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
         avoided = frozenset(cluster.nodes[:2])
@@ -98,7 +96,7 @@ class TestOnACluster:
         assert read_all(client, part.path) == b"x" + DATA
 
     @pytest.mark.parametrize("step", [1, 511, 4096, 262_143, 262_145, 1_000_000])
-    def test_bytes_may_come_in_pieces_of_any_size(self, client: HdfsClient, folder: str, step: int) -> None:
+    def test_bytes_may_be_written_in_pieces_of_any_size(self, client: HdfsClient, folder: str, step: int) -> None:
         data = DATA[: step * 5 if step < 10_000 else None]
         (part,) = begin(client, folder, 1)
         for start in range(0, len(data), step):
@@ -119,7 +117,7 @@ class TestOnACluster:
             longer.write(b"x")
         longer.abort()
 
-    def test_what_was_aborted_is_gone_and_what_was_closed_stays(self, client: HdfsClient, folder: str) -> None:
+    def test_aborted_files_are_removed_and_closed_ones_kept(self, client: HdfsClient, folder: str) -> None:
         kept, begun, written = begin(client, folder, 3)
         write_and_close(kept)
         written.write(DATA)
@@ -132,9 +130,7 @@ class TestOnACluster:
             with pytest.raises(UsageError):
                 part.close()
 
-    def test_a_name_that_is_taken_is_refused_and_its_siblings_are_not_left_behind(
-        self, client: HdfsClient, folder: str
-    ) -> None:
+    def test_an_existing_name_is_refused_and_its_siblings_are_removed(self, client: HdfsClient, folder: str) -> None:
         client.put(f"{folder}/1", b"somebody's")
         with pytest.raises(AlreadyExistsError):
             begin(client, folder, 3)
@@ -166,7 +162,7 @@ class TestWithFaults:
             cluster.resume(0)
         assert read_all(client, f"{folder}/hung/2/0") == read_all(client, f"{folder}/hung/2/1") == DATA
 
-    def test_a_node_that_hangs_while_it_is_written_to_ends_the_file_and_is_left_out_next_time(
+    def test_a_node_that_hangs_while_it_is_written_to_ends_the_file_and_is_excluded_afterwards(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
     ) -> None:
         (part,) = begin(client, f"{folder}/stopped", 1, block_size=512 * MIB)
@@ -199,7 +195,7 @@ class TestWithFaults:
                 part.write(DATA)
                 part.close()
             part.abort()
-            # The NameNode counts it as live for minutes.
+            # For the NameNode it is live for minutes.
             for number in range(4):
                 (again,) = begin(client, f"{folder}/killed/{number}", 1)
                 assert write_and_close(again)[0] != cluster.nodes[killed]
@@ -207,7 +203,7 @@ class TestWithFaults:
             cluster.restart(killed)
 
     def test_a_block_that_no_node_accepts_is_an_error(self, tmp_path: Path) -> None:
-        # One of its own, as starting five again takes 6 s of processor time.
+        # A separate cluster, as restarting five DataNodes takes 6 s of processor time.
         with HdfsCluster(tmp_path) as dead, closing(HdfsClient(dead.uri[len("hdfs://") :])) as client:
             dead.kill(0)
             (part,) = begin(client, "/dead", 1)

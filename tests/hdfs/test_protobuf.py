@@ -19,32 +19,32 @@ from bootseer.hdfs.protobuf import (
 
 
 @given(st.integers(0, (1 << 64) - 1))
-def test_a_number_comes_back(number: int) -> None:
+def test_a_number_survives_a_round_trip(number: int) -> None:
     assert read_varint(varint(number), 0) == (number, len(varint(number)))
 
 
-def test_numbers_are_written_as_the_format_says() -> None:
+def test_numbers_are_encoded_by_the_format() -> None:
     assert varint(300) == b"\xac\x02"
     assert varint(-1) == b"\xff" * 9 + b"\x01"
     assert [zigzag(number) for number in (0, -1, 1, -33)] == [0, 1, 2, 65]
 
 
 @given(st.integers(1, 1000), st.integers(0, 1 << 62), st.text(), st.binary())
-def test_fields_come_back_by_number(number: int, value: int, text: str, data: bytes) -> None:
+def test_fields_survive_a_round_trip(number: int, value: int, text: str, data: bytes) -> None:
     message = Message(field(number, value) + field(number + 1, text) + field(number + 2, data))
     assert (message.number(number), message.text(number + 1), message.data(number + 2)) == (value, text, data)
     assert number in message
     assert number + 3 not in message
 
 
-def test_the_last_of_several_values_counts_and_all_are_there() -> None:
+def test_the_last_of_several_values_is_used_and_all_are_available() -> None:
     message = Message(field(1, 5) + field(1, 6) + field(2, b"a") + field(2, b"b"))
     assert message.number(1) == 6
     assert message.every(2) == [b"a", b"b"]
     assert message.every(3) == []
 
 
-def test_fields_of_fixed_length_are_passed_over() -> None:
+def test_fields_of_fixed_length_are_skipped() -> None:
     message = Message(b"\x09" + bytes(8) + b"\x15" + bytes(4) + field(3, 7))
     assert message.number(3) == 7
     assert (len(message.data(1)), len(message.data(2))) == (8, 4)
@@ -69,7 +69,7 @@ def test_a_field_of_another_type_is_malformed() -> None:
     "data",
     [b"\x80", b"\xff" * 11, b"\x0a\x05abc", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x0b", b"\x09abc"],
 )
-def test_messages_that_end_too_early_or_never_are_malformed(data: bytes) -> None:
+def test_truncated_or_unterminated_messages_are_malformed(data: bytes) -> None:
     with pytest.raises(MalformedError):
         Message(data)
     with pytest.raises(MalformedError):
@@ -85,6 +85,6 @@ def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
         assert len(read_delimited(data, 0)[0]) <= len(data)
 
 
-def test_a_message_behind_its_length_comes_back_with_its_end() -> None:
+def test_a_delimited_message_is_read_with_its_end() -> None:
     data = delimited(b"abc") + b"rest"
     assert read_delimited(data, 0) == (b"abc", 4)

@@ -1,4 +1,4 @@
-"""In which thread a caller is told that its read has ended: reads from a DataNode whose packets a test lets pass."""
+"""The threads in which callbacks of reads run: reads from a DataNode whose packets are released by the test."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hdfs.peers import PACKET, FakeDataNode, FakeNameNode, block, located
 
 DATA = random.Random(5).randbytes(4 * MIB)
 PIECE = 10 * PACKET
-"""Three receptions of a node that is not known yet, and one request has two pieces."""
+"""Three receptions from an unknown node; one request has two pieces."""
 SETTINGS = ReadSettings(silent_s=50.0, reconnect_s=50.0, min_late_s=50.0, connections_per_node=1, piece_bytes=PIECE)
 PATIENCE_S = 120.0
 
 
 class Gated:
-    """One DataNode, which sends those packets that a test lets pass."""
+    """One DataNode, which sends only packets that the test releases."""
 
     def __init__(self, settings: ReadSettings = SETTINGS) -> None:
         self._ends = contextlib.ExitStack()
@@ -51,25 +51,25 @@ class Gated:
         self._ends.close()
 
     def let(self, start: int, end: int) -> None:
-        """Let the packets pass that begin in this range, and no others."""
+        """Release the packets that begin in this range, and no others."""
         with self._change:
             self._passing = range(start, end)
             self._change.notify_all()
 
     def wait_for_packet(self, at: int) -> None:
-        """Until the packet at this offset is to be sent."""
+        """Wait until the packet at this offset is about to be sent."""
         with self._change:
             assert self._change.wait_for(lambda: self._next == at, PATIENCE_S)
 
     def wait_until_received(self, num_bytes: int) -> None:
-        """Until this much of all packets has come."""
+        """Wait until this number of bytes has been received."""
         until = time.monotonic() + PATIENCE_S
         while sum(node["bytes"] for node in self.reads.facts()["nodes"].values()) < num_bytes:  # type: ignore[attr-defined]
             assert time.monotonic() < until
             time.sleep(0.001)
 
     def connect(self) -> None:
-        """Read a little, until there is an idle connection."""
+        """Read one packet, and wait until there is an idle connection."""
         told = Waiting()
         self.reads.open("/gated").read_into(0, memoryview(bytearray(PACKET)), told)
         assert told.wait()[0].error is None
@@ -91,13 +91,13 @@ def gated() -> Iterator[Gated]:
         yield made
 
 
-def test_a_question_never_tells_a_caller_that_its_read_has_ended(gated: Gated) -> None:
-    """Questions are asked under locks, which the callers that are told of their reads may need. A read that was called
-    off while its memory is being written ends in the middle of a request, which no thread tells of at that moment."""
+def test_queries_never_run_callbacks_of_reads(gated: Gated) -> None:
+    """Queries are called with locks held that the callbacks may need. A read that was cancelled while its memory is
+    being written ends in the middle of a request, and no thread runs its callback at that moment."""
     file = gated.reads.open("/gated")
     told_in: list[str] = []
     first, behind = Waiting(), Waiting()
-    # While the only connection is taken, the others are queued: one request brings the first two.
+    # While the only connection is in use, the others are queued: one request reads the first two.
     file.read_into(3 * MIB, memoryview(bytearray(PACKET)), first)
     gated.wait_for_packet(3 * MIB)
     ticket = file.read_into(0, memoryview(bytearray(PIECE)), lambda _: told_in.append(threading.current_thread().name))
@@ -123,8 +123,8 @@ def test_a_question_never_tells_a_caller_that_its_read_has_ended(gated: Gated) -
     assert [outcome.error for outcome in behind.wait(2)] == [None, None]
 
 
-def test_a_reader_that_ends_does_not_wait_for_a_connection_that_is_not_made() -> None:
-    """The link of a DataNode is cut, so that nothing answers: here, because its queue of connections is full."""
+def test_closing_does_not_wait_for_a_connection_that_is_not_established() -> None:
+    """Like with a DataNode whose link is cut; here its backlog of connections is full."""
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -154,7 +154,7 @@ def test_a_reader_that_ends_does_not_wait_for_a_connection_that_is_not_made() ->
                 assert not thread.is_alive()
 
 
-def test_a_read_for_which_no_thread_can_be_started_is_refused_and_the_next_one_goes_well(
+def test_a_read_for_which_no_thread_can_be_started_is_refused_and_the_next_one_succeeds(
     gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
@@ -213,7 +213,7 @@ def test_a_signal_during_a_callback_in_this_thread_is_not_swallowed(gated: Gated
     assert told.wait()[0].error is None
 
 
-def test_a_signal_before_a_read_was_begun_leaves_the_datanode_to_others(
+def test_after_a_signal_before_a_read_begins_others_can_use_the_datanode(
     gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted() -> None:

@@ -1,4 +1,4 @@
-"""Reads of files on a real cluster whose nodes are all well."""
+"""Reads of files on a real cluster with healthy nodes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_file_is_read_whole_and_in_pieces(reads: HdfsReads, path: str, piece: 
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_ranges_of_any_place_and_length_are_read(reads: HdfsReads, path: str, check: bool) -> None:
+def test_ranges_of_any_offset_and_length_are_read(reads: HdfsReads, path: str, check: bool) -> None:
     file = reads.open(path)
     rng = random.Random(2)
     for _ in range(150):
@@ -81,7 +81,7 @@ def test_an_empty_file_and_an_empty_range_are_read(cluster: HdfsCluster, reads: 
     assert done.wait()[0].error is None
 
 
-def test_reads_go_on_from_the_thread_that_tells_of_them(reads: HdfsReads, path: str) -> None:
+def test_callbacks_can_begin_further_reads(reads: HdfsReads, path: str) -> None:
     file = reads.open(path)
     into = bytearray(len(DATA))
     last = Waiting()
@@ -104,7 +104,7 @@ def test_reads_go_on_from_the_thread_that_tells_of_them(reads: HdfsReads, path: 
     assert into == DATA
 
 
-def test_a_small_range_is_read_by_the_thread_that_asks(reads: HdfsReads, path: str) -> None:
+def test_a_small_range_is_read_by_the_calling_thread(reads: HdfsReads, path: str) -> None:
     file, done = reads.open(path), Waiting()
     told: list[int] = []
 
@@ -117,7 +117,7 @@ def test_a_small_range_is_read_by_the_thread_that_asks(reads: HdfsReads, path: s
         file.read_into(number * 1000, into, note, inline=True)
         assert done.wait(number + 1)[-1].error is None
         assert bytes(into) == DATA[number * 1000 : number * 1000 + 1000]
-    assert threading.get_ident() in told  # others help when a node is late
+    assert threading.get_ident() in told  # other threads hedge if a node is late
 
 
 def test_many_threads_read_one_file(reads: HdfsReads, path: str) -> None:
@@ -139,7 +139,7 @@ def test_many_threads_read_one_file(reads: HdfsReads, path: str) -> None:
     assert wrong == []
 
 
-def test_the_nodes_that_store_a_byte_and_the_one_that_served_it_are_known(
+def test_the_nodes_that_store_a_byte_and_the_one_that_served_it_are_reported(
     cluster: HdfsCluster, reads: HdfsReads, path: str
 ) -> None:
     file = reads.open(path)
@@ -154,7 +154,7 @@ def test_the_nodes_that_store_a_byte_and_the_one_that_served_it_are_known(
     assert told[where[2].nodes[0]]["bytes"] == 100
 
 
-def test_how_long_a_range_will_take_is_estimated(reads: HdfsReads, path: str) -> None:
+def test_the_duration_of_a_read_is_estimated(reads: HdfsReads, path: str) -> None:
     file = reads.open(path)
     read(file)
     assert 0.0 < file.delay_s(0, MIB) < file.delay_s(0, 100 * MIB)
@@ -167,7 +167,7 @@ def test_names_without_a_file_are_errors(reads: HdfsReads) -> None:
             reads.open(path)
 
 
-def test_of_a_file_that_is_being_written_the_finished_blocks_are_read(cluster: HdfsCluster, reads: HdfsReads) -> None:
+def test_finished_blocks_of_a_file_that_is_being_written_are_read(cluster: HdfsCluster, reads: HdfsReads) -> None:
     until = time.monotonic() + 180
     while True:
         writer = Client(cluster.uri).create("/reads/open", WriteOptions(block_size=MIB, overwrite=True))
@@ -200,13 +200,13 @@ def test_a_replaced_file_has_another_version_and_the_old_one_is_never_mixed(
     assert new.version != old.version
     assert read(new) == DATA[MIB : 2 * MIB]
     try:
-        # Its DataNodes may keep the old blocks for some seconds.
+        # DataNodes may keep the old blocks for some seconds.
         assert read(old) == DATA[:MIB]
     except PermanentError as error:
         assert "was replaced while it was read" in str(error)
 
 
-def test_blocks_that_are_gone_with_their_file_are_an_error(cluster: HdfsCluster, reads: HdfsReads) -> None:
+def test_reading_a_removed_file_is_an_error(cluster: HdfsCluster, reads: HdfsReads) -> None:
     put(cluster.uri, "/reads/removed", DATA[:MIB])
     file = reads.open("/reads/removed")
     (block,) = cluster.where("/reads/removed")
@@ -236,14 +236,14 @@ FORKS = """
     from bootseer.hdfs.namenode import NameNode
     from bootseer.hdfs.reads import HdfsReads
     from hdfs.asking import Waiting, read
-    # Whatever a thread imports while the process is copied is half imported in the copy, in any program.
+    # A module that a thread imports during a fork is incomplete in the child, in any program.
     import numpy
 
     namenode = NameNode(Cluster.of({authority!r}))
     reads = HdfsReads(namenode)
     file = reads.open({path!r})
     whole = read(file)
-    # Some reads are underway, and their threads hold locks and connections, while the process is copied.
+    # Some reads are underway during the fork, and their threads hold locks and connections.
     done = Waiting()
     memory = [bytearray(file.size_bytes) for _ in range(30)]
     for into in memory:
@@ -264,13 +264,13 @@ FORKS = """
 """
 
 
-def test_reads_work_in_a_child_of_a_fork_and_go_on_in_the_parent(cluster: HdfsCluster, path: str) -> None:
+def test_reads_work_in_a_child_of_a_fork_and_continue_in_the_parent(cluster: HdfsCluster, path: str) -> None:
     program = textwrap.dedent(
         FORKS.format(
             paths=[entry for entry in sys.path if entry], authority=cluster.uri.removeprefix("hdfs://"), path=path
         )
     )
-    # Newer Pythons warn of any fork beside threads, which is what this is about.
+    # Newer Python versions warn about forks of processes with threads, which this tests.
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", program],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Reads while DataNodes of a real cluster hang, die, crawl or rot."""
+"""Reads while DataNodes of a real cluster hang, are killed or overloaded, or have corrupt blocks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hdfs.asking import MIB, Waiting, error_of, failures, put, read
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 _PART = random.Random(17).randbytes(8 * MIB)
-DATA = b"".join(_PART[at:] + _PART[:at] for at in range(4))  # no two blocks are alike, and it is made at once
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(4))  # all blocks differ, and it is created quickly
 EXTRA_S = 45.0
-"""All that a hung DataNode may cost a whole file with two replicas, on a machine that is busy with other things too.
-Waiting for its answer costs a minute for each block."""
+"""Limit of the delay by a hung DataNode when a whole file with two replicas is read, on a busy machine. Waiting for its
+answer would take a minute for each block."""
 _CUT_S = 20.0
 
 
@@ -52,7 +52,7 @@ def reads(faulty: HdfsCluster) -> Iterator[HdfsReads]:
 
 
 def two_nodes(cluster: HdfsCluster, path: str) -> tuple[str, ...]:
-    """Those that have the only block of a new file, once the NameNode knows of both."""
+    """The nodes of the only block of a new file, when both are reported to the NameNode."""
     until = time.monotonic() + 180.0
     while len(nodes := cluster.where(path)[0].nodes) < 2:
         assert time.monotonic() < until, "the second replica was not made"
@@ -61,7 +61,7 @@ def two_nodes(cluster: HdfsCluster, path: str) -> tuple[str, ...]:
 
 
 def seconds(file: HdfsFile, *, piece: int = 0) -> float:
-    """How long reading it takes; it must be right."""
+    """Duration of reading the file, whose content is checked."""
     began_s = time.monotonic()
     assert read(file, piece=piece) == DATA
     return time.monotonic() - began_s
@@ -74,10 +74,10 @@ def seconds(file: HdfsFile, *, piece: int = 0) -> float:
 class TestAHungNode:
     pytestmark = needs_hdfs
 
-    def test_costs_a_file_moments(
+    def test_delays_a_file_little(
         self, faulty: HdfsCluster, reads: HdfsReads, node: int, is_warm: bool, piece: int
     ) -> None:
-        """Whether connections to it exist (`is_warm`), or are made while it hangs and never answer."""
+        """With existing connections to it (`is_warm`), or new ones, which never answer."""
         file = reads.open("/two")
         healthy_s = seconds(file) if is_warm else 1.0
         faulty.hang(node)
@@ -91,7 +91,7 @@ class TestAHungNode:
 class TestFaults:
     pytestmark = needs_hdfs
 
-    def test_a_node_that_hangs_in_the_middle_costs_moments(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_a_node_that_hangs_during_reads_delays_them_little(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         file = reads.open("/two")
         healthy_s = seconds(file)
         into = bytearray(len(DATA))
@@ -109,7 +109,7 @@ class TestFaults:
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert into == DATA
 
-    def test_a_node_that_hangs_costs_small_reads_moments(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_a_hung_node_delays_small_reads_little(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         file = reads.open("/two")
 
         def read_small(number: int) -> None:
@@ -129,7 +129,7 @@ class TestFaults:
             faulty.resume(1)
         assert time.monotonic() - began_s < EXTRA_S
 
-    def test_a_node_that_was_hung_is_used_again_when_it_goes_on(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_a_hung_node_is_used_again_when_it_continues(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         file = reads.open("/two")
         faulty.hang(0)
         try:
@@ -151,7 +151,7 @@ class TestFaults:
             assert read(file) == DATA
             assert time.monotonic() < until, "it is not used again"
 
-    def test_a_hung_node_that_is_alone_costs_the_deadline_and_is_named(
+    def test_a_hung_node_with_the_only_replica_fails_at_the_deadline_and_is_named(
         self, faulty: HdfsCluster, reads: HdfsReads
     ) -> None:
         file = reads.open("/one")
@@ -165,7 +165,7 @@ class TestFaults:
         assert faulty.nodes[node] in str(error)
         assert read(file) == DATA[: 4 * MIB]
 
-    def test_a_read_of_a_hung_node_goes_on_with_it(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_a_read_from_a_hung_node_completes_when_it_continues(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         file = reads.open("/one")
         node = faulty.nodes.index(file.nodes(0)[0])
         faulty.hang(node)
@@ -180,7 +180,7 @@ class TestFaults:
         assert done.wait()[0].error is None
         assert into == DATA[: 4 * MIB]
 
-    def test_a_killed_node_costs_nothing_and_is_used_again_after_its_restart(
+    def test_a_killed_node_does_not_fail_reads_with_another_replica_and_is_used_again(
         self, faulty: HdfsCluster, reads: HdfsReads
     ) -> None:
         file, alone = reads.open("/two"), reads.open("/one")
@@ -200,7 +200,7 @@ class TestFaults:
         put(faulty.uri, "/rotten", DATA[: 4 * MIB], block_size=4 * MIB, replication=2)
         where = two_nodes(faulty, "/rotten")
         assert faulty.corrupt("/rotten", datanode=faulty.nodes.index(where[0]), offset=70_000) == 1
-        # The other one is asked only when this one has given wrong bytes.
+        # The other one is used only after this one has returned wrong bytes.
         file = reads.open("/rotten")
         assert read(file, 0, 4 * MIB, avoid=frozenset({where[1]})) == DATA[: 4 * MIB]
         assert failures(reads)[where[0]]
@@ -227,9 +227,7 @@ class TestFaults:
         assert read(file) == DATA[: 4 * MIB]
 
     @pytest.mark.parametrize("damage", ["cut", "removed", "sums removed", "sums cut", "sums garbled"])
-    def test_a_damaged_disk_costs_nothing_but_its_own_replica(
-        self, faulty: HdfsCluster, reads: HdfsReads, damage: str
-    ) -> None:
+    def test_a_damaged_replica_is_replaced_by_another(self, faulty: HdfsCluster, reads: HdfsReads, damage: str) -> None:
         path = f"/{damage.replace(' ', '-')}"
         put(faulty.uri, path, DATA[: 4 * MIB], block_size=4 * MIB, replication=2)
         first, second = two_nodes(faulty, path)
@@ -241,13 +239,13 @@ class TestFaults:
         elif damage == "removed":
             found.unlink()
         elif damage == "sums removed":
-            faulty.corrupt(found, offset=70_000)  # which nobody would notice
+            faulty.corrupt(found, offset=70_000)  # without checksums, this would not be noticed
             sums.unlink()
         elif damage == "sums cut":
             os.truncate(sums, 7 + 4 * 1000)
         else:
             sums.write_bytes(b"garbage" + sums.read_bytes()[7:])
-        # The other one is asked only when this one has not given it.
+        # The other one is used only after this one has failed.
         assert read(reads.open(path), avoid=frozenset({second})) == DATA[: 4 * MIB]
         assert failures(reads)[first]
 
@@ -267,13 +265,13 @@ class TestFaults:
         counted = reads.facts()["unchecked"]
         assert counted
         assert read(file, piece=MIB // 4) == DATA[: 4 * MIB]
-        assert reads.facts()["unchecked"] == counted, "this is known by now"
+        assert reads.facts()["unchecked"] == counted, "it is counted once"
         command = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{faulty.uri}/unchecked", str(tmp_path / "copy")]
         got = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "were read without checksums" in got.stderr
         assert (tmp_path / "copy").read_bytes() == DATA[: 4 * MIB]
 
-    def test_a_file_that_was_removed_is_said_to_be_so_by_each_read(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_each_read_of_a_removed_file_reports_its_removal(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         put(faulty.uri, "/removed", DATA[:MIB])
         file = reads.open("/removed")
         with closing(HdfsClient(faulty.uri.removeprefix("hdfs://"))) as client:
@@ -283,14 +281,14 @@ class TestFaults:
             try:
                 read(file)
             except BootseerError as error:
-                assert isinstance(error, PermanentError), "its DataNodes have removed it, and it cannot be read again"
+                assert isinstance(error, PermanentError), "its blocks are removed, so a retry cannot succeed"
                 assert "was removed while it was read" in str(error)
                 break
             assert time.monotonic() < until, "the DataNodes keep it"
             time.sleep(0.1)
         assert isinstance(error_of(file), PermanentError)
 
-    def test_a_namenode_that_is_gone_is_not_missed_by_open_files(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+    def test_open_files_can_be_read_without_a_namenode(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         file = reads.open("/two")
         faulty.kill_namenode()
         try:
@@ -306,8 +304,8 @@ class TestFaults:
         assert read(reads.open("/two")) == DATA
 
 
-def test_datanodes_with_too_many_readers_are_asked_again(tmp_path: Path) -> None:
-    """They reset the connection of each one over their limit."""
+def test_datanodes_with_too_many_readers_are_retried(tmp_path: Path) -> None:
+    """They reset connections over their limit."""
     data = DATA[: 8 * MIB]
     with HdfsCluster(tmp_path, settings={"dfs.datanode.max.transfer.threads": "3"}) as small:
         put(small.uri, "/file", data, block_size=2 * MIB)

@@ -1,4 +1,4 @@
-"""Reads from DataNodes that speak wrongly, late or not at all, beside one that is well and alone."""
+"""Reads from DataNodes that violate the protocol, are slow or silent, with and without a healthy one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BLOCK = 1 << 21
 BLOCKS = {1: DATA[:BLOCK], 2: DATA[BLOCK:]}
 QUICK = ReadSettings(silent_s=0.2, reconnect_s=0.4, min_late_s=0.1)
 PATIENT = ReadSettings(silent_s=50.0, reconnect_s=50.0, min_late_s=50.0)
-"""Of these, a healthy node is not late on a machine that is busy with other things."""
+"""With these, a healthy node on a busy machine is not considered late."""
 
 
 class Small:
-    """A cluster of a NameNode and DataNodes that each have all blocks of `/f`."""
+    """A cluster of a NameNode and DataNodes, each with all blocks of `/f`."""
 
     def __init__(self, *spoils: str, settings: ReadSettings = QUICK) -> None:
         self._ends = contextlib.ExitStack()
@@ -49,7 +49,7 @@ class Small:
         self._ends.close()
 
     def answer(self, request: Message) -> bytes | tuple[str, str]:
-        """What the NameNode says of the file."""
+        """The NameNode's answer for the file."""
         ports = [node.port for node in self.nodes]
         first = block(0, self.first_block, BLOCK, ports)
         return located(len(DATA), [first, block(BLOCK, 2, len(DATA) - BLOCK, ports)])
@@ -63,7 +63,7 @@ def well() -> Iterator[Small]:
 
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("spoil", SPOILED)
-def test_a_node_that_speaks_wrongly_is_passed_over_for_one_that_is_well(spoil: str, check: bool) -> None:
+def test_a_healthy_node_replaces_one_that_violates_the_protocol(spoil: str, check: bool) -> None:
     with Small(spoil, "") as small:
         file = small.reads.open("/f")
         assert read(file, check=check) == DATA
@@ -71,7 +71,7 @@ def test_a_node_that_speaks_wrongly_is_passed_over_for_one_that_is_well(spoil: s
 
 
 @pytest.mark.parametrize("spoil", [spoil for spoil in SPOILED if spoil not in ("silent", "stops")])
-def test_a_node_that_speaks_wrongly_and_is_alone_is_an_error_that_names_it(spoil: str) -> None:
+def test_a_single_node_that_violates_the_protocol_is_named_in_the_error(spoil: str) -> None:
     with Small(spoil) as small:
         error = error_of(small.reads.open("/f"), deadline_s=10.0)
         assert isinstance(error, TransientError)
@@ -81,7 +81,7 @@ def test_a_node_that_speaks_wrongly_and_is_alone_is_an_error_that_names_it(spoil
 
 
 @pytest.mark.parametrize("spoil", ["silent", "stops", "drips"])
-def test_a_node_that_does_not_go_on_and_is_alone_costs_the_deadline(spoil: str) -> None:
+def test_a_read_from_a_single_stalled_node_fails_at_the_deadline(spoil: str) -> None:
     with Small(spoil) as small:
         error = error_of(small.reads.open("/f"), deadline_s=1.0)
         assert isinstance(error, TransientError)
@@ -90,7 +90,7 @@ def test_a_node_that_does_not_go_on_and_is_alone_costs_the_deadline(spoil: str) 
 
 
 @pytest.mark.parametrize("spoil", WRONG)
-def test_wrong_bytes_are_read_elsewhere_and_blamed_on_their_node(spoil: str) -> None:
+def test_wrong_bytes_are_read_from_another_node_and_counted_as_failures(spoil: str) -> None:
     with Small(spoil, "", settings=PATIENT) as small:
         assert read(small.reads.open("/f")) == DATA
         assert failures(small.reads)[f"127.0.0.1:{small.nodes[0].port}"] > 0
@@ -108,7 +108,7 @@ def test_bytes_that_are_wrong_everywhere_are_an_error_that_names_all(spoil: str)
 
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("spoil", ODD)
-def test_what_is_unusual_but_right_is_read(spoil: str, check: bool) -> None:
+def test_unusual_but_valid_packets_are_read(spoil: str, check: bool) -> None:
     with Small(spoil, settings=PATIENT) as small:
         file = small.reads.open("/f")
         assert read(file, check=check) == DATA
@@ -118,9 +118,9 @@ def test_what_is_unusual_but_right_is_read(spoil: str, check: bool) -> None:
 
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("spoil", ["", *ODD, *WRONG, "wrong place", "wrong sequence", "cut"])
-def test_small_packets_are_read_in_a_row_and_checked_as_others(spoil: str, check: bool) -> None:
+def test_small_packets_are_read_together_and_checked(spoil: str, check: bool) -> None:
     if spoil in WRONG and not check:
-        pytest.skip("nothing tells")
+        pytest.skip("cannot be detected without checksums")
     with Small(spoil, "", settings=PATIENT) as small:
         for node in small.nodes:
             node.packet_bytes = 4096
@@ -138,7 +138,7 @@ def test_a_dripping_node_is_hedged_and_no_thread_writes_after_the_end() -> None:
         assert small.reads.facts()["hedges_won"]
 
 
-def test_what_has_ended_is_not_written_to(well: Small) -> None:
+def test_memory_of_a_cancelled_read_is_not_written_to(well: Small) -> None:
     file = well.reads.open("/f")
     well.nodes[0].spoil = "drips"
     into = bytearray(len(DATA))
@@ -152,7 +152,7 @@ def test_what_has_ended_is_not_written_to(well: Small) -> None:
     assert not any(into)
 
 
-def test_an_expired_token_is_renewed_without_blame(well: Small) -> None:
+def test_an_expired_token_is_renewed_with_one_request(well: Small) -> None:
     well.nodes[0].spoil = "token"
     file = well.reads.open("/f")
     before = len(well.namenode.asked)
@@ -167,7 +167,7 @@ def test_an_expired_token_is_renewed_without_blame(well: Small) -> None:
     assert len(well.namenode.asked) == before + 1
 
 
-def test_the_token_of_a_block_is_handed_on(well: Small) -> None:
+def test_the_token_of_a_block_is_sent_to_the_datanode(well: Small) -> None:
     assert read(well.reads.open("/f")) == DATA
     assert {b"secret" in token for token in well.nodes[0].tokens} == {True}
 
@@ -181,7 +181,7 @@ def test_a_block_that_has_moved_is_found_again(well: Small) -> None:
         assert well.reads.facts()["refreshes"] == 1
 
 
-def test_a_file_that_was_replaced_is_an_error_and_not_other_bytes(well: Small) -> None:
+def test_reading_a_replaced_file_is_an_error(well: Small) -> None:
     file = well.reads.open("/f")
     well.nodes[0].blocks[9] = bytes(BLOCK)
     del well.nodes[0].blocks[1]
@@ -192,7 +192,7 @@ def test_a_file_that_was_replaced_is_an_error_and_not_other_bytes(well: Small) -
     assert well.reads.open("/f").version != file.version
 
 
-def test_a_file_that_was_removed_is_an_error(well: Small) -> None:
+def test_reading_a_removed_file_is_an_error(well: Small) -> None:
     file = well.reads.open("/f")
     well.nodes[0].blocks.clear()
     well.namenode.answers["getBlockLocations"] = lambda _: ("java.io.FileNotFoundException", "File does not exist: /f")
@@ -208,7 +208,7 @@ def test_a_block_without_replicas_is_a_clear_error() -> None:
         assert "no DataNode has it" in str(error)
 
 
-def test_a_namenode_that_is_gone_does_not_hide_why_a_block_cannot_be_read(well: Small) -> None:
+def test_an_error_of_the_namenode_after_one_of_the_datanode_is_transient(well: Small) -> None:
     file = well.reads.open("/f")
     well.nodes[0].spoil = "refuses"
     well.namenode.answers["getBlockLocations"] = lambda _: ("java.io.IOException", "safe mode")

@@ -1,4 +1,4 @@
-"""Two clusters behind two routers (router-based federation), one with two NameNodes. Needs an installed Hadoop."""
+"""Router-based federation: two routers for two clusters, of which one has two NameNodes. Needs an installed Hadoop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADMIN = "hdfs.tools.federation.RouterAdmin"
 
 
 class Routers:
-    """Two of them, with /pair and /other mounted; they keep what they know in a folder that both see."""
+    """Two routers with /pair and /other mounted; their state store is in a shared folder."""
 
     def __init__(self, folder: Path, pair: HaPair, other: HdfsCluster) -> None:
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
@@ -94,7 +94,7 @@ class Routers:
             self.kill(number)
 
     def kill(self, number: int) -> None:
-        """End one with SIGKILL."""
+        """Kill a router with SIGKILL."""
         self.processes[number].kill()
         self.processes[number].wait()
 
@@ -131,7 +131,7 @@ def client(routers: Routers) -> Iterator[HdfsClient]:
         yield opened
 
 
-def test_what_no_cluster_can_do_is_said_at_once(client: HdfsClient) -> None:
+def test_requests_that_no_cluster_can_serve_fail_at_once(client: HdfsClient) -> None:
     client.put("/pair/file", DATA)
     assert [entry.path for entry in client.list("/")] == ["/other", "/pair"]
     with pytest.raises(PermanentError, match="no eligible destination"):
@@ -141,7 +141,7 @@ def test_what_no_cluster_can_do_is_said_at_once(client: HdfsClient) -> None:
     assert read_all(client, "/pair/file") == DATA
 
 
-def test_a_rename_whose_answer_is_lost_is_done(routers: Routers) -> None:
+def test_a_rename_whose_answer_is_lost_succeeds(routers: Routers) -> None:
     with (
         LosesAnswer(routers.addresses[0], b"rename2") as way,
         closing(HdfsClient(way.authority)) as client,
@@ -152,7 +152,7 @@ def test_a_rename_whose_answer_is_lost_is_done(routers: Routers) -> None:
         assert client.stat("/other/b").size_bytes == 1
 
 
-def test_all_goes_on_when_a_namenode_hands_over_and_when_a_router_is_killed(
+def test_everything_continues_after_a_failover_and_when_a_router_is_killed(
     pair: HaPair, routers: Routers, client: HdfsClient
 ) -> None:
     with contextlib.ExitStack() as all_busy:

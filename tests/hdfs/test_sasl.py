@@ -1,4 +1,4 @@
-"""Logins by tokens: what is believed of the other side, and of a file of tokens. Real servers: test_hdfs_protected."""
+"""Logins with tokens: validation of the server's messages, and of token files. Real servers: test_hdfs_protected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _as_proto(token: Token) -> bytes:
 
 
 def _server_proof(answer: bytes, secret: str, tail: str) -> bytes:
-    """What a server that knows the secret says at the end, by RFC 2831."""
+    """The last message of a server with the secret, by RFC 2831."""
     said = {
         key: quoted or bare for key, quoted, bare in re.findall(r'([a-z-]+)=(?:"([^"]*)"|([^,]*))', answer.decode())
     }
@@ -56,13 +56,13 @@ def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
 @pytest.mark.parametrize(
     "challenge", ["", "\0", 'nonce="abc', NONCE.replace("md5-sess", "md5"), NONCE.replace("auth-conf", "")]
 )
-def test_challenges_that_make_no_sense_or_offer_less_are_refused(challenge: str) -> None:
+def test_challenges_that_are_invalid_or_offer_less_protection_are_refused(challenge: str) -> None:
     with pytest.raises(LoginError):
         TOKEN.login("/default", (PRIVACY,)).step(challenge.encode())
 
 
 @pytest.mark.parametrize(("protection", "cipher"), [(INTEGRITY, ""), (PRIVACY, "rc4"), (PRIVACY, "3des")])
-def test_messages_that_were_changed_repeated_or_left_out_are_refused(protection: str, cipher: str) -> None:
+def test_changed_or_reordered_messages_are_refused(protection: str, cipher: str) -> None:
     pytest.importorskip("cryptography")
 
     def sent() -> tuple[_Layer, list[bytes]]:
@@ -103,7 +103,7 @@ def test_a_message_that_is_too_long_or_changed_ends_the_connection() -> None:
         (delimited(field(1, 1) + field(3, "Block token is expired")), RefusedError),
     ],
 )
-def test_a_datanode_whose_login_makes_no_sense_is_refused(answer: bytes, kind: type[DataNodeError]) -> None:
+def test_a_datanode_with_an_invalid_login_is_refused(answer: bytes, kind: type[DataNodeError]) -> None:
     settings = {"dfs.data.transfer.protection": "authentication"}
     protection = Protection(settings, kerberos=True, ask_key=bytes)
     left = bytearray(answer)
@@ -113,7 +113,7 @@ def test_a_datanode_whose_login_makes_no_sense_is_refused(answer: bytes, kind: t
         del left[:length]
         return taken
 
-    assert protection.log_in(1000, _as_proto(TOKEN), lambda data: None, receive) is None, "a port of root's"
+    assert protection.log_in(1000, _as_proto(TOKEN), lambda data: None, receive) is None, "a privileged port"
     with pytest.raises(kind) as error:
         protection.log_in(9866, _as_proto(TOKEN), lambda data: None, receive)
     assert type(error.value) is kind
@@ -130,7 +130,7 @@ def test_the_token_of_a_job_is_found_in_both_forms_of_its_file(tmp_path: Path, m
     plain = b"\x02"
     for token in (other, TOKEN):
         texts = (b"alias", token.identifier, token.secret, token.kind.encode(), token.service.encode())
-        # Lengths above 127 are their number of bytes, from 0x8f down, and then the bytes.
+        # Lengths above 127 are encoded as their number of bytes, counted down from 0x8f, and the bytes.
         plain += b"".join((bytes((len(t),)) if len(t) < 128 else bytes((0x8F, len(t)))) + t for t in texts)
     for data in (b"HDTS\1" + delimited(proto), b"HDTS\0" + plain + b"\0"):
         file.write_bytes(data)

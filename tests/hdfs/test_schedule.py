@@ -1,4 +1,4 @@
-"""What the schedule does with one event after another."""
+"""The schedule's reaction to sequences of events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_range_over_several_blocks_is_read_from_their_nodes() -> None:
     assert ticket.node == "b:1"
 
 
-def test_neighbours_are_read_by_one_request_and_end_one_by_one() -> None:
+def test_adjacent_pieces_are_read_by_one_request_and_end_one_by_one() -> None:
     played = Played(("a:1",))
     tickets = [played.read(number * 100, 100) for number in range(9)]
     run = played.must_take("a:1")
@@ -41,14 +41,14 @@ def test_neighbours_are_read_by_one_request_and_end_one_by_one() -> None:
     assert played.ended == tickets[:3]
 
 
-def test_no_node_has_more_requests_than_it_may() -> None:
+def test_the_number_of_requests_per_node_is_limited() -> None:
     played = Played(("a:1",))
     for number in range(10):
         played.read(number * 100, 100)
     assert [played.take() is not None for _ in range(3)] == [True, True, False]
 
 
-def test_urgent_pieces_come_first() -> None:
+def test_urgent_pieces_are_first() -> None:
     played = Played(("a:1",))
     played.read(0, 100, urgent=False)
     prefetched = played.read(200, 100, urgent=False)
@@ -72,7 +72,7 @@ def test_a_run_without_urgent_pieces_yields_at_its_next_piece() -> None:
 
 
 @pytest.mark.parametrize("error", [DataNodeError("broke"), RefusedError("no block", token=False), WrongBytesError("x")])
-def test_a_piece_that_one_node_cannot_give_is_taken_by_another(error: DataNodeError) -> None:
+def test_a_piece_that_one_node_cannot_serve_is_read_from_another(error: DataNodeError) -> None:
     played = Played(("a:1", "b:1"))
     ticket = played.read(0, 100)
     run = played.must_take("a:1")
@@ -97,7 +97,7 @@ def refused_everywhere(played: Played) -> None:
         played.finish(run, RefusedError("no such block", token=False))
 
 
-def test_when_no_replica_is_left_the_namenode_is_asked_once() -> None:
+def test_if_no_replica_is_left_the_namenode_is_queried_once() -> None:
     played = Played(("a:1", "b:1"))
     played.read(0, 100)
     refused_everywhere(played)
@@ -131,7 +131,7 @@ def test_wrong_bytes_everywhere_are_corrupt() -> None:
 
 
 def without_checksums(played: Played, *nodes: str) -> None:
-    """Serve all requests; these DataNodes have no checksums."""
+    """Serve all requests, as if these DataNodes had no checksums."""
     while (run := played.take()) is not None:
         if run.queue.name in nodes and run.pieces[0].check:
             played.finish(run, RefusedError(NO_CHECKSUMS, token=False))
@@ -139,7 +139,7 @@ def without_checksums(played: Played, *nodes: str) -> None:
             played.serve(run)
 
 
-def test_bytes_without_checksums_are_not_used_while_a_replica_has_some() -> None:
+def test_bytes_without_checksums_are_not_used_if_a_replica_has_checksums() -> None:
     played = Played(("a:1", "b:1"))
     for number in range(9):
         ticket = played.read(number * 100, 100)
@@ -148,7 +148,7 @@ def test_bytes_without_checksums_are_not_used_while_a_replica_has_some() -> None
     assert not played.schedule.counts["unchecked"]
 
 
-def test_bytes_without_checksums_are_used_where_no_replica_has_any() -> None:
+def test_bytes_without_checksums_are_used_if_no_replica_has_any() -> None:
     played = Played(("a:1", "b:1"))
     tickets = [played.read(0, 100)]
     without_checksums(played, "a:1", "b:1")
@@ -160,7 +160,7 @@ def test_bytes_without_checksums_are_used_where_no_replica_has_any() -> None:
     assert played.schedule.counts["unchecked"] == 1
 
 
-def test_a_corrupt_replica_is_not_retried_where_the_other_has_no_checksums() -> None:
+def test_a_corrupt_replica_is_not_retried_if_the_other_has_no_checksums() -> None:
     played = Played(("a:1", "b:1"))
     for number in range(2):
         ticket = played.read(number * 100, 100)
@@ -193,7 +193,7 @@ def test_another_version_is_never_mixed_in() -> None:
     assert "was replaced while it was read" in str(played.error())
 
 
-def test_a_late_request_gives_back_what_it_has_not_begun_and_hedges_what_it_has() -> None:
+def test_a_late_request_returns_its_unstarted_pieces_and_the_current_one_is_hedged() -> None:
     played = Played(("a:1", "b:1"))
     played.read(0, 900)
     run = played.must_take("a:1")
@@ -216,7 +216,7 @@ def test_a_late_request_gives_back_what_it_has_not_begun_and_hedges_what_it_has(
     assert played.schedule.counts["hedges_won"] == 1
 
 
-def test_memory_is_given_back_only_when_the_late_thread_has_let_go() -> None:
+def test_memory_is_returned_only_when_the_late_thread_has_released_it() -> None:
     played = Played(("a:1", "b:1"))
     ticket = played.read(0, 100)
     run = played.must_take("a:1")
@@ -229,7 +229,7 @@ def test_memory_is_given_back_only_when_the_late_thread_has_let_go() -> None:
     assert played.ended == [ticket]
 
 
-def test_one_silence_keeps_all_others_away_from_a_node() -> None:
+def test_one_timeout_suspends_a_node_for_all_reads() -> None:
     played = Played(("a:1", "b:1"), ("a:1", "b:1"))
     played.read(0, 100)
     run = played.must_take("a:1")
@@ -244,7 +244,7 @@ def test_one_silence_keeps_all_others_away_from_a_node() -> None:
     assert len(played.ended) == 11
 
 
-def test_a_silent_node_that_is_alone_is_waited_for_and_connected_to_anew() -> None:
+def test_a_silent_node_with_the_only_replica_is_waited_for_and_reconnected() -> None:
     played = Played(("a:1",))
     played.read(0, 100)
     run = played.must_take("a:1")
@@ -257,7 +257,7 @@ def test_a_silent_node_that_is_alone_is_waited_for_and_connected_to_anew() -> No
     assert played.ended[0].error is None
 
 
-def test_what_was_called_off_ends_at_once_unless_it_is_being_written() -> None:
+def test_a_cancelled_read_ends_at_once_unless_its_memory_is_being_written() -> None:
     played = Played(("a:1",))
     ticket, held = played.read(0, 100), played.read(500, 100)
     played.schedule.prioritize(held)
@@ -291,7 +291,7 @@ def test_a_read_that_fails_with_several_pieces_of_one_request_ends_once() -> Non
     assert played.schedule.num_pieces == 0
 
 
-def test_what_was_called_off_between_two_receptions_is_not_written_to_any_more() -> None:
+def test_memory_of_a_read_cancelled_between_two_receptions_is_not_written_to() -> None:
     played = Played(("a:1",))
     ticket = played.read(0, 100)
     run = played.must_take("a:1")
@@ -317,7 +317,7 @@ def test_a_hedged_piece_is_not_requested_a_third_time() -> None:
     assert played.ended[0].error is None
 
 
-def test_a_hedge_that_is_late_itself_does_not_go_to_the_node_that_it_stands_in_for() -> None:
+def test_a_hedge_that_is_late_is_not_sent_to_the_node_of_its_original() -> None:
     played = Played(("a:1", "b:1"))
     played.read(0, 100)
     late = played.must_take("a:1")
@@ -331,7 +331,7 @@ def test_a_hedge_that_is_late_itself_does_not_go_to_the_node_that_it_stands_in_f
     assert [ticket.error for ticket in played.ended] == [None]
 
 
-def test_a_piece_whose_hedge_fails_too_goes_to_the_other_replicas() -> None:
+def test_a_piece_whose_hedge_fails_is_read_from_the_other_replicas() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     played.read(0, 100)
     late = played.must_take("a:1")
@@ -340,7 +340,7 @@ def test_a_piece_whose_hedge_fails_too_goes_to_the_other_replicas() -> None:
     for _ in range(2):
         hedge = played.take()
         assert hedge is not None
-        assert hedge.queue.name != "a:1", "it would wait behind the late request"
+        assert hedge.queue.name != "a:1", "it would be queued after the late request"
         played.finish(hedge, RefusedError("no such block", token=False))
     assert played.take() is None
     played.finish(late, DataNodeError("broke"))
@@ -361,7 +361,7 @@ def test_an_idle_node_gets_hedges_sooner() -> None:
     assert played.must_take("b:1").pieces[0].original is not None
 
 
-def test_a_node_that_is_left_alone_has_one_request_at_a_time() -> None:
+def test_a_suspended_node_has_one_request_at_a_time() -> None:
     played = Played(("a:1",))
     for number in range(9):
         played.read(number * 100, 100)
@@ -370,7 +370,7 @@ def test_a_node_that_is_left_alone_has_one_request_at_a_time() -> None:
     assert played.take() is None
 
 
-def test_unpredictable_packets_are_not_a_failure_of_the_node() -> None:
+def test_packets_of_uneven_size_are_not_a_failure_of_the_node() -> None:
     played = Played(("a:1",))
     played.read(0, 100)
     run = played.must_take("a:1")
@@ -383,7 +383,7 @@ def test_unpredictable_packets_are_not_a_failure_of_the_node() -> None:
     assert run.queue.failures == 0
 
 
-def test_nothing_is_remembered_of_what_has_ended() -> None:
+def test_no_state_of_ended_reads_is_kept() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     for _ in range(2000):
         played.read(0, 100)
@@ -401,7 +401,7 @@ def called_off() -> PermanentError:
     return PermanentError("called off")
 
 
-def test_a_node_that_was_silent_until_its_read_was_called_off_is_left_alone() -> None:
+def test_a_node_that_was_silent_until_its_read_was_cancelled_is_suspended() -> None:
     played = Played(("a:1",), ("b:1",))
     ticket, other = played.read(0, 100), played.read(500, 100)
     run = played.must_take("a:1")
@@ -419,7 +419,7 @@ def test_a_node_that_was_silent_until_its_read_was_called_off_is_left_alone() ->
     assert played.schedule.delay_s(played.source, 0, 100, played.now_s) < inf
 
 
-def test_a_node_that_serves_is_not_to_blame_for_what_is_called_off() -> None:
+def test_a_serving_node_is_not_suspended_because_of_a_cancelled_read() -> None:
     played = Played(("a:1",))
     ticket = played.read(0, 300)
     run = played.must_take("a:1")
@@ -437,7 +437,7 @@ def test_a_node_that_serves_is_not_to_blame_for_what_is_called_off() -> None:
 
 def test_a_block_without_replicas_has_an_infinite_delay_after_a_refresh() -> None:
     played = Played(())
-    assert played.schedule.delay_s(played.source, 0, 100, 0.0) == 0.0, "a read asks who has it by now"
+    assert played.schedule.delay_s(played.source, 0, 100, 0.0) == 0.0, "a read will query its nodes"
     played.read(0, 100)
     played.schedule.located(played.schedule.to_locate.popleft(), located([()]), 0.0)
     played.look()
@@ -445,7 +445,7 @@ def test_a_block_without_replicas_has_an_infinite_delay_after_a_refresh() -> Non
     assert played.schedule.delay_s(played.source, 0, 100, 100.0) == 0.0
 
 
-def test_what_a_slow_node_has_not_begun_is_taken_away_from_it_although_it_is_not_silent() -> None:
+def test_unstarted_pieces_are_taken_from_a_slow_node_even_if_it_is_not_silent() -> None:
     played = Played(("a:1", "b:1"))
     ticket = played.read(0, 900)
     slow = played.must_take("a:1")
@@ -464,7 +464,7 @@ def test_what_a_slow_node_has_not_begun_is_taken_away_from_it_although_it_is_not
     assert slow.queue.failures == 0, "it is slow, not broken"
 
 
-def test_how_long_a_read_will_take_follows_what_its_node_shows_by_now() -> None:
+def test_the_estimated_duration_of_a_read_follows_the_progress_of_its_node() -> None:
     played = Played(("a:1",), options=ReadSettings(piece_bytes=PIECE, max_run_bytes=100, connections_per_node=1))
     first, last = played.read(0, 100), played.read(900, 100)
     played.serve(played.must_take("a:1"))
@@ -475,14 +475,14 @@ def test_how_long_a_read_will_take_follows_what_its_node_shows_by_now() -> None:
     early_s = played.schedule.remaining_s(last, 1.0)
     played.now_s = 2.0
     assert played.schedule.remaining_s(last, 2.0) > early_s > 5.0
-    played = Played(("a:1", "b:1"))  # the first one that is free takes it
+    played = Played(("a:1", "b:1"))  # the first free node takes it
     assert 0.0 < played.schedule.remaining_s(played.read(0, 100), 0.0) < 0.1
 
 
-def test_a_node_takes_what_others_would_come_to_last() -> None:
+def test_a_node_takes_pieces_that_other_nodes_would_read_last() -> None:
     played = Played(("a:1", "b:1"), ("a:1", "c:1"), ("c:1",))
     played.read(0, 100)
     played.read(1000, 100)
-    played.read(2000, 900)  # which keeps the last node busy
+    played.read(2000, 900)  # keeps c:1 busy
     run = played.must_take("a:1")
     assert run.pieces[0].block.id == 2

@@ -1,4 +1,4 @@
-"""What the schedule promises, whatever happens in whatever order."""
+"""Invariants of the schedule for any sequence of events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REPLICAS = st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3, uniq
 
 @settings(max_examples=600, deadline=None)
 @given(st.data(), st.lists(REPLICAS, min_size=1, max_size=3))
-def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR0912 - one branch for each event
+def test_after_any_events_each_read_ends_once_with_its_own_bytes(  # noqa: PLR0912 - one branch for each event
     data: st.DataObject, replicas: list[tuple[str, ...]]
 ) -> None:
     played = Played(*replicas)
@@ -98,7 +98,7 @@ def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR09
         assert played.memory[ticket] == before, "it was written to after its end"
 
 
-def test_what_one_node_gives_makes_no_thread_look_for_work_at_the_others() -> None:
+def test_a_request_of_one_node_leaves_no_ready_work_for_the_others() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     played.read(0, 10)
     assert played.schedule.num_ready

@@ -1,4 +1,4 @@
-"""Writing through hdfs-native, against a real cluster."""
+"""Writing through hdfs-native, with a real cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def native(cluster: HdfsCluster) -> Iterator[Native]:
         yield opened
 
 
-def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client: HdfsClient, folder: str) -> None:
+def test_a_file_of_many_blocks_is_written_and_read(native: Native, client: HdfsClient, folder: str) -> None:
     until = time.monotonic() + 180.0
     while True:
         writer = NativeWriter(native, f"{folder}/a/b", mode=0o600, block_size=1 << 20)
@@ -43,7 +43,7 @@ def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client
             writer.close()
             break
         except TransientError as error:
-            # The library does not wait for a DataNode that has not told the NameNode yet of the block before.
+            # The library does not wait until the previous block is reported to the NameNode.
             assert "NotReplicatedYetException" in str(error)
             assert time.monotonic() < until
         finally:
@@ -53,13 +53,13 @@ def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client
     assert read_all(client, f"{folder}/a/b") == DATA
 
 
-def test_a_name_that_is_taken_is_refused(native: Native, client: HdfsClient, folder: str) -> None:
+def test_an_existing_name_is_refused(native: Native, client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", b"first")
     with pytest.raises(AlreadyExistsError):
         NativeWriter(native, f"{folder}/a")
 
 
-def test_nothing_stays_of_an_aborted_file_not_even_a_connection(
+def test_nothing_is_left_of_an_aborted_file_not_even_a_connection(
     native: Native, client: HdfsClient, folder: str
 ) -> None:
     def open_files() -> int:
@@ -95,7 +95,7 @@ def test_a_file_that_was_removed_by_another_client_cannot_be_closed(
     writer.abort()
 
 
-def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluster) -> None:
+def test_a_write_to_a_hung_node_ends_with_its_deadline(cluster: HdfsCluster) -> None:
     native = Native(cluster.uri, ClientSettings(write_s=4.0, close_s=4.0))
     writer = NativeWriter(native, f"/hung/{os.getpid()}")
     writer.write(DATA)
@@ -116,13 +116,13 @@ def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluste
     native.close()
 
 
-def test_dropping_a_writer_that_was_not_closed_does_not_wait_for_hdfs(cluster: HdfsCluster, folder: str) -> None:
+def test_deleting_an_open_writer_does_not_wait_for_hdfs(cluster: HdfsCluster, folder: str) -> None:
     native = Native(cluster.uri, ClientSettings())
     writer = NativeWriter(native, f"{folder}/a")
     writer.write(DATA)
     cluster.hang_namenode()
     try:
-        # The library's own finalizer would close the file here, and hang.
+        # The library's finalizer would close the file here, and hang.
         del writer
         gc.collect()
     finally:

@@ -1,7 +1,7 @@
-"""DataNodes with links of a given rate, in virtual time: how long reads take when all else takes none.
+"""Simulated DataNodes with links of given rates, in virtual time: durations of reads without any other delays.
 
-The schedule, and what a test builds upon it, run as they are; sockets, threads and clocks are replaced by a loop that
-goes from event to event. So a figure is the same on every machine.
+The real schedule runs, and the code that a test adds to it; sockets, threads and clocks are replaced by an event loop.
+So results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def node_of(name: str) -> Node:
 
 @dataclass(eq=False)
 class _Transfer:
-    """A run, as its thread would carry it out."""
+    """The execution of a run."""
 
     run: Run
     left: float = 0.0
-    """Bytes of what is being received."""
+    """Bytes left of the current reception."""
     views: list[memoryview] = field(default_factory=list)
     ready_s: float = 0.0
     """When its DataNode begins to send."""
@@ -48,7 +48,7 @@ class _Transfer:
 
 
 class Links:
-    """A cluster: `rates` in MiB/s by DataNode; one that has 0 hangs. What is stored is in `blocks`, by id."""
+    """A cluster. `rates`: MiB/s by DataNode; with 0 it hangs. `blocks`: the data by block id."""
 
     def __init__(self, rates: dict[str, float], settings: ReadSettings | None = None) -> None:
         self.now_s = 0.0
@@ -57,7 +57,7 @@ class Links:
         self.schedule = Schedule(self.settings)
         self.blocks: dict[int, bytes] = {}
         self.served: dict[str, int] = dict.fromkeys(rates, 0)
-        """Bytes that each has sent, whether anybody wanted them or not."""
+        """Bytes sent by each DataNode, whether they were used or not."""
         self._transfers: list[_Transfer] = []
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -65,7 +65,7 @@ class Links:
         self._depth = 0
 
     def store(self, path: str, blocks: Sequence[tuple[bytes, Sequence[str]]]) -> File:
-        """A file of blocks, each with the DataNodes that have it."""
+        """Store a file of blocks, each given with its DataNodes."""
         made, start = [], 0
         for data, nodes in blocks:
             number = len(self.blocks) + 1
@@ -74,23 +74,23 @@ class Links:
             start += len(data)
         return File(self, LocatedFile(path, start, tuple(made), path, True))
 
-    # As a timer.
+    # The interface of `Timer`.
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._calls, (self.now_s + delay_s, next(self._order), call))
 
-    # As threads.
+    # In place of `ReadThreads`.
 
     @contextmanager
     def locked(self) -> Iterator[Schedule]:
-        """As `ReadThreads.schedule`."""
+        """Like `ReadThreads.schedule`."""
         yield self.schedule
         ended, self.schedule.ended = self.schedule.ended, deque()
         for ticket in ended:
             ticket.done(ReadOutcome(ticket.error, ticket.node))
 
     def run(self, until: Callable[[], bool], limit_s: float = 600.0) -> float:
-        """Let time go on until something is so; how long that took."""
+        """Advance the time until a condition holds; returns the duration."""
         began_s = self.now_s
         while not until():
             self._begin()
@@ -126,7 +126,7 @@ class Links:
             schedule.finished(transfer.run, error, self.now_s)
 
     def _step(self) -> None:
-        """To the next event."""
+        """Advance to the next event."""
         active = [one for one in self._transfers if one.ready_s <= self.now_s]
         shares: dict[str, int] = {}
         for one in active:
@@ -181,7 +181,7 @@ class Links:
 
 
 class File:
-    """As `HdfsFile`."""
+    """In place of `HdfsFile`."""
 
     def __init__(self, links: Links, located: LocatedFile) -> None:
         self.size_bytes = located.size_bytes
@@ -212,7 +212,7 @@ class File:
         return Ticket(self._links, asked)
 
     def read(self) -> float:
-        """Read all of it at once, and compare: how long it took."""
+        """Read and check the whole file at once; returns the duration."""
         links, memory, ends = self._links, bytearray(self.size_bytes), []
         self.read_into(0, memoryview(memory), ends.append)
         seconds = links.run(lambda: bool(ends))
@@ -225,7 +225,7 @@ class File:
 
 
 class Ticket:
-    """As `ReadTicket`."""
+    """In place of `ReadTicket`."""
 
     def __init__(self, links: Links, asked: Asked) -> None:
         self._links = links
@@ -244,5 +244,5 @@ class Ticket:
 
 
 def rate(size_bytes: int, seconds: float) -> float:
-    """MiB/s."""
+    """The rate in MiB/s."""
     return size_bytes / MIB / seconds if seconds else math.inf

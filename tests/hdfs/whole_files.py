@@ -1,4 +1,4 @@
-"""Whole files, read as the code above `bootseer.hdfs` reads them."""
+"""Reading and writing whole files through the interfaces that callers of `bootseer.hdfs` use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAIT_S = 150.0
 
 
 def read_ranges(file: Any, ranges: Sequence[tuple[int, int]], **options: Any) -> list[tuple[bytes, Any]]:
-    """Ranges of one file, all on their way at the same time: the bytes, and how the read ended."""
+    """Read ranges of one file concurrently; returns the bytes and the outcome of each."""
     buffers = [bytearray(length) for _, length in ranges]
     outcomes: list[Any] = [None] * len(ranges)
     left = threading.Semaphore(0)
@@ -35,7 +35,7 @@ def read_ranges(file: Any, ranges: Sequence[tuple[int, int]], **options: Any) ->
 
 
 def read_all(client: HdfsClient, path: str) -> bytes:
-    """All bytes of a file. Raises what the read ended with."""
+    """All bytes of a file. Raises the error of the read."""
     file = client.reads().open(path)
     ((data, outcome),) = read_ranges(file, [(0, file.size_bytes)])
     file.close()
@@ -45,7 +45,7 @@ def read_all(client: HdfsClient, path: str) -> bytes:
 
 
 def put_over(client: HdfsClient, path: str, data: bytes, **options: Any) -> None:
-    """Write a file in place of what has its name."""
+    """Write a file, replacing an existing one."""
     with suppress(NotFoundError):
         client.delete(path)
     client.put(path, data, **options)
