@@ -225,6 +225,8 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
         raise UsageError("--min-nodes needs --wait-for-nodes", hint="give --wait-for-nodes SECONDS too")
     limit, after, secret = values["peers_limit"], values["peers_after_training"], values["peers_secret"]
     before = parse_size(limit, "--peers-limit") if limit and limit != "none" else None
+    if before == 0:
+        raise UsageError("--peers-limit 0: the other nodes would wait for this one", hint="none is no limit")
     return PeersOptions(
         source=source,
         secret=Path(secret) if secret else None,
