@@ -73,7 +73,9 @@ class Records:
         self._lock = threading.RLock()
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+            # The log is reused after eight pages. If it grew with each change, nothing could be removed on a full disk.
+            pragmas = "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA wal_autocheckpoint=8;"
+            self._db.executescript(f"{pragmas} {_SCHEMA}")
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
             reason = "free space on its disk" if full else "not a snapshotter's database, or a disk error"
