@@ -28,8 +28,8 @@ from bootseer.checkpoint.mount.mounted import (
     mount_checkpoint,
     runtime_of,
 )
-from bootseer.checkpoint.mount.serving import MountRequest
-from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.checkpoint.mount.serving import MountedPlace, MountRequest
+from bootseer.errors import BootseerError, PermanentError, TransientError, UsageError
 from bootseer.fuse import syscalls
 from bootseer.io import locks
 from bootseer.mounts import kernel
@@ -303,6 +303,11 @@ def test_a_place_that_is_not_there_is_no_mount(tmp_path: Path, runtime: Runtime,
     assert start(uri=tmp_path / "none")["kind"] == "NotFoundError"
     assert not kernel.is_mount(tmp_path / "mount")
     assert list(runtime.mounts.iterdir()) == []
+
+
+def test_a_spool_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PermanentError, match="the spool folder /proc/spool: "):
+        MountedPlace(MountRequest(str(tmp_path), spool=Path("/proc/spool")), print)
 
 
 def test_a_read_only_mount_changes_nothing(tmp_path: Path, runtime: Runtime, start: Start) -> None:

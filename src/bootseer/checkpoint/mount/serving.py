@@ -23,6 +23,7 @@ from bootseer.checkpoint.mount.filesystem import CheckpointFiles
 from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.writing.spool import Spool
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFolderError
 from bootseer.fuse.session import Session, mount_writable
@@ -83,6 +84,8 @@ class MountedPlace(Served):
                 budget_bytes = request.memory_bytes // 2
                 self.recorder = Startup(files, self._reading, request.slot, request.cache, budget_bytes, on_error)
                 opened.callback(self.recorder.drop)
+            if request.spool is not None:  # fail now, not at the first save
+                Spool(request.spool).close()
             spool = request.spool or (None if request.cache is None else request.cache / _SPOOL)
             self._writing = Writing(files, spool=spool)
             opened.callback(self._writing.close)
