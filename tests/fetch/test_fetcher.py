@@ -140,6 +140,17 @@ def test_a_reader_is_not_forgotten_when_its_block_is_found_in_the_cache_by_a_pre
     assert answers == [data[block * BLOCK : block * BLOCK + 10]]
 
 
+def test_requests_whose_blocks_other_processes_fetch_are_not_counted(fetching, data, cache, index):
+    fetcher, store, _ = fetching(settings=FetchSettings(max_hedges=0))
+    with closing(cache.open(index)) as other:
+        assert other.claim(4)
+        fetcher.prefetch([(0, 4)])
+        until(lambda: fetcher._scheduler.claims)
+        other.put(4, data[4 * BLOCK : 5 * BLOCK])
+        until(lambda: fetcher._scheduler.idle)
+    assert sum(fetcher.stats().requests_by_purpose.values()) == store.requests.total() == 0
+
+
 def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching):
     fetcher, _, cached = fetching()
     hot = [50, 51, 7, 8, 10]

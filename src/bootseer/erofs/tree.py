@@ -49,8 +49,8 @@ class Tree:
         return len(self.modes)
 
     def add(self, attributes: Attributes, *, size: int = 0, first_block: int = 0, target: bytes = b"") -> int:
-        """Add an inode without a name; returns its number. `size` (bytes) and `place` (first block) are for regular
-        files, `target` is for symbolic links.
+        """Add an inode without a name; returns its number. `size` (bytes) and `first_block` are for regular files,
+        `target` is for symbolic links.
 
         Raises `PermanentError` for attributes that an image cannot hold.
         """

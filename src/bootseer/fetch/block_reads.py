@@ -375,6 +375,8 @@ class Reads:
             now = time.monotonic()
             could_cache = self._cache_error is None
             if isinstance(step, Claim):
+                if not step.owned:  # nothing is left to ask for
+                    self._stats.requests_by_purpose[fetch.purpose] -= 1
                 for block in step.ready:
                     complete += self._block_available((fetch.file, block), None, now)
                 for block in step.claimed_elsewhere:

@@ -21,7 +21,7 @@ from bootseer.artifact.progress import Say
 from bootseer.artifact.prune import GRACE_S, Pruned
 from bootseer.artifact.prune import prune as prune_artifacts
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
-from bootseer.errors import BootseerError, NotFoundError, UsageError
+from bootseer.errors import BootseerError, UsageError
 from bootseer.image.conversion import layer_document
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.sources.manifest import check_document
@@ -125,6 +125,6 @@ def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
     try:
         data = UNSIGNED.open(name, read_all(store, name, stored_limit(layer_document.MAX_BYTES)), store.uri)
         layer = layer_document.parse(data)
-    except (BootseerError, NotFoundError):
+    except BootseerError:
         return False  # unreadable, or questions of an earlier version
     return any(stored.name in deleted for stored in layer.file.objects)
