@@ -98,6 +98,14 @@ def test_jobs_with_names_that_look_alike_have_services_of_their_own(run, tmp_pat
     assert not set(shown[0]) & set(shown[1])
 
 
+def test_nodes_with_names_that_look_alike_meet(env: dict[str, str], tmp_path: Path) -> None:
+    names = [f"{'pod-' * 25}{number}" for number in (1, 2)]
+    nodes = [Node(tmp_path, env, name, "--peers", str(tmp_path / "meet")) for name in names]
+    for node in nodes:
+        node.meet()
+    assert [node.end().count("no peers") for node in nodes] == [0, 0]
+
+
 @pytest.mark.parametrize("nodes", [[], ["--peers-tls"]], indirect=True)
 def test_two_nodes_meet_and_leave_nothing(nodes: list[Node], env: dict[str, str], tmp_path: Path) -> None:
     services = [node.meet() for node in nodes]

@@ -221,7 +221,7 @@ class PeersStart:
             options.source,
             self._env,
             attempt=rendezvous_name(folder_name(identity.job), identity.attempt),
-            name=safe_name(identity.node),
+            name=folder_name(identity.node),
             rack=safe_name(identity.topology) if identity.topology else "",
             interface_names=options.interfaces,
             secret_file=options.secret,
@@ -238,7 +238,7 @@ class PeersStart:
         service = None
         try:
             limits = Limits(options.before, options.after)
-            name = safe_name(identity.node) if options.wait_s else ""
+            name = folder_name(identity.node) if options.wait_s else ""
             service = Service(folder, source, openers, limits, blocks.figures, tls=options.tls, name=name)
             service.run(lambda: send({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
