@@ -45,6 +45,8 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
     """Assign events of foreign logs to the job, if there is just one; drop stages that BootSeer itself observed, and
     what other jobs did on its machines."""
     own = [event for event in result.events if not _foreign(event)]
+    if len(own) == len(result.events):
+        return
     # A scheduler's log is about all jobs of a cluster, by numbers that need not be in the job's own name.
     of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
@@ -56,7 +58,7 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         result.skipped["other_job"] += before - len(result.events)
     if not own:
         _name_nodes(result, jobs)
-    if len(jobs) == 1 and len(own) < len(result.events):
+    if len(jobs) == 1:
         _assign(result, own, jobs.pop())
     if other := _of_other_runs(result.events):
         result.skipped["other_run"] += len(other)
