@@ -73,6 +73,9 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
     stages = {event.stage for event in own}
     # Foreign logs have only the bare name of a pod or host.
     nodes = {event.node.partition("/")[0]: event.node for event in own}
+    uids = {event.node.partition("/")[2]: event.node for event in own}
+    nodes |= {event.node: uids[uid] for event in result.events if (uid := event.attrs.get("pod_uid")) in uids}
+    only = set(nodes.values())
     begins = _begins(own)
     events = []
     for event in result.events:
@@ -80,11 +83,7 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
             events.append(event)
         # The hook's events are more accurate, but the user's own patterns take precedence.
         elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
-            node = (
-                next(iter(nodes.values()))
-                if len(nodes) == 1
-                else nodes.get(event.node, event.node if not nodes else "")
-            )
+            node = next(iter(only)) if len(only) == 1 else nodes.get(event.node, "" if own else event.node)
             if node:
                 attrs = event.attrs
                 if own:  # own events show the job's nodes better than the scheduler's list

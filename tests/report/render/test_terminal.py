@@ -52,6 +52,13 @@ def test_odd_names_fit_and_are_harmless(name):
     assert starts == {19}
 
 
+def test_of_a_pod_the_name_of_its_machine_is_shown():
+    """As `NODE_NAME/POD_UID`, of which the end would fit."""
+    names = [f"gpu-{number}/0b5c7a0e-6f6b-4b0c-9a53-3f6d1c3e00{number}" for number in (17, 18)]
+    text = shown(report(*(span(0, 10 + len(name), "environment_setup", node=name) for name in names)))
+    assert all(f"{name[:11]} " in text for name in names)
+
+
 def test_the_node_that_all_others_wait_for_is_shown_first():
     result = fleet(
         num_nodes=64, killed_in={50: INSTALL}, names=tuple(f"gpu-{at:02d}.rack.example.com" for at in range(64))

@@ -80,6 +80,7 @@ class _Moment:
     line: Line
     pod: str
     host: str = ""
+    uid: str = ""
     found: list[tuple[Rule, dict[str, str]]] = field(default_factory=list)
     age_s: int = -1
     """How long before the log was printed, if only that is known, in units of `precision_s`; else -1."""
@@ -145,7 +146,7 @@ class KubernetesParser(TableParser):
         found = [(moment, rule, fields) for moment in self._moments for rule, fields in moment.found]
         # `kubectl get events` promises no order.
         for moment, rule, fields in sorted(found, key=lambda one: (one[0].line.wall_ns or 0, _RULES.index(one[1]))):
-            known = {"machine": moment.host, "precision_s": str(moment.precision_s or "")}
+            known = {"machine": moment.host, "uid": moment.uid, "precision_s": str(moment.precision_s or "")}
             groups = {name: value for name, value in known.items() if value} | fields
             if rule.stage == _PULL:
                 groups["key"] = f"{moment.pod} {fields['image']}"
@@ -187,11 +188,12 @@ def _rfc_1123(day: str, month: str, year: str, clock: str, zone: str) -> int | N
 def _json_moment(line: Line, record: dict[str, Any]) -> _Moment:
     target = record.get("involvedObject") or record.get("regarding")
     source = record.get("source") or record.get("deprecatedSource")
-    named = target.get("name") if isinstance(target, dict) and target.get("kind") == "Pod" else None
+    about = target if isinstance(target, dict) and target.get("kind") == "Pod" else {}
+    named = about.get("name")
     host = source.get("host") if isinstance(source, dict) else None
     times = (record.get(key) for key in ("eventTime", "lastTimestamp", "firstTimestamp", "deprecatedLastTimestamp"))
     walls = (line_time(text, reference_ns=LATEST_NS - 1) for text in times if isinstance(text, str))
     wall_ns = next((wall for wall in walls if wall is not None), line.wall_ns)
     pod = make.name(named) if isinstance(named, str) else ""
     said = line._replace(text=record["message"], wall_ns=wall_ns)
-    return _Moment(said, pod, make.name(host) if isinstance(host, str) else "")
+    return _Moment(said, pod, make.name(host) if isinstance(host, str) else "", make.name(str(about.get("uid", ""))))

@@ -51,8 +51,8 @@ class Rule(NamedTuple):
 
     Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`), `took` (`1m2.3s`), or the shorter `pull`
     without the time in a queue, are the duration; `at` is a time; `host` is the node, or a list as Slurm writes it;
-    `step` counts steps or samples; `image`, `machine`, `bytes`, `packages`, `precision_s` and `fastest_ms` of several
-    ranks are attributes.
+    `step` counts steps or samples; `image`, `machine`, `uid`, `bytes`, `packages`, `precision_s` and `fastest_ms` of
+    several ranks are attributes.
     """
 
     role: str
@@ -272,8 +272,9 @@ def _attrs(fields: Mapping[str, str]) -> dict[str, Any]:
     if image := make.image_reference(fields.get("image", "").replace("#", "/", 1)):
         attrs["image"] = image
     attrs |= {name: int(fields[name]) for name in _NUMBERS if name in fields}
-    if machine := make.name(fields.get("machine", "")):
-        attrs["host"] = machine
+    for group, name in (("machine", "host"), ("uid", "pod_uid")):
+        if value := make.name(fields.get(group, "")):
+            attrs[name] = value
     whole_ns, pull_ns = (parse_duration(fields.get(name, "")) for name in ("took", "pull"))
     if whole_ns is not None and pull_ns is not None and whole_ns > pull_ns:
         attrs["queued_s"] = (whole_ns - pull_ns) / 1e9

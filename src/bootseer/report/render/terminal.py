@@ -6,6 +6,7 @@ are cleaned of control characters: a log must not control the reader's terminal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -43,6 +44,8 @@ _NAMES = frozenset({"stage", "barrier", "last to arrive", "node", ""})
 _UNOBSERVED = "unobserved"
 _UNTIL = {"last_event": "last event seen", "command": "the command's end", "restart": "the restart"}
 _MAX_FACTS = 20
+_POD = re.compile(r"/([0-9a-f]{4})[0-9a-f]{4}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?= |$)")
+"""A pod's uid behind the name of its machine, which would not fit beside it."""
 _STYLES = {SLOWER: "bold red", FASTER: "bold green", UNPROVEN: "yellow"}
 
 
@@ -115,7 +118,7 @@ def _short(value: float | None) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    text = clean(text)
+    text = _POD.sub(r"/\1", clean(text))
     if cell_len(text) <= width:
         return text
     # Keep the end: nodes differ there, while their names begin alike.
