@@ -1,4 +1,4 @@
-"""A helper process beside the command: what it tells, and how it ends."""
+"""A helper process of a run: its messages, and how it ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_answer_is_lost_when_two_come_at_once(tmp_path: Path) -> None:
         send({"number": 2})
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
-    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # both lie in the pipe
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # both messages are in the pipe
     assert [helper.next_message(DEADLINE_S)["number"] for _ in range(2)] == [1, 2]
     with pytest.raises(TransientError, match="without an answer"):
         helper.next_message(DEADLINE_S)
@@ -96,7 +96,7 @@ def test_it_holds_no_pipe_of_who_started_us_and_has_no_terminal(tmp_path: Path) 
     try:
         assert helper.next_message(DEADLINE_S) == {"sid": helper.pid}
         os.close(write)
-        assert os.read(read, 1) == b""  # it hangs when somebody else has the other end
+        assert os.read(read, 1) == b""  # it blocks while another process has the other end open
     finally:
         helper.stop()
         os.close(read)

@@ -1,4 +1,4 @@
-"""The doctor's line about environments: tried for real, and nothing of it stays."""
+"""The doctor's checks: done for real, without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_bundle_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: P
     assert (tmp_path / "bug.tar.gz").read_text() == "there"
 
 
-# A resolver that hears questions and never answers, in a network of its own.
+# A DNS server that receives queries and never answers, in a separate network namespace.
 DEAD = """
 import os, socket
 from pathlib import Path
@@ -72,7 +72,7 @@ kernel.attach(kernel.clone_mount(Path(os.environ["CONF"])), Path("/etc/resolv.co
 doctor._NAMES_S = 0.5
 check = doctor.check_names()
 print(check.status, check.why)
-os._exit(0)  # the look-up goes on for seconds
+os._exit(0)  # the look-up continues for seconds
 """
 
 

@@ -1,4 +1,4 @@
-"""What of a container's variables and mounts a setup's request key depends on."""
+"""The variables and mounts of a container that are part of a setup's request key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_mount_counts_when_the_setup_names_its_place(tmp_path: Path) -> None:
     assert named(tmp_path, "cp /wheels/a.whl .")
     assert named(tmp_path, requirements="--find-links=/wheels\neinops\n")
     assert named(tmp_path, PIP_FIND_LINKS="/wheels")
-    # What `run` mounts for the command is another folder in each start: its environment is the same.
+    # `run` mounts different folders for the command in each start, and the environment does not depend on them.
     assert not named(tmp_path, "pip install einops", BOOTSEER_PEERS_DIR="/wheels", BOOTSEER_CHECKPOINT="/wheels")
 
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong when a snapshot's layer is mounted with an image, the image is mounted without it."""
+"""When the layer of a snapshot cannot be mounted with an image, the image is mounted without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layers(digest: str) -> list[Path]:
 
 @pytest.fixture
 def image(tmp_path: Path) -> MountedImage:
-    """One that nobody has mounted."""
+    """An image that is not mounted yet."""
     runtime = Runtime(tmp_path / "runtime")
     state = MountState("m", str(tmp_path / "root"), "image", runtime.boot, (), None, None, 0.0, {})
     return mounted_image(runtime, state, tmp_path / "cache")
@@ -37,7 +37,7 @@ def image(tmp_path: Path) -> MountedImage:
 
 @pytest.fixture
 def restored(tmp_path: Path) -> Callable[[Mode], ImageEnvironment]:
-    """A start whose snapshot is at hand."""
+    """A start with the layer of its snapshot prepared."""
 
     def make(mode: Mode) -> ImageEnvironment:
         wanted = EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime", mode=mode)

@@ -1,4 +1,4 @@
-"""What a setup wrote in an image becomes a layer; when that does not work, the command finds it all the same."""
+"""The files that a setup wrote in an image become a layer; the command sees them even when that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = RequestKey("0" * 64, {}, {}, {}, (), (), {})
 
 
 class Mounts:
-    """Mounts something in the place of the image, and remembers what was asked."""
+    """A stand-in for mounting an image, which records the requested layers."""
 
     def __init__(self, folder: Path, *, refuses_layers: bool = False, refuses_all: bool = False) -> None:
         self.root = folder / "root"
@@ -95,7 +95,8 @@ def test_a_layer_that_cannot_be_mounted_becomes_the_upper_one_again(writable: Pa
 
 
 def test_what_devices_mount_is_not_part_of_the_layer(writable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runtime makes an empty file to mount a driver's library on: elsewhere it would be taken for the library."""
+    """The runtime creates an empty file as mount point for a driver's library. In the layer, other nodes would get an
+    empty library."""
     edits = {"mounts": [{"hostPath": "/etc/hostname", "containerPath": "/usr/lib/libdriver.so.1"}]}
     cdi = writable.parent / "cdi"
     cdi.mkdir()

@@ -1,4 +1,4 @@
-"""Where a setup finds its files in a container, and by which names."""
+"""The paths of a setup's files in its container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was begun is undone when a signal comes, and nobody waits long for it."""
+"""After a signal, what was begun is undone, and quickly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ except Interrupted:
 
 
 def started(program: str) -> subprocess.Popen[str]:
-    """A process in its block."""
+    """A process inside the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", program + BLOCK],
         stdout=subprocess.PIPE,
@@ -111,7 +111,7 @@ def test_a_signal_while_work_is_handed_over_leaves_no_lock_held(begin: Callable[
             with suppress(Interrupted), interruptible():
                 signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number))
-                # Not forever: Python drops an exception in a callback of its garbage collector, as Hypothesis has one.
+                # With a limit: Python drops exceptions in callbacks of its garbage collector, and Hypothesis has one.
                 until = time.monotonic() + 0.1
                 while time.monotonic() < until:
                     begin(int)

@@ -1,4 +1,4 @@
-"""What watches a start beside its command."""
+"""The threads that observe a start while its command runs."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def test_a_thread_that_cannot_be_started_costs_a_line(
 
 
 def test_python_does_not_warn_that_the_last_sender_runs_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would at the end of each job that has PYTHONWARNINGS=default or PYTHONDEVMODE=1."""
+    """With PYTHONWARNINGS=default or PYTHONDEVMODE=1 it would at the end of each job."""
     (tmp_path / "sender").write_text("#!/bin/sh\n")
     (tmp_path / "sender").chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "sender"))
@@ -60,7 +60,7 @@ def test_a_second_report_waits_until_the_first_one_is_written() -> None:
     assert begun.wait(30)
     ender = threading.Timer(0.1, may_end.set)
     ender.start()
-    report.send(COMMAND_ENDED)  # what comes next unmounts what the first report reads
+    report.send(COMMAND_ENDED)  # the next step unmounts the files that the first report reads
     assert written == [TRAINING_BEGAN]
     watcher.join()
     ender.join()
@@ -70,7 +70,7 @@ def test_a_second_report_waits_until_the_first_one_is_written() -> None:
 def test_gpus_that_are_not_counted_are_unknown(
     monkeypatch: pytest.MonkeyPatch, devices: list[str], gpus: int | None
 ) -> None:
-    """With 0 on nodes with AMD's, reports and sums said that starts cost no GPU-hours."""
+    """If the number were 0 on nodes with AMD GPUs, reports would show starts without any GPU-hours."""
     monkeypatch.setattr(os, "listdir", lambda path: devices)
     options: Any = SimpleNamespace(hook=True, requirements=())
     assert _run_attributes(["true"], Identity(job="moe", node="a"), options, {})["gpus"] == gpus

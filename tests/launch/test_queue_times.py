@@ -1,4 +1,4 @@
-"""What schedulers tell of the time before a node was ours, and what is made of it in the events."""
+"""Schedulers' records of the time before the job got its node, and the events made from them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_annotations_that_say_nothing_are_unobserved(tmp_path, content):
 
 @pytest.fixture
 def api(tmp_path, monkeypatch):
-    """A pod's service account, and an API server that answers with what stands in `pods`."""
+    """A pod's service account, and an API server that answers with the contents of `pods`."""
     make_certificate(tmp_path / "key.pem", tmp_path / "ca.crt")
     for name, text in (("token", "secret\n"), ("namespace", "train")):
         (tmp_path / name).write_text(text)
@@ -108,7 +108,7 @@ def test_a_pod_that_may_read_itself_learns_when_it_was_made(api, tmp_path):
     found = told(env)
     assert found == (1795197266 * NS_PER_S, 1795197270 * NS_PER_S, "kubernetes api", "kubernetes")
     assert told(env | {"POD_UID": ""}) == found
-    # The node's own word of when it saw the pod is finer.
+    # The time at which the node saw the pod is more precise.
     (tmp_path / "annotations").write_text(f'kubernetes.io/config.seen="{ago(20)}"\n')
     found = told(env | {"BOOTSEER_PODINFO": str(tmp_path)})
     assert found.submitted_ns == 1795197266 * NS_PER_S

@@ -1,4 +1,4 @@
-"""Watching the command's output: every byte passes, whatever becomes of the pattern."""
+"""Watching the command's output: every byte passes, whatever happens to the search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bootseer.launch.relay import Relay
 
 
 def passed(output: bytes, pattern: bytes, found: Callable[[], None]) -> bytes:
-    """What comes out of a relay when a command writes this. No descriptor stays open."""
+    """The output of a relay when a command writes this. No descriptor stays open."""
     opened = len(list(Path("/proc/self/fd").iterdir()))
     read, write = os.pipe()
     between = Relay(write, re.compile(pattern), found)
@@ -59,7 +59,7 @@ def test_output_that_a_slow_reader_has_not_taken_yet_is_waited_for() -> None:
     between = Relay(write, re.compile(b"none"), lambda: None)
     command = os.dup(between.write)
     between.release()
-    output = b"x" * 120_000  # more than one pipe holds
+    output = b"x" * 120_000  # more than the capacity of a pipe
     with os.fdopen(command, "wb", buffering=0) as pipe:
         pipe.write(output)
     ended = threading.Thread(target=lambda: (between.finish(time.monotonic()), os.close(write)), daemon=True)

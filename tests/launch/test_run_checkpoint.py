@@ -1,4 +1,4 @@
-"""`bootseer run --checkpoint`: checkpoints are mounted while the command runs, and what was read of them is told."""
+"""`bootseer run --checkpoint`: checkpoints are mounted while the command runs, and the report shows the reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def job(run: Run, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ordinary(tmp_path: Path) -> Path:
-    """A job's folder on this machine's disk, as programs write it that know nothing of BootSeer."""
+    """A job's folder on this machine's disk, written without BootSeer."""
     step = tmp_path / "plain job/step-1"
     step.mkdir(parents=True)
     (step / "weights").write_bytes(os.urandom(SIZE))
@@ -105,7 +105,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_what_a_killed_command_wrote_and_could_not_be_published_is_told(run: Run, job: Path) -> None:
-    """Only the daemon's log said so, which is removed with the mount."""
+    """The daemon's log is removed with the mount."""
     ran = run("run", "-q", "--no-hook", "--checkpoint", str(job), "--", sys.executable, "-c", _KILLED, str(job))
     assert ran.returncode == 137
     assert f"bootseer: NOT published to {job} when their programs, or the mount, were killed: new/half" in ran.stderr
@@ -236,7 +236,7 @@ def test_what_only_a_mount_can_show_or_the_user_wants_mounted_is_mounted(
     for more in ([str(job)], [str(ordinary), "--checkpoint-read", "mount"]):
         ran = run("run", "-q", "--job", "j", "--checkpoint", *more, "--", "sh", "-c", look)
         assert (ran.returncode, ran.stdout) == (0, f"{SIZE}\n"), ran.stderr
-    # What is mounted there has come over a network, for all that we know.
+    # A mount there may be a network file system.
     assert run("ckpt", "mount", str(ordinary), str(tmp_path / "far")).returncode == 0
     ran = run("run", "-q", "--job", "j", "--checkpoint", str(tmp_path / "far"), "--", "sh", "-c", look)
     assert run("ckpt", "umount", str(tmp_path / "far")).returncode == 0

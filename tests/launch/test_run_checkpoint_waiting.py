@@ -1,4 +1,4 @@
-"""`bootseer run --checkpoint` where the place takes long: people see what is waited for, and Ctrl-C ends it cleanly."""
+"""`bootseer run --checkpoint` with slow storage: it shows what it waits for, and Ctrl-C ends it cleanly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def env(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of an HDFS that takes connections and says nothing."""
+    """The address of an HDFS that accepts connections and never answers."""
     pytest.importorskip("hdfs_native", reason="the extra hdfs is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"hdfs://127.0.0.1:{server.getsockname()[1]}/jobs"
@@ -105,7 +105,7 @@ def test_what_is_still_being_sent_is_told_and_ctrl_c_leaves_it_to_the_daemon(
         command = [sys.executable, "-c", _KILLED, str(node)]
         with start(env, tmp_path, "run", "--no-hook", "--checkpoint", uri, "--", *command) as process:
             assert process.stderr is not None
-            # A busy machine may have told of the mount, too.
+            # On a busy machine there may be a line about the mount, too.
             assert any(f"still sending what was written to {uri}" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
             assert "is still being sent" in process.stderr.readline()

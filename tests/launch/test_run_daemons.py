@@ -1,4 +1,4 @@
-"""`bootseer run --setup`: what the setup leaves running is started again where its snapshot is used."""
+"""`bootseer run --setup`: daemons that the setup leaves running are started again where its snapshot is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVER = """
 import os, socket, sys, time
 kind = sys.argv[1]
 index = os.path.expanduser("~/index-" + kind)
-if not os.path.exists(index):  # what a first start pays
+if not os.path.exists(index):  # only in the first start
     time.sleep(float(os.environ.get("BUILDS_S", "0")))
     open(index, "w").write("built")
 if kind == "daemon" and os.fork():
@@ -64,14 +64,15 @@ def place() -> Iterator[Place]:
 
 
 class Daemons:
-    """A setup with three: one says what the setup exported, one has a pid file, one builds an index first."""
+    """A setup with three daemons: one sends a variable exported by the setup, one has a pid file, one builds an index
+    first."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.port, self.slow = free_port(), free_port()
         self.at = place.outside / "agent" / "socket"
         self.pid_file = place.outside / "agent" / "server.pid"
-        # Not in the setup's text: what that names and is there counts as its input.
+        # Not in the setup's text: existing paths in it count as inputs.
         places = {"AT": str(self.at), "PID_FILE": str(self.pid_file), "PORT": self.port, "SLOW": self.slow}
         text = "".join(f"{name} = {value!r}\n" for name, value in places.items())
         place.write("server.py", text + SERVER)
@@ -92,7 +93,7 @@ class Daemons:
         return {f"unix {self.at}", f"tcp 127.0.0.1:{self.port}", f"tcp 127.0.0.1:{self.slow}"}
 
     def end(self) -> None:
-        """End what a setup left whose start notes nothing."""
+        """End the daemons of a start that does not record them."""
         waiting = {number for number, address in listening().items() if address in self.addresses}
         for pid in processes():
             if waiting & sockets_of((pid,)):
@@ -102,7 +103,7 @@ class Daemons:
         self.pid_file.unlink()
 
     def gone(self) -> bool:
-        """Whether nothing listens any more and nothing is in the next one's way."""
+        """Whether nothing listens any more, and no socket or pid file is left to block the next start."""
         taken = self.addresses & {*listening().values()}
         return not taken and not self.at.exists() and not self.pid_file.exists()
 
@@ -122,7 +123,7 @@ def test_what_a_setup_leaves_running_is_started_again_on_another_node(place: Pla
     (document,) = place.documents()
     assert {address for one in document["daemons"] for address in one["sockets"]} == daemons.addresses
     assert [path for one in document["daemons"] for path in one["pid_files"]] == [str(daemons.pid_file)]
-    daemons.at.parent.rmdir()  # no node keeps what lies in /run
+    daemons.at.parent.rmdir()  # on a real node /run is empty after a boot
     place.cache = "other"
     ran = place.run(*daemons.ask)
     assert (ran.stdout, place.start()["mode"], place.num_setups) == ("hello\nnothing\nnothing\n", "restored", 1)

@@ -1,4 +1,4 @@
-"""`bootseer run --setup`, `--requirements`: the setup runs once, later starts get what it did by a mount."""
+"""`bootseer run --setup`, `--requirements`: the setup runs once, later starts mount its result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) ->
     assert second.stdout == first.stdout
     start = place.start()
     assert (start["mode"], start["code"], start["trust"]) == ("restored", "hit", "observed")
-    # All of it is here now: what fetches, captures and serves is not even imported.
+    # Everything is local now: the modules for fetching, capturing and serving are not even imported.
     third = place.run(*words, more={"PYTHONPROFILEIMPORTTIME": "1"}, is_new=True)
     imported = {line.rpartition("|")[2].strip() for line in third.stderr.splitlines()}
     assert "bootseer.env.restoring.host" in imported
@@ -84,7 +84,7 @@ def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) ->
         assert f"code object from {place.site}/{name}.py" not in said
     assert not place.leftovers()
     assert not place.mounts()
-    # A replaced node restores from the store.
+    # A replacement node restores from the store.
     place.cache = "other"
     assert place.run(*words).stdout == first.stdout
     start = place.start()
@@ -107,7 +107,7 @@ def test_a_changed_input_is_a_miss(place: Place) -> None:
 def test_an_input_that_another_program_changes_while_the_setup_runs_keeps_a_snapshot_from_being_made(
     place: Place,
 ) -> None:
-    """One that the setup changes itself does not."""
+    """An input that the setup itself changes does not."""
     for name in ("own.txt", "other.txt"):
         place.write(name, "1\n")
     change = f"nsenter -t $PPID -m sh -c 'echo 2 > {place.project}/other.txt'"  # on the machine itself
@@ -239,7 +239,7 @@ def test_console_scripts_deletions_and_downgrades_are_restored(place: Place) -> 
     assert first.stdout == "alpha 1.0\n1.0 None\n1\n"
     assert place.run(*words).stdout == first.stdout
     assert (place.start()["mode"], place.num_setups) == ("restored", 1)
-    assert (place.site / "beta.py").exists()  # the machine's own Python has it still
+    assert (place.site / "beta.py").exists()  # still in the machine's own Python
 
 
 def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None:
@@ -370,7 +370,7 @@ def test_files_that_the_key_does_not_know_keep_a_snapshot_from_being_made_until_
 
 
 def test_what_a_setup_makes_and_no_snapshot_keeps_is_no_unknown_input(place: Place) -> None:
-    """As `uv venv` makes a lock file, and conda unpacks packages."""
+    """For example, `uv venv` makes a lock file, and conda unpacks packages."""
     for name in (".lock", "conda/pkgs/x"):
         script = place.alpha_script(f"mkdir -p conda/pkgs; : > {name}; cat {name}\n")
         assert "does not cover" not in place.run("--setup", script, "--", "true").stderr
@@ -416,7 +416,7 @@ def test_what_is_installed_from_a_scratch_folder_and_leads_there_is_in_no_snapsh
 
 
 def test_what_is_said_of_a_snapshot_is_so_when_it_is_said(place: Place) -> None:
-    """A home below /tmp is captured as any other is: the second start finds what the first one has made."""
+    """A home below /tmp is captured like any other: the second start finds what the first one created."""
     home = Path(tempfile.mkdtemp(prefix="bootseer-home-"))
     script = place.counting_script("[ -f ~/.tool ] || echo words > ~/.tool\n")
     words = ("--setup", script, "--", "sh", "-c", "cat ~/.tool")
@@ -448,7 +448,7 @@ def test_the_working_folder_may_be_in_the_environment(place: Place) -> None:
 
 
 def test_a_python_in_a_scratch_folder_is_as_good_as_any(place: Place, tmp_path: Path) -> None:
-    """Either its packages are captured there, or the start says why not: never a snapshot that lacks them."""
+    """Either its packages are captured there, or the start reports why not: never a snapshot without them."""
     copy(place.venv, tmp_path / "venv")
     place.write("requirements.txt", "alpha==1.0\n")
     more = {"PATH": f"{tmp_path}/venv/bin:{place.env['PATH']}"}

@@ -35,7 +35,7 @@ def place() -> Iterator[Place]:
 
 
 def in_container(place: Place) -> Callable[[], None]:
-    """For `preexec_fn`: a root of its own with a disk of its own, so that nothing else changes what is compared."""
+    """For `preexec_fn`: a separate root on a separate disk, so that nothing else changes the compared files."""
     new = place.root / "container"
     new.mkdir(exist_ok=True)
     source = Path(bootseer.__file__).parents[2]
@@ -61,7 +61,7 @@ def in_container(place: Place) -> Callable[[], None]:
             target = new / str(where).lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
             kernel.attach(mount, target)
-        (new / "tmp").mkdir(mode=0o1777, exist_ok=True)  # the checkout may lie there
+        (new / "tmp").mkdir(mode=0o1777, exist_ok=True)  # the checkout may be there
         kernel.change_root(new)
         os.chdir(place.project)
 

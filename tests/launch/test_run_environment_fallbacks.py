@@ -1,5 +1,5 @@
-"""When no snapshot serves: the setup runs, privately where that is possible, and the job and this machine are as well
-as they were."""
+"""When no snapshot can be used, the setup runs, with private changes where possible, and neither the job nor this
+machine is worse off than without BootSeer."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_where_the_environment_cannot_be_shown_no_file_is_in_the_way_of_the_setu
     place.cache = "other"
     changes = place.root / "other/environments/changes"
     changes.parent.mkdir(parents=True, mode=0o700)
-    changes.touch()  # no folder: the job's changes cannot be stored
+    changes.touch()  # not a folder: the job's changes cannot be stored
     assert place.run("--env", mode, *words).stdout == "1.0\n"
     assert place.start()["mode"] == "installed"
     assert (place.project / "made/file").read_text() == "x\n"

@@ -1,4 +1,4 @@
-"""Environments when something breaks: the job starts, correctly, and the report says which way was taken."""
+"""Environments when something fails: the job starts correctly, and the report shows the fallback."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def gated(place: Place, before: str = "", name: str = "setup.sh") -> tuple[str, Path]:
-    """A script that waits until a file is there."""
+    """A script that waits until a file exists."""
     gate = place.outside / "gate"
-    # Without a trap, bash goes on after a SIGINT that comes between two of its children.
+    # Without a trap, bash continues after a SIGINT between two of its children.
     return place.counting_script(
         f"trap 'exit 130' INT\n{before}\nwhile [ ! -e {gate} ]; do sleep 0.05; done; echo made > made\n", name
     ), gate
@@ -61,7 +61,7 @@ def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -
     starts = {event.node: event.attrs for event in place.events() if event.stage == "environment_start"}
     assert {node: start["mode"] for node, start in starts.items()} == {"cache": "captured", "other": "restored"}
     (document,) = place.documents()
-    # The wait for the builder was not saved.
+    # The wait for the builder is no saving.
     assert starts["other"]["saved_s"] == pytest.approx(document["setup_s"] - starts["other"]["seconds"], abs=0.01)
 
 
@@ -83,7 +83,7 @@ def test_of_a_setup_that_is_not_snapshot_safe_no_further_start_waits_for_a_build
     place.cache = "other"
     two = place.begin(*words)
     wait_for(lambda: any(event.stage == "environment_setup.wait" for event in place.events()))
-    gate.mkdir()  # not a file, which would be an input of the next start
+    gate.mkdir()  # not a file: that would be an input of the next start
     for run in (one, two):
         output, error = run.communicate(timeout=DEADLINE_S)
         assert (run.returncode, output) == (0, "made\n"), error
@@ -127,7 +127,7 @@ def test_a_signal_ends_a_setup_and_leaves_nothing(place: Place, number: int) -> 
     assert not place.mounts()
     gate.touch()
     assert place.run("--setup", script, "--", "cat", "made").stdout == "made\n"
-    assert place.start()["code"] == "no-snapshot"  # nobody's lease was in the way
+    assert place.start()["code"] == "no-snapshot"  # no lease was held
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -331,7 +331,7 @@ def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_ane
     assert "is removed from its store: the next start makes it anew" in ran.stderr
     place.run(*words, "python", "-c", "import alpha")
     assert (place.start()["mode"], place.start()["code"]) == ("captured", "no-snapshot")
-    # Once: the job may be at fault.
+    # Only once: the cause may be the job.
     ran = place.run(*words, "python", "-c", "import alpha, no_such_module", code=1)
     assert "is used further" in ran.stderr
     place.run(*words, "python", "-c", "import alpha")
@@ -340,7 +340,7 @@ def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_ane
 
 @contextlib.contextmanager
 def user_s(place: Place) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """The place belongs to a user without root, who runs `bootseer run` in it."""
+    """The place belongs to an ordinary user, who runs `bootseer run` in it."""
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv (util-linux)")
     from conftest_launch import BOOTSEER

@@ -1,4 +1,4 @@
-"""`--requirements` with files besides pip's: a project, locks, an environment for conda."""
+"""`--requirements` with other files than pip's: a project, locks, a conda environment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_project_and_its_locks_are_installed_and_kept(place: Place, name: str)
     assert (place.start()["mode"], place.start()["trust"]) == ("captured", "observed")
     assert place.run(*words).stdout == expected
     assert place.start()["mode"] == "restored"
-    if name == "uv.lock":  # its versions are pinned in another way than a requirement file's
+    if name == "uv.lock":  # it pins versions in another way than a requirements file
         ran = place.bootseer("env", "verify", place.start()["key"], "--tier", "oracle", "-r", name)
         assert ran.stdout.endswith(" 0 differ\n"), ran.stderr
     place.write("pyproject.toml", (place.project / "pyproject.toml").read_text() + "[tool.ruff]\nline-length = 9\n")
@@ -55,7 +55,7 @@ def test_a_project_and_its_locks_are_installed_and_kept(place: Place, name: str)
 
 
 def test_a_lock_with_packages_of_an_index_is_installed_as_it_says(place: Place) -> None:
-    """From the index of Python packages itself, with digests, by the uv that BootSeer depends on."""
+    """From PyPI itself, with digests, by the uv that BootSeer depends on."""
     place.more = {"PIP_NO_INDEX": "", "PIP_FIND_LINKS": ""}
     place.write("pyproject.toml", PROJECT.replace("beta", "six==1.16.0"))
     uv(place, "lock", "-q", UV_NO_INDEX="", UV_FIND_LINKS="")

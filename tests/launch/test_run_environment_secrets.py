@@ -1,4 +1,4 @@
-"""Credentials of a setup: the command that follows it gets them, no store does, and a restored start names them."""
+"""Credentials of a setup: the command after it gets them, they are in no store, and a restored start names them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_named_credentials_are_in_no_store_and_the_command_finds_them(place: Pla
     assert place.published()["published"] is True
     assert place.start()["trust"] == "observed"
     assert_not_stored(place)
-    # What was written is not in the key, and so the next start finds the snapshot, and on this machine the login.
+    # The written files are not in the key, so the next start finds the snapshot and, on this machine, the login.
     second = place.run(*words)
     assert (second.stdout, place.start()["mode"], place.num_setups) == (first.stdout, "restored", 1)
     assert "credentials that the setup wrote" not in second.stderr
@@ -172,7 +172,7 @@ def test_owners_leave_files_out_and_make_exceptions(place: Place) -> None:
     ran = place.bootseer("run", "--env-keep", "token.cfg", *words)
     assert ran.returncode == 2
     assert "begin it with /, ~/ or *" in ran.stderr
-    # A fleet says the same with variables, and finds the same snapshot.
+    # The same settings as variables, for a fleet, find the same snapshot.
     fleet = {"BOOTSEER_ENV_KEEP": "*/token.cfg", "BOOTSEER_ENV_LEAVE_OUT": f"{place.project}/own"}
     place.run(*words, more=fleet)
     assert place.start()["mode"] == "restored"

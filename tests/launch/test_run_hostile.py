@@ -1,4 +1,4 @@
-"""`bootseer run` in hostile surroundings: lost streams and readers, kills, limits, wild variables."""
+"""`bootseer run` in a hostile environment: lost streams and readers, kills, limits, invalid variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter for a process's state; empty when there is none."""
+    """The kernel's letter for a process's state; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def test_the_pattern_s_relay_loses_nothing_to_a_slow_non_blocking_reader(env):
     assert (received, process.wait(timeout=180)) == (1_000_000, 0)
 
 
-# Those of one scheduler alone: another one's would hide them.
+# Of one scheduler at a time: another one's would take precedence.
 @pytest.mark.parametrize(
     "variables",
     ["BOOTSEER_JOB BOOTSEER_NODE TRACEPARENT RANK", "SLURM_JOB_ID SLURM_RESTART_COUNT", "POD_UID"],

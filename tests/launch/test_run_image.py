@@ -1,5 +1,5 @@
 """`bootseer run --image` and `bootseer image run`: the command behaves in its container as it would without one, and
-how the image came is measured."""
+the loading of the image is measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(run_copy: Run) -> Run:
 
 @pytest.fixture
 def image(node: Node) -> str:
-    """The reference of an image that is converted."""
+    """The reference of a converted image."""
     have_converted(node)
     return node.reference
 
@@ -124,7 +124,7 @@ def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node) -> No
 
 
 def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, str], node: Node) -> None:
-    """Nor what the command had started, whatever became of its parents and sessions."""
+    """Nor processes that the command started, whatever their parents and sessions."""
     words = ["run", "-q", "--image", image, "--loading", "lazy", "--"]
     script = ["sh", "-c", "(busybox setsid sleep 600.99 &) ; (sleep 600.99 &) ; echo up; exec sleep 600.99"]
     with subprocess.Popen([*BOOTSEER, *words, *script], env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -156,7 +156,7 @@ def test_a_run_that_was_killed_with_its_guard_is_cleaned_up_after_by_the_next(
         assert run("run", "-q", "--image", image, "--", "true").returncode == 0
         return list((node.cache / "containers").iterdir()) == []
 
-    until(cleans_up)  # its daemon needs a moment to end, and holds the folder's lock until then
+    until(cleans_up)  # its daemon needs a moment to end, and holds the folder's lock meanwhile
     nothing_is_left(node)
 
 
@@ -189,7 +189,7 @@ def test_open_files_of_the_caller_are_closed_in_the_container(image: str, env: d
 def test_copies_of_its_mounts_in_other_namespaces_do_not_hold_up_the_end(
     image: str, env: dict[str, str], node: Node, tmp_path: Path, setup: bool
 ) -> None:
-    """As on hosts whose root is a private mount, where such copies do not go with the mount."""
+    """For example on hosts whose root is a private mount, where such copies are not unmounted with the original."""
     (tmp_path / "setup.sh").write_text("echo tool > /opt-tool\n")
     words = ["run", "-q", "--image", image, "--loading", "lazy", *(["--setup", "setup.sh"] if setup else []), "--"]
     script = ["sh", "-c", "echo up; read line; exit 3"]
@@ -248,7 +248,7 @@ def test_the_second_start_has_the_hot_set_of_the_first(run: Run, events: Events,
 
 
 def test_the_start_of_training_ends_the_record(run: Run, events: Events, env: dict[str, str], image: str) -> None:
-    """The hook in the container tells by the spool; here a shell writes the event that it would write."""
+    """The hook in the container reports through the spool; here a shell writes its event."""
     line = (
         '@bootseer1 {"wall_ns":%s,"mono_ns":%s,"job":"\'$BOOTSEER_JOB\'","attempt":0,"node":"\'$BOOTSEER_NODE\'",'
         '"stage":"training_began","phase":"instant","span":"00f067aa0ba902b7"}'
@@ -262,7 +262,7 @@ def test_the_start_of_training_ends_the_record(run: Run, events: Events, env: di
     assert ran.returncode == 0, ran.stderr
     (start,) = [event for event in events() if event.stage == "image_start"]
     assert start.attrs["until"] == "training_began"
-    assert start.attrs["demand_bytes"] < 6 << 20  # what was read behind it belongs to no start
+    assert start.attrs["demand_bytes"] < 6 << 20  # later reads belong to no start
 
 
 def test_the_hook_s_package_and_the_spool_are_there_and_secrets_are_not(run: Run, image: str) -> None:
@@ -288,7 +288,7 @@ def test_the_hook_s_package_and_the_spool_are_there_and_secrets_are_not(run: Run
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the system's python3 to run in the container")
 def test_python_in_the_container_finds_the_hook(run: Run, image: str) -> None:
-    """The host's own python and libraries, mounted into the image, import the hook as an image's python would."""
+    """The host's Python and libraries, mounted into the image, import the hook as an image's Python would."""
     mounts = [
         word for name in ("/usr", "/lib", "/lib64") if Path(name).exists() for word in ("--mount", f"{name}:{name}:ro")
     ]
@@ -299,7 +299,7 @@ def test_python_in_the_container_finds_the_hook(run: Run, image: str) -> None:
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the system's python3 to run in the container")
 def test_a_launcher_in_the_container_has_a_warm_parent_there(run: Run, image: str, tmp_path: Path) -> None:
-    """The record goes through the spool; a package of the name that the hook watches for stands for the real one."""
+    """The record is passed through the spool; an empty package has the name that the hook watches for."""
     (tmp_path / "launch.py").write_text(
         "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '/job/child.py']))"
     )
@@ -330,7 +330,7 @@ def test_another_user_may_write_events_too(run: Run, image: str, env: dict[str, 
 def test_a_spool_that_another_user_prepared_is_not_used(
     run: Run, image: str, open_folder: Path, tmp_path: Path, planted: str
 ) -> None:
-    """A link in a shared folder must not make root give away what it leads to."""
+    """With a link in a shared folder, root must not give away the link's target."""
     victim = tmp_path / "victim"
     victim.mkdir()
     open_folder.chmod(0o1777)
@@ -361,7 +361,7 @@ def test_mounts_are_for_the_container_s_user_whatever_the_umask(run: Run, image:
 def test_in_a_shared_spool_each_user_has_folders_of_their_own(run: Run, image: str, open_folder: Path) -> None:
     open_folder.chmod(0o1777)
     words = ["run", "-q", "--spool", str(open_folder), "--job", "moe", "--attempt", "0", "--image", image]
-    for _ in range(2):  # as two nodes of one attempt
+    for _ in range(2):  # like two nodes of one attempt
         ran = run(*words, "--user", "worker", "--", "sh", "-c", "touch /run/bootseer/spool/$$")
         assert (ran.returncode, ran.stderr) == (0, "")
     job, attempt = (open_folder / name for name in ("moe", "moe/attempt-0"))
@@ -441,7 +441,7 @@ def test_a_damaged_store_is_told_at_the_end(run: Run, node: Node) -> None:
 
 
 def test_interrupted_while_the_image_comes_it_ends_at_once(node: Node, env: dict[str, str]) -> None:
-    """Nobody answers at the registry's address; Ctrl-C does not wait for that."""
+    """The registry does not answer; Ctrl-C does not wait for it."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -474,7 +474,7 @@ def test_image_run_runs_the_image_s_own_command(run: Run, image: str) -> None:
 
 
 def test_python_versions_do_not_matter_to_the_quick_path() -> None:
-    """Options of images must not cost a plain run the imports of images."""
+    """The options for images must not make a plain run import the modules for images."""
     code = "import sys; from bootseer.cli.run_options import OPTIONS; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not [name for name in loaded if name.startswith(("bootseer.image", "bootseer.mounts", "bootseer.store"))]

@@ -1,4 +1,4 @@
-"""`bootseer run --image --setup`: the setup runs in the container once, later its layer lies on top of the image."""
+"""`bootseer run --image --setup`: the setup runs in the container once, later its layer is mounted over the image."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(run_copy: Run) -> Run:
 
 @pytest.fixture
 def job(run: Run, node: Node, tmp_path: Path, events: Callable[[], list[Event]]) -> Callable[..., Any]:
-    """`job(words)`: run in the image with the setup; what was printed, and what was said of the environment."""
+    """`job(words)`: run in the image with the setup; the finished process, and the environment's event."""
     project = tmp_path / "project"
     project.mkdir()
     (project / "words").write_text("words of the project\n")
@@ -117,7 +117,7 @@ def test_a_mounted_working_folder_is_where_the_setup_runs(job: Callable[..., Any
     (tmp_path / "project" / "where.sh").write_text("pwd > /where\n")
     ran, start = job("--mount", f"{tmp_path}:/data:ro", "--", "cat", "/where", setup="where.sh")
     assert (ran.stdout, start["mode"]) == ("/data/project\n", "captured")
-    # What was installed there remembers the place.
+    # Installed files may contain this path.
     ran, start = job("--mount", f"{tmp_path}:/other:ro", "--", "cat", "/where", setup="where.sh")
     assert (ran.stdout, start["mode"]) == ("/other/project\n", "captured")
 
@@ -126,7 +126,7 @@ def test_a_setup_that_writes_into_a_mount_is_not_kept(job: Callable[..., Any], t
     (tmp_path / "project" / "build.sh").write_text("echo built > result\n")
     for _ in range(2):
         ran, start = job("--mount", f"{tmp_path}/project:/code", "--", "cat", "/code/result", setup="build.sh")
-        # Not `unsafe`: another program may have written there.
+        # Not `unsafe`: another program may have written the file.
         assert (ran.stdout, start["mode"], start["code"]) == ("built\n", "installed", "no-snapshot")
     assert "project/result, in a mount, which is not captured" in ran.stderr
 
@@ -173,7 +173,7 @@ def test_requirements_need_a_python_in_the_image(job: Callable[..., Any], tmp_pa
 
 @pytest.mark.parametrize("name", ["uv.lock", "requirements.txt"])
 def test_an_image_s_python_needs_neither_uv_nor_pip(run: Run, node: Node, tmp_path: Path, name: str) -> None:
-    """The Python of this machine is mounted into the image, and an environment for it: so nothing is kept."""
+    """This machine's Python and a virtual environment for it are mounted into the image: so nothing is captured."""
     project = tmp_path / "project"
     make_wheel(project / "wheels", "alpha", "1.0")
     text = '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.9"\ndependencies = ["alpha"]\n'
@@ -286,7 +286,7 @@ def test_a_replaced_node_mounts_image_and_snapshot_lazily(
     ran, start = job(*words, more={"BOOTSEER_CACHE": str(tmp_path / "other")})
     assert (ran.stdout, start["mode"]) == (first.stdout, "restored")
     begun = [event.stage for event in events() if event.attempt == 1 and event.phase == BEGIN]
-    # The image's blocks are being fetched while the environment is restored.
+    # The image's blocks are fetched while the environment is restored.
     assert (
         begun.index("image_loading.daemon") < begun.index("environment_setup.key") < begun.index("image_loading.mount")
     )

@@ -1,4 +1,4 @@
-"""`bootseer run --peers` shows the job the names of its nodes, so that no resolver holds up its connections."""
+"""`bootseer run --peers` gives the job the names of its nodes, so that its connections do not wait for DNS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plain_user import UID
 from registry import free_port
 from waiting import until
 
-# Each look-up is one of files alone: it must not depend on the resolver of the machine that runs the test.
+# Look-ups use only files: they must not depend on DNS on the machine that runs the test.
 JOB = """
 until grep -q ::ffff:127.0.0.3 /etc/hosts; do touch $THERE.waits; sleep 0.05; done
 touch $THERE.knows
@@ -35,7 +35,7 @@ def test_a_job_knows_its_nodes_also_those_that_come_later(env: dict[str, str], t
     before = SYSTEM.read_bytes()
     nodes = []
     for name in ("a", "b"):
-        # The first one waits for no other, and its job looks until the second one is there.
+        # The first run does not wait for the second; its job looks until the second one's name is there.
         words = ["--job", "two", "--node", name, "--peers-secret", str(secret)]
         words += ["--peers", f"127.0.0.2:{ports[0]},127.0.0.3:{ports[1]}", "--", "sh", "-c", JOB]
         other = "b" if name == "a" else "a"
@@ -82,7 +82,7 @@ def test_without_root_the_resolver_gives_up_early_unless_the_user_says_otherwise
 
 @pytest.mark.root
 def test_names_that_cannot_be_shown_cost_a_line_and_no_job(env: dict[str, str], tmp_path: Path) -> None:
-    """A sandbox in which nothing can be mounted: root without the right to it."""
+    """A sandbox in which nothing can be mounted: root without CAP_SYS_ADMIN."""
     words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *BOOTSEER, "run", "--num-nodes", "2"]
     words += ["--peers", str(tmp_path / "meet"), "--", "sh", "-c", "echo $RES_OPTIONS"]
     own = {"BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
@@ -106,7 +106,7 @@ def test_a_resolver_that_does_not_answer_keeps_no_node_from_the_others(monkeypat
 
 
 def test_a_name_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of 1,440 nodes changes often while they start."""
+    """The list of 1,440 nodes changes often while they start."""
     file, looked_up = HostsFile(tmp_path), []
     monkeypatch.setattr(
         "socket.getaddrinfo", lambda name, *_, **__: looked_up.append(name) or [(0, 0, 0, "", (name, 0))]

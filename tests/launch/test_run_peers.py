@@ -1,4 +1,4 @@
-"""`bootseer run --peers` with two nodes on one machine: they meet, serve, and leave nothing behind."""
+"""`bootseer run --peers` with two nodes on one machine: they find each other, serve, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ until [ -e $END ]; do sleep 0.05; done
 
 
 class Node:
-    """One `bootseer run` of a job of two nodes, which lasts until `end` is called."""
+    """One `bootseer run` of a job with two nodes, which runs until `end` is called."""
 
     def __init__(self, folder: Path, env: dict[str, str], name: str, *words: str) -> None:
         self.runtime = folder / f"runtime-{name}"
@@ -54,20 +54,20 @@ class Node:
         )
 
     def meet(self) -> ProcessId:
-        """Wait until it knows the other one; its service."""
+        """Wait until it has found the other node. Returns its service."""
         wait_until(self.state.with_suffix(".there").exists)
         service = ProcessId.of(json.loads(self.state.read_text())["pid"])
         assert service is not None
         return service
 
     def end(self) -> str:
-        """Let the command end; what the run said."""
+        """End the command. Returns the run's stderr."""
         self._end.touch()
         return self.run.communicate(timeout=300)[1]
 
     @property
     def left(self) -> list[Path]:
-        """Folders of jobs that are still there."""
+        """Remaining folders of jobs."""
         return list((self.runtime / "peers").glob("job-*"))
 
 
@@ -86,7 +86,7 @@ def nodes(env: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -
 
 
 def test_jobs_with_names_that_look_alike_have_services_of_their_own(run, tmp_path: Path) -> None:
-    """As of a sweep: Slurm's names are longer than a file's, and only their ends differ."""
+    """For example in a sweep: Slurm's job names can be longer than file names, and only their ends differ."""
     words = ["--node", "n", "--num-nodes", "2", "--peers", str(tmp_path / "meet"), "--peers-interface", "lo"]
     show = f"ls {tmp_path}/runtime/peers {tmp_path}/meet/peers | grep -v -e : -e lock"
     more = {"BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
@@ -132,7 +132,7 @@ def test_a_killed_service_costs_no_job_and_a_killed_run_leaves_nothing(nodes: li
 
 
 def test_a_service_that_fails_leaves_its_folder_to_the_run(nodes: list[Node]) -> None:
-    """A container that is started later, or again, mounts it."""
+    """Containers that are started later, or restarted, mount it."""
     first, second = nodes
     service = first.meet()
     second.meet()
@@ -177,7 +177,7 @@ def test_no_node_waits_for_one_whose_command_has_ended_at_once(env: dict[str, st
 
 
 def test_a_job_does_not_wait_for_listed_nodes_that_are_not_its_own(env: dict[str, str], tmp_path: Path) -> None:
-    """As of a fleet, all of whose nodes are in one list."""
+    """For example with one list of all nodes of a fleet."""
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
@@ -244,7 +244,7 @@ def test_a_command_does_not_wait_for_nodes_that_are_not_listed(
 @pytest.mark.root
 @pytest.mark.fuse
 def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageNode, tmp_path: Path) -> None:
-    """Three nodes with caches of their own read all of an image; what one does not fetch comes from the others."""
+    """Three nodes with separate caches read a whole image; each block is fetched by one node and sent to the others."""
     have_converted(node)
     before = len(node.registry.requests())
     meet = f"while [ $(ls {tmp_path}/there | wc -l) -lt 3 ]; do sleep 0.05; done"
@@ -284,7 +284,7 @@ def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageN
 
 
 def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) -> None:
-    """A fleet's switch outranks the job's option."""
+    """The fleet's variable takes precedence over the job's option."""
     show = "import os, sys; print([name for name in os.environ if 'PEERS' in name])"
     runtime = tmp_path / "runtime"
     env = {**env, "BOOTSEER_PEERS": "0", "BOOTSEER_RUNTIME": str(runtime)}
@@ -323,10 +323,10 @@ def test_what_cannot_work_is_said_at_once(
 def test_a_process_whose_neighbour_fails_to_start_the_service_has_no_peers_and_does_not_wait(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    """As of several tasks of a node, started by srun."""
+    """For example several tasks on a node, started by srun."""
     folder = tmp_path / "r" / "peers" / "job-j.0.n"
     folder.mkdir(parents=True, mode=0o700)
-    (tmp_path / "file").touch()  # it could not start a service either, if it had not seen the folder yet
+    (tmp_path / "file").touch()  # so that it could not start a service either, if it checked before the folder existed
     words = ["run", "-q", "--job", "j", "--attempt", "0", "--node", "n", "--peers", str(tmp_path / "file")]
     words += ["--", "sh", "-c", 'echo "${BOOTSEER_PEERS_DIR:-none}"']
     with (folder / "lock").open("w") as lock:

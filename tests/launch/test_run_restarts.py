@@ -1,4 +1,4 @@
-"""`bootseer run --restarts`: what is started again, how its events tell, and that nothing is left behind."""
+"""`bootseer run --restarts`: what is restarted, its events, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_delay_without_restarts_is_a_mistake(run: Run) -> None:
 
 
 def test_what_the_command_left_is_ended_before_its_next_start(run: Run) -> None:
-    """It would hold devices and ports. What ignores SIGTERM too, and what is in a session of its own."""
+    """It would hold devices and ports. Includes processes that ignore SIGTERM or have their own session."""
     count = "pgrep -fc '^sleep 600.7[7]'"
     leave = f"(trap '' TERM; exec setsid sleep 600.77) & until {count}; do sleep 0.05; done; exit 1"
     script = f"{count}; [ $BOOTSEER_RESTART = 1 ] || {{ {leave}; }}"
@@ -114,7 +114,7 @@ def test_what_the_command_left_is_ended_before_its_next_start(run: Run) -> None:
 
 
 def test_other_runs_of_the_same_job_are_left_alone(env: dict[str, str], run: Run) -> None:
-    """`srun` starts one for each rank; their trace is the same."""
+    """`srun` starts one for each rank, all with the same trace."""
     with started(env, "-q", "--job", "one", "--restarts", "1", "--", "sh", "-c", "echo up; read _") as beside:
         assert beside.stdout is not None
         assert beside.stdout.readline() == "up\n"
@@ -167,9 +167,9 @@ def test_a_launcher_that_restarts_its_processes_is_left_alone_unless_it_was_kill
 def test_on_request_the_command_starts_again_whatever_it_ended_with(
     env: dict[str, str], run: Run, events: Events
 ) -> None:
-    """Without counting as a restart after a failure, of which there is none here."""
+    """Not limited by `--restarts`, which is 0 here."""
     script = f"trap 'exit 0' TERM; {START} while :; do sleep 0.05; done"
-    job = f"moe-{os.getpid()}"  # other tests on this machine have runs, too
+    job = f"moe-{os.getpid()}"  # other tests on this machine start runs, too
     with started(env, "-q", "--job", job, "--restarts", "0", "--", "sh", "-c", script) as process:
         assert process.stdout is not None
         for number, kind in enumerate(("full", "hot_update", "hot_update")):
@@ -210,7 +210,7 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
 def test_roots_own_run_is_restarted_not_that_of_a_user_who_has_a_job_of_this_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or a process that claims to be one: the request then failed after its whole limit."""
+    """Or of a process that claims to be one, for which the request would time out."""
     own, other = Asked(11, 12, "moe", 0), Asked(21, 22, "moe", 0)
     again, signalled = Asked(11, 13, "moe", 1), list[int]()
     looks = iter([[other, own], [other, again]])
@@ -222,7 +222,7 @@ def test_roots_own_run_is_restarted_not_that_of_a_user_who_has_a_job_of_this_nam
 
 def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run: Run) -> None:
     plain, *jobs = (f"{name}-{os.getpid()}" for name in ("plain", "one", "two"))
-    # A process may have any variables.
+    # A process may have arbitrary variables.
     forged = {**env, "BOOTSEER_RUN_ID": "-", "BOOTSEER_RESTART": "9" * 5000}
     with started(forged, "-q", "--job", plain, "--", "sh", "-c", "echo up; read _") as process:
         assert process.stdout is not None
@@ -241,7 +241,7 @@ def test_a_request_needs_one_job_that_can_be_restarted(env: dict[str, str], run:
         ran = run("restart")
         assert (ran.returncode, "several jobs can be restarted: " in ran.stderr) == (2, True), ran.stderr
         assert all(job in ran.stderr for job in jobs)
-        assert all(job in run("restart", jobs[0].partition("-")[0]).stderr for job in jobs)  # Slurm's have a number
+        assert all(job in run("restart", jobs[0].partition("-")[0]).stderr for job in jobs)  # Slurm's end with a number
         for process in (one, two):
             process.communicate("\n", timeout=LIMIT_S)
             assert process.returncode == 0
@@ -266,12 +266,12 @@ def test_the_image_stays_mounted(run: Run, events: Events, env: dict[str, str], 
     env.update(node.env)
     have_converted(node)
     script = "echo $BOOTSEER_RESTART >> /numbers; cat /numbers; [ $BOOTSEER_RESTART = 2 ] || kill -9 $$"
-    # With process ids of the host nothing but the restart ends what the command left.
+    # With the host's PID namespace, only the restart ends the command's remaining processes.
     left = "(busybox setsid sleep 600.76 &); "
     for words, before in (((), ""), (("--pid", "host"), left)):
         ran = run("run", "--restarts", "2", "--image", node.reference, *words, "--", "sh", "-c", before + script)
         assert (ran.returncode, ran.stdout) == (0, "0\n0\n1\n0\n1\n2\n"), ran.stderr
-        until(lambda: len(running("sleep 600.76")) <= 1)  # the last start's, as without restarts
+        until(lambda: len(running("sleep 600.76")) <= 1)  # that of the last start, as without restarts
         for pid in running("sleep 600.76"):
             os.kill(pid, signal.SIGKILL)
     assert [event.restart for event in events() if event.stage == "image_loading.mount" and event.phase == "end"] == [
@@ -283,7 +283,7 @@ def test_the_image_stays_mounted(run: Run, events: Events, env: dict[str, str], 
 
 
 def image_with_python(node: Node, python: str) -> str:
-    """Busybox and a Python of this name, an empty program over which the test mounts this machine's."""
+    """Busybox and an empty file with this name, on which the test mounts this machine's Python."""
     tree = node.folder / "python"
     (tree / "usr" / "bin").mkdir(parents=True)
     (tree / "usr" / "bin" / python).touch(0o755)
@@ -310,7 +310,7 @@ PYTHON = Path("/usr/bin/python3").resolve().name
 def test_in_a_container_with_python_a_restart_stays_in_it_and_is_warm(
     run: Run, events: Events, env: dict[str, str], node: Node, tmp_path: Path
 ) -> None:
-    """After a failure and on request; signals and exit codes pass through the program in between."""
+    """After a failure and on request; the program in between passes on signals and exit codes."""
     env.update(node.env)
     job = tmp_path / "job"
     (job / "library").mkdir(parents=True)

@@ -51,7 +51,7 @@ def only(pattern: str, folder: Path) -> Path:
 
 
 class TestEnvironments:
-    """Nodes that have the key sign what they build; the others use what is signed, and build nothing."""
+    """Nodes with the key sign what they build; the others use only signed snapshots, and publish none."""
 
     def test_what_a_node_with_the_key_built_is_used_by_nodes_without(
         self, place: Place, key: Path, trusted: str
@@ -104,14 +104,14 @@ class TestEnvironments:
         assert (place.start()["mode"], place.num_setups) == ("restored", 3), (place.start(), ran.stderr)
 
     def test_a_forged_snapshot_is_not_restored(self, place: Place, key: Path, trusted: str, tmp_path: Path) -> None:
-        """What was signed for one setup is put under the key of another, with its own signature and with another."""
+        """One setup's document under the key of another setup, with its own signature and with others."""
         evil = f"{place.venv}/evil"
         good, other = place.counting_script(), place.counting_script(f"echo evil > {evil}\n", "other.sh")
         signing = {"BOOTSEER_SIGNING_KEY": str(key), "BOOTSEER_TRUSTED_KEYS": trusted}
         place.run("--setup", good, "--", "true", more=signing)
         (document,) = place.store.glob("environments/*/document")
         place.run("--setup", other, "--", "true", more=signing)
-        Path(evil).unlink()  # a loose file: the start that made it wrote it to its place
+        Path(evil).unlink()  # a loose file, which the capturing start wrote to its path
         (forged,) = set(place.store.glob("environments/*/document")) - {document}
         attacker = Signatures((str(make_key(tmp_path / "attacker")),))
         name = str(document.relative_to(place.store))
@@ -148,7 +148,7 @@ class TestEnvironments:
         assert place.bootseer(*words).returncode == 0
 
     def test_a_node_s_own_store_needs_no_signature(self, place: Place, trusted: str) -> None:
-        """What lies there this node has made itself."""
+        """Its contents were made by this node itself."""
         words = ("--trusted-keys", trusted, "--setup", place.counting_script(), "--", "true")
         for _ in range(2):
             place.run(*words, more={"BOOTSEER_STORE": ""})
@@ -169,7 +169,7 @@ class TestImages:
         words = ("run", "-q", "--image", node.reference, "--loading", "lazy", "--workload", "w", "--require-signature",
                  "--trusted-keys", trusted, "--", "sh", "-c", "cat /hot | wc -c; env | grep -c _KEY")  # fmt: skip
         ran = run(*words, more={"BOOTSEER_SIGNING_KEY": str(key)})
-        assert ran.stdout.splitlines() == [str(6 << 20), "0"], ran.stderr  # the container does not hear of keys
+        assert ran.stdout.splitlines() == [str(6 << 20), "0"], ran.stderr  # the container gets no keys
         assert is_signed(self.hot_set(node))
         fresh = {"BOOTSEER_CACHE": str(tmp_path / "fresh")}
         ran = run("image", "run", *words[3:4], "--trusted-keys", trusted, "--workload", "w", "--", "true", more=fresh)

@@ -1,4 +1,4 @@
-"""Where the events of a real run go besides the spool: the job's own log, and a collector."""
+"""Destinations of a real run's events besides the spool: the job's own log, and a collector."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_command_that_ends_before_the_exporter_is_imported_is_exported_too(run
 
 @pytest.mark.slow
 def test_what_sends_the_last_events_holds_no_file_of_the_caller_open(env, tmp_path):
-    """A lock of the batch script, or a pipe whose end another program waits for."""
+    """For example a lock of the batch script, or a pipe on whose end another program waits."""
     read, write = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as silent, os.fdopen(read, "rb") as pipe:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -77,13 +77,13 @@ sys.meta_path.insert(0, Slow)
 
 @pytest.mark.slow
 def test_each_run_exports_only_its_own_events(run):
-    """Ranks that share a node and an attempt, and an attempt that is started again."""
+    """With several ranks on a node in one attempt, and with a restarted attempt."""
     with collector() as server:
         for rank in (0, 1, 1):
             words = ["run", "--job", "shared", "--attempt", "0", "--trace-to", f"otlp={server.url}", "--", "true"]
             assert run(*words, more={"RANK": str(rank)}).returncode == 0
         received = [span.span_id for _, spans in server.resources() for span in spans]
-    assert len(received) == 6  # three runs, each with its command
+    assert len(received) == 6  # three runs, each with a span for the run and one for its command
     assert len(set(received)) == 6
 
 
@@ -122,6 +122,6 @@ def test_arguments_cannot_be_computed_from_the_digest_of_a_command(run, events):
         assert run("run", "-q", "--", "true", word).returncode == 0
     digests = [event.attrs["command_digest"] for event in events() if "command_digest" in event.attrs]
     a, b, c = (int(digest, 16) for digest in digests)
-    # Of a linear function both differences are the same, apart from the digits that were cut off.
+    # For a linear function both differences would be equal, apart from the digits that were cut off.
     assert 8 < ((c - b) - (b - a)) % (2**63 - 1) < 2**63 - 8
     assert digests[0] == hashlib.blake2b(b"true\0secret-a", digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""A real Slurm of four nodes: identity, queue time and one run for each rank come from it."""
+"""A real Slurm with four nodes: identity, queue time and ranks of runs come from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ trap : TERM
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """With our prolog, epilog and health check, in a folder of their own that every user can enter."""
+    """With our prolog, epilog and health check, in a separate folder that every user can enter."""
     with tempfile.TemporaryDirectory(prefix="bootseer-slurm-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         with _cluster(Path(name)) as cluster:
@@ -60,14 +60,14 @@ def _cluster(folder: Path) -> Iterator[Cluster]:
     for path in CONTRIB.glob("*.sh"):
         shutil.copy2(path, folder)
     (folder / "spool").mkdir()
-    # Starts of the last hours in which n2 was always the last node.
+    # Starts in the last hours in which n2 was always the last node.
     first_s = time.time() - EPOCH_NS / 1e9 - 8 * 3600
     for number in range(8):
         fleet = Fleet(6, job="past", attempt=number, seed=number, begin_s=first_s + number * 3600,
                       work_of={(2, INSTALL): 100.0})  # fmt: skip
         lines_ = b"".join(fleet.lines()).replace(b"node-0002", b"n2")
         (folder / "spool" / f"{number}.events").write_bytes(lines_)
-    # Of health checks, which start Python every 3 s on each node, the first that works is enough.
+    # Health checks run every 3 s on each node, and each starts Python: the first that succeeds is enough.
     program = folder / "bootseer"
     program.write_text(HEALTH_ONCE.format(folder=folder, bootseer=Path(sys.executable).with_name("bootseer")))
     program.chmod(0o755)
@@ -87,7 +87,7 @@ def _cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def _keep(folder: Path) -> None:
-    """Have health checks, of four nodes every 3 s, look no further: each would start Python."""
+    """Switch off the health checks, which run every 3 s on four nodes: each would start Python."""
     for number in range(1, 5):
         (folder / f"keep-n{number}").touch()
 
@@ -164,7 +164,7 @@ def test_one_job_of_four_nodes_through_image_snapshot_checkpoint_peers_and_servi
         finally:
             service.send_signal(signal.SIGINT)
             service.wait(300)
-    # The epilog took away what the prolog mounted.
+    # The epilog has unmounted what the prolog mounted.
     until(lambda: not list((slurm.folder / "run").iterdir()))
 
 

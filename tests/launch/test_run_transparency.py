@@ -1,4 +1,4 @@
-"""The job is sacred: each sentence of rule 5 of the design, tried with the real program."""
+"""The job is sacred: each sentence of rule 5 of the design, tested with the real program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conftest_launch import BOOTSEER
 pytestmark = pytest.mark.slow
 
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
-# Counts signals for as long as it is told, then says which came.
+# Collects signals for a number of seconds, or up to a number, then prints their names.
 COUNT_SIGNALS = """
 import os, signal, sys, time
 got = []
@@ -180,7 +180,7 @@ while len(got) < 2:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for _ in range(2):
-            # Two of one kind that nobody has taken yet are one to the kernel.
+            # The kernel merges two pending signals with the same number.
             process.terminate()
             assert process.stdout.readline() == "got\n"
         assert process.wait(100) == 0
@@ -198,7 +198,7 @@ def test_the_whole_process_group_gets_a_signal_that_the_command_does_not_catch(e
     ) as process:
         _until(lambda: (tmp_path / "up").exists() and (tmp_path / "both").exists())
         process.terminate()
-        # With a trap 7, and not 8: it may need its workers while it saves its state.
+        # With a trap 7, not 8: the command may need its workers while it saves its state.
         assert process.wait(100) == (7 if catches else 143)
         _until((tmp_path / "child").exists)
 
@@ -239,7 +239,7 @@ def test_the_command_starts_with_no_signal_blocked_or_ignored(run):
     )
 
     def masks(text: str) -> list[int]:
-        # glibc's posix_spawn ignores the two signals that it keeps for itself (32, 33) in the new process.
+        # glibc's posix_spawn ignores its two internal signals (32, 33) in the new process.
         return [int(line.split()[1], 16) & ~(0b11 << 31) for line in text.splitlines()]
 
     assert masks(done.stdout) == masks(plain.stdout)
@@ -251,7 +251,7 @@ def test_descriptors_do_not_leak_into_the_command(run):
 
 
 def _on_a_terminal(env: dict[str, str], words: list[str], keys: bytes, ready: bytes) -> tuple[int, bytes]:
-    """Run on a pseudo terminal of its own session, press keys once `ready` was shown; exit code and output."""
+    """Run in a new session on a pseudo terminal, send keys once `ready` was printed. Returns exit code and output."""
     pid, master = pty.fork()
     if pid == 0:
         os.execve(words[0], words, env)
@@ -327,7 +327,7 @@ def test_disable_still_runs_the_setup(run, tmp_path):
 def test_orphans_are_reaped_as_pid_1(env):
     if os.geteuid() != 0:
         pytest.skip("making a PID namespace needs root")
-    # The command leaves an orphan, and goes on until nothing is left of it, not even a zombie.
+    # The command leaves an orphan, and ends when it is gone, even as a zombie.
     script = "orphan=$( (sleep 0.2 >/dev/null & echo $!) ); while [ -e /proc/$orphan ]; do sleep 0.05; done; echo gone"
     words = ["unshare", "--pid", "--fork", "--mount-proc", *BOOTSEER, "run", "-q", "--", "bash", "-c", script]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=180, check=False)

@@ -1,4 +1,4 @@
-"""Two launchers that meet: what each node writes by itself becomes one report with barriers between nodes."""
+"""Two launchers with a common rendezvous: the events of both nodes become one report with barriers between them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for _ in range(3):
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
 dist.destroy_process_group()
-gc.freeze()  # or Python collects all objects of PyTorch at its end, for 0.6 s of processor time
+gc.freeze()  # otherwise Python collects all objects of PyTorch at exit, in 0.6 s of processor time
 """
 
 
@@ -55,7 +55,7 @@ def test_the_slow_node_is_the_last_at_the_barrier_and_the_other_waits(env, tmp_p
     (tmp_path / "job.py").write_text(JOB)
     quick, slow = tmp_path / "quick.sh", tmp_path / "slow.sh"
     quick.write_text("true\n")
-    # However busy the machine is, the other node has come to the barrier before.
+    # On a busy machine, too, the other node reaches the barrier first.
     slow.write_text(f"until grep -rqs launcher_rendezvous {tmp_path}/shared; do sleep 1; done; sleep {DELAY_S}\n")
     port = free_port()
     first = _node(env, tmp_path, "node-a", port, quick)

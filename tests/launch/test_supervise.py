@@ -1,4 +1,4 @@
-"""What the command finds when it is started somewhere else than where we are."""
+"""Starting the command, also in other namespaces than ours, and waiting for it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_run_is_alive_where_signals_come_all_the_time() -> None:
 
 @needs_fuse
 def test_a_stop_that_outlasts_the_wait_is_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by Ctrl-Z and `scontrol suspend`. Python 3.11 to 3.13 then returned values such as these."""
+    """For example by Ctrl-Z or `scontrol suspend`. Python 3.11 to 3.13 then returned such values."""
     rubbish = signal.struct_siginfo((418868984, 410200320, 32615, 418725608, 32615, 410189936, 140080777084648))
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: time.sleep(0.01) or rubbish)
     assert run(["sh", "-c", "exit 7"]) == 7
@@ -123,7 +123,7 @@ def test_a_command_that_never_starts_is_an_error(tmp_path: Path, monkeypatch: py
 
 
 def test_processes_that_cannot_be_ended_delay_the_end_by_a_second() -> None:
-    """As another user's, or one that hangs in the kernel: here one that nothing reaps."""
+    """For example another user's, or one that hangs in the kernel; here a zombie."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What is kept of a start for the next one's warm parent."""
+"""The records that a start keeps for the next start's warm parent."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_other_nodes_see_no_value_that_might_be_a_path_or_a_secret() -> None:
 
 
 def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str], tmp_path: Path) -> None:
-    """A container's user may write there, and `bootseer run` may be root."""
+    """The user of a container may write there, and `bootseer run` may run as root."""
     env["BOOTSEER_CACHE"] = str(tmp_path / "cache")
     (tmp_path / "record").write_text(json.dumps({"schema": SCHEMA, **msgspec.to_builtins(RECORDED)}))
     (tmp_path / "mine").write_text("keep me")
@@ -94,7 +94,7 @@ def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str],
 
 
 def test_runs_of_a_node_that_end_together_do_not_disturb_each_other(run, env: dict[str, str], tmp_path: Path) -> None:
-    """Another one has just replaced its record, or taken that of a program: the name leads nowhere."""
+    """Another run has just replaced its record, or moved a program's record: the name no longer exists."""
     env["BOOTSEER_CACHE"] = str(tmp_path / "cache")
     (tmp_path / "cache/warm").mkdir(parents=True, mode=0o700)
     (tmp_path / "cache/warm/.a.json.1-2").symlink_to("replaced")
