@@ -176,9 +176,20 @@ def test_needs_are_told_once_per_block_with_where_they_were_found(fetching):
     fetcher.prefetch([(0, 12)])
     until(lambda: cached.ready(12))
     fetcher.read_blocking(0, 12 * BLOCK, 1)
-    assert needs == [(0, 4, Availability.IN_FLIGHT), (0, 8, Availability.MISSING), (0, 12, Availability.READY)]
+    gate.clear()
+    fetcher.read(0, 22 * BLOCK, BLOCK, answers.append)
+    fetcher.read(0, 23 * BLOCK, BLOCK, answers.append)  # it was read ahead
+    gate.set()
+    until(lambda: len(answers) == 5)
+    assert needs == [
+        (0, 4, Availability.IN_FLIGHT),
+        (0, 8, Availability.MISSING),
+        (0, 12, Availability.READY),
+        (0, 22, Availability.MISSING),
+        (0, 23, Availability.IN_FLIGHT),
+    ]
     stats = fetcher.stats()
-    assert (stats.needs, stats.late) == (3, 1)
+    assert (stats.needs, stats.late) == (5, 1)
     assert (stats.covered, stats.wasted_blocks) == (2, 0)
 
 

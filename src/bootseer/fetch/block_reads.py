@@ -180,7 +180,7 @@ class Reads:
                     found = Availability.IN_FLIGHT if self._scheduler.in_flight(number, block) else Availability.MISSING
                 needs.append((block, found))
                 stats.needs += 1
-                stats.late += found is Availability.IN_FLIGHT
+                stats.late += found is Availability.IN_FLIGHT and self._scheduler.files[number].hot[block]
                 self._scheduler.note_need(number, block, now)
             trust = self._scheduler.trust
             if trust.suspended is not was_suspended:

@@ -15,10 +15,10 @@ class FetchStats(Struct):
     failed_reads: int = 0
     needs: int = 0
     """Distinct blocks that readers needed."""
-    late: int = 0
-    """Those that were in flight."""
     covered: int = 0
     """Those in the hot set."""
+    late: int = 0
+    """Those of them that were in flight, not cached yet."""
     hot_blocks: int = 0
     wasted_blocks: int = 0
     """Fetched for the hot set and not needed so far."""
