@@ -102,6 +102,19 @@ def test_a_request_that_hangs_delays_the_readers_of_its_blocks_only_once(num_hot
     assert ends[0] < 2 * SETTINGS.hedge_s + 20 * 0.05
 
 
+def test_a_hedge_that_cannot_start_yet_starts_at_the_end_of_the_pause() -> None:
+    w = world(fault=lambda fetch, earlier: None if fetch.number else Fault(hang=True))
+    w.prefetch([(0, 5), (0, 6)])
+    answers = Answers()
+    w.read(0, [5], answers)
+    w.run(until=0.5)
+    assert answers == [b""]
+    w.scheduler.origins["origin"].pace.paused_until = 1.5
+    w.read(0, [6], answers)
+    w.run(until=2.0)
+    assert answers == [b"", b""]
+
+
 def test_hedges_that_hang_too_are_followed_by_others_while_the_prefetch_hangs() -> None:
     w = world(fault=lambda fetch, earlier: Fault(hang=True) if w.now < 3 else None)
     w.prefetch([(0, 5)])

@@ -290,7 +290,7 @@ class Scheduler(Routed):
                 or sum(sizes) > room
                 or not self._has_demand_slot(origin)
             ):
-                self._watch(key, now)
+                wanted.late_at = max(now + origin.pace.hedge_after_s(), origin.pace.paused_until)
                 continue
             self._hedge_credit -= cost
             for block in blocks:
