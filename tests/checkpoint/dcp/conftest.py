@@ -1,4 +1,4 @@
-"""The adapters' tests use file systems of their own."""
+"""Each test of the adapters has its own node cache and file systems."""
 
 from __future__ import annotations
 

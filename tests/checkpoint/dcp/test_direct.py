@@ -1,4 +1,4 @@
-"""Which part of a stored tensor can be read straight into a target."""
+"""Which part of a stored tensor can be read directly into a target."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_a_part_is_exactly_the_wanted_elements(
     [torch.zeros(4, 6).t(), torch.zeros(6, 8)[:, ::2], torch.zeros(6, 4, device="meta"), torch.zeros(5, 4)],
     ids=["transposed", "stepped", "elsewhere", "other shape"],
 )
-def test_a_target_that_does_not_lie_in_a_row_gets_a_copy(target: object) -> None:
+def test_a_target_that_is_not_contiguous_gets_a_copy(target: object) -> None:
     assert part_for(stored((6, 4)), request((0, 0), (6, 4)), target) is None

@@ -1,4 +1,4 @@
-"""All adapters on a real HDFS, and what they do when a DataNode is gone."""
+"""All adapters on a real HDFS, also without one of its DataNodes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def cluster(shared_hdfs: HdfsCluster) -> HdfsCluster:
-    """Each block is on one of its DataNodes."""
+    """A cluster with one replica of each block."""
     return shared_hdfs
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """fsspec knows the file system, whether or not the package is installed."""
+    """Register the file system in fsspec, in case the package is not installed."""
     fsspec.register_implementation("bootseer+hdfs", HdfsFileSystem, clobber=True)
     yield
     HdfsFileSystem.clear_instance_cache()
@@ -77,7 +77,7 @@ def test_metadata_of_some_megabytes_is_striped_so_that_nodes_can_share_it(cluste
     assert_same(state, target)
 
 
-def test_pytorch_reads_it_through_fsspec(cluster: HdfsCluster) -> None:
+def test_pytorch_reads_a_striped_checkpoint_through_fsspec(cluster: HdfsCluster) -> None:
     state = large_state()
     dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/dcp/for-fsspec"))
     target = zeros(state)
@@ -105,7 +105,7 @@ def test_parts_of_a_file_are_read_by_fsspec(cluster: HdfsCluster) -> None:
     ]
 
 
-def test_a_load_whose_data_is_gone_fails_and_names_it(cluster: HdfsCluster) -> None:
+def test_a_load_whose_data_is_unavailable_fails_and_names_the_checkpoint(cluster: HdfsCluster) -> None:
     uri = f"{cluster.uri}/dcp/lost"
     state = large_state()
     dcp.save(state, storage_writer=StripedWriter(uri))

@@ -1,4 +1,4 @@
-"""All adapters on a bucket of a real S3 server, and the mount's daemon."""
+"""All adapters, and the mount's daemon, with a bucket of a real S3 server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture
 def job(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a job's folder."""
+    """The URI of a job's folder."""
     fsspec.register_implementation("bootseer+s3", S3FileSystem, clobber=True)
     s3_server.make_bucket("loaders")
     for name, value in s3_server.environment.items():
@@ -45,7 +45,7 @@ def job(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.fuse
-def test_what_one_adapter_writes_all_others_and_the_mount_read(
+def test_all_adapters_and_the_mount_read_each_others_files(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {**full(), "layer": torch.randn(3000, 1000)}
@@ -62,7 +62,7 @@ def test_what_one_adapter_writes_all_others_and_the_mount_read(
     ):
         shutil.copyfileobj(file, there)
     assert torch.equal(load_file(f"{job}/model/w.safetensors")["w"], tensors["w"])
-    # The daemon is forked, which a process with obstore's threads must not be: this one has them.
+    # Mounting forks the daemon, which must not happen in this process because of obstore's threads.
     (mount := tmp_path / "mount").mkdir()
     monkeypatch.setenv("BOOTSEER_RUNTIME", str(tmp_path / "run"))
     ckpt = [sys.executable, "-m", "bootseer", "ckpt"]
@@ -77,7 +77,7 @@ def test_what_one_adapter_writes_all_others_and_the_mount_read(
     with fsspec.open(f"bootseer+{job}/other/note") as file:
         assert file.read() == b"again"
     files, gone = fsspec.url_to_fs(f"bootseer+{job}/model/w.safetensors")
-    # This process has just read it, and believes for 2 s that its folder is where it was.
+    # This process has just read it, and caches the location of its folder for 2 s.
     until(lambda: not files.exists(gone), "the old name is gone")
     with pytest.raises(FileNotFoundError), files.open(gone):
         pass

@@ -1,4 +1,4 @@
-"""A file that lies in memory in pieces."""
+"""A file whose content is in memory in pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole() -> Pieces:
     )
 
 
-def test_reads_go_over_the_seams() -> None:
+def test_reads_may_cross_the_borders_of_pieces() -> None:
     file = whole()
     assert file.read() == b"abcdefghij"
     assert file.read(5) == b""
@@ -28,7 +28,7 @@ def test_reads_go_over_the_seams() -> None:
     assert (file.tell(), file.seek(-1, io.SEEK_END), file.read(7)) == (8, 9, b"j")
 
 
-def test_what_was_not_read_is_missed_and_what_was_is_not() -> None:
+def test_only_reads_of_missing_pieces_are_errors() -> None:
     file = Pieces(10, [(0, memoryview(b"ab")), (8, memoryview(b"ij"))])
     assert file.read(2) == b"ab"
     with pytest.raises(MissingError):

@@ -23,7 +23,7 @@ RANK = Path(__file__).parents[2] / "dcp_rank.py"
 def run(ranks: int, what: str, uri: Path, folder: Path) -> list[dict[str, Any]]:
     meet = str(folder / "meet")
     commands = [(str(rank), str(ranks), meet, what, str(uri)) for rank in range(ranks)]
-    # A collective's time-out is longer than this waits, so ranks that wait for it fail the test.
+    # The timeout of a collective is longer than this waits, so ranks that hang in one fail the test.
     results = warm.run(RANK, *commands, folder=folder)
     assert all(result.stdout for result in results), [result.stderr for result in results]
     return [json.loads(result.stdout) for result in results]
@@ -31,7 +31,7 @@ def run(ranks: int, what: str, uri: Path, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks saved a state, once by our writer and once by PyTorch's."""
+    """A folder in which two ranks saved a state, once with our writer and once with PyTorch's."""
     folder = tmp_path_factory.mktemp("saved")
     told = run(2, "save", folder, tmp_path_factory.mktemp("ranks"))
     assert not [one for one in told if "error" in one]
@@ -45,7 +45,7 @@ def test_three_ranks_load_what_two_saved_and_all_readers_agree(saved: Path, tmp_
 
 
 def test_all_ranks_fail_when_one_cannot_read(saved: Path, tmp_path: Path) -> None:
-    # What only the second rank reads when as many ranks load as saved.
+    # Only the second rank reads this file if as many ranks load as saved.
     damaged = saved / "ours" / "__1_0.distcp"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:100])

@@ -77,7 +77,7 @@ def test_what_we_saved_is_loaded(tmp_path: Path, settings: LoadSettings) -> None
     assert_same(full(), load(empty(), tmp_path / "one", settings=settings))
 
 
-def test_striped_files_are_loaded_without_a_copy_of_what_is_large(tmp_path: Path) -> None:
+def test_large_tensors_of_striped_files_are_loaded_without_a_copy(tmp_path: Path) -> None:
     state = {"large": torch.randn(3000, 1000), "half": torch.randn(1000, 1000).half()}
     dcp.save(state, storage_writer=StripedWriter(tmp_path / "one"))
     assert (tmp_path / "one" / ".stripes").is_dir()
@@ -112,8 +112,8 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     assert other.weight.requires_grad
 
 
-def test_tied_weights_are_right_wherever_their_elements_lie_in_the_file(tmp_path: Path) -> None:
-    # Nobody expects the elements of this type where they are, so that all are read to the wrong place first.
+def test_tied_weights_are_right_wherever_their_elements_are_in_the_file(tmp_path: Path) -> None:
+    # The elements of this type are not at the expected offset, so that all are first read from the wrong place.
     weight = torch.randint(0, 255, (5000, 100), dtype=torch.uint8).view(torch.float8_e4m3fn)
     names = [f"layer.{number}" for number in range(16)]
     save_plainly({name: weight.clone() for name in names}, tmp_path)
@@ -124,7 +124,7 @@ def test_tied_weights_are_right_wherever_their_elements_lie_in_the_file(tmp_path
             assert_same({"tied": weight}, {"tied": tied})
 
 
-def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+def test_only_requested_tensors_are_read(tmp_path: Path) -> None:
     save_plainly({"a": torch.randn(2000, 1000), "b": torch.randn(200, 100), "c": torch.randn(2000, 1000)}, tmp_path)
     before = place_bytes(tmp_path)
     target = {"b": torch.zeros(200, 100)}
@@ -141,7 +141,7 @@ def place_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("kind", ["plain", "striped", "turned"])
 def test_a_few_rows_of_a_large_tensor_are_read_alone(tmp_path: Path, dtype: Any, kind: str) -> None:
     whole = torch.randn(12_000, 1000).to(dtype)
-    saved = whole.t().contiguous().t() if kind == "turned" else whole  # its elements are not where rows should be
+    saved = whole.t().contiguous().t() if kind == "turned" else whole  # its elements are not stored row by row
     if kind == "striped":
         dcp.save({"w": saved}, storage_writer=StripedWriter(tmp_path))
     else:
@@ -188,7 +188,7 @@ def test_the_planner_is_called_by_the_calling_thread_only(tmp_path: Path) -> Non
     assert threads == {threading.get_ident()}
 
 
-def test_transformed_objects_are_undone(tmp_path: Path) -> None:
+def test_transformations_of_objects_are_undone(tmp_path: Path) -> None:
     save_plainly(full(), tmp_path, _extensions=[ZStandard()])
     assert_same(full(), load(empty(), tmp_path))
 
@@ -200,7 +200,7 @@ def test_safetensors_inside_a_checkpoint_are_refused(tmp_path: Path) -> None:
         load({"w": torch.zeros(400, 300), "step": 0}, tmp_path)
 
 
-def test_tensors_in_the_format_of_old_pytorch_are_loaded(tmp_path: Path) -> None:
+def test_tensors_in_pytorchs_old_format_are_loaded(tmp_path: Path) -> None:
     state = {"w": torch.randn(30, 20)}
     save_plainly(state, tmp_path)
     old = io.BytesIO()
@@ -212,7 +212,7 @@ def test_tensors_in_the_format_of_old_pytorch_are_loaded(tmp_path: Path) -> None
 
 def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
     path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - it is our own
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - written by this test
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
 
@@ -230,7 +230,7 @@ def test_the_checkpoint_may_be_named_by_load(tmp_path: Path) -> None:
     assert_same(full(), target)
 
 
-def test_latest_is_the_checkpoint_that_it_names(tmp_path: Path) -> None:
+def test_latest_loads_the_checkpoint_that_it_names(tmp_path: Path) -> None:
     for step in (1, 2):
         state = {"step": torch.full((3,), float(step))}
         dcp.save(state, storage_writer=StripedWriter(tmp_path / f"step-{step}", move_latest=step == 1))
@@ -239,7 +239,7 @@ def test_latest_is_the_checkpoint_that_it_names(tmp_path: Path) -> None:
     assert target["step"].tolist() == [1, 1, 1]
 
 
-def test_a_load_goes_on_with_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
+def test_a_load_continues_with_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"w": torch.full((3,), float(step))}, storage_writer=StripedWriter(tmp_path / f"step-{step}"))
     (tmp_path / "latest").write_text("step-1\n")
@@ -309,7 +309,7 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 300])
-def test_cut_metadata_is_called_damaged(tmp_path: Path, keep: int) -> None:
+def test_truncated_metadata_is_reported_as_damaged(tmp_path: Path, keep: int) -> None:
     save_plainly(full(), tmp_path)
     path = tmp_path / ".metadata"
     path.write_bytes(path.read_bytes()[:keep])
@@ -335,7 +335,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 class Named(str):
-    """What a job may keep in its planner's data."""
+    """A class that a job may have in its planner's data."""
 
     __slots__ = ()
 
@@ -351,15 +351,15 @@ def test_registered_classes_of_the_job_are_loaded(tmp_path: Path) -> None:
 
 
 def test_metadata_with_the_plans_of_the_save_is_read(tmp_path: Path) -> None:
-    """Megatron keeps there what its ranks planned to write."""
+    """Megatron stores the plans of its ranks there."""
     save_plainly(full(), tmp_path)
     plan = create_default_local_save_plan(full(), is_coordinator=True)
     change_metadata(tmp_path, lambda metadata: setattr(metadata, "all_local_plans", [plan]))
     assert_same(full(), load(empty(), tmp_path))
 
 
-def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) -> None:
-    # Those that could read it would wait in collectives for a rank that went on alone.
+def test_a_rank_with_damaged_common_metadata_does_not_use_its_own(tmp_path: Path) -> None:
+    # Ranks that can read the common one would wait in collectives for one that continued alone.
     save_plainly(full(), tmp_path)
     (tmp_path / "__0.metadata").write_bytes((tmp_path / ".metadata").read_bytes())
     (tmp_path / ".metadata").write_bytes(b"cut")
@@ -367,7 +367,7 @@ def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_opened_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder whose server is gone never answers."""
+    """Like in a folder whose server does not answer."""
     save_plainly(full(), tmp_path)
     is_over, opened = threading.Event(), Reading.open
 
@@ -384,13 +384,13 @@ def test_a_file_that_cannot_be_opened_ends_the_load(tmp_path: Path, monkeypatch:
     assert "no complete answer within" in said
 
 
-def test_metadata_of_each_rank_is_none_of_a_checkpoint(tmp_path: Path) -> None:
+def test_metadata_of_single_ranks_is_not_a_checkpoint(tmp_path: Path) -> None:
     save_plainly(full(), tmp_path)
     (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
     assert "no checkpoint of PyTorch's DCP" in refusal(empty(), tmp_path)
 
 
-def test_metadata_that_is_something_else_is_called_so(tmp_path: Path) -> None:
+def test_metadata_of_another_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     assert "holds a dict and not the metadata" in refusal(empty(), tmp_path)
 
@@ -439,7 +439,7 @@ def test_a_target_of_another_shape_is_refused(tmp_path: Path) -> None:
         load({"w": torch.zeros(30, 40)}, tmp_path)
 
 
-def test_a_cut_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     save_plainly({"w": torch.randn(400, 300)}, tmp_path)
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:1000])

@@ -1,4 +1,4 @@
-"""Keeping what torch.save writes without copying it."""
+"""Recording the output of torch.save without copying it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bootseer.checkpoint.dcp.writer import RecordedFile  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def test_what_was_saved_is_replayed_from_anywhere() -> None:
+def test_saved_data_is_replayed_from_any_offset() -> None:
     tensor = torch.randn(300, 200)
     recorded, plain = RecordedFile(), io.BytesIO()
     recorded.write(b"before")
@@ -32,7 +32,7 @@ def test_elements_are_not_copied() -> None:
     tensor = torch.zeros(1000, 1000)
     recorded = RecordedFile()
     recorded.save(tensor, recorded)  # type: ignore[arg-type]
-    tensor.fill_(1.0)  # nobody does this; it shows whose memory is read
+    tensor.fill_(1.0)  # shows that the tensor's own memory is read
     loaded = torch.load(io.BytesIO(recorded.replay(0, recorded.size_bytes)))
     assert torch.equal(loaded, tensor)
 

@@ -1,4 +1,4 @@
-"""Finding the elements in what torch.save wrote."""
+"""Finding the elements in files written by torch.save."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layout(data: bytes) -> Layout | None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (40, 70), (3, 1, 5)], ids=str)
-def test_the_elements_lie_where_the_layout_says(dtype: object, shape: tuple[int, ...]) -> None:
+def test_the_layout_has_the_position_of_the_elements(dtype: object, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 50).abs().to(dtype)
     data = saved(tensor)
     found = layout(data)
@@ -49,20 +49,20 @@ def test_a_parameter_is_a_tensor() -> None:
     assert found.size == (8,)
 
 
-def test_a_tensor_in_another_order_is_known_as_such() -> None:
+def test_a_tensor_in_another_order_is_recognized() -> None:
     found = layout(saved(torch.randn(4, 6).t()))
     assert found is not None
     assert (found.size, found.stride, found.is_contiguous) == ((6, 4), (1, 6), False)
 
 
-def test_a_part_of_a_larger_storage_is_known_as_such() -> None:
+def test_a_part_of_a_larger_storage_is_recognized() -> None:
     found = layout(saved(torch.arange(10.0)[3:7]))
     assert found is not None
     assert (found.first, found.num_elements, found.is_contiguous) == (3, 10, False)
 
 
 @pytest.mark.parametrize("other", [{"a": 1}, [torch.ones(2)], "text", torch.ones(3, dtype=torch.complex64).conj()])
-def test_what_is_no_plain_tensor_is_left_to_torch(other: object) -> None:
+def test_other_objects_than_plain_tensors_are_left_to_torch(other: object) -> None:
     assert layout(saved(other)) is None
 
 

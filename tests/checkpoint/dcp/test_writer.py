@@ -1,4 +1,4 @@
-"""Saving checkpoints that PyTorch loads, and that are whole or not there."""
+"""Saving checkpoints that PyTorch can load, completely or not at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pytorch_loads_what_was_saved(tmp_path: Path, how: dict[str, Any]) -> No
     assert_same(full(), loaded_plainly(empty(), tmp_path / "one"))
 
 
-def test_views_are_saved_without_what_they_are_views_of(tmp_path: Path) -> None:
+def test_views_are_saved_without_the_rest_of_their_storage(tmp_path: Path) -> None:
     large = torch.randn(1000, 1000)
     state = {"row": large[3], "column": large[:, 3], "turned": large[:5].t()}
     save(state, tmp_path / "one")
@@ -58,7 +58,7 @@ def test_views_are_saved_without_what_they_are_views_of(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_consists_of_others_is_saved(tmp_path: Path) -> None:
-    """As those of quantization, which have no memory of their own."""
+    """Such as quantized tensors, which have no memory of their own."""
     two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
     first, second = torch.randn(100, 200), torch.randn(100, 200)
     save({"w": two(first, second)}, tmp_path / "one")
@@ -70,14 +70,14 @@ def test_a_tensor_that_consists_of_others_is_saved(tmp_path: Path) -> None:
 
 
 class Doubling(DefaultSavePlanner):
-    """Makes each tensor anew when it is asked for."""
+    """Creates a new tensor for each request."""
 
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - the base class calls it so
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - the name in the base class
         made = super().transform_object(write_item, object)
         return made * 2 if isinstance(made, torch.Tensor) else made
 
 
-def test_planners_may_make_tensors_when_they_are_written(tmp_path: Path) -> None:
+def test_planners_may_create_tensors_when_they_are_written(tmp_path: Path) -> None:
     state = {"w": torch.randn(3000, 1000), "step": 4}
     dcp.save(state, storage_writer=StripedWriter(tmp_path / "one"), planner=Doubling())
     target = {"w": torch.zeros(3000, 1000), "step": 0}
@@ -89,7 +89,7 @@ def test_objects_may_be_transformed(tmp_path: Path) -> None:
     assert_same(full(), loaded_plainly(empty(), tmp_path / "one"))
 
 
-def test_saving_in_the_background_saves_what_was_there_when_it_began(tmp_path: Path) -> None:
+def test_saving_in_the_background_saves_the_state_at_its_begin(tmp_path: Path) -> None:
     state = {"w": torch.full((2000, 1000), 3.0)}
     saving = dcp.async_save(state, storage_writer=StripedWriter(tmp_path / "one"))
     state["w"].fill_(4.0)
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_replaced_with_a_warning(tmp_path: Path) -> None:
     assert torch.equal(loaded({"w": torch.zeros(2000, 1000)}, tmp_path)["w"], torch.ones(2000, 1000))
 
 
-def test_a_checkpoint_is_not_replaced_when_it_must_not_be(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_replaced_without_overwrite(tmp_path: Path) -> None:
     save({"w": torch.zeros(3)}, tmp_path)
     with pytest.raises(CheckpointException, match="already exists"):
         save({"w": torch.ones(3)}, tmp_path, overwrite=False)
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_not_replaced_when_it_must_not_be(tmp_path: Path) -> Non
 
 
 class Failing(DefaultSavePlanner):
-    """Cannot give one of the tensors."""
+    """Fails for one of the tensors."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if write_item.index.fqn == "bad":
@@ -154,14 +154,14 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
         save({"w": torch.zeros(3)}, tmp_path / "step-0", move_latest=True)
 
 
-def test_a_checkpoint_is_saved_although_latest_cannot_name_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_even_if_latest_cannot_be_moved(tmp_path: Path) -> None:
     (tmp_path / ".attempts").write_bytes(b"not a folder")
     with pytest.raises(CheckpointException, match="step-1 is published, but `latest` does not name it"):
         save({"w": torch.ones(3)}, tmp_path / "step-1", move_latest=True)
     assert loaded({"w": torch.zeros(3)}, tmp_path / "step-1")["w"].tolist() == [1, 1, 1]
 
 
-def test_a_checkpoint_is_as_private_as_the_umask_says(tmp_path: Path) -> None:
+def test_the_umask_applies_to_checkpoints(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         save({"w": torch.randn(3 << 20), "note": "x"}, tmp_path / "job" / "step-1")
@@ -184,14 +184,14 @@ def test_a_save_without_collectives_is_refused_before_it_touches_the_older_check
 
 
 @pytest.mark.parametrize("move_latest", [True, False], ids=["moving it", "over it"])
-def test_nothing_is_saved_as_the_name_of_the_latest(tmp_path: Path, move_latest: bool) -> None:
+def test_no_checkpoint_is_saved_over_the_file_latest(tmp_path: Path, move_latest: bool) -> None:
     if not move_latest:
         dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "step-1", move_latest=True))
     with pytest.raises(CheckpointException, match=r"latest: this is the file `latest`, not a checkpoint"):
         dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "latest", move_latest=move_latest))
 
 
-def test_a_folder_of_ones_own_may_be_called_latest(tmp_path: Path) -> None:
+def test_a_users_own_folder_may_be_named_latest(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     dcp.save({"w": torch.ones(3)}, storage_writer=StripedWriter(tmp_path / "latest"))
     target = {"w": torch.zeros(3)}
@@ -202,6 +202,6 @@ def test_a_folder_of_ones_own_may_be_called_latest(tmp_path: Path) -> None:
 def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
     writer = StripedWriter(tmp_path / "one")
     dcp.save(full(), storage_writer=writer)
-    sent = pickle.loads(pickle.dumps(writer))  # noqa: S301 - it is our own
+    sent = pickle.loads(pickle.dumps(writer))  # noqa: S301 - written by this test
     dcp.save(full(), storage_writer=sent, checkpoint_id=str(tmp_path / "two"))
     assert_same(full(), loaded(empty(), tmp_path / "two"))

@@ -1,4 +1,4 @@
-"""The file systems that fsspec opens."""
+"""BootSeer's file systems for fsspec."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """fsspec knows the file systems, whether or not the package is installed."""
+    """Register the file systems in fsspec, in case the package is not installed."""
     fsspec.register_implementation("bootseer+file", FolderFileSystem, clobber=True)
     fsspec.register_implementation("bootseer+hdfs", HdfsFileSystem, clobber=True)
     yield
@@ -81,7 +81,7 @@ def test_what_is_written_is_read(tmp_path: Path, system: FolderFileSystem, size:
     assert system.cat(path) == data
 
 
-def test_all_of_a_file_is_read_by_one_request(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_a_whole_file_is_read_by_one_request(tmp_path: Path, system: FolderFileSystem) -> None:
     data = os.urandom(3 * MIB)
     path = put(tmp_path / "file", data)
     reading = resolve(path).system.reading
@@ -108,13 +108,13 @@ def test_a_file_whose_writer_fails_does_not_appear(tmp_path: Path, system: Folde
     forgotten.write(b"new")
     with pytest.warns(RuntimeWarning, match="other: not saved"):
         del forgotten
-        gc.collect()  # from Python 3.12 on it is in a circle
+        gc.collect()  # from Python 3.12 on it is in a reference cycle
     assert not system.exists(f"{tmp_path}/other")
 
 
 @pytest.mark.parametrize("how", [{"mode": "wb"}, {"mode": "wt"}, {"mode": "wb", "compression": "gzip"}], ids=str)
 @pytest.mark.parametrize("by", ["open", "file system"])
-def test_what_is_put_around_a_file_changes_nothing_of_that(
+def test_files_wrapped_for_text_or_compression_are_saved_likewise(
     tmp_path: Path, system: FolderFileSystem, by: str, how: dict[str, str]
 ) -> None:
     path = f"{tmp_path}/file"
@@ -136,14 +136,14 @@ def test_what_is_put_around_a_file_changes_nothing_of_that(
     assert not system.exists(path)
     try:
         raise ValueError
-    except ValueError:  # what is saved because of an error is saved
+    except ValueError:  # saving in an error handler is not a failed save
         with opened_file(how["mode"]) as file:
             file.write(data)
     with opened_file(how["mode"].replace("w", "r")) as file:
         assert file.read() == data
 
 
-def test_the_end_of_an_iteration_is_no_error(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_the_end_of_an_iteration_is_not_an_error(tmp_path: Path, system: FolderFileSystem) -> None:
     file = system.open(f"{tmp_path}/file", "wb")
     pieces = iter([b"one", b"two"])
     try:
@@ -180,7 +180,7 @@ def test_appending_is_refused_clearly(tmp_path: Path, system: FolderFileSystem) 
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
-def test_folders_are_listed_without_what_is_ours(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_folders_are_listed_without_hidden_files(tmp_path: Path, system: FolderFileSystem) -> None:
     put(tmp_path / "a" / "small", b"12")
     with system.open(f"{tmp_path}/a/large", "wb") as file:
         file.write(bytes(20 * MIB))
@@ -198,7 +198,7 @@ def test_folders_are_listed_without_what_is_ours(tmp_path: Path, system: FolderF
     assert (system.isdir(f"{tmp_path}/a"), system.isfile(f"{tmp_path}/a")) == (True, False)
 
 
-def test_errors_are_those_that_callers_know(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_errors_are_the_standard_ones(tmp_path: Path, system: FolderFileSystem) -> None:
     put(tmp_path / "file", b"")
     (tmp_path / "full" / "inner").mkdir(parents=True)
     for name in ("none", "file/below"):
@@ -221,14 +221,14 @@ def test_errors_are_those_that_callers_know(tmp_path: Path, system: FolderFileSy
         system.makedirs(f"{tmp_path}/full")
 
 
-def test_names_are_changed_and_removed(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_files_are_renamed_and_removed(tmp_path: Path, system: FolderFileSystem) -> None:
     system.makedirs(f"{tmp_path}/a/b", exist_ok=True)
     system.makedirs(f"{tmp_path}/a/b", exist_ok=True)
     system.mkdir(f"{tmp_path}/c")
     data = os.urandom(20 * MIB)
     system.pipe(f"{tmp_path}/a/large", data)
     system.mv(f"{tmp_path}/a/large", f"{tmp_path}/a/renamed")
-    system.mv(f"{tmp_path}/a/renamed", f"{tmp_path}/c/moved")  # striped files go to other folders by copying
+    system.mv(f"{tmp_path}/a/renamed", f"{tmp_path}/c/moved")  # striped files are moved to other folders by copying
     assert system.find(str(tmp_path)) == [f"{tmp_path}/c/moved"]
     assert system.cat(f"{tmp_path}/c/moved") == data
     system.copy(f"{tmp_path}/c/moved", f"{tmp_path}/c/copy")
@@ -240,7 +240,7 @@ def test_names_are_changed_and_removed(tmp_path: Path, system: FolderFileSystem)
     assert system.ls(str(tmp_path), detail=False) == [f"{tmp_path}/a"]
 
 
-def test_a_new_file_makes_its_folder(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_a_new_file_creates_its_folder(tmp_path: Path, system: FolderFileSystem) -> None:
     system.pipe(f"{tmp_path}/new/folder/file", b"data")
     system.copy(f"{tmp_path}/new/folder/file", f"{tmp_path}/other/copy")
     assert system.cat(f"{tmp_path}/other/copy") == b"data"
@@ -252,7 +252,7 @@ def test_a_file_is_moved_into_a_folder(tmp_path: Path, system: FolderFileSystem)
     assert system.find(str(tmp_path)) == [f"{tmp_path}/folder/file", f"{tmp_path}/folder/other"]
 
 
-def test_links_are_followed_but_removed_themselves_never_their_target(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_links_are_followed_but_their_targets_are_not_removed(tmp_path: Path, system: FolderFileSystem) -> None:
     put(tmp_path / "real" / "file", b"data")
     (tmp_path / "link").symlink_to("real")
     assert system.cat(f"{tmp_path}/link/file") == b"data"
@@ -286,7 +286,7 @@ def test_parts_of_files_are_read(tmp_path: Path, system: FolderFileSystem) -> No
 def test_a_file_system_and_a_child_process_work_after_pickling(tmp_path: Path, system: FolderFileSystem) -> None:
     path = put(tmp_path / "file", b"data")
     assert system.cat(path) == b"data"
-    assert pickle.loads(pickle.dumps(system)).cat(path) == b"data"  # noqa: S301 - it is our own
+    assert pickle.loads(pickle.dumps(system)).cat(path) == b"data"  # noqa: S301 - written by this test
     code = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).cat(sys.argv[2]).decode())"
     done = subprocess.run(
         [sys.executable, "-c", code, pickle.dumps(system).hex(), path], capture_output=True, timeout=300, check=False
@@ -303,7 +303,7 @@ def test_a_forked_child_reads_and_writes(tmp_path: Path, system: FolderFileSyste
     if not child:
         is_right = False
         try:
-            signal.alarm(60)  # a child that waits for its parent's threads waits for ever
+            signal.alarm(60)  # a child that waits for its parent's threads would wait forever
             is_right = system.cat(f"{tmp_path}/large") == data
             system.pipe(f"{tmp_path}/other", data)
         finally:

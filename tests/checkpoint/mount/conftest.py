@@ -1,4 +1,4 @@
-"""Mounted places that are gone after the test, whatever it did."""
+"""Mounted places that are unmounted at the end of the test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mounts = Callable[..., MountedPlace]
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    """Mounts the folder `place` of the test, every time anew, as another machine would."""
+    """Mounts the test's folder `place`, with a new mount for each call, like on another machine."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     root = tmp_path / "place"

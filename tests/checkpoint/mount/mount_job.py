@@ -1,7 +1,7 @@
-"""Mounts a place from a process of its own, as a program does: `mount_job.py URI TARGET RUNTIME CACHE [KEY=VALUE...]`.
+"""Mounts a place from a separate process: `mount_job.py URI TARGET RUNTIME CACHE [KEY=VALUE...]`.
 
-A daemon is forked from a process with one thread, which pytest is not. Prints the mount's target and the daemon's
-process, or the error.
+The daemon must be forked from a process with one thread, unlike pytest. Prints the mount's target and the daemon's
+process id, or the error.
 """
 
 from __future__ import annotations

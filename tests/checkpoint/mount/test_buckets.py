@@ -1,4 +1,4 @@
-"""A bucket as a mounted place: a real S3 server that fails, lies, refuses logins, and other mounts beside."""
+"""A bucket as a mounted place: a real S3 server with errors, wrong answers and refused logins, and several mounts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
 
 @pytest.fixture
 def mount(tmp_path: Path, proxy: FaultProxy) -> Iterator[Mount]:
-    """Mounts the place of the test, every time anew, as another machine would."""
+    """Mounts the test's place, with a new mount for each call, like on another machine."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     uri = f"s3://mounted/{secrets.token_hex(4)}"
@@ -74,7 +74,7 @@ def is_data(request: Request) -> bool:
     [Fault(status=503, body=b"<Error><Code>SlowDown</Code></Error>"), Fault(drop=True), Fault(reset_after=100)],
     ids=["slow-down", "dropped", "reset"],
 )
-def test_a_server_that_fails_every_fifth_request_is_worked_with(proxy: FaultProxy, mount: Mount, fault: Fault) -> None:
+def test_a_server_that_fails_every_fifth_request_can_be_used(proxy: FaultProxy, mount: Mount, fault: Fault) -> None:
     chance, lock = random.Random(7), threading.Lock()
 
     def plan(_: Request) -> Fault | None:
@@ -102,7 +102,7 @@ def test_a_server_that_fails_every_fifth_request_is_worked_with(proxy: FaultProx
     ],
     ids=["wrong-bytes", "other-range", "whole", "page"],
 )
-def test_of_a_server_that_lies_no_byte_is_believed_and_none_lost(proxy: FaultProxy, mount: Mount, fault: Fault) -> None:
+def test_wrong_answers_of_a_server_are_errors_and_not_cached(proxy: FaultProxy, mount: Mount, fault: Fault) -> None:
     (mount().target / "large").write_bytes(_LARGE)
     elsewhere = mount()
     proxy.plan = lambda request: fault if is_data(request) else None
@@ -111,7 +111,7 @@ def test_of_a_server_that_lies_no_byte_is_believed_and_none_lost(proxy: FaultPro
     assert (elsewhere.target / "large").read_bytes() == _LARGE
 
 
-def test_a_login_that_expires_during_a_write_is_reported_by_close_and_the_old_content_stays(
+def test_a_login_that_expires_during_a_write_is_reported_by_close_and_the_old_content_is_kept(
     proxy: FaultProxy, mount: Mount, s3_server: S3Server
 ) -> None:
     here = mount()
@@ -128,7 +128,7 @@ def test_a_login_that_expires_during_a_write_is_reported_by_close_and_the_old_co
     assert s3_server.uploads("mounted") == []
 
 
-def test_of_two_mounts_one_file_wins_whole_and_readers_get_that_or_an_error(mount: Mount) -> None:
+def test_of_two_mounts_one_writes_the_whole_file_and_readers_get_it_or_an_error(mount: Mount) -> None:
     one, other = mount(), mount()
     contents = (_LARGE, _LARGE[::-1])
     with ThreadPoolExecutor(2) as threads:
@@ -146,7 +146,7 @@ def test_of_two_mounts_one_file_wins_whole_and_readers_get_that_or_an_error(moun
     assert (one.target / "f").read_bytes() == _SMALL
 
 
-def test_a_server_that_is_stopped_or_dead_costs_one_call_all_its_time_and_others_little(
+def test_a_stopped_or_killed_server_delays_one_call_by_its_timeout_and_others_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with S3Server(tmp_path) as server:
@@ -160,7 +160,7 @@ def test_a_server_that_is_stopped_or_dead_costs_one_call_all_its_time_and_others
                 (mounted.target / name).write_bytes(_SMALL)
 
             def is_away() -> None:
-                # What each call would take its minute for.
+                # Otherwise each call would take a minute.
                 with pytest.raises(TransientError):
                     place._bucket.retry("x/one", lambda: obstore.head(place._bucket.reader, "x/one"), 2)
                 with pytest.raises(SilentError):
@@ -185,7 +185,7 @@ def test_a_server_that_is_stopped_or_dead_costs_one_call_all_its_time_and_others
             mounted.close()
 
 
-def test_hot_lists_are_kept_in_a_bucket(proxy: FaultProxy) -> None:
+def test_hot_lists_are_saved_in_a_bucket(proxy: FaultProxy) -> None:
     said: list[str] = []
     shared, shard = Range("step-1/shared", 0, MIB), Range("step-1/shard", 0, MIB)
     with closing(open_place(f"s3://mounted/{secrets.token_hex(4)}")) as place:

@@ -1,4 +1,4 @@
-"""The content of one open file, over readers whose every step is known."""
+"""The content of one open file, with readers controlled by the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA = b"0123456789"
 
 
 class Version(CheckpointFile):
-    """A reader of `DATA`; `before` is called when somebody is about to read."""
+    """A reader of `DATA`; `before` is called before each asynchronous read."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         shared = SimpleNamespace(path="f", size_bytes=len(DATA), version="1")
@@ -50,7 +50,7 @@ class Version(CheckpointFile):
 
 
 class Read:
-    """A content, its readers, and the answers that the kernel got."""
+    """A content, its readers, and the answers to the kernel."""
 
     def __init__(self, folder: Path) -> None:
         self.before: Callable[[], object] = lambda: None
@@ -95,7 +95,7 @@ def test_a_read_that_begins_while_the_file_is_opened_again_is_answered(one: Read
     one.before = one.content.begin_reading
     one.read()
     assert one.answers == [DATA[2:6]]
-    assert [version.is_open for version in one.versions] == [False, True], "who is read no more is closed"
+    assert [version.is_open for version in one.versions] == [False, True], "the unused reader is closed"
     one.read()
     assert one.answers == [DATA[2:6]] * 2
     one.content.close()
@@ -111,7 +111,7 @@ def test_a_read_that_begins_while_the_last_one_closes_the_file_is_answered(one: 
     assert not one.versions[0].is_open
 
 
-def test_an_answer_of_another_length_is_logged_and_eio(one: Read) -> None:
+def test_an_answer_of_the_wrong_length_is_logged_and_eio(one: Read) -> None:
     one.content.begin_reading()
     one.versions[0].answer = DATA[:4]
     one.read()

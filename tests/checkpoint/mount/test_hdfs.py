@@ -1,4 +1,4 @@
-"""A mounted folder of a real HDFS: the same promises, and what faults of its nodes mean for readers and writers."""
+"""A mounted folder of a real HDFS: the same guarantees, and faults of its nodes during reads and writes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's mounts are open to other users")
 @pytest.mark.parametrize("only_me", [False, True])
-def test_root_is_warned_about_who_can_use_the_mount(cluster: HdfsCluster, tmp_path: Path, only_me: bool) -> None:
+def test_root_is_warned_that_other_users_can_use_the_mount(cluster: HdfsCluster, tmp_path: Path, only_me: bool) -> None:
     env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path / "run"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
 
     def ckpt(*words: str) -> str:
@@ -81,7 +81,7 @@ def test_root_is_warned_about_who_can_use_the_mount(cluster: HdfsCluster, tmp_pa
     assert ("--only-me excludes them" in said) is not only_me
 
 
-def test_a_tree_is_made_read_renamed_and_removed(mounted: MountedCheckpoint, tmp_path: Path) -> None:
+def test_a_tree_is_created_read_renamed_and_removed(mounted: MountedCheckpoint, tmp_path: Path) -> None:
     root = mounted.target
     data = os.urandom(LARGE)
     (root / "job/step-1.tmp").mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_tree_is_made_read_renamed_and_removed(mounted: MountedCheckpoint, tmp
     assert not (root / "job").exists()
 
 
-def test_a_node_that_hangs_costs_a_reader_nothing_but_time(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
+def test_a_hung_node_only_delays_a_reader(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
     data = os.urandom(LARGE)
     (mounted.target / "f").write_bytes(data)
     cluster.hang(0)
@@ -112,7 +112,7 @@ def test_a_node_that_hangs_costs_a_reader_nothing_but_time(mounted: MountedCheck
         cluster.resume(0)
 
 
-def test_a_node_that_hangs_while_a_file_is_written_costs_no_byte(
+def test_a_node_that_hangs_while_a_file_is_written_loses_no_data(
     mounted: MountedCheckpoint, cluster: HdfsCluster
 ) -> None:
     data = os.urandom(LARGE)
@@ -133,7 +133,7 @@ def _sends(mounted: MountedCheckpoint) -> bool:
     return bool(mounted.status()["writing"]["files"])
 
 
-def test_a_mount_goes_on_when_the_namenode_was_started_again(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
+def test_a_mount_works_after_a_restart_of_the_namenode(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
     before, after = os.urandom(LARGE), os.urandom(LARGE)
     (mounted.target / "before").write_bytes(before)
     with (mounted.target / "before").open("rb") as reader, (mounted.target / "after").open("wb") as writer:
@@ -149,7 +149,7 @@ def test_a_mount_goes_on_when_the_namenode_was_started_again(mounted: MountedChe
     ]
 
 
-def test_names_that_hdfs_does_not_take_are_refused_before_anything_is_written(mounted: MountedCheckpoint) -> None:
+def test_names_that_hdfs_refuses_are_refused_before_anything_is_written(mounted: MountedCheckpoint) -> None:
     root = mounted.target
     (root / "f").write_text("f")
     assert number_of(lambda: os.open(root / "step-12:30", os.O_WRONLY | os.O_CREAT)) == errno.EINVAL
@@ -159,7 +159,7 @@ def test_names_that_hdfs_does_not_take_are_refused_before_anything_is_written(mo
     assert (root / "f").read_text() == "f"
 
 
-def test_while_no_datanode_takes_a_file_others_are_opened_looked_at_and_listed(
+def test_while_a_file_cannot_be_written_others_are_opened_looked_up_and_listed(
     mounted: MountedCheckpoint, cluster: HdfsCluster
 ) -> None:
     root = mounted.target / "hung"
@@ -188,7 +188,7 @@ def test_while_no_datanode_takes_a_file_others_are_opened_looked_at_and_listed(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts what NameNodes are asked."""
+    """Counts requests to NameNodes by method."""
     counts: Counter[str] = Counter()
     ask = NameNode.ask
 
@@ -200,7 +200,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_a_small_file_costs_the_namenode_few_questions(
+def test_a_small_file_takes_few_requests_to_the_namenode(
     cluster: HdfsCluster, tmp_path: Path, asked: Counter[str]
 ) -> None:
     with contextlib.closing(MountedPlace(tmp_path, tmp_path / "m", place=open_place(f"{cluster.uri}/"))) as mounted:
@@ -211,9 +211,9 @@ def test_a_small_file_costs_the_namenode_few_questions(
         asked.clear()
         for name in names:
             (folder / name).write_text(name)
-        # A DataNode's report may be late, so that the end is asked for again.
+        # Without `complete`, which is repeated if a DataNode's report is late.
         assert {asked[method] for method in ("create", "addBlock", "rename2")} == {len(names)}
-        # Name, what is replaced, the length; and the folder, which is asked for again after 0.1 s.
+        # The name, the replaced file, the length; and the folder, which is queried again after 0.1 s.
         assert asked["getFileInfo"] <= 5 * len(names)
         assert asked.keys() <= {"create", "addBlock", "complete", "rename2", "getFileInfo", "getBlockLocations"}
         asked.clear()
@@ -221,18 +221,18 @@ def test_a_small_file_costs_the_namenode_few_questions(
             assert (folder / name).read_text() == name
         assert asked["getBlockLocations"] == len(names)
         assert asked["getFileInfo"] <= 2 * len(names)
-        # The kernel goes by its own memory for a second, and then by what the listing has told.
+        # The kernel uses its own cache for a second, and then the attributes from the listing.
         entries = sorted(entry.name for entry in os.scandir(folder))
         assert entries == ["f0", *names[1:], "first"]
         asked.clear()
         assert [(folder / name).stat().st_size for name in names] == [2] * len(names)
-        assert asked.keys() <= {"getFileInfo"}  # of the folder, when it was known for longer than that
+        assert asked.keys() <= {"getFileInfo"}  # of the folder, if its cached attributes have expired
         assert asked["getFileInfo"] <= 1
 
 
 @pytest.mark.root
 @pytest.mark.skipif(bool(links_missing()), reason=links_missing())
-def test_full_datanodes_are_no_space_and_leave_no_name(tmp_path: Path) -> None:
+def test_full_datanodes_are_enospc_and_leave_no_name(tmp_path: Path) -> None:
     with (
         HdfsCluster(tmp_path, num_datanodes=2, disk_mib={0: 20, 1: 20}, fast_detection=True) as cluster,
         _mounted(tmp_path, cluster) as mounted,

@@ -1,4 +1,4 @@
-"""Writers that are killed: they end at once, whatever they wait for, and what they have written is not lost."""
+"""Killed writers: they end at once, whatever they wait for, and the data that they have written is not lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fuse
 
 
 class Stuck:
-    """A mount whose place takes nothing as long as `gate` is closed; `reached` is set when it was asked to."""
+    """A mount whose place blocks writes until `gate` is set; `reached` is set by the first one."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "place").mkdir()
@@ -65,7 +65,7 @@ _WRITE = "[os.write(handle, bytes([number]) * 2**20) for number in range({})]"
     [_WRITE.format(32), _WRITE.format(6) + "; os.fsync(handle)", _WRITE.format(6) + "; os.close(handle)"],
     ids=["write", "fsync", "close"],
 )
-def test_a_killed_writer_ends_while_the_place_hangs_and_what_it_wrote_is_published(stuck: Stuck, wait: str) -> None:
+def test_a_killed_writer_ends_while_the_place_hangs_and_its_data_is_published(stuck: Stuck, wait: str) -> None:
     path = stuck.mounted.target / "f"
     code = f"import os, sys; handle = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); {wait}"
     writer = subprocess.Popen([sys.executable, "-c", code, path])
@@ -82,7 +82,9 @@ def test_a_killed_writer_ends_while_the_place_hangs_and_what_it_wrote_is_publish
     assert data == b"".join(bytes([number]) * MIB for number in range(len(data) // MIB))
 
 
-def test_what_a_killed_writer_wrote_is_published_while_the_file_is_read(one: MountedPlace, other: MountedPlace) -> None:
+def test_the_data_of_a_killed_writer_is_published_while_the_file_is_read(
+    one: MountedPlace, other: MountedPlace
+) -> None:
     argv = [sys.executable, "-c", _WRITE_AND_WAIT, one.target / "f"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
@@ -94,9 +96,7 @@ def test_what_a_killed_writer_wrote_is_published_while_the_file_is_read(one: Mou
             assert reader.read() == b"x" * 10
 
 
-def test_what_a_killed_writer_wrote_and_could_not_be_published_is_listed_as_lost(
-    tmp_path: Path, one: MountedPlace
-) -> None:
+def test_a_killed_writers_file_that_could_not_be_published_is_listed_as_lost(tmp_path: Path, one: MountedPlace) -> None:
     (one.target / "folder").mkdir()
     argv = [sys.executable, "-c", _WRITE_AND_WAIT, one.target / "folder/f"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
@@ -108,16 +108,18 @@ def test_what_a_killed_writer_wrote_and_could_not_be_published_is_listed_as_lost
     assert any("folder/f was not published" in line for line in one.said)
 
 
-def test_what_a_program_leaves_open_is_published_when_it_has_ended(one: MountedPlace, other: MountedPlace) -> None:
+def test_a_file_that_a_program_leaves_open_is_published_when_it_has_ended(
+    one: MountedPlace, other: MountedPlace
+) -> None:
     code = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x'); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, one.target / "f"], check=True)
     assert (other.target / "f").read_bytes() == b"x"
 
 
-def test_several_openings_by_one_process_are_published_by_the_last_close(
+def test_a_file_opened_twice_by_one_process_is_published_by_the_last_close(
     one: MountedPlace, other: MountedPlace
 ) -> None:
-    """Also when the kernel still holds the first one, as for a mapping."""
+    """Also if the kernel still holds the first opening, for example for a mapping."""
     code = """
         import ctypes, os, sys
         libc = ctypes.CDLL(None)
@@ -136,7 +138,7 @@ def test_several_openings_by_one_process_are_published_by_the_last_close(
     subprocess.run(argv, check=True, timeout=DEADLINE_S)
 
 
-def test_a_signal_that_does_not_kill_leaves_a_writer_alone(stuck: Stuck) -> None:
+def test_a_signal_that_does_not_kill_does_not_interrupt_a_writer(stuck: Stuck) -> None:
     code = """
         import os, signal, sys
         signal.signal(signal.SIGUSR1, lambda *_: print("hit", flush=True))

@@ -1,4 +1,4 @@
-"""What listings are remembered for: a moment, and until something changes."""
+"""Cached listings, which are valid for a moment and until something changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def test_a_listing_is_remembered_for_a_while() -> None:
+def test_a_listing_is_cached_for_a_while() -> None:
     clock = Clock()
     listings = Listings(clock)
     listings.remember("f", [info("f/a")], since=listings.num_changes)
@@ -41,7 +41,7 @@ def test_a_listing_is_remembered_for_a_while() -> None:
     assert listings.recall("f/a") is None
 
 
-def test_a_change_makes_a_listing_forgotten() -> None:
+def test_a_change_invalidates_a_listing() -> None:
     listings = Listings(Clock())
     for folder in ("f", "g", "h"):
         listings.remember(folder, [info(f"{folder}/a")], since=listings.num_changes)
@@ -51,7 +51,7 @@ def test_a_change_makes_a_listing_forgotten() -> None:
     assert listings.recall("g/a") is None
 
 
-def test_that_a_name_was_missing_is_said_once_and_a_moment_later_only() -> None:
+def test_a_missing_name_is_reported_once_and_only_for_a_moment() -> None:
     clock = Clock()
     listings = Listings(clock)
     assert not listings.was_missing("f/a")
@@ -65,7 +65,7 @@ def test_that_a_name_was_missing_is_said_once_and_a_moment_later_only() -> None:
     assert not listings.was_missing("f/a")
 
 
-def test_only_the_latest_folders_are_remembered() -> None:
+def test_only_the_latest_folders_are_cached() -> None:
     listings = Listings(Clock())
     for number in range(200):
         listings.remember(str(number), [info(f"{number}/a")], since=listings.num_changes)
@@ -73,7 +73,7 @@ def test_only_the_latest_folders_are_remembered() -> None:
     assert listings.recall("199/a") is not None
 
 
-def test_a_listing_during_which_something_has_changed_is_not_remembered() -> None:
+def test_a_listing_during_which_something_has_changed_is_not_cached() -> None:
     listings = Listings(Clock())
     begun = listings.num_changes
     listings.forget("g")
@@ -89,7 +89,7 @@ class _CountingPlace(FolderPlace):
         return super().stat(path)
 
 
-def test_reading_the_files_of_a_listed_folder_looks_none_of_them_up(tmp_path: Path) -> None:
+def test_reading_the_files_of_a_listed_folder_needs_no_lookups_in_the_place(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
     for number in range(3):
         (tmp_path / "f" / str(number)).write_bytes(b"content")
@@ -102,7 +102,7 @@ def test_reading_the_files_of_a_listed_folder_looks_none_of_them_up(tmp_path: Pa
     handle = shown.open_folder(folder.node)
     names = [entry.name for entry in shown.entries(handle, 0, 10, attributes=False)]
     num_stats = place.num_stats
-    for name in names * 2:  # as other processes of the node do, while the first ones have them open
+    for name in names * 2:  # like other processes of the node, while the first ones have them open
         found = shown.lookup(folder.node, name)
         assert found is not None
         shown.open(found.node, os.O_RDONLY, caller)

@@ -1,4 +1,4 @@
-"""Mounts with a daemon of their own: their life, their end by all means, and what is left of what was written."""
+"""Mounts with their own daemon: mounting, all ways of ending, and the written data afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Start = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
-    """Where mounts are written down; none of them is left after the test."""
+    """The records of mounts; all of them are unmounted after the test."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     (tmp_path / "place").mkdir()
@@ -63,7 +63,7 @@ def runtime(tmp_path: Path) -> Iterator[Runtime]:
 
 @pytest.fixture
 def start(tmp_path: Path, runtime: Runtime) -> Start:
-    """Mounts the folder `place`; what the job says."""
+    """Mounts the folder `place`; returns the output of `mount_job.py`."""
 
     def run(**values: object) -> dict[str, Any]:
         uri, target = values.pop("uri", tmp_path / "place"), values.pop("target", tmp_path / "mount")
@@ -79,11 +79,11 @@ def start(tmp_path: Path, runtime: Runtime) -> Start:
 
 
 def the(runtime: Runtime, target: Path) -> MountedCheckpoint:
-    """What is mounted there."""
+    """The mount at `target`."""
     return find_checkpoint(runtime, target)
 
 
-def test_a_place_is_mounted_used_and_taken_away(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_a_place_is_mounted_used_and_unmounted(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     data = os.urandom(LARGE)
     (target / "f").write_bytes(data)
@@ -101,7 +101,7 @@ def test_a_place_is_mounted_used_and_taken_away(tmp_path: Path, runtime: Runtime
         the(runtime, target)
 
 
-def test_where_another_process_is_mounting_a_start_does_not_wait(
+def test_mounting_does_not_wait_for_another_process_that_mounts_there(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "_LONG_S", 0.0)
@@ -112,13 +112,14 @@ def test_where_another_process_is_mounting_a_start_does_not_wait(
         mount_checkpoint(MountRequest(str(tmp_path / "place")), target, runtime=tmp_path / "run")
 
 
-def test_what_was_read_is_in_the_nodes_cache_for_the_next_mount(runtime: Runtime, start: Start) -> None:
+def test_the_next_mount_reads_from_the_node_cache(runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     data = os.urandom(LARGE)
     (target / "f").write_bytes(data)
     until = time.monotonic() + 300
-    while the(runtime, target).status()["open_files"]:  # the kernel says a moment later that the writer has closed it;
-        assert time.monotonic() < until  # what is read before comes from what was written, and is not kept
+    # The kernel reports the close a moment later. Reads before that use the written data, and are not cached.
+    while the(runtime, target).status()["open_files"]:
+        assert time.monotonic() < until
         time.sleep(0.01)
     assert (target / "f").read_bytes() == data
     the(runtime, target).unmount()
@@ -129,7 +130,7 @@ def test_what_was_read_is_in_the_nodes_cache_for_the_next_mount(runtime: Runtime
     assert status["place_bytes"] == 0
 
 
-def test_a_mount_in_use_stays_and_the_error_names_files_being_written(runtime: Runtime, start: Start) -> None:
+def test_a_mount_in_use_is_kept_and_the_error_names_files_being_written(runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     with (target / "f").open("wb", buffering=0) as file:
         file.write(b"x")
@@ -196,7 +197,7 @@ def test_after_the_daemons_death_users_get_errors_and_nothing_published_is_lost(
     with pytest.raises(OSError):
         os.close(handle)
     assert the(runtime, target).status() == {}
-    # Mounting again takes away what the dead one left.
+    # Mounting again removes the dead mount.
     start()
     assert (target / "published").read_bytes() == data
     assert os.listdir(target) == ["published"]  # noqa: PTH208
@@ -215,7 +216,7 @@ def test_an_unmount_cleans_up_after_a_dead_daemon(runtime: Runtime, start: Start
 
 
 @pytest.mark.root
-def test_what_was_mounted_in_the_place_of_a_dead_mount_stays(runtime: Runtime, start: Start) -> None:
+def test_another_file_system_mounted_instead_of_a_dead_mount_is_kept(runtime: Runtime, start: Start) -> None:
     said = start()
     target = Path(said["target"])
     os.kill(said["pid"], signal.SIGKILL)
@@ -238,7 +239,7 @@ def test_a_mount_below_another_one_stays_recorded(runtime: Runtime, start: Start
     if is_dead:
         os.kill(said["pid"], signal.SIGKILL)
         until(lambda: the(runtime, target).health == "daemon dead", "dead")
-    # Over a dead mount nobody can mount; so the other one is made elsewhere and moved there.
+    # Mounting over a dead mount is not possible, so the other one is created elsewhere and moved there.
     other = target.with_name("other")
     other.mkdir()
     syscalls.mount("tmpfs", "somebody's", other)
@@ -299,7 +300,7 @@ def test_two_processes_do_not_mount_on_one_folder_at_the_same_time(
     assert len(begun) == 2
 
 
-def test_a_place_that_is_not_there_is_no_mount(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_a_missing_place_is_not_mounted(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     assert start(uri=tmp_path / "none")["kind"] == "NotFoundError"
     assert not kernel.is_mount(tmp_path / "mount")
     assert list(runtime.mounts.iterdir()) == []
@@ -327,14 +328,14 @@ def test_new_files_have_the_stripes_of_their_folders_policy(tmp_path: Path, runt
     assert len(list(parts.iterdir())) == 3
 
 
-def test_a_daemon_may_have_as_many_files_open_as_the_machine_allows(start: Start) -> None:
+def test_a_daemon_raises_its_limit_of_open_files_to_the_maximum(start: Start) -> None:
     limits = Path(f"/proc/{start()['pid']}/limits").read_text().splitlines()
     (soft, most) = next(line.split()[3:5] for line in limits if line.startswith("Max open files"))
     assert soft == most
 
 
 @pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.root)])
-def test_an_unmount_lists_what_could_not_be_published(
+def test_an_unmount_lists_files_that_could_not_be_published(
     tmp_path: Path, runtime: Runtime, start: Start, copied: bool
 ) -> None:
     target = Path(start()["target"])
@@ -347,7 +348,7 @@ def test_an_unmount_lists_what_could_not_be_published(
         (tmp_path / "place/folder").rename(tmp_path / "place/elsewhere")
         writer.kill()
     until(lambda: the(runtime, target).status()["lost"] == ["folder/f"], "told")
-    # Another mount namespace has a copy of the mount: the daemon goes on.
+    # If another mount namespace has a copy of the mount, the daemon continues.
     with contextlib.ExitStack() as stack:
         if copied:
             holder = stack.enter_context(subprocess.Popen(["unshare", "--mount", "sleep", "600"]))
@@ -357,7 +358,7 @@ def test_an_unmount_lists_what_could_not_be_published(
         assert the(runtime, target).unmount()["lost"] == ["folder/f"]
 
 
-def test_a_mount_for_a_job_ends_with_it_and_lies_in_a_folder_of_its_own(tmp_path: Path, runtime: Runtime) -> None:
+def test_a_mount_for_a_job_ends_with_it_and_has_a_separate_folder(tmp_path: Path, runtime: Runtime) -> None:
     argv = [
         sys.executable,
         str(JOB),
@@ -377,7 +378,7 @@ def test_a_mount_for_a_job_ends_with_it_and_lies_in_a_folder_of_its_own(tmp_path
     assert (tmp_path / "place/f").read_bytes() == b"x"
 
 
-def test_what_one_start_reads_is_prefetched_for_the_next(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_files_read_by_one_start_are_prefetched_for_the_next(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start(cache="")["target"])
     for step in (1, 2):
         (target / f"step-{step}").mkdir()
@@ -397,10 +398,12 @@ def test_what_one_start_reads_is_prefetched_for_the_next(tmp_path: Path, runtime
     until(lambda: int(the(runtime, target).status()["place_bytes"]) >= LARGE, "brought")
     assert len((target / "step-2/used").read_bytes()) == LARGE
     status = the(runtime, target).status()
-    assert LARGE <= status["place_bytes"] < 2 * LARGE, "what was not used is not brought, nor anything twice"
+    assert LARGE <= status["place_bytes"] < 2 * LARGE, "nothing unused is prefetched, and nothing twice"
 
 
-def test_what_two_nodes_read_is_prefetched_on_a_node_that_joins(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+def test_files_read_by_two_nodes_are_prefetched_on_a_node_that_joins(
+    tmp_path: Path, runtime: Runtime, start: Start
+) -> None:
     def published(number: int) -> None:
         lists = tmp_path / "place/.stripes-hot"
         until(lambda: len(list(lists.glob("*.json"))) == number, "published")

@@ -1,4 +1,4 @@
-"""Which node a path leads to: after lookups, replacements, renames and what the kernel forgets."""
+"""The nodes (inodes) of paths after lookups, replacements, renames and forget requests of the kernel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_a_path_keeps_its_node_as_long_as_its_version(nodes: Nodes) -> None:
     second = nodes.acquire("a", info("a", "2"))
     assert second is not first
     assert (first.path, second.path) == (None, "a")
-    assert nodes.get(first.number) is first, "whoever has it open keeps it"
+    assert nodes.get(first.number) is first, "it is kept for its open handles"
     assert nodes.acquire("a", info("a", folder=True)) not in (first, second)
 
 
-def test_a_folder_is_the_same_whatever_changes_in_it(nodes: Nodes) -> None:
+def test_a_folder_keeps_its_node_when_its_content_changes(nodes: Nodes) -> None:
     assert nodes.acquire("a", info("a", "1", folder=True)) is nodes.acquire("a", info("a", "2", folder=True))
 
 
@@ -49,7 +49,7 @@ def test_a_node_is_dropped_at_a_lookup_count_of_zero(nodes: Nodes) -> None:
     assert nodes.at("") is nodes.root
 
 
-def test_numbers_are_never_used_again(nodes: Nodes) -> None:
+def test_numbers_are_never_reused(nodes: Nodes) -> None:
     numbers = set()
     for _ in range(5):
         node = nodes.acquire("a", info("a"))
@@ -58,7 +58,7 @@ def test_numbers_are_never_used_again(nodes: Nodes) -> None:
     assert len(numbers) == 5
 
 
-def test_a_rename_moves_what_is_below_and_replaces_what_was_there(nodes: Nodes) -> None:
+def test_a_rename_moves_everything_below_and_replaces_the_target(nodes: Nodes) -> None:
     moved = {path: nodes.acquire(path, info(path, folder=path == "a")) for path in ("a", "a/b", "a/b/c", "ab")}
     target = nodes.acquire("x", info("x", folder=True))
     nodes.rename("a", "x")
@@ -69,7 +69,7 @@ def test_a_rename_moves_what_is_below_and_replaces_what_was_there(nodes: Nodes) 
     assert nodes.at("x/b/c") is moved["a/b/c"]
 
 
-def test_a_removed_name_leads_nowhere(nodes: Nodes) -> None:
+def test_a_removed_name_has_no_node(nodes: Nodes) -> None:
     node = nodes.acquire("a", info("a"))
     nodes.remove("a")
     nodes.remove("a")

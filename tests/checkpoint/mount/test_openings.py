@@ -1,4 +1,4 @@
-"""Ways to open a file, and to let go of it, that programs use now and then: they work as on a disk."""
+"""Less common ways to open and to close files: they work like on a disk."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LARGE = 5 * MIB + 321
 
 
 def finished(code: str, *paths: Path) -> int:
-    """What a program ends with. One that hangs is told by a deadline, and freed when the mount is taken away."""
+    """The exit code of a program. One that hangs exceeds the deadline, and ends when the place is unmounted."""
     program = subprocess.Popen([sys.executable, "-c", code, *paths])
     until(lambda: program.poll() is not None, "it has ended")
     return program.returncode
 
 
 def test_a_program_that_executes_another_one_publishes_what_it_has_open(one: MountedPlace, other: MountedPlace) -> None:
-    # The kernel closes the file while it holds up all who look at the process in /proc.
+    # The kernel closes the file while it blocks all readers of the process in /proc.
     code = """
 import os, sys
-handle = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)  # closed by exec, as all that Python opens
+handle = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)  # closed by exec, like all files that Python opens
 os.write(handle, b"x" * 3_000_000)
 check = "import sys; sys.exit(open(sys.argv[1], 'rb').read() != b'x' * 3_000_000)"
 os.execv(sys.executable, [sys.executable, "-c", check, sys.argv[2]])
@@ -42,7 +42,7 @@ os.execv(sys.executable, [sys.executable, "-c", check, sys.argv[2]])
     assert (other.target / "f").stat().st_size == 3_000_000
 
 
-def test_a_program_that_is_started_beside_an_open_file_holds_nothing_up(one: MountedPlace, other: MountedPlace) -> None:
+def test_starting_a_program_while_a_file_is_open_blocks_nothing(one: MountedPlace, other: MountedPlace) -> None:
     code = """
 import subprocess, sys
 with open(sys.argv[1], "wb") as file:
@@ -60,7 +60,7 @@ def test_a_file_is_created_by_an_open_for_reading(one: MountedPlace, other: Moun
     handle = os.open(one.target / "lock", os.O_RDONLY | os.O_CREAT | flags, 0o640)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert os.read(handle, 10) == b""
-    assert (other.target / "lock").stat().st_mode == 0o100640, "whoever makes it adds nothing to it"
+    assert (other.target / "lock").stat().st_mode == 0o100640, "the mode of the create applies"
     assert number_of(lambda: os.open(one.target / "lock", os.O_RDONLY | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
     (one.target / "lock").write_bytes(b"written")
     assert (other.target / "lock").read_bytes() == b"written"
@@ -78,7 +78,7 @@ def test_a_file_is_emptied_by_an_open_for_reading(one: MountedPlace, other: Moun
     os.close(handle)
 
 
-def test_a_file_without_a_name_is_changed_as_any_other(one: MountedPlace) -> None:
+def test_a_file_without_a_name_is_changed_like_any_other(one: MountedPlace) -> None:
     data = os.urandom(LARGE)
     with tempfile.TemporaryFile(dir=one.target) as file:
         file.write(data)
@@ -97,7 +97,7 @@ def test_a_file_without_a_name_is_changed_as_any_other(one: MountedPlace) -> Non
     assert number_of(lambda: os.open(one.target, os.O_TMPFILE | os.O_RDWR)) == errno.EOPNOTSUPP
 
 
-def test_what_is_written_to_a_removed_file_is_seen_by_its_open_handles(one: MountedPlace, other: MountedPlace) -> None:
+def test_writes_to_a_removed_file_are_visible_to_its_open_handles(one: MountedPlace, other: MountedPlace) -> None:
     (one.target / "f").write_bytes(b"published")
     with (one.target / "f").open("r+b", buffering=0) as file, (one.target / "f").open("rb", buffering=0) as reader:
         (one.target / "f").unlink()
@@ -117,7 +117,7 @@ def test_a_group_given_to_an_open_file_is_that_of_the_published_one(one: Mounted
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to groups that it is not in")
-def test_what_is_made_in_a_folder_of_a_group_belongs_to_it(one: MountedPlace, mounts: Mounts) -> None:
+def test_files_created_in_a_setgid_folder_belong_to_its_group(one: MountedPlace, mounts: Mounts) -> None:
     folder = one.target / "shared"
     folder.mkdir()
     os.chown(folder, -1, 5)

@@ -1,4 +1,4 @@
-"""Errors as programs get them."""
+"""Mapping of errors to `errno` for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bootseer.errors import (
 
 
 @pytest.mark.parametrize(
-    ("error", "number", "is_told"),
+    ("error", "number", "is_logged"),
     [
         (OtherFolderError("x"), errno.EXDEV, False),
         (AlreadyExistsError("x"), errno.EEXIST, False),
@@ -41,11 +41,11 @@ from bootseer.errors import (
         (PermanentError("x"), errno.EIO, True),
     ],
 )
-def test_each_error_has_its_number_and_the_log_tells_what_numbers_do_not(
-    error: BootseerError, number: int, is_told: bool
+def test_each_error_has_its_number_and_those_that_need_details_are_logged(
+    error: BootseerError, number: int, is_logged: bool
 ) -> None:
     said: list[str] = []
     with pytest.raises(OSError) as raised, LoggedOsErrors("opening f", said.append):
         raise error
     assert raised.value.errno == number
-    assert said == (["opening f: x"] if is_told else [])
+    assert said == (["opening f: x"] if is_logged else [])

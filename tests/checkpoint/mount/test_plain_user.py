@@ -1,4 +1,4 @@
-"""A mount by a user without any rights, through fusermount3, with the command line."""
+"""A mount by an unprivileged user, through fusermount3, with the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def as_user(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """A shell of that user, who has a device for FUSE."""
+    """Run a shell script as that user, with access to the FUSE device."""
     home = home_of(folder)
     names = {"HOME": str(home), "BOOTSEER_RUNTIME": str(home / "runtime"), "BOOTSEER_CACHE": str(home / "cache")}
     return subprocess.run(
@@ -75,7 +75,7 @@ def test_a_plain_user_mounts_writes_reads_and_unmounts(tmp_path: Path) -> None:
     assert (home / "place/folder/f").stat().st_uid == UID
 
 
-def test_what_a_plain_user_may_not_read_is_refused_and_may_be_listed(tmp_path: Path) -> None:
+def test_files_that_a_plain_user_may_not_read_are_refused_but_listed(tmp_path: Path) -> None:
     for above in (tmp_path, *tmp_path.parents[:3]):
         above.chmod(above.stat().st_mode | 0o711)
     home = home_of(tmp_path)
@@ -99,7 +99,7 @@ def test_what_a_plain_user_may_not_read_is_refused_and_may_be_listed(tmp_path: P
     assert ran.stderr.count("Permission denied") == 2
 
 
-def test_a_local_folder_is_read_as_it_lies_or_mounted_elsewhere_for_a_plain_user_too(tmp_path: Path) -> None:
+def test_a_plain_users_local_folder_is_read_in_place_or_mounted_elsewhere(tmp_path: Path) -> None:
     for above in (tmp_path, *tmp_path.parents[:3]):
         above.chmod(above.stat().st_mode | 0o711)
     run = f"{shlex.join(map(str, BOOTSEER))} run -q --spool spool --job j --checkpoint job"

@@ -1,4 +1,4 @@
-"""Programs that know nothing of BootSeer, on a mounted place: they do what they do on a disk."""
+"""Ordinary programs on a mounted place, which work like on a disk."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ DEADLINE_S = 120
 
 
 def run(*argv: str | Path) -> str:
-    """What a program prints; it must succeed."""
+    """The output of a program, which must succeed."""
     return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stdout
 
 
 def needs(program: str) -> pytest.MarkDecorator:
-    """Skip where a program is missing."""
+    """Skip the test if a program is missing."""
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small tree of files, some of them large."""
+    """A small tree with files of different sizes."""
     folder = tmp_path / "tree"
     (folder / "deep/deeper").mkdir(parents=True)
     for number, size in enumerate((0, 1, 5000, MIB, LARGE)):
@@ -50,7 +50,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Digest, rights and whole seconds of all files of a tree."""
+    """Digest, mode and modification time in whole seconds of all files of a tree."""
     return {
         str(path.relative_to(folder)): (
             hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -227,13 +227,13 @@ _FIO: Sequence[Sequence[str]] = [
 
 @needs("fio")
 @pytest.mark.parametrize("options", _FIO, ids=lambda options: " ".join(options).replace("--", ""))
-def test_fio_finds_every_block_as_it_was_written(one: MountedPlace, options: Sequence[str]) -> None:
+def test_fio_verifies_all_blocks(one: MountedPlace, options: Sequence[str]) -> None:
     verified = run(
         "fio", "--name=check", f"--directory={one.target}", "--size=12m", "--verify=crc32c", "--do_verify=1",
         "--verify_fatal=1", "--verify_state_save=0", "--fallocate=none", "--ioengine=psync", "--thread", *options,
     )  # fmt: skip
     assert "err= 0" in verified
-    # Once more from the place, when nothing is in memory any more.
+    # Verify again from the place, when nothing is in memory any more.
     again = [option for option in options if not option.startswith(("--fsync", "--end_fsync"))]
     run(
         "fio", "--name=check", f"--directory={one.target}", "--size=12m", "--verify=crc32c", "--verify_only",
@@ -244,7 +244,7 @@ def test_fio_finds_every_block_as_it_was_written(one: MountedPlace, options: Seq
 
 @pytest.fixture
 def torch_run(tmp_path: Path) -> Callable[..., None]:
-    """Run code with PyTorch and `paths`. It writes and maps with Python's lock held: not where the server is."""
+    """Run code with PyTorch and `paths`, in another process than the server: it writes and maps with the GIL held."""
     pytest.importorskip("torch")
 
     def call(code: str, *paths: Path) -> None:

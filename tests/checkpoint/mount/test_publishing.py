@@ -1,4 +1,4 @@
-"""While a file is being published, which may take as long as the place does not answer, all others go on."""
+"""While a file is being published, which takes as long as the place does not answer, other operations continue."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from waiting import until
 
 pytestmark = pytest.mark.fuse
 PATIENCE_S = 30.0
-"""More than any of these calls takes, which wait for nothing."""
+"""Limit for calls that must not wait."""
 
 
 class Held:
-    """A mounted place that holds up the publishing of one file until `go_on`."""
+    """A mounted place that blocks the publishing of one file until `go_on`."""
 
     def __init__(self, mounts: Mounts, root: Path, path: str) -> None:
         self._path = path
         self._reached, self._may_go_on = threading.Event(), threading.Event()
         self.error: BootseerError | None = None
-        """What the publishing ends with."""
+        """The error with which the publishing ends."""
         self._threads = ThreadPoolExecutor(2)
         place = StepwisePlace(FolderPlace(root))
         self.mounted: MountedPlace = mounts(place=place)
         self._place = place
 
     def begin(self, publish: Callable[[], object]) -> Any:
-        """Run what publishes the file, and return when the place holds it up."""
+        """Run a function that publishes the file, and return when the place blocks it."""
         self._place.before = self._before
         running = self._threads.submit(publish)
         assert self._reached.wait(DEADLINE_S)
         return running
 
     def now(self, call: Callable[[], Any]) -> Any:
-        """What a call returns that waits for no publishing."""
+        """The result of a call that must not wait for the publishing."""
         return self._threads.submit(call).result(PATIENCE_S)
 
     def go_on(self) -> None:
@@ -64,7 +64,7 @@ class Held:
 
 
 class FairTurn:
-    """An `RLock` that goes to who has waited for it longest."""
+    """A fair `RLock`: the longest waiting thread gets it."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -102,7 +102,7 @@ def held(mounts: Mounts, tmp_path: Path) -> Iterator[Held]:
     made.end()
 
 
-def test_while_a_close_publishes_everything_else_goes_on(held: Held) -> None:
+def test_while_a_close_publishes_everything_else_continues(held: Held) -> None:
     root = held.mounted.target
     (root / "f").write_text("old")
     (root / "other").write_text("other")
@@ -123,7 +123,7 @@ def test_while_a_close_publishes_everything_else_goes_on(held: Held) -> None:
     os.close(another)
 
 
-def test_while_a_rename_publishes_what_it_replaces_is_read(held: Held) -> None:
+def test_while_a_rename_publishes_the_old_target_is_read(held: Held) -> None:
     root = held.mounted.target
     (root / "g").write_text("old")
     reader = os.open(root / "g", os.O_RDONLY)
@@ -186,7 +186,7 @@ def test_a_file_that_is_synced_is_read_and_published_again(held: Held) -> None:
     assert (held.mounted.root / "f").read_text() == (root / "f").read_text() == "newer"
 
 
-def test_attributes_that_are_set_back_after_a_sync_are_those_of_the_published_file(one: MountedPlace) -> None:
+def test_attributes_that_are_reset_after_a_sync_apply_to_the_published_file(one: MountedPlace) -> None:
     with (one.target / "f").open("wb") as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(b"new")
@@ -200,7 +200,7 @@ def test_attributes_that_are_set_back_after_a_sync_are_those_of_the_published_fi
     assert (one.target / "f").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_close_that_cannot_publish_keeps_what_others_have_written(held: Held) -> None:
+def test_a_close_that_cannot_publish_keeps_the_writes_of_others(held: Held) -> None:
     root = held.mounted.target
     (root / "f").write_text("old")
     writer = os.open(root / "f", os.O_RDWR)
@@ -216,7 +216,7 @@ def test_a_close_that_cannot_publish_keeps_what_others_have_written(held: Held) 
     until(turn.has_waiter, "it waits for its turn")
     held.error = PermanentError("the place refuses it")
     held.go_on()
-    assert closing.result(DEADLINE_S) is not None, "who closes is told"
+    assert closing.result(DEADLINE_S) is not None, "close reports the error"
     writing.join(DEADLINE_S)
     held.error = None
     os.close(other)
@@ -224,7 +224,7 @@ def test_a_close_that_cannot_publish_keeps_what_others_have_written(held: Held) 
 
 
 def test_of_two_concurrent_closes_both_report_a_failed_publication(held: Held) -> None:
-    """Both are the last ones: each has seen that the other one is done."""
+    """Both are the last ones: each has seen that the other has ended."""
     root = held.mounted.target
     (root / "f").write_text("old")
     writer = os.open(root / "f", os.O_RDWR)

@@ -1,7 +1,7 @@
-"""Random programs through the kernel, against files in memory: names, content, sizes, from here and from another mount.
+"""Random operations through the kernel, compared with a model in memory: names, content and sizes, on two mounts.
 
-Every step is done to a mounted file system and to a model; at the end, and now and then, both must be the same, also as
-another mount of the same place sees it when all files are closed.
+Each step is applied to a mounted file system and to the model. At the end, and sometimes before, both must be equal,
+also on another mount of the same place when all files are closed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST = 5 * MIB
 
 
 class Machine:
-    """Does the same to a mounted file system and to a dict of bytes."""
+    """Applies the same operations to a mounted file system and to a dict of bytes."""
 
     def __init__(self, one: MountedPlace, seed: int) -> None:
         self.one = one
@@ -34,7 +34,7 @@ class Machine:
         (one.target / "folder").mkdir()
 
     def step(self) -> None:
-        """One random call."""
+        """One random operation."""
         actions = (
             [self.write_new] * 3
             + [self.open_file, self.close_one, self.rename, self.unlink, self.truncate, self.look, self.sync]
@@ -96,12 +96,12 @@ class Machine:
 
     def rename(self) -> None:
         source, target = self.random.sample(_NAMES, 2)
-        # A file that is open keeps its name here: what its descriptors lead to afterwards has tests of its own.
+        # Open files are not renamed here: their descriptors after a rename have separate tests.
         if source in self.model and not self._is_open(source) and not self._is_open(target):
             try:
                 (self.one.target / source).rename(self.one.target / target)
             except OSError:
-                assert source.count("/") != target.count("/"), "only into another folder may it be refused"
+                assert source.count("/") != target.count("/"), "only a move to another folder may be refused"
                 assert len(self.model[source]) > MIB
             else:
                 self.model[target] = self.model.pop(source)
@@ -120,7 +120,7 @@ class Machine:
         self.compare(self.one)
 
     def compare(self, mounted: MountedPlace) -> None:
-        """All names, sizes and bytes are those of the model."""
+        """Assert that all names, sizes and bytes equal the model's."""
         there = {str(path.relative_to(mounted.target)) for path in mounted.target.rglob("*") if path.is_file()}
         assert there == set(self.model)
         for name, data in self.model.items():
@@ -128,7 +128,7 @@ class Machine:
             assert (mounted.target / name).read_bytes() == data
 
     def end(self) -> None:
-        """Close what is open."""
+        """Close all open files."""
         for handle in self.open:
             os.close(handle)
         self.open.clear()
@@ -138,7 +138,7 @@ class Machine:
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.integers(0, 2**32))
-def test_random_programs_do_the_same_as_in_memory(mounts: Mounts, seed: int) -> None:
+def test_random_operations_have_the_same_results_as_in_memory(mounts: Mounts, seed: int) -> None:
     one = mounts()
     machine = Machine(one, seed)
     try:

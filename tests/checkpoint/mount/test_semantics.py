@@ -1,6 +1,6 @@
-"""What programs may count on, and what not: each promise of docs/semantics.md on a real mount.
+"""The semantics for programs: each guarantee of docs/semantics.md on a real mount.
 
-`one` and `other` are two mounts of the same place, as two machines have them.
+`one` and `other` are two mounts of the same place, like on two machines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from waiting import until
 pytestmark = pytest.mark.fuse
 
 LARGE = 8 * MIB + 12_345
-"""Two segments of three stripes, and a bit."""
+"""More than one segment of three stripes, and not a whole number of chunks."""
 
 
 # Writing and closing
 
 
 @pytest.mark.parametrize("size", [0, 5, MIB, LARGE])
-def test_a_closed_file_is_there_for_all_and_an_open_one_for_this_mount_alone(
+def test_a_closed_file_is_visible_to_all_and_an_open_one_only_on_this_mount(
     one: MountedPlace, other: MountedPlace, size: int
 ) -> None:
     data = os.urandom(size)
@@ -45,7 +45,7 @@ def test_a_closed_file_is_there_for_all_and_an_open_one_for_this_mount_alone(
     assert one.said == []
 
 
-def test_fsync_publishes_and_the_file_may_be_written_on(one: MountedPlace, other: MountedPlace) -> None:
+def test_fsync_publishes_and_writing_may_continue(one: MountedPlace, other: MountedPlace) -> None:
     data = os.urandom(LARGE)
     with (one.target / "f").open("wb", buffering=0) as file:
         file.write(data)
@@ -56,11 +56,11 @@ def test_fsync_publishes_and_the_file_may_be_written_on(one: MountedPlace, other
             file.write(data)
             assert (one.target / "f").read_bytes() == data + data
             os.fsync(file.fileno())
-            assert (other.target / "f").read_bytes() == data + data, "it is opened anew"
+            assert (other.target / "f").read_bytes() == data + data, "it is opened again"
     assert (other.target / "f").read_bytes() == data + data
 
 
-def test_writing_a_file_anew_replaces_it_when_it_is_closed(one: MountedPlace, other: MountedPlace) -> None:
+def test_rewriting_a_file_replaces_it_when_it_is_closed(one: MountedPlace, other: MountedPlace) -> None:
     old, new = os.urandom(LARGE), os.urandom(LARGE - 1)
     (one.target / "f").write_bytes(old)
     with (one.target / "f").open("wb", buffering=0) as file:
@@ -72,7 +72,7 @@ def test_writing_a_file_anew_replaces_it_when_it_is_closed(one: MountedPlace, ot
     assert len(list((one.root / ".stripes").iterdir())) == 1, "the parts of the old content are gone"
 
 
-def test_an_error_of_publishing_is_reported_by_close_and_the_old_content_stays(one: MountedPlace) -> None:
+def test_an_error_of_publishing_is_reported_by_close_and_the_old_content_is_kept(one: MountedPlace) -> None:
     (one.target / "folder").mkdir()
     (one.target / "folder/f").write_bytes(b"old")
     handle = os.open(one.target / "folder/f", os.O_WRONLY | os.O_TRUNC)
@@ -102,7 +102,7 @@ def test_a_shell_writes_with_several_programs_into_one_file(one: MountedPlace, o
     assert (other.target / "f").read_bytes() == b"one\ntwo\noldthree\n"
 
 
-def test_what_a_child_process_writes_is_published_when_it_has_ended(one: MountedPlace, other: MountedPlace) -> None:
+def test_data_written_by_a_child_process_is_published_when_it_has_ended(one: MountedPlace, other: MountedPlace) -> None:
     with (one.target / "f").open("wb") as file:
         child = subprocess.Popen(["/bin/sh", "-c", "read go; echo written"], stdin=subprocess.PIPE, stdout=file)
     child.communicate(b"go\n")
@@ -131,7 +131,7 @@ def test_of_two_mounts_the_later_close_wins(one: MountedPlace, other: MountedPla
     assert (other.target / "f").read_bytes() == first
 
 
-# Changing what is there
+# Changing files
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
@@ -158,7 +158,7 @@ def test_large_files_are_not_appended_to_or_changed(mounts: Mounts) -> None:
     one = mounts(rewrite_bytes=MIB)
     data = os.urandom(LARGE)
     (one.target / "f").write_bytes(data)
-    # The kernel tells of the close a moment later; until then appending goes on with what is being written.
+    # The kernel reports the close a moment later; until then appending continues the file that is being written.
     until(lambda: number_of(lambda: (one.target / "f").open("ab").close()) == errno.EOPNOTSUPP, "it is closed")
     with (one.target / "f").open("r+b", buffering=0) as file:
         assert file.read(5) == data[:5]
@@ -171,7 +171,7 @@ def test_large_files_are_not_appended_to_or_changed(mounts: Mounts) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3, LARGE - 1, LARGE + MIB])
-def test_a_file_is_cut_and_continued_by_zeros(one: MountedPlace, other: MountedPlace, size: int) -> None:
+def test_a_file_is_truncated_and_extended_with_zeros(one: MountedPlace, other: MountedPlace, size: int) -> None:
     data = os.urandom(LARGE)
     (one.target / "f").write_bytes(data)
     os.truncate(one.target / "f", size)
@@ -184,7 +184,7 @@ def test_a_file_is_cut_and_continued_by_zeros(one: MountedPlace, other: MountedP
     assert (other.target / "f").read_bytes() == (wanted + bytes(LARGE))[:LARGE]
 
 
-def test_pieces_that_are_written_out_of_order_make_the_file(one: MountedPlace, other: MountedPlace) -> None:
+def test_a_file_may_be_written_out_of_order(one: MountedPlace, other: MountedPlace) -> None:
     data = os.urandom(LARGE)
     pieces = [(start, data[start : start + 300_000]) for start in range(0, LARGE, 300_000)]
     with (one.target / "f").open("wb", buffering=0) as file:
@@ -198,7 +198,7 @@ def test_pieces_that_are_written_out_of_order_make_the_file(one: MountedPlace, o
 
 
 @pytest.mark.parametrize("size", [5, LARGE])
-def test_a_rename_takes_the_place_of_what_was_there(one: MountedPlace, other: MountedPlace, size: int) -> None:
+def test_a_rename_replaces_the_target(one: MountedPlace, other: MountedPlace, size: int) -> None:
     new = os.urandom(size)
     (one.target / "f").write_bytes(b"old")
     (one.target / "g").write_bytes(new)
@@ -209,7 +209,7 @@ def test_a_rename_takes_the_place_of_what_was_there(one: MountedPlace, other: Mo
     assert not (one.target / "g").exists()
 
 
-def test_a_rename_before_the_close_publishes_what_was_written(one: MountedPlace, other: MountedPlace) -> None:
+def test_a_rename_before_the_close_publishes_the_written_data(one: MountedPlace, other: MountedPlace) -> None:
     data = os.urandom(LARGE)
     with (one.target / "f.tmp").open("wb", buffering=0) as file:
         file.write(data)
@@ -220,7 +220,7 @@ def test_a_rename_before_the_close_publishes_what_was_written(one: MountedPlace,
     assert os.listdir(other.target) == ["f"]  # noqa: PTH208
 
 
-def test_a_striped_file_is_copied_into_another_folder_and_not_renamed(one: MountedPlace, other: MountedPlace) -> None:
+def test_a_striped_file_can_be_copied_but_not_renamed_to_another_folder(one: MountedPlace, other: MountedPlace) -> None:
     data = os.urandom(LARGE)
     (one.target / "folder").mkdir()
     (one.target / "f").write_bytes(data)
@@ -235,7 +235,7 @@ def test_a_striped_file_is_copied_into_another_folder_and_not_renamed(one: Mount
     assert (other.target / "folder/small").read_bytes() == b"small"
 
 
-def test_a_large_file_that_could_not_be_moved_is_written_on(mounts: Mounts) -> None:
+def test_writing_a_large_file_that_could_not_be_moved_continues(mounts: Mounts) -> None:
     one = mounts(rewrite_bytes=MIB)
     data = os.urandom(LARGE)
     (one.target / "folder").mkdir()
@@ -246,7 +246,7 @@ def test_a_large_file_that_could_not_be_moved_is_written_on(mounts: Mounts) -> N
     assert (mounts().target / "f").read_bytes() == data + b"more"
 
 
-def test_a_folder_is_renamed_with_all_that_it_has(one: MountedPlace, other: MountedPlace) -> None:
+def test_a_folder_is_renamed_with_all_its_content(one: MountedPlace, other: MountedPlace) -> None:
     data = os.urandom(LARGE)
     (one.target / "a/b").mkdir(parents=True)
     (one.target / "a/b/f").write_bytes(data)
@@ -258,8 +258,8 @@ def test_a_folder_is_renamed_with_all_that_it_has(one: MountedPlace, other: Moun
     assert not (one.target / "a").exists()
 
 
-def test_a_file_written_here_is_read_on_after_its_folder_was_renamed(one: MountedPlace) -> None:
-    """By a descriptor that was opened before the writer's was closed."""
+def test_reading_a_file_written_here_continues_after_its_folder_was_renamed(one: MountedPlace) -> None:
+    """With a descriptor that was opened before the writer's was closed."""
     data = os.urandom(LARGE)
     (one.target / "a").mkdir()
     with (one.target / "a/f").open("wb") as written:
@@ -321,7 +321,7 @@ def test_an_exclusive_create_succeeds_once_on_a_mount(one: MountedPlace) -> None
     assert number_of(lambda: os.open(one.target / "f", flags)) == errno.EEXIST
 
 
-def test_the_file_systems_own_names_are_not_shown_and_cannot_be_made(one: MountedPlace) -> None:
+def test_the_file_systems_own_names_are_hidden_and_cannot_be_created(one: MountedPlace) -> None:
     (one.target / "f").write_bytes(os.urandom(LARGE))
     assert (one.root / ".stripes").is_dir()
     assert os.listdir(one.target) == ["f"]  # noqa: PTH208
@@ -342,7 +342,7 @@ def test_names_are_text_of_at_most_255_bytes(one: MountedPlace) -> None:
 
 
 @pytest.mark.parametrize("size", [5, LARGE])
-def test_rights_owners_and_times_are_kept(one: MountedPlace, mounts: Mounts, size: int) -> None:
+def test_modes_owners_and_times_are_kept(one: MountedPlace, mounts: Mounts, size: int) -> None:
     path = one.target / "f"
     path.write_bytes(bytes(size))
     path.chmod(0o640)
@@ -359,9 +359,7 @@ def test_rights_owners_and_times_are_kept(one: MountedPlace, mounts: Mounts, siz
     assert {part.stat().st_mode & 0o777 for part in one.root.glob(".stripes/*/*")} <= {0o640}
 
 
-def test_attributes_set_before_the_close_are_those_of_the_published_file(
-    one: MountedPlace, other: MountedPlace
-) -> None:
+def test_attributes_set_before_the_close_apply_to_the_published_file(one: MountedPlace, other: MountedPlace) -> None:
     for size in (5, LARGE):
         with (one.target / "f").open("wb", buffering=0) as file:
             file.write(bytes(size))
@@ -373,13 +371,13 @@ def test_attributes_set_before_the_close_are_those_of_the_published_file(
         (one.target / "f").unlink()
 
 
-def test_attributes_set_after_the_close_are_there_at_once(one: MountedPlace, other: MountedPlace) -> None:
+def test_attributes_set_after_the_close_are_visible_at_once(one: MountedPlace, other: MountedPlace) -> None:
     path = one.target / "f"
     held, end = socket.socketpair()
     with held, end:
         with path.open("wb", buffering=0) as file:
             file.write(bytes(LARGE))
-            # It is closed in each process, but the kernel does not tell so: the file is in the socket's buffer.
+            # It is closed in all processes, but the kernel does not report this: the file is in the socket's buffer.
             socket.send_fds(held, [b"f"], [file.fileno()])
         path.chmod(0o604)
         os.utime(path, ns=(0, 10**18))
@@ -389,7 +387,7 @@ def test_attributes_set_after_the_close_are_there_at_once(one: MountedPlace, oth
     assert (path.stat().st_mode, path.stat().st_mtime_ns) == (0o100604, 10**18)
 
 
-def test_writing_anew_keeps_rights(one: MountedPlace, other: MountedPlace) -> None:
+def test_rewriting_keeps_the_mode(one: MountedPlace, other: MountedPlace) -> None:
     (one.target / "f").write_bytes(b"x")
     (one.target / "f").chmod(0o600)
     (one.target / "f").write_bytes(bytes(LARGE))
@@ -403,7 +401,7 @@ def test_statfs_reports_the_space_of_the_place(one: MountedPlace) -> None:
     assert said.f_bavail * said.f_frsize == pytest.approx(free, rel=0.1)
 
 
-# What is not offered
+# Not supported
 
 
 def test_links_pipes_and_extended_attributes_are_refused(one: MountedPlace) -> None:

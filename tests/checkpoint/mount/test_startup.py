@@ -1,4 +1,4 @@
-"""What is brought for the start of a job, in which order, and what is kept of it for the next one."""
+"""Prefetching for the start of a job: which files, in which order, and the recorded list for the next start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRIPED = Policy(stripes=2, part_bytes=4 * MIB, min_bytes_per_stripe=MIB)
 
 
 class Job:
-    """A place with two checkpoints of the same names, and what a node has."""
+    """A place with two checkpoints with the same file names, and a node's cache."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "place").mkdir()
@@ -69,7 +69,7 @@ class Job:
     def record(
         self, slot: str, *reads: tuple[str, int, int], node: str = "cache", training_begins: bool = True
     ) -> None:
-        """A start that reads this."""
+        """Run a start with these reads."""
         startup, _ = self.start(slot, node=node)
         startup.begin()
         for path, offset, length in reads:
@@ -110,17 +110,17 @@ def test_a_node_of_many_without_a_record_prefetches_small_files(job: Job) -> Non
 def test_a_single_node_prefetches_the_latest_checkpoint(job: Job) -> None:
     startup, reading = job.start("")
     startup.begin()
-    assert job.opened[0] == "step-1/meta", "what is small comes first"
+    assert job.opened[0] == "step-1/meta", "small files are first"
     assert sorted(job.opened) == ["step-1/meta", "step-1/unused", "step-1/used"]
     until(lambda: place_bytes(reading) >= 2 * LARGE, "brought")
 
 
-def test_what_finds_no_room_in_memory_is_prefetched_when_readers_have_used_something(job: Job) -> None:
+def test_files_that_do_not_fit_into_memory_are_prefetched_when_readers_have_freed_some(job: Job) -> None:
     reading = Reading(job.place, settings=ReadingSettings(memory_bytes=8 * MIB, idle_s=600.0))
     startup = Startup(job.files, reading, "", None, 64 * MIB, job.said.append)
     going = threading.Thread(target=startup.begin, daemon=True)
     going.start()
-    until(lambda: place_bytes(reading) >= 5 * MIB, "a quarter of the memory is left to readers")
+    until(lambda: place_bytes(reading) >= 5 * MIB, "a quarter of the memory is reserved for readers")
     small, first = job.opened
     with reading.open(first) as file:
         for number in range(6):
@@ -157,14 +157,14 @@ def test_the_record_of_one_start_applies_to_the_next_checkpoint(job: Job) -> Non
     assert place_bytes(reading) <= 2 * MIB + 100
 
 
-def test_another_node_of_the_job_has_a_record_of_its_own(job: Job) -> None:
+def test_another_node_of_the_job_has_its_own_record(job: Job) -> None:
     job.record("0 of 2", ("step-1/used", 0, MIB))
     job.opened.clear()
     job.start("1 of 2")[0].begin()
-    assert job.opened == ["step-1/meta"], "the list of one other slot may be of its own shard"
+    assert job.opened == ["step-1/meta"], "the list of a single other slot may be of that slot's shard"
 
 
-def test_a_new_node_in_a_slot_uses_the_record_of_the_one_before(job: Job) -> None:
+def test_a_new_node_in_a_slot_uses_the_record_of_the_previous_one(job: Job) -> None:
     job.record("1 of 2", ("step-1/used", 0, 2 * MIB), node="old")
     job.point_to("step-2")
     job.opened.clear()
@@ -175,14 +175,14 @@ def test_a_new_node_in_a_slot_uses_the_record_of_the_one_before(job: Job) -> Non
     assert place_bytes(reading) <= 2 * MIB + 100
 
 
-def test_a_slot_without_a_record_prefetches_what_two_others_have_read(job: Job) -> None:
+def test_a_slot_without_a_record_prefetches_ranges_that_two_others_have_read(job: Job) -> None:
     job.record("", ("step-1/unused", 0, LARGE))
     job.record("0 of 2", ("step-1/used", 0, 2 * MIB), ("step-1/unused", 0, MIB))
     job.record("1 of 2", ("step-1/unused", MIB, MIB), ("step-1/used", MIB, 2 * MIB))
     job.opened.clear()
     startup, reading = job.start("3 of 4", node="new")
     startup.begin()
-    assert job.opened == ["step-1/meta", "step-1/used"], "but no other node's shard"
+    assert job.opened == ["step-1/meta", "step-1/used"], "not another node's shard"
     until(lambda: place_bytes(reading) >= MIB, "brought")
     assert place_bytes(reading) <= MIB + 100
 
@@ -207,7 +207,7 @@ def test_lists_of_different_numbers_of_nodes_are_not_compared(job: Job) -> None:
     assert job.opened == ["step-1/meta"]
 
 
-def test_a_start_that_read_the_same_writes_nothing_into_the_place(job: Job) -> None:
+def test_a_start_with_the_same_reads_writes_nothing_to_the_place(job: Job) -> None:
     job.record("0 of 2", ("step-1/used", 0, MIB), ("step-1/unused", 0, MIB))
     (published,) = job.hot()
     before = published.stat()
@@ -219,16 +219,16 @@ def test_a_start_that_read_the_same_writes_nothing_into_the_place(job: Job) -> N
     assert published.stat().st_ino != before.st_ino
 
 
-def test_lists_of_slots_with_new_names_in_each_start_do_not_pile_up(job: Job) -> None:
+def test_the_number_of_lists_is_limited_if_slots_have_new_names_in_each_start(job: Job) -> None:
     job.record("0 of 3", ("step-1/used", 0, MIB))
     added = job.hot()
     for number in range(10):
         job.record(f"pod-{number} of 2", ("step-1/used", 0, MIB), node=f"cache-{number}")
         added += set(job.hot()) - set(added)
-    assert job.hot() == sorted([added[0], *added[-6:]]), "lists of another number of nodes stay"
+    assert job.hot() == sorted([added[0], *added[-6:]]), "lists of another number of nodes are kept"
 
 
-def test_a_start_that_fails_before_it_has_read_all_keeps_the_list(job: Job) -> None:
+def test_a_start_that_fails_before_it_has_read_everything_keeps_the_list(job: Job) -> None:
     job.record("0 of 2", ("step-1/used", 0, 4 * MIB))
     (published,) = job.hot()
     before = published.read_bytes()
@@ -240,7 +240,7 @@ def test_a_start_that_fails_before_it_has_read_all_keeps_the_list(job: Job) -> N
     assert json.loads(published.read_bytes())["ranges"] == [["used", True, MIB, MIB]]
 
 
-def test_a_place_that_cannot_be_written_costs_a_message(job: Job) -> None:
+def test_a_place_that_cannot_be_written_only_causes_a_message(job: Job) -> None:
     def refuse(step: str, path: str) -> None:
         if path.startswith(".stripes-hot") and step in ("make_folder", "write_bytes"):
             raise AccessError(f"no permission to write {path}")
@@ -251,7 +251,7 @@ def test_a_place_that_cannot_be_written_costs_a_message(job: Job) -> None:
     assert job.hot() == []
 
 
-def test_a_list_in_the_place_names_no_path_outside_of_the_checkpoint(job: Job) -> None:
+def test_paths_outside_of_the_checkpoint_in_a_list_are_ignored(job: Job) -> None:
     (job.folder / "secret").write_bytes(bytes(LARGE))
     job.record("0 of 2", ("step-1/used", 0, MIB))
     (published,) = job.hot()
@@ -268,7 +268,7 @@ def test_a_list_in_the_place_names_no_path_outside_of_the_checkpoint(job: Job) -
         assert job.opened == ["step-1/meta"]
 
 
-def test_a_folder_without_checkpoints_stays_as_it_is(job: Job) -> None:
+def test_a_folder_without_checkpoints_is_not_changed(job: Job) -> None:
     for name in ("latest", "step-1", "step-2"):
         job.place.inner.delete(name, recursive=True)
     (job.folder / "place/top").write_bytes(bytes(100))
@@ -277,7 +277,7 @@ def test_a_folder_without_checkpoints_stays_as_it_is(job: Job) -> None:
 
 
 def test_without_latest_the_highest_step_is_the_next_checkpoint(job: Job) -> None:
-    """As transformers (`checkpoint-500`), Megatron (`iter_0000500`) and Orbax (`500`) write them."""
+    """With the names of transformers (`checkpoint-500`), Megatron (`iter_0000500`) and Orbax (`500`)."""
     job.place.inner.delete("latest")
     (job.folder / "place/step-2").rename(job.folder / "place/hidden")
     job.record("0 of 2", ("step-1/used", 0, MIB))
@@ -304,7 +304,7 @@ def test_an_invalid_record_is_logged_and_replaced(job: Job) -> None:
     assert record.read_text() != "{}"
 
 
-def test_a_file_that_is_gone_does_not_end_the_rest(job: Job) -> None:
+def test_a_missing_file_does_not_end_the_prefetch(job: Job) -> None:
     def remove(path: str) -> None:
         if path == "step-1/unused":
             job.place.inner.delete(path)
@@ -336,7 +336,7 @@ def test_unmounting_ends_the_prefetch(job: Job) -> None:
     assert job.said == []
 
 
-def test_pieces_that_do_not_arrive_hold_back_the_rest_and_none_is_requested_after_the_start(job: Job) -> None:
+def test_missing_pieces_delay_the_rest_and_none_is_requested_after_the_start(job: Job) -> None:
     requested, gate = threading.Semaphore(0), threading.Event()
 
     def hold(path: str) -> None:
@@ -354,7 +354,7 @@ def test_pieces_that_do_not_arrive_hold_back_the_rest_and_none_is_requested_afte
     assert not thread.is_alive()
     gate.set()
     until(lambda: place_bytes(reading) >= MIB, "brought")
-    assert place_bytes(reading) <= 2 * MIB + 100, "the small file was quick, so that two may be in flight"
+    assert place_bytes(reading) <= 2 * MIB + 100, "the small file was fast, so that two may be in flight"
     most = reading.facts()["most_memory_bytes"]
     assert isinstance(most, int)
     assert most <= 2 * MIB + 100

@@ -1,6 +1,6 @@
-"""What is read when others change what is there, and what the kernel's memory may keep: docs/semantics.md, "Reading".
+"""Reading files that others change, and the kernel's page cache: docs/semantics.md, "Reading".
 
-`one` and `other` are two mounts of the same place, as two machines have them.
+`one` and `other` are two mounts of the same place, like on two machines.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from waiting import until
 pytestmark = pytest.mark.fuse
 
 LARGE = 8 * MIB + 12_345
-"""Two segments of three stripes, and a bit."""
+"""More than one segment of three stripes, and not a whole number of chunks."""
 
 
 def check_rest(reader: FileIO, data: bytes) -> None:
-    """The rest of an open file is `data`, all of it, or from somewhere on an error."""
+    """Assert that the rest of an open file is `data`, or a part of it followed by an error."""
     at = 0
     try:
         while piece := reader.read(MIB):
@@ -43,7 +43,7 @@ def check_rest(reader: FileIO, data: bytes) -> None:
         assert at == len(data)
 
 
-def test_a_file_that_was_replaced_elsewhere_is_never_mixed_with_what_it_was(
+def test_a_file_that_was_replaced_elsewhere_is_never_mixed_with_its_old_content(
     one: MountedPlace, other: MountedPlace
 ) -> None:
     old, new = b"o" * LARGE, b"n" * LARGE
@@ -52,12 +52,12 @@ def test_a_file_that_was_replaced_elsewhere_is_never_mixed_with_what_it_was(
     with (one.target / "f").open("rb", buffering=0) as reader:
         assert reader.read(MIB) == old[:MIB]
         (other.target / "f").write_bytes(new)
-        assert (one.target / "f").read_bytes() == new, "opening asks"
+        assert (one.target / "f").read_bytes() == new, "opening checks the place"
         check_rest(reader, old[MIB:])
         assert (one.target / "f").read_bytes() == new
 
 
-def test_opening_asks_the_place_while_a_reader_of_new_content_has_the_file_open(
+def test_opening_checks_the_place_while_a_reader_of_new_content_has_the_file_open(
     one: MountedPlace, other: MountedPlace
 ) -> None:
     old, new = b"o" * LARGE, b"n" * LARGE
@@ -88,7 +88,7 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_another_file(
 
 
 @pytest.mark.parametrize("size", [5, 2 * MIB])
-def test_a_file_that_became_longer_or_shorter_elsewhere_is_read_as_it_is(
+def test_a_file_whose_length_changed_elsewhere_is_read_correctly(
     one: MountedPlace, other: MountedPlace, size: int
 ) -> None:
     for length in (size, size + 7, size - 3):
@@ -97,7 +97,7 @@ def test_a_file_that_became_longer_or_shorter_elsewhere_is_read_as_it_is(
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_file_that_was_replaced_elsewhere_is_appended_to_and_truncated_as_it_is(
+def test_a_file_that_was_replaced_elsewhere_is_appended_to_and_truncated_correctly(
     one: MountedPlace, other: MountedPlace, held: bool
 ) -> None:
     for new in (b"new", b"new, longer"):
@@ -116,10 +116,10 @@ def test_a_file_that_was_replaced_elsewhere_is_appended_to_and_truncated_as_it_i
             assert (other.target / "f").read_bytes() == new + b"+\0"
 
 
-def test_what_another_node_writes_right_after_a_close_is_appended_to_and_keeps_its_attributes(
+def test_a_file_written_by_another_node_right_after_a_close_is_appended_to_and_keeps_its_attributes(
     one: MountedPlace, other: MountedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The kernel tells the end of a writer after close(2) has returned: here when all is over.
+    # The kernel reports the end of a writer after close(2) has returned: here at the end of the test.
     may_end, release = threading.Event(), one.shown.release
     monkeypatch.setattr(one.shown, "release", lambda *handle: may_end.wait(60) and release(*handle))
     f = one.target / "f"
@@ -145,7 +145,7 @@ def test_what_another_node_writes_right_after_a_close_is_appended_to_and_keeps_i
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_APPEND, os.O_RDWR])
-def test_a_file_that_was_removed_elsewhere_is_created_anew(one: MountedPlace, other: MountedPlace, flags: int) -> None:
+def test_a_file_that_was_removed_elsewhere_is_created_again(one: MountedPlace, other: MountedPlace, flags: int) -> None:
     (one.target / "f").write_bytes(b"old")
     assert (other.target / "f").stat().st_size == 3
     (one.target / "f").unlink()
@@ -155,17 +155,17 @@ def test_a_file_that_was_removed_elsewhere_is_created_anew(one: MountedPlace, ot
     assert (one.target / "f").read_bytes() == b"new"
 
 
-def test_what_others_make_and_remove_is_seen(one: MountedPlace, other: MountedPlace) -> None:
+def test_files_that_others_create_and_remove_are_noticed(one: MountedPlace, other: MountedPlace) -> None:
     assert not (one.target / "f").exists()
     (other.target / "f").write_bytes(b"x")
-    assert (one.target / "f").exists(), "that a name is not there is not remembered"
+    assert (one.target / "f").exists(), "missing names are not cached"
     assert os.listdir(one.target) == ["f"]  # noqa: PTH208
     (other.target / "f").unlink()
     assert number_of((one.target / "f").read_bytes) == errno.ENOENT
     assert VALID_S == 1
 
 
-def test_a_listing_that_was_begun_before_a_change_does_not_bring_back_what_was(one: MountedPlace) -> None:
+def test_a_listing_that_was_begun_before_a_change_does_not_restore_old_attributes(one: MountedPlace) -> None:
     for name in ("a", "f"):
         (one.target / name).write_bytes(b"old")
     listing = one.shown.open_folder(1)
@@ -178,7 +178,7 @@ def test_a_listing_that_was_begun_before_a_change_does_not_bring_back_what_was(o
     assert ((one.target / "f").stat().st_ino, (one.target / "f").stat().st_size) == (node, 18)
 
 
-def test_a_file_that_could_not_be_opened_by_creating_it_is_not_held(mounts: Mounts) -> None:
+def test_a_file_whose_create_fails_is_not_kept_in_memory(mounts: Mounts) -> None:
     one = mounts(rewrite_bytes=MIB)
     (one.root / "f").write_bytes(bytes(2 * MIB))
     caller = Caller(os.geteuid(), os.getegid(), 0)
@@ -186,7 +186,7 @@ def test_a_file_that_could_not_be_opened_by_creating_it_is_not_held(mounts: Moun
     assert one.shown.facts()["known_names"] == 1, "the root"
 
 
-def test_a_removed_file_that_is_open_is_read_rightly_or_not_at_all(one: MountedPlace) -> None:
+def test_a_removed_file_that_is_open_is_read_correctly_or_not_at_all(one: MountedPlace) -> None:
     for size in (1000, LARGE):
         data = os.urandom(size)
         (one.target / "f").write_bytes(data)
@@ -207,13 +207,15 @@ def test_the_time_of_a_file_is_set_by_name_while_it_is_open(one: MountedPlace, o
     assert (other.target / "f").read_bytes() == b"onl"
 
 
-def test_a_file_that_is_published_while_it_is_looked_up_or_listed_stays_the_same(
+def test_a_file_that_is_published_while_it_is_looked_up_or_listed_keeps_its_node(
     one: MountedPlace, other: MountedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     f, stat, listed = one.target / "f", one.files.stat, one.files.list
     first = os.open(f, os.O_WRONLY | os.O_CREAT)
     copy = os.dup(first)
-    monkeypatch.setattr("bootseer.checkpoint.mount.open_files.num_writers", lambda *_: 0)  # as for unseen processes
+    monkeypatch.setattr(
+        "bootseer.checkpoint.mount.open_files.num_writers", lambda *_: 0
+    )  # like for invisible processes
 
     def then_published(path: str) -> object:
         found = stat(path)
@@ -239,10 +241,10 @@ def test_a_file_that_is_published_while_it_is_looked_up_or_listed_stays_the_same
     assert (other.target / "f").read_bytes() == b"one++"
 
 
-def test_the_latest_time_that_was_set_stays(one: MountedPlace) -> None:
+def test_the_latest_time_that_was_set_is_kept(one: MountedPlace) -> None:
     f = one.target / "f"
     f.write_bytes(b"old")
-    with f.open("rb"):  # keeps what was written here in use
+    with f.open("rb"):  # keeps the written data in use
         with f.open("r+b", buffering=0) as file:
             file.write(b"new")
             os.utime(file.fileno(), (5, 5))
@@ -255,12 +257,12 @@ def test_the_latest_time_that_was_set_stays(one: MountedPlace) -> None:
 def test_a_file_without_a_name_is_extended_through_a_copy_of_its_descriptor(one: MountedPlace) -> None:
     with (one.target / "f").open("wb", buffering=0) as file:
         (one.target / "f").unlink()
-        os.close(os.dup(file.fileno()))  # as a program does that was started meanwhile
+        os.close(os.dup(file.fileno()))  # like a program that was started meanwhile
         file.truncate(100)
         assert os.fstat(file.fileno()).st_size == 100
 
 
-def test_a_synced_file_without_a_name_that_cannot_be_cut_is_an_io_error(one: MountedPlace) -> None:
+def test_a_synced_file_without_a_name_that_cannot_be_truncated_is_an_io_error(one: MountedPlace) -> None:
     with (one.target / "f").open("wb", buffering=0) as file:
         file.write(bytes(3 * MIB))
         os.fsync(file.fileno())
@@ -279,7 +281,7 @@ def test_a_temporary_file_without_a_name_is_written_and_read(one: MountedPlace, 
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])
-def test_what_was_read_once_is_read_from_memory_also_by_later_opens(one: MountedPlace, size: int) -> None:
+def test_later_opens_of_a_file_read_from_the_page_cache(one: MountedPlace, size: int) -> None:
     data = os.urandom(size)
     (one.target / "f").write_bytes(data)
 
@@ -288,11 +290,11 @@ def test_what_was_read_once_is_read_from_memory_also_by_later_opens(one: Mounted
         assert (one.target / "f").read_bytes() == data
         return one.session.reads == before
 
-    # Not always by the second: the kernel forgets what was written when it hears of the version that was published.
+    # Not always with the second: the kernel drops the written pages when it gets the published version.
     until(is_read_from_memory, "in memory")
 
 
-def test_what_was_written_here_is_read_as_the_place_has_it(one: MountedPlace) -> None:
+def test_a_file_written_here_is_read_from_the_place(one: MountedPlace) -> None:
     (one.target / "f").write_bytes(b"written")
     until(lambda: one.shown.facts()["open_files"] == 0, "closed")
     before = one.session.reads
@@ -301,7 +303,7 @@ def test_what_was_written_here_is_read_as_the_place_has_it(one: MountedPlace) ->
 
 
 def in_another_process(code: str, path: Path) -> None:
-    """Run code with `path`. A page that is missing is waited for with Python's lock held: not where the server is."""
+    """Run code with `path`, in another process than the server: page faults wait with the GIL held."""
     code = f"import mmap, os, sys; path = sys.argv[1]\n{textwrap.dedent(code)}"
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=180)
 
@@ -316,7 +318,7 @@ def test_files_are_mapped_into_memory(one: MountedPlace, other: MountedPlace) ->
     in_another_process(check, other.target / "f")
 
 
-def test_a_small_file_is_changed_through_memory(one: MountedPlace, other: MountedPlace) -> None:
+def test_a_small_file_is_changed_through_a_mapping(one: MountedPlace, other: MountedPlace) -> None:
     (one.target / "f").write_bytes(bytes(3 * 4096))
     change = """
         with open(path, "r+b") as file:
