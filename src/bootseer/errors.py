@@ -32,6 +32,10 @@ class NotFoundError(PermanentError):
     """There is no object of this name."""
 
 
+class TooShortError(PermanentError):
+    """An object ends before the bytes that were asked for."""
+
+
 class AlreadyExistsError(PermanentError):
     """The name is taken (EEXIST)."""
 

@@ -235,6 +235,18 @@ def test_damaged_objects_make_the_setup_run_and_the_next_start_make_the_snapshot
     assert place.num_setups == 3
 
 
+def test_a_block_file_that_was_cut_is_damaged(place: Place) -> None:
+    words = ("--setup", place.alpha_script("seq 50000 > vocab\n"), "--", "tail", "-n", "1", "vocab")
+    place.run(*words)
+    largest = max(place.store.glob("sha256/*/*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:4096])
+    place.cache = "other"
+    ran = place.run(*words)
+    assert (ran.stdout, place.start()["code"]) == ("50000\n", "damaged")
+    assert "is removed from its store: the next start makes it anew" in ran.stderr
+    assert "written out" not in ran.stderr
+
+
 @pytest.mark.fuse
 def test_damage_that_only_reads_of_the_job_find_makes_the_snapshot_anew_at_the_next_start(place: Place) -> None:
     script = place.counting_script(f"head -c 4M /dev/urandom > {place.site}/big\n")

@@ -22,7 +22,7 @@ from typing import Protocol
 import pytest
 
 from bootseer.artifact.objects import read_all
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, TooShortError, TransientError, UsageError
 from bootseer.io.retry import retrying
 from bootseer.store.store import MAX_CREATE_BYTES, PIECE_BYTES, Store, Stored
 
@@ -117,7 +117,7 @@ class StoreContract:
     def test_a_range_beyond_the_end_is_an_error(self, store: Store, size: int, name: str | None) -> None:
         stored = put(store, DATA[:size], name)
         for before_end, length in ((1, 2), (0, 1), (-1, 1), (-10, None)):
-            with pytest.raises(PermanentError, match="were asked for"):
+            with pytest.raises(TooShortError, match="were asked for"):
                 get(store, stored.name, size - before_end, length)
 
     def test_no_bytes_are_no_bytes(self, store: Store) -> None:

@@ -25,7 +25,7 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import CacheFull
-from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.io.files import replace_file
 from bootseer.logs import logger
 from bootseer.mounts.daemon import Daemon, open_peers, start_daemon
@@ -122,7 +122,7 @@ class Materializer:
             self._pull()
 
     def pull_after_failure(self, error: Exception) -> None:
-        """Fetch everything after lazy serving failed. Raises `TransientError` if the store was the cause."""
+        """Fetch everything after lazy serving failed. Raises as `check_origin`."""
         self.check_origin()
         self.stop_daemon()
         self.fall_back(f"it cannot be served lazily: {error}")
@@ -130,10 +130,12 @@ class Materializer:
         self._pull()
 
     def check_origin(self) -> None:
-        """Raise `TransientError` if the daemon failed to read from its store: another mount method cannot help then."""
-        failed = failures(self.daemon).get("first_failure") if self.daemon is not None else None
-        if failed:
-            raise TransientError(f"{self.subject.name} cannot be read: {failed}")
+        """Raise `CorruptError` or `TransientError` if the daemon failed to read from its store: another mount method
+        cannot help then."""
+        found = failures(self.daemon) if self.daemon is not None else {}
+        for name, kind in (("first_corrupt", CorruptError), ("first_failure", TransientError)):
+            if found.get(name):
+                raise kind(f"{self.subject.name} cannot be read: {found[name]}")
 
     def fall_back(self, reason: str) -> None:
         _LOG.info("fallback: %s", reason)

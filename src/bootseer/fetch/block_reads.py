@@ -32,7 +32,14 @@ from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import MissingBlocks
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    TooShortError,
+    TransientError,
+)
 from bootseer.fetch.block_request import ArrivedBlock, Claim, File, Peers, StoreOrigin, fetch_blocks
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.hotset import Availability
@@ -220,7 +227,7 @@ class Reads:
         actions.fetches = plan.fetches
         self._cancelled.update(plan.cancelled)
         for file, block, error in plan.given_up:
-            if isinstance(error, CorruptError | NotFoundError):
+            if isinstance(error, CorruptError | NotFoundError | TooShortError):
                 self._stats.first_corrupt = self._stats.first_corrupt or str(error)
             for read, others in self._pending.fail_block((file, block)):
                 actions.failed.append((read, error))

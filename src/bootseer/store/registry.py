@@ -34,6 +34,7 @@ from bootseer.errors import (
     CorruptError,
     NotFoundError,
     PermanentError,
+    TooShortError,
     TransientError,
     UsageError,
 )
@@ -383,7 +384,7 @@ class Registry:
             if total == start and length is None:
                 return 0
             size = f"has {total} bytes" if total is not None else "is shorter"
-            raise PermanentError(f"{self}: blob {digest} {size}; bytes from {start} on were asked for")
+            raise TooShortError(f"{self}: blob {digest} {size}; bytes from {start} on were asked for")
         self.expect(answer, f"blob {digest}", 200, 206)
         if answer.status == 200:
             if start > 0 or length not in (None, answer.length):
@@ -394,7 +395,7 @@ class Registry:
             raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends another part")
         first, end, total = span
         if length is not None and total is not None and start + length > total:
-            raise PermanentError(
+            raise TooShortError(
                 f"{self}: blob {digest} has {total} bytes; bytes {start} to {start + length} were asked for"
             )
         if end != (total if length is None else start + length) or answer.length not in (None, end - first):

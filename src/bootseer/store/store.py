@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.errors import CorruptError, TooShortError, UsageError
 
 _CONTENT = re.compile(r"sha256:[0-9a-f]{64}")
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
@@ -69,7 +69,7 @@ class Store(Protocol):
         """Bytes `start` to `start + length` (or to the end) of an object, in pieces as they arrive.
 
         Exactly these bytes or an error: a response that is shorter, longer or of another range is a `TransientError`, a
-        range beyond the object a `PermanentError`. The request is made when the first piece is requested; `timeout_s`
+        range beyond the object a `TooShortError`. The request is made when the first piece is requested; `timeout_s`
         limits the whole read from then on, however slowly bytes arrive. Closing the iterator ends the request.
         """
 
@@ -127,11 +127,11 @@ def check_range(start: int, length: int | None) -> None:
 
 
 def range_end(name: str, size_bytes: int, start: int, length: int | None) -> int:
-    """The end of the range in an object of this size. Raises `PermanentError` if it is not inside."""
+    """The end of the range in an object of this size. Raises `TooShortError` if it is not inside."""
     end = size_bytes if length is None else start + length
     if start > size_bytes or end > size_bytes:
         asked = f"bytes from {start} on" if length is None else f"bytes {start} to {end}"
-        raise PermanentError(f"{name} has {size_bytes} bytes; {asked} were asked for")
+        raise TooShortError(f"{name} has {size_bytes} bytes; {asked} were asked for")
     return end
 
 

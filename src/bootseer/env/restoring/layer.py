@@ -25,7 +25,7 @@ from bootseer.artifact.unpacked import UNPACKED, has_all_rights, unpack_once, wr
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.errors import BootseerError, CorruptError, TooShortError
 from bootseer.mounts import shared_layers, user_namespace
 from bootseer.mounts.control import FILES
 from bootseer.mounts.method import MountMethod
@@ -125,7 +125,7 @@ class _LayerMount(LazyMount):
                 return MountMethod.EROFS_FILE, self._mount_erofs()
             return MountMethod.FUSE_TREE, self._serve_by_fuse()
         except (BootseerError, OSError) as error:
-            if isinstance(error, CacheFull | CorruptError):
+            if isinstance(error, CacheFull | CorruptError | TooShortError):
                 raise
             self.unmount_files()
             self.stop_daemon()

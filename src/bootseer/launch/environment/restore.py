@@ -30,7 +30,7 @@ from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import LayerOptions, mount_layer
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.snapshot.manifest import Entry, Manifest
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TooShortError, TransientError
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import EnvironmentUnavailable, PreparedEnvironment, must_copy_files
 from bootseer.launch.observers import reporting_errors
@@ -49,7 +49,7 @@ _DAY_S = 86_400.0
 _FAULTS = {128 + number: number.name for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)}
 _FALLBACKS = (
     ((loose.Conflict,), "conflict"),
-    ((CorruptError, NotFoundError), "damaged"),
+    ((CorruptError, NotFoundError, TooShortError), "damaged"),
     ((TransientError,), "store-down"),
     ((BootseerError, OSError), "cannot-mount"),
 )
