@@ -1,7 +1,7 @@
-"""Open a capture, run a shell script in it and print what it changed, as JSON.
+"""Open a capture, run a shell script in it and print its changes as JSON.
 
-A process of its own, with mounts of its own, so that a test can kill it and a defect cannot change the machine's
-folders. Reads what to do from standard input.
+A separate process with its own mount namespace, so that a test can kill it and a defect cannot change the machine's
+folders. Reads its parameters from standard input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captures in a process of their own (`capture_job`), and what they found."""
+"""Captures in a separate process (`capture_job`), and their results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import warm
 from in_capture import JOB_ENV
 
 DEADLINE_S = 600.0
-"""Snapshots are written at a low priority: other tests leave them a fiftieth of a core."""
+"""Snapshots are written at a low priority: next to other tests they may get a fiftieth of a core."""
 JOB = Path(__file__).with_name("capture_job.py")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What the job printed."""
+    """The job's output."""
 
     said: Mapping[str, Any]
     error: str
@@ -31,7 +31,7 @@ class Ended:
         return self.said["changes"]
 
     def below(self, folder: str) -> dict[str, Any]:
-        """Changes in a folder by their relative paths: the rest of the machine is none of a test's business."""
+        """Changes in a folder by relative path, without the rest of the machine."""
         return {path.removeprefix(folder): found for path, found in self.changes.items() if path.startswith(folder)}
 
     def actions(self, folder: str) -> dict[str, str]:
@@ -40,13 +40,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Machine:
-    """Folders of a test that the captures of the test see in place of the machine's."""
+    """Folders of a test, mounted over the machine's in the test's captures."""
 
     folder: Path
     work: Path
-    """Shown at `/srv`, as a disk of its own."""
+    """Mounted at `/srv`, as a separate disk."""
     home: Path
-    """Shown at `/home`."""
+    """Mounted at `/home`."""
 
     @property
     def captures(self) -> Path:

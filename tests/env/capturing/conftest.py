@@ -1,4 +1,4 @@
-"""A machine for captures, of which no mount is left after the test."""
+"""A machine for captures, without remaining mounts after the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures of real setups on a real kernel: what they find, what they leave alone, and what is left of them."""
+"""Captures of real setups on a real kernel: what they find, what they do not touch, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from plain_user import UID, as_plain_user
 
 pytestmark = pytest.mark.root
 NEW = "/opt/bootseer-test"
-"""A folder of the machine itself that exists in captures alone."""
+"""A folder on the machine's own disk that exists only in captures."""
 BOTH = pytest.mark.parametrize("way", ["overlay", "user"])
 
 
@@ -56,7 +56,7 @@ def test_a_capture_finds_what_pip_installs_replaces_and_removes(machine: Machine
     with lent_python_with_pip(machine.work / "env"):
         subprocess.run([machine.work / "env/bin/python", *install, old], check=True)
         ended = machine.capture(f"/srv/env/bin/python {' '.join(install)} {new}", way)
-        # The machine itself is as it was.
+        # The machine itself is unchanged.
         assert subprocess.run([machine.work / "env/bin/thing"], capture_output=True, check=True).stdout == b"one\n"
 
     assert ended.said["code"] == 0, ended.error
@@ -115,7 +115,7 @@ def test_deletions_and_replaced_folders_are_told_from_changed_ones(machine: Mach
         "dir": "deleted",
         "again": "modified",
         "again/old": "deleted",
-        "again/same": "modified",  # what is like the old one still has to be there: the folder hides that
+        "again/same": "modified",  # unchanged, but needed: the new folder hides the old one
         "again/new": "added",
         "to_file": "modified",
         "to_dir": "modified",
@@ -284,7 +284,7 @@ def test_two_captures_at_once_do_not_meet(machine: Machine) -> None:
     fifos = [machine.folder / name for name in ("a", "b")]
     for fifo in fifos:
         os.mkfifo(fifo)
-    # Each opens its own pipe for writing after it wrote, and goes on when both did.
+    # Each opens its pipe after it has written its file, and continues when both have.
     jobs = [machine.begin(f"echo {fifo.name} > same; echo r > {fifo}; read go < {fifo}; cat same") for fifo in fifos]
     try:
         for fifo in fifos:
@@ -356,7 +356,7 @@ def test_the_view_can_be_read_from_outside_and_sources_too(tmp_path: Path) -> No
 
 
 def test_a_disk_that_is_unmounted_during_the_setup_is_no_change_of_it(tmp_path: Path) -> None:
-    """As those of containers are that end meanwhile."""
+    """For example the disk of a container that ends meanwhile."""
     with contextlib.ExitStack() as undo:
         # Temporary folders are not captured.
         disk = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-test-", dir="/srv")))
@@ -395,7 +395,7 @@ def test_a_project_and_an_environment_in_a_scratch_folder_are_captured_and_the_r
     assert ended.said["code"] == 0, ended.error
     assert ended.actions("/var/tmp/") == {"env/bin/tool": "added", "project/new": "added", "project/old": "deleted"}
     assert {"/var/tmp/project", "/var/tmp/env"} <= {*ended.said["points"]}
-    # What is captured has not happened on the machine; all else has, as without a capture.
+    # Captured changes are not on the machine; all others are, as without a capture.
     assert (scratch / "project/old").exists()
     assert not (scratch / "project/new").exists()
     assert not (scratch / "env/bin/tool").exists()

@@ -1,4 +1,4 @@
-"""What real setups do besides writing files, and what they leave in scratch folders."""
+"""Effects of real setups besides written files, and the files that they leave in scratch folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOBODY_WATCHED = not_watched("nobody watched")
 
 @pytest.fixture
 def left() -> Iterator[list[str]]:
-    """Reasons whose processes end with the test."""
+    """Reasons that name processes, which are ended after the test."""
     reasons: list[str] = []
     yield reasons
     for reason in reasons:
@@ -129,7 +129,7 @@ def test_mounts_of_the_setup_are_told_and_those_of_the_host_are_not(machine: Mac
 
 @pytest.mark.root
 def test_mounts_that_others_have_for_a_moment_are_not_the_setups(machine: Machine) -> None:
-    """Containers start beside it: each has a mount on a new place, which comes and goes during the looks."""
+    """Containers start at the same time, each with a mount on a new path, which exists only for a moment."""
     mounts = "at=/var/tmp/$one.$((number+=1)); mkdir $at; mount -t tmpfs none $at; umount $at"
     loops = f"for one in 1 2 3 4; do (while kill -0 $PPID; do {mounts}; done) > /dev/null 2>&1 & done"
     said = look_at(machine, "mkdir /srv/mine; mount -t tmpfs none /srv/mine", beside=loops)
@@ -137,7 +137,7 @@ def test_mounts_that_others_have_for_a_moment_are_not_the_setups(machine: Machin
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("name", ["start-node@0a1b2c3d-abc", "run-1-aside"])  # as this version and older ones name them
+@pytest.mark.parametrize("name", ["start-node@0a1b2c3d-abc", "run-1-aside"])  # of this version and of older ones
 def test_what_stays_of_another_starts_container_is_not_the_setups(machine: Machine, name: str) -> None:
     at = f"/var/tmp/containers/{name}/root"
     said = look_at(machine, f"mkdir -p {at} /srv/mine; mount -t tmpfs none {at}; mount -t tmpfs none /srv/mine")
@@ -226,7 +226,7 @@ def void(_: object) -> None:
 def test_other_users_private_folders_in_scratch_hide_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as `/tmp/systemd-private-...`, for a user who is not root."""
+    """For example `/tmp/systemd-private-...`, for a user who is not root."""
     (tmp_path / "theirs").mkdir(mode=0o700)
     monkeypatch.setattr(effects, "SCRATCH", (".",))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The rules about what is left out: what they hold for, and what merely looks alike."""
+"""The rules about excluded paths: which ones match, and which similar ones do not."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_owner_leaves_out_and_keeps_by_patterns() -> None:
     for path in ("/root/.kube/config", "/opt/app/logins", "/srv/.tool/a.key"):
         assert rules.forbidding_rule(path) is None
     assert rules.is_kept("/opt/app/login/public/a")
-    # No word of the owner makes the machine's own files part of a snapshot.
+    # No option makes the machine's own files part of a snapshot.
     assert Exclusions(keep=["/proc/*"]).rule_on_path("/proc/1/status") is not None
 
 

@@ -1,4 +1,4 @@
-"""Real scripts in real shells: what they leave in their environment, and that they do not notice."""
+"""Real scripts in real shells: the variables that they leave, and that observing them has no effect on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in scratch folders: rubbish, or something that a restored node would miss."""
+"""Files in scratch folders: unneeded ones, and those that a restored node would miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where files of a snapshot lead."""
+"""Paths mentioned in the files of a snapshot."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_files_with_names_of_the_node_or_the_job_are_told_if_the_setup_names_suc
     patterns = node_patterns("gpu-a12.example", ["SLURM_JOB_ID", "USER"], env)
     assert files_of_node([*changes, Change("/p/x", Action.DELETED)], patterns) == ["/p/hostfile", "/p/job.yaml"]
     assert files_of_node(changes, node_patterns("gpu-a12.example", ["USER", "SLURM_JOB_NODELIST_"], env)) == []
-    # What the README of any repository may contain.
+    # Possible in the README of any repository.
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert node_patterns("localhost", common, common) == []

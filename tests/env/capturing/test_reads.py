@@ -1,4 +1,4 @@
-"""Real setups in real captures: which of their files are seen."""
+"""Real setups in real captures: which of the files they read are observed."""
 
 from __future__ import annotations
 

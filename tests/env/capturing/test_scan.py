@@ -1,4 +1,4 @@
-"""Captures by two walks: what they find on real files, and what they cannot know."""
+"""Captures by two scans: what they find in real files, and what they cannot detect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bootseer.errors import PermanentError
 
 
 def begun(folder: Path) -> ScanCapture:
-    # Rules about temporary folders would hide everything that a test has.
+    # Rules about temporary folders would hide all files of a test.
     return ScanCapture(Exclusions(homes=[f"{folder}/home"]), roots=(str(folder),))
 
 

@@ -1,4 +1,4 @@
-"""What looks like a secret, and what only looks so: by the rules of a library and ours together, as for a snapshot."""
+"""What is detected as a secret and what is not, by a library's rules and ours together, as for a snapshot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from bootseer.env.capturing.secrets import is_random, is_secret_variable, passwords_in, secret_kind
 from env_snapshots import secret_check
 
-# Put together here, so that nobody takes this file for a leak.
+# Concatenated here, so that no scanner reports this file as a leak.
 GITHUB = "gh" + "p_" + "a1B2c3D4e5" * 4
 HUGGING_FACE = "hf" + "_" + "QwErTyUiOpAsDfGhJkLzXcVbNmQaWsEdRf"
 AWS = "AKI" + "A" + "Q3EGJKLMNPRSTUVW"

@@ -1,4 +1,4 @@
-"""Which reads nobody accounts for."""
+"""Reads that no known input covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upper layers as tools and kernels may leave them, made by hand: what is found in them."""
+"""Changes found in upper layers, made by hand as tools and kernels may leave them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Run a setup in a capture and look at what it reads and does, as JSON: a process of its own, with mounts and a host
-name of its own, so that a defect cannot change the machine's. Reads what to do from standard input."""
+"""Run a setup in a capture and print its reads and effects as JSON. A separate process with its own mount and UTS
+namespaces, so that a defect cannot change the machine. Reads its parameters from standard input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MS_REC, _MS_SHARED = 1 << 14, 1 << 20
 
 
 def beside(shell: str) -> None:
-    """Something that happens on the machine, and is not the setup's."""
+    """Run a command on the machine that is not part of the setup."""
     if shell:
         subprocess.run(shell, shell=True, check=True)  # noqa: S602 - the test's own words
 

@@ -1,4 +1,4 @@
-"""Setups that are looked at while they run, in a process of their own (`watch_job`)."""
+"""Setups observed while they run, in a separate process (`watch_job`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOB = Path(__file__).with_name("watch_job.py")
 def look_at(
     machine: Machine, script: str, way: str = "overlay", *, become: Callable[[], None] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Run a script as a setup. It finds scratch space of the test's own at /var/tmp."""
+    """Run a script as a setup, with a folder of the test at /var/tmp."""
     scratch = machine.folder / "scratch"
     scratch.mkdir(mode=0o1777, exist_ok=True)
     spec = machine.spec(script, way, **more)

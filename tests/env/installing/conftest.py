@@ -1,4 +1,4 @@
-"""Real environments for tests that install: made of wheels of the test, out of reach of the machine's settings."""
+"""Real environments for tests that install: with the test's own wheels and without the machine's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from once import lent_python_with_pip
 
 @pytest.fixture
 def job_env(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on a machine where nobody has configured an installer."""
+    """The environment variables of a job on a machine without configuration of installers."""
     foreign = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV", "SSL_", "REQUESTS_", "XDG_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return {**clean, "HOME": str(tmp_path / "home"), "PIP_CONFIG_FILE": os.devnull}
@@ -25,7 +25,7 @@ def job_env(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def python(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Interpreter]:
-    """The Python of a fresh environment that has pip and nothing else."""
+    """The Python of a new environment with only pip."""
     environment = tmp_path / "environment"
     with lent_python_with_pip(environment):
         yield ask(str(environment / "bin" / "python"), job_env, runner())
@@ -33,7 +33,7 @@ def python(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Interpreter]:
 
 @pytest.fixture
 def uv(job_env: dict[str, str]) -> str:
-    """uv, which the job finds on its path."""
+    """uv, on the job's path."""
     own = Path(sys.executable).parent
     found = shutil.which("uv", path=f"{own}{os.pathsep}{os.environ['PATH']}")
     if found is None:

@@ -1,4 +1,4 @@
-"""Bytecode of what was installed: complete, as pip's, and the same however many workers made it."""
+"""Bytecode of installed packages: complete, as compiled by pip, and the same for any number of workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPILED = {"__init__.py", "other.py", "warns.py"}
 
 @pytest.fixture
 def library(python, job_env, uv, tmp_path):
-    """A distribution that was installed without bytecode."""
+    """A distribution, installed without bytecode."""
     wheel = make_wheel(tmp_path, "app", "1.0", FILES)
     before = installed(python.folders)
     argv = [uv, "pip", "install", "--python", python.executable, "--no-index", "-q", str(wheel)]
@@ -60,7 +60,7 @@ def test_it_is_the_bytecode_that_pip_writes(python, library, job_env, tmp_path):
     subprocess.run(argv, env=job_env, check=True, timeout=120)
     folder = Path(library[0].record).parent / "app"
     theirs = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.pyc")}
-    # But for the time of the source, which the header names.
+    # Except for the time of the source in the header.
     assert {path: (code[:8], code[12:]) for path, code in ours.items()} == {
         path: (code[:8], code[12:]) for path, code in theirs.items()
     }
@@ -112,7 +112,7 @@ def test_a_dead_worker_is_told_by_the_exit_code(python, library, job_env):
     big.write_text("X = [" + "1.5, " * 2_000_000 + "]\n")
     argv = [*limited, *compile_command(python.executable, library, 2)]
     done = subprocess.run(argv, env=job_env, capture_output=True, timeout=120, check=False)
-    assert done.returncode in (0, 1)  # no memory is an error of one file, or the end of a worker
+    assert done.returncode in (0, 1)  # without memory, a file fails or a worker ends
     assert not list(big.parent.glob("__pycache__/other*"))
 
 

@@ -1,4 +1,4 @@
-"""The commands that are chosen, run for real on wheels of the test: uv and pip must end with the same packages."""
+"""The chosen commands, run for real with the test's own wheels: uv and pip must install the same packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _install(command, env, folder, **more):
 
 @pytest.fixture
 def both(uv, job_env, python, tmp_path):
-    """`both(text)`: what uv installs for these requirements and what pip does, each in a fresh environment."""
+    """`both(text)`: what uv and pip install for these requirements, each in a new environment."""
 
     def install(text: str) -> dict[str, tuple[str, ...]]:
         requirements = _requirements(tmp_path, text)
@@ -77,7 +77,7 @@ def test_uv_installs_what_pip_would_from_two_indexes(both, job_env, tmp_path):
     )
     (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {first}\nextra-index-url = {second}\n")
     job_env["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
-    # Both have app 1.0: the one of the second index counts.
+    # Both indexes have app 1.0: that of the second one is installed.
     _assert_same(both("app\n"), "app==1.0", "base==1.0")
 
 

@@ -1,4 +1,4 @@
-"""Nothing that lies in the working folder is run when a Python is asked something, or told to install."""
+"""Modules in the working folder are not run when BootSeer queries a Python or installs with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLANTED = [
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with modules that say that they ran."""
+    """The working folder, with modules that record that they ran."""
     folder = tmp_path / "trap"
     folder.mkdir()
     for name in PLANTED:

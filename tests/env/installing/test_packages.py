@@ -1,4 +1,4 @@
-"""What is installed, read from records on disk."""
+"""Installed packages, read from records on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading pip's settings as pip does: compared with pip itself where it can be asked."""
+"""Reading pip's settings as pip does: compared with pip itself where possible."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_pip_itself_finds_the_same(python, job_env, tmp_path, own):
 
 @pytest.fixture
 def translated(tmp_path):
-    """`translated(text, ...)`: what uv gets for requirement files of the project, the first with this text."""
+    """`translated(text, ...)`: uv's arguments for the project's requirements files, the first with this text."""
 
     def call(text, files=(), env=None):
         for name, content in {"project/top.txt": text, **dict(files)}.items():

@@ -1,4 +1,4 @@
-"""Short commands of ours: their answers, their deadlines, and that nothing of them is left."""
+"""Short commands: their output, their deadlines, and that they leave no processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _run(*argv, deadline_s=120.0, enter=None, **env):
 
 def _runs(pid):
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: nobody has taken its exit code yet
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: a zombie
     except OSError:
         return False
 
@@ -45,7 +45,7 @@ def test_a_missing_command_is_no_exception():
 
 
 def test_a_command_beyond_its_deadline_is_killed_with_what_it_started(tmp_path):
-    for deadline_s in (1.0, 10.0, 60.0):  # on a busy machine it may not come far in a second
+    for deadline_s in (1.0, 10.0, 60.0):  # on a busy machine it may not get far in a second
         ran = _run("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait", deadline_s=deadline_s)
         assert (ran.code, ran.started) == (None, True)
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():

@@ -1,4 +1,4 @@
-"""What uv is told of pip's settings."""
+"""pip's settings, passed to uv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps an environment from being kept for others."""
+"""Defects for which an environment is not published."""
 
 from __future__ import annotations
 

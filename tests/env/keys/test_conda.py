@@ -1,4 +1,4 @@
-"""What of conda counts for a request key: its files, its configuration, its environments."""
+"""conda in the request key: its files, its configuration, its environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of files and folders: bounded, remembered, never wrong after a change."""
+"""Digests of files and folders: bounded, cached, never wrong after a change."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_each_commit_and_each_tag_counts(tmp_path: Path, monkeypatch: pytest.Mon
             if not answers:
                 patch.setenv("PATH", str(tmp_path))
             found.append(_digest(project))
-    assert len({*found}) >= len(found) - 1  # packing changes nothing
+    assert len({*found}) >= len(found) - 1  # packing does not change the digest
 
 
 def test_a_repository_that_the_setup_does_not_see_is_not_asked(tmp_path: Path) -> None:
-    """In an image, of which the working folder is a part of a repository."""
+    """In an image, where only a part of the repository is mounted: the working folder."""
     project = tmp_path / "project"
     project.mkdir()
     (project / "setup.cfg").write_text("setup_requires = pbr\n")
@@ -106,7 +106,7 @@ def test_a_repository_that_the_setup_does_not_see_is_not_asked(tmp_path: Path) -
 
 
 def test_tags_that_git_does_not_tell_in_time_give_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their files would give one that is not the key of other nodes."""
+    """Reading the tags from git's files could give another key than on other nodes."""
     project, git_folder = tmp_path / "project", tmp_path / "bin"
     for folder in (project / ".git", git_folder):
         folder.mkdir(parents=True)

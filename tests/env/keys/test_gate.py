@@ -1,4 +1,4 @@
-"""The gate: which snapshot may be used for which key and on which node, with codes that stay the same."""
+"""The gate: which snapshot may be used for which key and on which node, with stable codes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_uv_reads_the_project_and_the_user(home: Path) -> None:
 
 def test_of_a_netrc_only_its_presence_is_told(home: Path) -> None:
     _write(home, ".netrc", "machine a.test login b password hunter2\n")
-    assert _settings(home).lines == ()  # credentials do not count, unless an index may ask for them
+    assert _settings(home).lines == ()  # credentials are not part of it, unless an index may need them
     assert _settings(home, PIP_EXTRA_INDEX_URL="https://a.test/simple").lines == ("netrc is there",)
 
 

@@ -1,4 +1,4 @@
-"""The encoding of keys, and the words about their differences."""
+"""The encoding of keys, and the descriptions of their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks: uv resolves against wheels that the test has built."""
+"""Locks: uv resolves with wheels built by the test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _wheel(folder: Path, name: str, version: str, needs: str = "") -> None:
 
 @pytest.fixture
 def offline(tmp_path: Path) -> dict[str, str]:
-    """An environment in which uv finds two wheels and no index."""
+    """An environment in which uv has two wheels and no index."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     _wheel(wheels, "first", "1.2", "second>=1")
@@ -92,7 +92,7 @@ def test_the_uv_that_bootseer_depends_on_is_found_wherever_the_job_s_python_is(t
 
 
 def test_without_uv_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uv", None)  # as where it was removed by hand
+    monkeypatch.setitem(sys.modules, "uv", None)  # like after its removal by hand
     (tmp_path / "r.txt").write_text("first\n")
     with pytest.raises(UsageError, match="locking needs uv") as caught:
         lock.resolve([str(tmp_path / "r.txt")], None, tmp_path / "lock.txt", env={"PATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""The fingerprint of the host: another one for other packages, the same for all else."""
+"""The fingerprint of the host: different for different packages, the same otherwise."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_records_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
     folder = tmp_path / "site-packages"
     record = _install(folder, "click-8.1.7", "click.py,sha256=a,1\n") / "RECORD"
     facts = FactCache(tmp_path / "facts")
-    node.distributions([str(folder)], facts)  # written a moment ago: the next change could have the same time
+    node.distributions([str(folder)], facts)  # just written: the next change could have the same time
     stamp = stamp_of(record.stat())
     assert facts.get("record", str(record), stamp) is None
     facts.put("record", str(record), stamp, "known")
     assert node.distributions([str(folder)], facts).lines == ("click-8.1.7.dist-info known",)
     record.write_text("click.py,sha256=b,1\n")
-    os.utime(record, ns=(stamp[3], stamp[3]))  # the time of the last change of the inode tells
+    os.utime(record, ns=(stamp[3], stamp[3]))  # detected by the inode's change time
     assert node.distributions([str(folder)], facts).digest == node.distributions([str(folder)], FactCache(None)).digest
 
 
@@ -81,7 +81,7 @@ def test_an_interpreter_tells_about_itself_and_is_asked_once(tmp_path: Path) -> 
     assert python.version == ".".join(map(str, sys.version_info[:3]))
     assert python.prefix == sys.prefix
     facts.save()
-    # A second answer without a process: with an environment in which none could be started.
+    # The second answer needs no process: none could be started with this environment.
     assert node.ask_python(sys.executable, {}, FactCache(tmp_path)) == python
 
 

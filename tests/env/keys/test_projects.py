@@ -1,4 +1,4 @@
-"""Files besides pip's own that say what to install."""
+"""Files for installation besides pip's: projects, locks and conda's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request key: each change that matters gives another one, everything else gives the same."""
+"""The request key: relevant changes give another key, all others the same key."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ HITS: dict[str, Mutation] = {
 
 
 def test_a_change_of_an_input_is_another_key_and_the_component_is_named(project: Project) -> None:
-    """One after the other: each key is compared with the one before it."""
+    """Cumulative changes: each key is compared with the previous one."""
     before = project.key()
     digests = {before.digest}
     for name, (change, component) in MISSES.items():
@@ -171,7 +171,7 @@ def test_a_renewed_login_in_a_requirement_file_does_not_change_the_key(project: 
     for login, host in (("me:old", "x"), ("me:new", "x"), ("me:new", "y")):
         project.write("nested/base.txt", f"--extra-index-url https://{login}@{host}.test/simple\nidna==3.7\n")
         keys.add(project.key().digest)
-    assert len(keys) == 2  # another host counts
+    assert len(keys) == 2  # the host matters
 
 
 def test_no_secret_is_in_a_key_even_when_the_script_puts_it_into_an_address(project: Project) -> None:
@@ -233,7 +233,7 @@ def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Proje
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Private, directory=str(served.parent))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"127.0.0.1:{server.server_port}/private.git"
-        public = place.replace("private", "public")  # refuses a login, as of a token that has expired
+        public = place.replace("private", "public")  # rejects a login, for example an expired token
         lines = (f"{name} @ git+http://bot:${{TOKEN}}@{at}@main\n" for name, at in (("one", place), ("two", public)))
         empty.write("requirements.txt", "".join(lines))
         empty.env |= {"TOKEN": "pass%20word"}

@@ -1,4 +1,4 @@
-"""Requirement files and single requirements, as pip and uv read them."""
+"""Requirements files and single requirements, read as by pip and uv."""
 
 from __future__ import annotations
 

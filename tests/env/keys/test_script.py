@@ -1,4 +1,4 @@
-"""What is told from the text of a setup script, in the ways in which people write them."""
+"""Inputs found in the text of setup scripts, in the ways people write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bootseer.env.keys.script import Inputs, Reader, gather
 
 
 def _read(folder: Path, text: str, env: dict[str, str] | None = None, *, program: bool = False) -> Inputs:
-    """Read a script that lies in `folder`/scripts and runs in `folder`."""
+    """Parse a script in `folder`/scripts that runs in `folder`."""
     inputs = Inputs()
     path, variables = str(folder / "scripts/setup.sh"), {"HOME": str(folder / "home"), **(env or {})}
     reader = Reader(text, path, str(folder), variables, NodeFiles(FactCache(None)), inputs)
@@ -177,7 +177,7 @@ def test_single_files_count_also_outside_of_the_job_but_not_those_of_packages(fo
     ],
 )
 def test_files_that_the_script_does_not_read_are_no_inputs(folder: Path, text: str) -> None:
-    """An edit of the training code, or other files in /tmp of another node, would miss the snapshot."""
+    """Otherwise an edit of the training code, or other files in another node's /tmp, would be a miss."""
     assert not _read(folder, text).files
     assert str(folder / "tool.py") in _read(folder, f"{text}\ncat *.py").files
     assert not _read(folder, 'add_argument("files", nargs="*")', program=True).files
@@ -261,7 +261,7 @@ def test_a_variable_that_only_a_comment_names_does_not_count(folder: Path) -> No
 
 @pytest.mark.parametrize("text", ["set -e\nexport A=/opt/x B\n", "cd /opt; A=/opt/x # a\n", "B=1 C=$(x) A=/opt/x\n"])
 def test_the_start_s_value_of_a_variable_that_the_script_sets_at_first_does_not_count(folder: Path, text: str) -> None:
-    """It is often a folder of one job: `TMPDIR`."""
+    """It is often a different folder in each job: `TMPDIR`."""
     (folder / "other").mkdir()
     found = _read(folder, f"{text}tar xf /opt/x.tar -C $A; load $A; echo x >> $A/log", {"A": str(folder / "other")})
     assert not found.variables
@@ -472,7 +472,7 @@ def test_what_is_nested_too_deeply_is_a_problem(tmp_path: Path, text: str) -> No
 
 
 def test_a_variable_that_grows_by_itself_is_followed(folder: Path) -> None:
-    """Each expansion of a value that names its own variable would multiply the meanings."""
+    """Each expansion of a value that contains its own variable would multiply the possible values."""
     appended = "".join(f'ARGS="$ARGS -r reqs.txt --pre{number}"; ' for number in range(30))
     found = _read(folder, f"{appended}pip install $ARGS; ls $ARGS; cat $L/reqs.txt; L=$L/..", {"L": "."})
     assert str(folder / "reqs.txt") in found.files

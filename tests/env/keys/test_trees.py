@@ -1,4 +1,4 @@
-"""What the digest of a source tree sees, and what it does not."""
+"""What the digest of a source tree includes and excludes."""
 
 from __future__ import annotations
 

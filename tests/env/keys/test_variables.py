@@ -1,4 +1,4 @@
-"""Which variables a key sees, and how much of them."""
+"""Variables in a key, as a whole or in part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A builder in a process of its own: `builder.py STORE KEY NODE TTL_S WHAT`, told what to do by its input.
+"""A builder in a separate process: `builder.py STORE KEY NODE TTL_S WHAT`, controlled by its standard input.
 
-Says `lease`, `held` or `none`; with a lease it beats until a line comes. `WHAT` is `elect`, which first waits for a
-line, so that several begin at once, or `take`, which does not.
+Prints `lease`, `held` or `none`; with a lease, it sends heartbeats until it reads a line. `WHAT` is `elect`, which
+first waits for a line, so that several begin at once, or `take`, which does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Snapshots for tests: real objects in a store, and documents that name them."""
+"""Snapshots for tests: real objects in a store, and documents with their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUILT_S = 1_800_000_000.0
 
 
 class NoSecrets(SecretCheck):
-    """A check without rules, to which `hunter2` is a secret."""
+    """A check whose only secret is `hunter2`."""
 
     def __init__(self) -> None:
         pass
@@ -31,7 +31,7 @@ def digest_of(text: str) -> str:
 
 
 def document(key: str = KEY, content: str = "content", **changes: Any) -> EnvironmentDocument:
-    """A document; `content` decides what its objects are called. They are what `store_objects` stores."""
+    """A document with the names of the objects that `store_objects` stores for this `content`."""
     index, stripe, manifest = (f"{part} of {content}" for part in ("index", "stripe", "manifest"))
     made = EnvironmentDocument(
         key=key,
@@ -66,7 +66,7 @@ def document(key: str = KEY, content: str = "content", **changes: Any) -> Enviro
 
 
 def store_objects(store: Store, content: str = "content") -> list[str]:
-    """Put what `document` names into a store; the content names."""
+    """Store the objects that `document` names. Returns their names in the store."""
     return [_put(store, f"{part} of {content}") for part in ("index", "stripe", "manifest")]
 
 

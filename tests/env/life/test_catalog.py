@@ -1,4 +1,4 @@
-"""Snapshots in a store: found, published and removed, whatever else the store holds or does."""
+"""Snapshots in a store: found, published and removed, whatever the store contains and however it fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_first_who_publishes_wins(catalog: Catalog, store: Store) -> None:
     store_objects(store, "other")
     assert not catalog.publish(document(content="other"), now_s=BUILT_S)
     assert catalog.find(KEY) == document()
-    # What the second one stored is nobody's, and is remembered for the next prune.
+    # No document names the second one's objects: they are recorded for the next prune.
     assert [grave.digest for grave in tombstones(store)] == [document(content="other").digest]
 
 
@@ -188,7 +188,7 @@ def test_any_number_of_snapshots_can_be_listed() -> None:
         def list(self, prefix: str = "") -> Iterator[Stored]:
             yield from (Stored(document_name(f"{number:064x}"), 1) for number in range(10_001))
 
-    assert Catalog(Full(uuid.uuid4().hex)).all() == Listing((), (), ())  # another node has removed them meanwhile
+    assert Catalog(Full(uuid.uuid4().hex)).all() == Listing((), (), ())  # meanwhile removed by another node
 
 
 def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read_them(
@@ -243,7 +243,7 @@ class TestSigned:
             catalog = Catalog(store, signatures=signatures)
             assert catalog.find(KEY) == document()
             assert catalog.all().documents == (document(),)
-        published(Catalog(store, signatures=signs))  # once more: it is the same
+        published(Catalog(store, signatures=signs))  # again, with the same content
 
     def test_a_snapshot_without_a_signature_is_found_by_those_who_do_not_ask_for_one(
         self, store: Store, signs: Signatures
@@ -262,7 +262,7 @@ class TestSigned:
         published(catalog)
         put(store, document_name(OTHER_KEY), read_all(store, document_name(KEY), 1 << 20))
         assert catalog.look(OTHER_KEY).kind == "unsigned"
-        forged = signs.seal(document_name(OTHER_KEY), document().encode())  # only its own builder can do this
+        forged = signs.seal(document_name(OTHER_KEY), document().encode())  # only possible with the builder's key
         put(store, document_name(OTHER_KEY), forged)
         assert catalog.look(OTHER_KEY).kind == "broken"
 
@@ -291,7 +291,7 @@ class TestSigned:
         assert local.look_up(Catalog(store, signatures=strict), KEY).document == document()
         assert local.look_up(Catalog(down, signatures=strict), KEY).document == document()
         other = make_key(tmp_path / "other")
-        changed = Signatures(trusted=trust(tmp_path / "changed", other))  # the key was withdrawn meanwhile
+        changed = Signatures(trusted=trust(tmp_path / "changed", other))  # the key is no longer trusted
         assert (
             NodeCatalog(tmp_path / "cache", print, changed).look_up(Catalog(down, signatures=changed), KEY).document
             is None

@@ -1,4 +1,4 @@
-"""The table of outcomes."""
+"""The table of decisions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
         assert may_publish or decision.action is not Action.BUILD
         assert decision.code in REASONS or decision.code.startswith("refused:")
         assert decision.action is not Action.WAIT
-        # Nothing suspicious is ever used, and `require` never installs.
+        # Suspicious snapshots are never used, and `require` never installs.
         if decision.action is Action.RESTORE:
             assert refusal is None
             assert not problems

@@ -49,7 +49,7 @@ def catalog(store: Store) -> Catalog:
 
 
 class Clock:
-    """Time that passes when somebody sleeps; `at` does things at a time."""
+    """A clock that `sleep` moves forward; `at` schedules calls."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -164,7 +164,7 @@ def test_who_is_elected_looks_once_more_for_what_was_published_meanwhile(catalog
     publish(catalog, document())
     assert elect(catalog, KEY, "node-1") == document()
     assert look(store, NAME).kind == "free"
-    # What shall be replaced is not an answer, also when this start allows it less age.
+    # The snapshot to be replaced is not accepted, also when this start sets a lower maximum age.
     assert isinstance(elect(catalog, KEY, "node-1", replaces=replace(document(), max_age_s=5.0)), Lease)
 
 
@@ -375,7 +375,7 @@ def test_of_processes_that_begin_at_once_one_builds(uri: str) -> None:
         answers = [said(process) for process in running]
         assert set(answers) <= {"held", "lease"}
         elected = [process for process, answer in zip(running, answers, strict=True) if answer == "lease"]
-        # A registry cannot create in one step: on a slow machine two may be elected there, of whom one notices.
+        # A registry has no atomic create: on a slow machine two may be elected there, and one of them detects it.
         assert len(elected) == 1 or (elected and uri.startswith("oci:"))
         for process in elected:
             tell(process)

@@ -1,4 +1,4 @@
-"""What a node remembers, so that it starts while the store is away."""
+"""A node's local copies of documents, with which it starts while the store is unavailable."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_copies_that_were_not_used_for_long_are_deleted(local: NodeCatalog, away
     copies = [path for path in folder.rglob("*") if path.name in ("document", *names.values())]
     for path in copies:
         os.utime(path, (1, 1))
-    keep(local, document(keys[1], keys[1]))  # used again: its copies are no longer old
+    keep(local, document(keys[1], keys[1]))  # used again: its copies count as recent
     local.object(document(keys[1], keys[1]).manifest, origin)
     keep(local, document(keys[2]))
     known = [key for key in keys if local.look_up(away, key).document is not None]

@@ -1,4 +1,4 @@
-"""Making room: what nobody needs goes, in steps that may be interrupted, and never what somebody needs."""
+"""Pruning: unused objects are deleted, in steps that may be interrupted; used ones never are."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> N
         done = prune(catalog, LATER_S)
         assert (len(done.deleted), len(done.problems)) == (0, 1)
     put(store, name, json.dumps(good).encode())
-    assert len(prune(catalog, LATER_S).deleted) == 0  # the snapshot is there
+    assert len(prune(catalog, LATER_S).deleted) == 0  # the snapshot exists
     assert is_complete(catalog)
     assert catalog.find(KEY) == document()
 
@@ -200,7 +200,7 @@ def test_a_snapshot_that_was_built_anew_meanwhile_does_not_expire(catalog: Catal
     new = replace(document(content="new", max_age_s=10.0), built_s=LATER_S)
 
     def plan(request: Request) -> Fault | None:
-        if request.number == 2:  # the document is listed and read
+        if request.number == 2:  # the document has been listed and read
             catalog.publish(new, replace=True, now_s=LATER_S)
         return None
 
@@ -235,7 +235,7 @@ def step_prune(catalog: Catalog) -> None:
 
 @pytest.mark.parametrize("step", [step_remove, step_replace, step_prune])
 def test_a_crash_at_any_request_leaves_only_snapshots_that_are_whole(step: Callable[[Catalog], None]) -> None:
-    """Whatever was interrupted where: what is found is complete, and a repetition frees what the first run would."""
+    """After an interruption at any request, all listed snapshots are complete, and a second run deletes the rest."""
     finished = False
     for at in itertools.count():
         store = MemoryStore(uuid.uuid4().hex)
@@ -286,7 +286,7 @@ def test_a_snapshot_that_is_published_while_its_objects_are_deleted_does_not_sta
             if request.number == at:
                 met.append(at)
                 with contextlib.suppress(PermanentError):
-                    catalog.publish(document())  # its objects were uploaded before
+                    catalog.publish(document())  # its objects have been uploaded before
             return None
 
         prune(Catalog(FaultyStore(store, plan)), LATER_S)

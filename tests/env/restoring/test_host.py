@@ -1,4 +1,4 @@
-"""Snapshots shown on this machine for real: overlays over real folders, for processes that enter the view."""
+"""Snapshots mounted on this machine: overlays over real folders, for processes that enter the view."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def show(as_root: None, tmp_path: Path, said: list[str]) -> Iterator[Show]:
-    """`show(where, roots)`; views that are still there at the end are closed."""
+    """`show(where, roots)`: a view, which is closed at the end at the latest."""
     views: list[HostView] = []
 
     def call(where: Callable[[str], Path], *roots: Path, changes: Path = tmp_path / "changes") -> HostView:
@@ -46,7 +46,7 @@ def show(as_root: None, tmp_path: Path, said: list[str]) -> Iterator[Show]:
 
 @pytest.fixture
 def venv(setup: Setup, tmp_path: Path) -> Path:
-    """An environment of three files that a setup made."""
+    """An environment with three files from a setup."""
     root = tmp_path / "host" / "venv"
     root.parent.mkdir()
     setup.write(root / "pyvenv.cfg", "home = /usr/bin\n")
@@ -308,7 +308,7 @@ def test_a_cache_on_an_overlay_is_no_hindrance(setup: Setup, tmp_path: Path, ven
 
 
 def overlay(folder: Path) -> Path:
-    """A folder as the root of a container has it."""
+    """An overlay, like the root of a container."""
     lower, upper, work, merged = (folder / name for name in ("lower", "upper", "work", "merged"))
     for path in (lower, upper, work, merged):
         path.mkdir()

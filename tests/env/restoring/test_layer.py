@@ -1,4 +1,4 @@
-"""Snapshots on their way to this machine: lazily, from the cache, with the store away, and by each fallback."""
+"""Loading snapshots to this machine: lazily, from the cache, with the store unavailable, and by each fallback."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def said() -> list[str]:
 def bring(
     as_root: None, setup: Setup, document: EnvironmentDocument, tmp_path: Path, said: list[str]
 ) -> Iterator[BringIt]:
-    """`bring(...)`: the layer, with changes to how; closed at the end."""
+    """`bring(...)`: the layer, with other options; closed at the end."""
     with ExitStack() as opened:
 
         def call(store: FileStore | None = None, **changes: object) -> Layer:
@@ -118,7 +118,7 @@ def test_on_a_full_disk_a_start_keeps_the_mount_that_it_needs(bring: BringIt, tm
         layer = bring(loading="pull")
         layer.close()
         (cache / "ballast").write_bytes(bytes(shutil.disk_usage(cache).free - (1 << 20)))
-        mounted = (tmp_path / "runtime" / "layers").stat().st_mtime_ns  # a mount point that goes, or comes, changes it
+        mounted = (tmp_path / "runtime" / "layers").stat().st_mtime_ns  # changes with each new or removed mount point
         bring().close()
         assert (tmp_path / "runtime" / "layers").stat().st_mtime_ns == mounted
     finally:
@@ -174,7 +174,7 @@ def test_what_a_killed_start_had_mounted_is_taken_away_by_the_next(
     assert kernel.is_mount(Path(left.target))
     daemon = left.daemon
     assert daemon is not None
-    until(lambda: not daemon.alive)  # it ends with whom it served
+    until(lambda: not daemon.alive)  # it ends with the process that it served
     check_tree(bring(), setup)
     assert not kernel.is_mount(Path(left.target))
     assert left.id not in {state.id for state in runtime.all()}

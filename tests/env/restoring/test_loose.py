@@ -1,4 +1,4 @@
-"""Files of a snapshot written to the machine's own: never over anybody's work, whole, and completed after a kill."""
+"""Files of a snapshot written to the machine's folders: complete, never over a user's files, resumed after a kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from restoring import Setup
 
 @dataclass
 class Machine:
-    """A machine below a folder, and a setup that changed `/home/u` on another one."""
+    """A machine simulated in a folder, and a setup that changed `/home/u` on another one."""
 
     root: Path
     setup: Setup
@@ -38,13 +38,13 @@ class Machine:
         return list(self.setup.written(self.setup.changes(Path("/home/u"), **more)).entries)  # type: ignore[arg-type]
 
     def restore(self, entries: list[Entry], roots: tuple[str, ...] = ()) -> int:
-        """Number of steps that were needed."""
+        """Returns the number of steps."""
         planned = plan(entries, self.setup.at, roots=roots, root=str(self.root))
         apply_plan(planned, self.setup.at)
         return len(planned.steps)
 
     def tree(self) -> dict[str, str]:
-        """Every path with its mode and content."""
+        """All paths with their modes and contents."""
         found = {}
         for path in sorted(self.root.rglob("*")):
             content = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else "/"
@@ -269,7 +269,7 @@ def test_files_that_were_compared_before_are_not_read_again(machine: Machine, tm
     entries = machine.entries()
     machine.restore(entries)
     place = machine.at("/home/u/large")
-    # Files that were changed a moment ago are read again; the time of a change cannot be set, that of the note can.
+    # Recently changed files are read again; a file's change time cannot be set, but that of the cached fact can.
     facts = FactCache(tmp_path / "known")
     facts.put("blake3", "/home/u/large", stamp_of(place.stat()), "blake3:" + 64 * "1")
     facts.save()
@@ -383,7 +383,7 @@ def test_a_file_that_the_setup_wrote_again_as_it_was_is_written_where_it_is_not(
 
 
 def settings(machine: Machine, before: str) -> list[Entry]:
-    """A setup that changed a file in /etc, which is mounted, and added another."""
+    """A setup that changed a file in /etc, which is a mount, and added another."""
     for name in ("profile", "new.conf", "ld.so.cache"):
         machine.setup.write(f"/etc/{name}", f"{name} of the setup")
     return [

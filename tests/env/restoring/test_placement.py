@@ -1,4 +1,4 @@
-"""Root gives owners and modes to the files that it wrote, not to what another user put in their place meanwhile."""
+"""Root sets owners and modes of the files that it wrote, not of files that another user put in their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """A folder of another user, who may exchange everything in it, with a file of root's that only root may read."""
+    """A folder of another user, who may replace everything in it, with a file of root that only root may read."""
     if os.geteuid() != 0:
         pytest.skip("only root gives files away")
     folder = tmp_path / "theirs"
@@ -44,14 +44,14 @@ def entry(**more: object) -> Entry:
 
 def test_a_file_that_was_exchanged_while_it_was_written_is_not_given_away(theirs: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    os.mkfifo(source)  # the writer waits here for the content
+    os.mkfifo(source)  # the writer blocks here until the content comes
     swapped = []
 
     def swap() -> None:
         until = time.monotonic() + PATIENCE_S
         while not (new := list(theirs.glob(".bootseer-new-*"))) and time.monotonic() < until:
             time.sleep(0.01)
-        folder = os.open(theirs, os.O_PATH)  # the way here is closed to that user
+        folder = os.open(theirs, os.O_PATH)  # that user may not enter the folders above
         child = os.fork()
         if child == 0:
             try:
@@ -72,7 +72,7 @@ def test_a_file_that_was_exchanged_while_it_was_written_is_not_given_away(theirs
     apply_plan(planned, lambda path: source)
     thread.join(PATIENCE_S)
     assert swapped == [0]
-    assert is_roots(theirs / "given")  # the name leads to the victim now, which is as it was
+    assert is_roots(theirs / "given")  # this is the victim now, and unchanged
     assert (theirs / "aside").read_bytes() == b"content"
     assert (theirs / "aside").stat().st_uid == UID
 

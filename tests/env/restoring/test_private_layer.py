@@ -1,4 +1,4 @@
-"""What becomes of what a job wrote into mounted folders."""
+"""Files that a job wrote into mounted folders, after its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from killed_steps import is_killed
 
 
 def settled(changes: Path, root: str, *files: str) -> list[str]:
-    """What is said at the end of a job that wrote these files into the root."""
+    """The messages at the end of a job that wrote these files into the root."""
     said: list[str] = []
     folder = PrivateFolder(changes, [root])
     upper, _ = folder.folders(root)
@@ -71,7 +71,7 @@ def test_results_survive_a_kill_while_they_are_kept(tmp_path: Path, monkeypatch:
 def test_results_survive_two_processes_that_find_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = PrivateFolder(tmp_path, ["/home/u/venv"])
     (folder.folders("/home/u/venv")[0] / "result").write_text("x")
-    os.close(folder._lock)  # as by a kill
+    os.close(folder._lock)  # like after a kill
     flock = fcntl.flock
 
     def after_another(lock: int, how: int) -> None:

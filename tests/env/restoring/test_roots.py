@@ -1,4 +1,4 @@
-"""Which folders of real-life setups are mounted, and which paths are written to their places."""
+"""Which folders of realistic setups are mounted, and which files are written in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PYTHON = "lib/python3.11"
 
 
 class Node:
-    """Folders as they are after a setup: those given, and all that hold a changed path."""
+    """Folders after a setup: the given ones, and all ancestors of changed paths."""
 
     def __init__(
         self, kinds: dict[str, Environment], folders: set[str], files: set[str], working_folder: str = ""
@@ -36,7 +36,7 @@ def divided(
     opaque: tuple[str, ...] = (),
     working_folder: str = "",
 ) -> Division:
-    """`paths` are files that are new; `new` and `opaque` are new and replaced folders."""
+    """`paths` are new files; `new` and `opaque` are new and replaced folders."""
     changes = [
         *(Change(path, Action.ADDED) for path in (*paths, *new)),
         *(Change(path, Action.DELETED) for path in deleted),
@@ -73,7 +73,7 @@ def test_what_packages_put_beside_their_code_is_mounted_in_a_venv_that_was_there
     assert found == Division(
         (f"{VENV}/etc", f"{VENV}/man", f"{VENV}/opt", f"{VENV}/share"), ("/home/u/.local/share/x",)
     )
-    # In a venv that is new around a project they may be the project's.
+    # In a new venv around a project they may be the project's.
     found = divided(f"{VENV}/share/x", f"{VENV}/train.py", kinds={VENV: "venv"}, new=(VENV,))
     assert f"{VENV}/share/x" in found.loose
 

@@ -1,4 +1,4 @@
-"""Snapshots for users without rights: through FUSE or written out, under an overlay in a user namespace."""
+"""Snapshots for ordinary users: through FUSE or written out, under an overlay in a user namespace."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_user_without_rights_gets_the_environment_at_its_place(setup: Setup, t
     changes = setup.changes(venv, deleted=[venv / "lib" / "gone.py"], opaque=[venv / "data"])
     (tmp_path / "document").write_bytes(setup.document(changes, [venv]).encode())
     for path in ((tmp_path / "store"), *(tmp_path / "store").rglob("*")):
-        os.chown(path, 0, UID)  # a store is for its group
+        os.chown(path, 0, UID)  # users read a store as members of its group
     script = (
         f"cd {venv}; find . -type f | sort; id -u; stat -c %u lib/new.py; cat lib/new.py;"
         "echo changed > lib/new.py; echo 42 > result; rm data/fresh"

@@ -1,5 +1,5 @@
-"""Install in a capture, keep the snapshot, then let the oracle install again: a process of its own, which has one
-thread. Reads what to do from standard input; prints what the oracle says, as JSON.
+"""Install in a capture, keep the snapshot, then let the oracle install again, in a separate process with one thread.
+Reads its parameters from standard input; prints the oracle's result as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLACE = "/srv"
 def main() -> None:
     spec = json.loads(sys.stdin.readline())
     folder, env = Path(spec["folder"]), spec["env"]
-    # Captures leave temporary folders alone: the test's folder is shown elsewhere.
+    # Temporary folders are not captured: the test's folder is mounted elsewhere.
     kernel.unshare_mounts()
     kernel.attach(kernel.clone_mount(Path(spec["work"])), Path(PLACE))
     python = interpreter.ask(spec["python"], env, runner())

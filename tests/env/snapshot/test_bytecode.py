@@ -1,4 +1,4 @@
-"""Bytecode in snapshots: valid on a mount that nobody can write to, and never older than its source."""
+"""Bytecode in snapshots: valid on a read-only mount, and never older than its source."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def test_what_python_would_not_believe_is_dropped(tmp_path: Path) -> None:
         source = _source(path, shown_s=1.0)
         other = Source(source.mtime_ns + 10**9, source.size + 1, 1, lambda: b"answer = 43\n")
         assert settle_header(data, None) is None
-        # Python loads unchecked bytecode whatever the source says: so does a restored job.
+        # Python loads unchecked bytecode whatever the source contains: so does a restored job.
         assert settle_header(data, other) == (data if mode is PycInvalidationMode.UNCHECKED_HASH else None)
         assert settle_header(data[:15], source) is None
-        assert settle_header(b"\x41\x0d\x0d\x0a" + data[4:], source) is None  # Python 3.7 before there were flags
+        assert settle_header(b"\x41\x0d\x0d\x0a" + data[4:], source) is None  # an early Python 3.7, before flags
         assert settle_header(data[:4] + b"\x02\0\0\0" + data[8:], source) is None
 
 
 def test_digests_of_pythons_before_3_11_are_left_to_them(tmp_path: Path) -> None:
-    """They are another function of the source. Times are not."""
+    """Their hashes of sources are computed differently; times are the same."""
     path = _module(tmp_path)
     for mode in FLAGS:
         data = (3439).to_bytes(2, "little") + b"\r\n" + _compiled(path, mode)[4:]
@@ -138,7 +138,7 @@ def test_a_snapshot_keeps_valid_bytecode_only(tmp_path: Path) -> None:
     old = f"/__pycache__/replaced.{tag}"
     done = snapshot(MemoryStore(str(tmp_path)), upper, changes=changes_of(upper, modified=(old,)))
     kinds = {entry.path: entry.kind for entry in done.entries if entry.path.endswith(".pyc")}
-    # What replaced older bytecode must hide it, or Python could take that for good.
+    # Replaced bytecode must be hidden, or Python could load the old one.
     assert kinds == {f"/__pycache__/good.{tag}": "file", old: "deleted", "/sourceless.pyc": "file"}
 
 
@@ -163,7 +163,7 @@ def test_bytecode_of_a_source_outside_is_compared_with_it_at_each_import(tmp_pat
 
 
 def _wheel(folder: Path) -> Path:
-    """A small wheel with a package of a few modules."""
+    """A small wheel with a package with a few modules."""
     path = folder / "small-1.0-py3-none-any.whl"
     files = {
         "small/__init__.py": "from small import deep, data\nanswer = deep.value\n",
@@ -221,7 +221,7 @@ def test_two_installations_with_other_times_give_one_snapshot(tmp_path: Path) ->
     def install(folder: Path, later_s: float, compile_it: Callable[[Path], object]) -> Path:
         path = _module(folder)
         os.utime(path, (BEGAN_S + later_s, BEGAN_S + later_s))
-        os.chdir(folder)  # so that the bytecode names the same file
+        os.chdir(folder)  # so that the bytecode contains the same file name
         compile_it(Path("module.py"))
         return folder
 

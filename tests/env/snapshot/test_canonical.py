@@ -1,4 +1,4 @@
-"""Two installations of the same things are the same, and nothing else is."""
+"""Two installations of the same packages are equal, and all others are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_bytecode_is_the_same_whenever_its_source_was_written() -> None:
 
 
 def test_marks_of_shared_objects_in_bytecode_do_not_count() -> None:
-    """Whether a string is marked depends on what else the compiling process had to do with it."""
+    """Whether a string is marked depends on other references to it in the compiling process."""
     text = "".join(["shared", "_", "text"])
     plain = marshal.dumps(("shared_text", 1))
     marked = marshal.dumps((text, 1))

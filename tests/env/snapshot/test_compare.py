@@ -1,4 +1,4 @@
-"""Two installations side by side: what counts as a difference, and what does not."""
+"""Comparing two installations: what counts as a difference, and what does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from store_doubles import MemoryStore
 
 @pytest.fixture
 def sides(tmp_path):
-    """The restored tree, and the view of a fresh installation."""
+    """The restored tree, and the view of a new installation."""
     for name in ("restored", "fresh"):
         (tmp_path / name).mkdir()
     return tmp_path / "restored", tmp_path / "fresh"
@@ -107,7 +107,7 @@ def test_logs_may_differ(sides):
     for side, text in zip(sides, "12", strict=True):
         (side / "var" / "log").mkdir(parents=True)
         (side / "var" / "log" / "setup.log").write_text(text)
-    # The writer keeps no logs: these entries are made by hand.
+    # The writer stores no logs: these entries are made by hand.
     found = compare(_entries_of(sides[0]), str(sides[0]), changes_of(sides[1]), str(sides[1]))
     assert found.differences == ()
 
@@ -118,7 +118,7 @@ def test_bytecode_may_name_another_time_but_not_hold_other_code(sides):
         (side / "m" / "__pycache__").mkdir(parents=True)
         (side / "m" / "__pycache__" / "same.cpython-311.pyc").write_bytes(_bytecode(stamp, ("code", 1)))
         (side / "m" / "__pycache__" / "other.cpython-311.pyc").write_bytes(_bytecode(stamp, ("code", stamp)))
-    # The writer keeps no bytecode without a source: these entries are made by hand.
+    # The writer stores no bytecode without a source: these entries are made by hand.
     found = compare(_entries_of(restored), str(restored), changes_of(fresh), str(fresh))
     assert [one.path for one in found.differences] == ["/m/__pycache__/other.cpython-311.pyc"]
 

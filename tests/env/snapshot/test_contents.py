@@ -1,4 +1,4 @@
-"""Large files are read without their holes, and not when somebody changes them."""
+"""Large files are read without their holes, and refused when they change meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests say the same after a trip through a store, and nothing that others put there is believed."""
+"""Manifests are the same after storing and reading them, and forged ones are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _entries = st.one_of(
 
 
 def _tree(entries: list[Entry]) -> tuple[Entry, ...]:
-    """Those of the entries that can be in one tree, in order."""
+    """The entries that can be in one tree, in order."""
     found: dict[bytes, Entry] = {}
     for entry in sorted(entries, key=lambda entry: path_bytes(entry.path)):
         raw = path_bytes(entry.path)
@@ -174,8 +174,8 @@ def test_entries_that_contradict_each_other_are_refused() -> None:
         [{"path": "/a", "kind": "deleted"}, below],
         [{"path": "/a", "kind": "symlink", "target": "/etc"}, FILE | {"path": "/a/b/c"}],
         [FILE, link | {"digest": "blake3:" + "00" * 32}],
-        [link | {"path": "/a", "link": "/b"}, FILE | {"path": "/b"}],  # links to a later one
-        [FILE, link, link | {"path": "/c", "link": "/b"}],  # links to a link
+        [link | {"path": "/a", "link": "/b"}, FILE | {"path": "/b"}],  # hard link to a later entry
+        [FILE, link, link | {"path": "/c", "link": "/b"}],  # hard link to a hard link
     ):
         with pytest.raises(CorruptError):
             Manifest.parse(_packed(*lines))

@@ -1,4 +1,4 @@
-"""The oracle on real installations: silent about a true snapshot, and about nothing else."""
+"""The oracle on real installations: it reports nothing about a correct snapshot, and every defect."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="on
 
 @pytest.fixture
 def ask(tmp_path):
-    """`ask(...)`: what the oracle says of a snapshot of this setup, after what happened in between.
+    """`ask(...)`: the oracle's result for a snapshot of this setup, after the given changes in between.
 
-    The setup's working folder and environment lie in `/srv`, as it sees them.
+    The setup's working folder and environment are in `/srv`, in its view.
     """
     work = tmp_path / "work"
     work.mkdir()

@@ -1,4 +1,4 @@
-"""What must not be published is refused by the writer itself, before a byte of it is stored."""
+"""Content that must not be published is refused by the writer itself, before a byte of it is stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_of(*, homes: Sequence[str] = (), **options: Any) -> SecretCheck:
 
 @pytest.mark.slow
 def test_nothing_of_a_snapshot_with_a_secret_is_stored_and_all_are_named(tmp_path: Path) -> None:
-    """However a path got among the changes."""
+    """Independent of how a path got into the changes."""
     upper = tmp_path / "upper"
     (upper / "root").mkdir(parents=True)
     (upper / "root/.vault-token").write_text("x\n")

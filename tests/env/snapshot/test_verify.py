@@ -1,4 +1,4 @@
-"""Whatever is done to a restored file is found, in the layer itself and in what a job sees."""
+"""Every change of a restored file is found, in the layer itself and in a job's view."""
 
 from __future__ import annotations
 

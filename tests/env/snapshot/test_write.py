@@ -1,4 +1,4 @@
-"""What a setup left behind comes back from its snapshot, and the snapshot is the same in each run."""
+"""A setup's files are restored from its snapshot, and the snapshot is the same in each run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ACL = struct.pack("<IHHIHHIHHIHHIHHI", 2, 1, 6, ~0 & 0xFFFFFFFF, 2, 4, 1000, 4, 
 
 
 def _everything(root: Path) -> None:
-    """Some of everything that a setup can leave."""
+    """Examples of everything that a setup can leave."""
     bin_, lib = root / "usr/bin", root / "usr/lib"
     bin_.mkdir(parents=True)
     lib.mkdir()
@@ -144,7 +144,7 @@ def test_the_loose_paths_have_a_manifest_of_their_own_that_stands_alone(tmp_path
 
 def test_two_runs_of_one_setup_give_the_same_objects(tmp_path: Path) -> None:
     _everything(tmp_path / "one")
-    # Other inodes in another order, other times of everything, a store elsewhere, other numbers of threads.
+    # Other inodes in another order, other times, another store, other numbers of threads.
     for path in sorted((tmp_path / "one").rglob("*"), reverse=True):
         twin = tmp_path / "two" / path.relative_to(tmp_path / "one")
         if path.is_symlink() or not path.is_dir():
