@@ -10,7 +10,7 @@ from checkpoint.faulty_place import FaultyPlace
 
 @pytest.fixture
 def empty(tmp_path):
-    """A place of one's own, whose reads go wrong on order."""
+    """An empty place of the test, with configurable read faults."""
     (tmp_path / "own").mkdir()
     return FaultyPlace(FolderPlace(tmp_path / "own"))
 
@@ -22,7 +22,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def reading_of(empty, cache):
-    """Makes what one process has: several of them share the place and the cache."""
+    """Creates `Reading`s, one for each simulated process; all share the place and the cache."""
     made = []
 
     def make(**more):

@@ -26,7 +26,7 @@ def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
         arrived = assembly(buffer, first * MIB + MIB // 2, MIB, 2, answers.append)
         buffer.acquire([request(first), request(first + 1)], load, arrived)
 
-    # The first readers take all memory; what they want, others want too, and each of those one more piece.
+    # The first readers take all memory. Others need the same pieces, and each of them one more.
     for first in (10, 20, 30, 40):
         read(first)
     for first in (10, 20, 30, 40):

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Loads:
-    """Pieces that are to be loaded, ended by the test."""
+    """Records pieces to load, which the test finishes."""
 
     def __init__(self):
         self.begun = []
@@ -28,7 +28,7 @@ class Loads:
 
 @contextlib.contextmanager
 def reported(kind):
-    """An exception of this kind is reported, as of a thread that ends by it, and not raised."""
+    """Assert that an exception of this kind is reported like an uncaught one of a thread, and not raised."""
     kinds = []
     before, threading.excepthook = threading.excepthook, lambda args: kinds.append(args.exc_type)
     try:
@@ -91,7 +91,7 @@ def test_readers_wait_in_turn_when_all_memory_is_held(buffer):
     assert buffer.peak_bytes == 8 * MIB
 
 
-def test_reading_ahead_leaves_room_for_readers_and_drops_only_what_is_used_up(buffer):
+def test_reading_ahead_leaves_room_for_readers_and_drops_only_consumed_pieces(buffer):
     load = Loads()
     done, num_begun = buffer.read_ahead([request(number) for number in range(8)], load)
     assert (done, num_begun) == (6, 6)
@@ -107,7 +107,7 @@ def test_reading_ahead_leaves_room_for_readers_and_drops_only_what_is_used_up(bu
     assert buffer.contains(request(1).key)
 
 
-def test_readers_drop_what_was_used_longest_ago(buffer):
+def test_readers_drop_the_least_recently_used_pieces(buffer):
     load, got = Loads(), []
     for number in range(8):
         buffer.acquire([request(number)], load, got.append)
@@ -120,7 +120,7 @@ def test_readers_drop_what_was_used_longest_ago(buffer):
     assert not buffer.contains(request(1).key)
 
 
-def test_a_file_that_is_closed_leaves_nothing(buffer):
+def test_nothing_is_left_of_a_closed_file(buffer):
     load, got = Loads(), []
     buffer.acquire([request(0), request(1)], load, got.append)
     buffer.read_ahead([request(2), request(0, file=2)], load)
@@ -185,14 +185,14 @@ def test_calls_are_made_in_the_order_of_their_times(timer):
     assert time.monotonic() - began >= 0.10
 
 
-def test_a_piece_that_is_let_go_before_its_load_has_ended_is_dropped_once(buffer):
+def test_a_piece_that_is_released_before_its_load_has_ended_is_dropped_once(buffer):
     load, got = Loads(), []
     buffer.read_ahead([request(0), request(1)], load)
     first, second = load.begun
-    let_go = buffer.retain(first)
+    release = buffer.retain(first)
     buffer.drop(1)
-    let_go()
-    assert buffer.used_bytes == 2 * MIB, "memory that is being written to was given away"
+    release()
+    assert buffer.used_bytes == 2 * MIB, "memory that is being written to was freed"
     buffer.finish(first, None)
     buffer.finish(second, None)
     assert buffer.used_bytes == 0
@@ -200,7 +200,7 @@ def test_a_piece_that_is_let_go_before_its_load_has_ended_is_dropped_once(buffer
     assert len(load.begun) == 3
 
 
-def test_one_at_a_time_may_take_memory_that_there_is_not(buffer):
+def test_one_reader_at_a_time_may_exceed_the_memory_limit(buffer):
     assert buffer.reserve(8 * MIB, demand=True)
     assert not buffer.reserve(MIB, demand=True)
     assert buffer.overdraw(3 * MIB)
@@ -210,7 +210,7 @@ def test_one_at_a_time_may_take_memory_that_there_is_not(buffer):
     assert buffer.used_bytes == 9 * MIB
 
 
-def test_calls_that_reads_wait_for_are_made_after_the_end_too(timer):
+def test_calls_that_reads_wait_for_are_also_made_after_close(timer):
     made = threading.Semaphore(0)
     timer.after(0.05, made.release)
     timer.close()
@@ -220,7 +220,7 @@ def test_calls_that_reads_wait_for_are_made_after_the_end_too(timer):
 
 
 def test_a_thousand_readers_wait_while_every_load_ends_at_once_and_all_are_answered(buffer):
-    """Each load that is refused makes room for the next one, which is refused."""
+    """Each failed load frees memory for the next one, which also fails."""
     held, got = Loads(), []
 
     def refuse(pieces, urgent):

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class Disk:
-    """A cached file whose writes wait for the test."""
+    """A cached file whose writes block until the test sets `go`."""
 
     def __init__(self, error=None):
         self.go = threading.Event()
@@ -47,7 +47,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("parity", [False, True])
-def test_what_was_read_once_is_read_from_the_cache_by_the_next_process(empty, reading_of, parity):
+def test_the_next_process_reads_chunks_from_the_cache(empty, reading_of, parity):
     content = content_of(9 * MIB + 77)
     put_striped(empty, "file", content, parity=parity, segment_rows=1)
     reading = reading_of()
@@ -67,7 +67,7 @@ def test_what_was_read_once_is_read_from_the_cache_by_the_next_process(empty, re
     assert facts["cache_bytes"] == len(content) + 10
 
 
-def test_small_reads_are_kept_too(empty, reading_of):
+def test_small_reads_are_cached_too(empty, reading_of):
     content = content_of(4 * MIB)
     put_striped(empty, "file", content)
     reading = reading_of()
@@ -98,7 +98,7 @@ def test_damage_in_the_cache_is_found_and_read_from_the_place(empty, reading_of,
     assert file.read(2 * MIB + 90, 20) == content[2 * MIB + 90 : 2 * MIB + 110]
 
 
-def test_a_cache_that_cannot_be_written_to_costs_nothing_but_itself(empty, tmp_path, monkeypatch):
+def test_reads_work_with_a_cache_that_cannot_be_written(empty, tmp_path, monkeypatch):
     content = content_of(5 * MIB)
     put_striped(empty, "file", content)
     cache = Cache(tmp_path / "cache")
@@ -110,13 +110,13 @@ def test_a_cache_that_cannot_be_written_to_costs_nothing_but_itself(empty, tmp_p
     assert reading.facts()["kept_chunks"] == 0
 
 
-def test_a_disk_that_is_slower_than_the_readers_never_holds_them_up():
+def test_a_disk_that_is_slower_than_the_readers_never_delays_them():
     facts, disk, ended = Counters(), Disk(), []
     cache_writer = CacheWriter(facts)
     data = memoryview(bytearray(8 * MIB))
     for block in range(20):
         cache_writer.put(disk, block, data, lambda block=block: ended.append(block))
-    assert 11 <= len(ended) <= 12, "those that do not fit are let go at once"
+    assert 11 <= len(ended) <= 12, "those that do not fit are released at once"
     assert facts.all()["not_kept_chunks"] == len(ended)
     cache_writer.close_file(disk)
     assert not cache_writer.settle(60, 0.05)
@@ -129,7 +129,7 @@ def test_a_disk_that_is_slower_than_the_readers_never_holds_them_up():
 
 
 @pytest.mark.parametrize("error", [CacheFull("no room"), BootseerError("broken")])
-def test_a_full_disk_is_left_alone_for_a_while(error):
+def test_nothing_is_written_to_a_full_disk_for_a_while(error):
     facts, disk = Counters(), Disk(error)
     disk.go.set()
     cache_writer = CacheWriter(facts)
@@ -142,7 +142,7 @@ def test_a_full_disk_is_left_alone_for_a_while(error):
     assert cache_writer.has_room(1) != isinstance(error, CacheFull)
 
 
-def test_parts_are_not_read_for_what_is_in_the_cache(empty, reading_of):
+def test_parts_are_not_read_for_cached_chunks(empty, reading_of):
     head = put_striped(empty, "file", content_of(4 * MIB))
     reading = reading_of()
     reading.open("file").read(0, 4 * MIB)
@@ -152,7 +152,7 @@ def test_parts_are_not_read_for_what_is_in_the_cache(empty, reading_of):
     assert not {read.path for read in empty.log} & set(part_paths("file", head))
 
 
-def test_closing_waits_no_longer_than_the_disk_goes_on():
+def test_closing_does_not_wait_for_a_stalled_disk():
     facts, disk, ended = Counters(), Disk(), []
     cache_writer = CacheWriter(facts)
     data = memoryview(bytearray(MIB))
@@ -186,7 +186,7 @@ file.readinto(0, bytearray(file.size_bytes))
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_when_it_has_read_leaves_all_of_it_in_the_cache(empty, reading_of, tmp_path):
+def test_a_process_that_ends_right_after_its_read_has_cached_everything(empty, reading_of, tmp_path):
     content = content_of(48 * MIB)
     put_striped(empty, "file", content)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -7,7 +7,7 @@ import pytest
 from bootseer.checkpoint.reading.transfer import run_effects
 
 
-def test_what_a_call_hands_over_is_done_behind_it_and_behind_all_others():
+def test_calls_added_by_a_call_are_made_after_all_earlier_ones():
     order = []
 
     def first():
@@ -18,7 +18,7 @@ def test_what_a_call_hands_over_is_done_behind_it_and_behind_all_others():
     assert order == ["first", "second", "third", "fourth"]
 
 
-def test_a_chain_of_calls_has_no_end_of_the_stack():
+def test_a_long_chain_of_calls_does_not_overflow_the_stack():
     left = [100_000]
 
     def step():
@@ -30,7 +30,7 @@ def test_a_chain_of_calls_has_no_end_of_the_stack():
     assert left == [0]
 
 
-def test_what_a_call_raises_is_reported_and_the_others_are_made(monkeypatch):
+def test_an_exception_of_a_call_is_reported_and_the_others_are_made(monkeypatch):
     reported, made = [], []
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_value))
     problem = ValueError("unforeseen")
@@ -42,7 +42,7 @@ def test_what_a_call_raises_is_reported_and_the_others_are_made(monkeypatch):
     assert (reported, made) == ([problem], [1])
 
 
-def test_ctrl_c_in_a_call_is_raised_when_all_others_were_made():
+def test_ctrl_c_in_a_call_is_raised_after_all_others():
     made = []
 
     def interrupted():

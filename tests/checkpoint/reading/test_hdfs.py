@@ -64,7 +64,7 @@ def only_node(cluster, place, path):
 
 
 @pytest.mark.parametrize("parity", [False, True])
-def test_a_striped_file_comes_from_all_its_nodes(place, reading, content, parity):
+def test_a_striped_file_is_read_from_all_its_nodes(place, reading, content, parity):
     put_striped(place, "file", content, parity=parity)
     assert whole(reading, "file") == content
     with reading.open("file") as file:
@@ -80,7 +80,7 @@ def test_an_ordinary_file_is_read_without_being_changed(place, reading, content)
         assert file.read(SIZE - 5, 10) == content[-5:]
 
 
-def test_flipped_bytes_of_the_only_replica_are_never_handed_out(cluster, place, reading, content):
+def test_flipped_bytes_of_the_only_replica_are_never_returned(cluster, place, reading, content):
     head = put_striped(place, "file", content)
     part = part_paths("file", head)[2]
     assert cluster.corrupt(in_hdfs(place, part), offset=MIB + 500) == 1
@@ -92,13 +92,13 @@ def test_flipped_bytes_of_the_only_replica_are_never_handed_out(cluster, place, 
         assert file.read(5 * MIB, MIB) == content[5 * MIB : 6 * MIB]
 
 
-def test_flipped_bytes_of_one_of_two_replicas_come_from_the_other(cluster, place, reading, content):
+def test_flipped_bytes_of_one_of_two_replicas_are_read_from_the_other(cluster, place, reading, content):
     head = put_striped(place, "file", content, replication=2)
     part = part_paths("file", head)[0]
     (block,) = cluster.where(in_hdfs(place, part), replicas=2)
     assert len(block.nodes) == 2
     assert cluster.corrupt(in_hdfs(place, part), datanode=cluster.nodes.index(block.nodes[0]), offset=700) == 1
-    for _ in range(5):  # whichever is asked first
+    for _ in range(5):  # so that each replica is tried first
         assert whole(reading, "file") == content
 
 
@@ -118,7 +118,7 @@ def test_flipped_bytes_of_an_ordinary_file_are_an_error(cluster, place, reading,
         whole(reading, "file")
 
 
-def test_a_file_that_is_removed_while_it_is_open_is_right_or_an_error(place, reading, content):
+def test_a_file_that_is_removed_while_it_is_open_is_read_correctly_or_an_error(place, reading, content):
     put_striped(place, "file", content)
     file = reading.open("file")
     assert file.read(0, 10) == content[:10]
@@ -154,10 +154,10 @@ def test_eight_processes_read_one_file_in_any_order(place, reading, content):
 
 
 @pytest.mark.parametrize("fault", ["hang", "kill"])
-def test_a_sick_node_costs_moments_where_there_is_parity_and_one_replica(cluster, place, content, fault):
+def test_a_failed_node_delays_reads_with_parity_and_one_replica_little(cluster, place, content, fault):
     head = put_striped(place, "file", content, parity=True)
     nodes = [only_node(cluster, place, path) for path in part_paths("file", head)]
-    sick = nodes[0]  # of the head there are more
+    sick = nodes[0]  # the head has more replicas
     try:
         getattr(cluster, fault)(sick)
         reading = Reading(place)
@@ -177,9 +177,7 @@ def test_a_sick_node_costs_moments_where_there_is_parity_and_one_replica(cluster
             cluster.restart(sick)
 
 
-def test_a_hung_node_that_nothing_stands_in_for_ends_its_reads_with_an_error_and_holds_up_no_others(
-    cluster, place, content
-):
+def test_a_hung_node_without_a_replacement_fails_its_reads_and_delays_no_others(cluster, place, content):
     nodes = [only_node(cluster, place, path) for path in part_paths("file", put_striped(place, "file", content))]
     (healthy,) = part_paths("other", put_striped(place, "other", content, stripes=1))
     sick = next(number for number, node in enumerate(nodes) if node != only_node(cluster, place, healthy))

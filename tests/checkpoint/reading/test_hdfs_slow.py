@@ -1,4 +1,4 @@
-"""A DataNode at a tenth of its link, on a real HDFS behind links of a given rate."""
+"""A DataNode with a tenth of the link rate, in a real HDFS with links of given rates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def content():
 
 @pytest.fixture(scope="module")
 def parts(cluster, content):
-    """The paths of the file's parts, each of which lies on a node of its own."""
+    """The paths of the file's parts, all on different nodes."""
     with contextlib.closing(open_place(f"{cluster.uri}/slow")) as place:
         place.make_folder("", parents=True)
         return part_paths("file", put_striped(place, "file", content, stripes=NODES - 1, parity=True))
@@ -38,7 +38,7 @@ def parts(cluster, content):
 
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("small", [False, True])
-def test_a_slow_node_is_left_out_by_the_first_read_of_a_file_with_parity(cluster, content, parts, part, small):
+def test_a_slow_node_is_avoided_by_the_first_read_of_a_file_with_parity(cluster, content, parts, part, small):
     (node,) = cluster.where(f"/slow/{parts[part]}")[0].nodes
     slow = cluster.nodes.index(node)
     place = open_place(f"{cluster.uri}/slow")
@@ -55,7 +55,7 @@ def test_a_slow_node_is_left_out_by_the_first_read_of_a_file_with_parity(cluster
                 file.readinto(0, memory)
         assert memory == content
         nodes = reading.facts()["place"]["nodes"]
-        # Half of the file lies on each of the other two.
+        # Each of the other two has half of the file.
         assert nodes[node]["bytes"] < SIZE // 2 // 2
         assert sum(one["bytes"] for one in nodes.values()) < 1.2 * SIZE
     finally:

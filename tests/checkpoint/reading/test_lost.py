@@ -1,4 +1,4 @@
-"""Reads whose end would get lost, and readers that are interrupted: all end, and nobody writes afterwards."""
+"""Reads that never complete, and interrupted readers: all end, and nothing is written to their memory afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def name(request, empty, content):
 
 
 @pytest.mark.parametrize("length", [MIB, SIZE], ids=["small", "large"])
-def test_a_read_whose_end_is_lost_fails_and_shows_what_the_threads_do(empty, name, length, capfd, monkeypatch):
+def test_a_read_that_never_completes_fails_and_the_stacks_of_all_threads_are_shown(
+    empty, name, length, capfd, monkeypatch
+):
     monkeypatch.setattr(executor, "_shown_s", -1e9)
     quick = ReadingSettings(direct_min_bytes=2 * MIB, deadline_s=0.5, stall_s=0.5)
     reading = Reading(empty, settings=quick)
@@ -53,17 +55,17 @@ def test_a_read_whose_end_is_lost_fails_and_shows_what_the_threads_do(empty, nam
     assert "MainThread: show_threads" in said
 
 
-def test_a_head_whose_read_is_lost_is_an_error(empty, content):
+def test_a_head_whose_read_never_completes_is_an_error(empty, content):
     put_striped(empty, "file", content)
     empty.decide = lambda _: LOST
     with pytest.raises(TransientError, match=r"file: not read within 1 s"):
         Reading(empty, settings=ReadingSettings(deadline_s=0.5, stall_s=0.5)).open("file")
 
 
-def test_nothing_is_written_into_the_memory_of_a_reader_that_was_interrupted_while_it_began(empty, name):
+def test_nothing_is_written_to_the_memory_of_a_reader_that_was_interrupted_at_its_begin(empty, name):
     reading = Reading(empty, settings=LARGE)
     with reading.open(name) as file:
-        file.readinto(0, bytearray(SIZE))  # its parts are open now: reads are begun in this thread
+        file.readinto(0, bytearray(SIZE))  # its parts are open now, so reads begin in this thread
         begun = []
 
         def decide(read):
@@ -86,7 +88,7 @@ def test_nothing_is_written_into_the_memory_of_a_reader_that_was_interrupted_whi
     reading.close()
 
 
-def test_all_of_many_reads_that_wait_for_memory_are_answered_when_every_read_is_refused(empty, content):
+def test_all_reads_that_wait_for_memory_are_answered_if_every_read_is_refused(empty, content):
     empty.write_bytes("plain", content)
     reading = Reading(empty, settings=ReadingSettings(memory_bytes=8 * MIB))
     answers, over = [], threading.Semaphore(0)
@@ -108,7 +110,7 @@ def test_all_of_many_reads_that_wait_for_memory_are_answered_when_every_read_is_
 
 
 class SlowCache(Cache):
-    """Opening a file takes until the test says so, when there was one before."""
+    """Opening a second file blocks until the test sets `pump`."""
 
     def __init__(self, root):
         super().__init__(root)

@@ -42,7 +42,7 @@ def test_open_files_share_a_bounded_number_of_descriptors(empty, reading_of):
         put_striped(empty, f"file{number}", content, stripes=2, segment_rows=1)  # segments of up to 3 + 2 descriptors
         files.append(reading.open(f"file{number}"))
         assert files[-1].read(0, len(content)) == content
-    for _ in range(1000):  # the node's cache is written in the background
+    for _ in range(1000):  # the node cache is written in the background
         if num_descriptors() <= before + 30:
             break
         time.sleep(0.01)
@@ -50,7 +50,7 @@ def test_open_files_share_a_bounded_number_of_descriptors(empty, reading_of):
     assert files[0].read(MIB, 10) == content[MIB : MIB + 10]
 
 
-def test_a_chunk_that_another_reader_does_not_bring_is_read_after_a_while(empty, reading_of):
+def test_a_chunk_that_another_reader_does_not_deliver_is_read_after_a_while(empty, reading_of):
     content = content_of(4 * MIB)
     put_striped(empty, "file", content)
     first = reading_of().open("file")

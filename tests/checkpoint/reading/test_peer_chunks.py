@@ -1,5 +1,5 @@
-"""Nodes that read the same ranges of a striped file in a real HDFS: these leave the DataNodes once; and what happens
-when one of them is gone, silent or has wrong bytes."""
+"""Nodes that read the same ranges of a striped file in a real HDFS, which are read from the DataNodes once; also with
+nodes that are killed, hang or have wrong bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def nodes(cluster, tmp_path):
 
 
 def sent(cluster):
-    """What the DataNodes have sent to readers so far."""
+    """Bytes that the DataNodes have sent to readers so far."""
     return sum(
         hadoop.bean(http, "Hadoop:service=DataNode,name=DataNodeActivity*")["BytesRead"]
         for http in cluster.datanode_http
@@ -77,27 +77,27 @@ def all_read(nodes, path="file", ranges=WHOLE, *, step=None):
 
 
 @pytest.mark.parametrize(("path", "step"), [("file", None), ("parity", None), ("file", MIB)])
-def test_what_all_nodes_read_leaves_hdfs_once(cluster, nodes, content, path, step):
+def test_data_read_by_all_nodes_is_read_from_hdfs_once(cluster, nodes, content, path, step):
     before = sent(cluster)
     ends = all_read(nodes, path, step=step)
     assert {end.get("error", end.get("digest")) for end in ends} == {digest_of(content, WHOLE)}
-    # One copy, and what a node took for lost on a busy machine; it would be four.
+    # One copy instead of four, and chunks that a node considers lost on a busy machine.
     assert sent(cluster) - before < 1.5 * SIZE
     assert sum(end["peer_bytes"] for end in ends) > 2.4 * SIZE
     assert {len(end["by_interface"]) for end in ends if end["sent_bytes"] > SIZE // 6} == {2}
 
 
-def test_nodes_that_come_later_get_it_from_those_that_came_first(cluster, nodes, content):
+def test_later_nodes_read_from_earlier_ones(cluster, nodes, content):
     before = sent(cluster)
     for node in nodes:
         node.begin("file", WHOLE)
         assert node.ended()["digest"] == digest_of(content, WHOLE)
     assert sent(cluster) - before < 1.5 * SIZE  # as above
     ends = all_read(nodes, ranges=[(0, 1)])
-    assert max(end["sent_bytes"] for end in ends) < 1.5 * SIZE  # the first one is not asked by all the others
+    assert max(end["sent_bytes"] for end in ends) < 1.5 * SIZE  # the first one does not serve all the others
 
 
-def test_what_each_reads_alone_comes_to_it_straight(cluster, nodes, content):
+def test_data_read_by_one_node_is_read_from_hdfs_directly(cluster, nodes, content):
     before = sent(cluster)
     quarter = SIZE // 4 // MIB * MIB
     shards = [[(at * quarter, quarter)] for at in range(4)]
@@ -146,9 +146,9 @@ def test_a_flipped_byte_in_a_nodes_cache_is_never_delivered(nodes, content):
     assert {name for end in ends for name, sent in end["peers"].items() if sent["wrong"]} == {"n0"}
 
 
-def test_the_memory_of_a_chunk_is_free_as_soon_as_its_read_is_over(tmp_path):
+def test_the_memory_of_a_chunk_is_freed_at_the_end_of_its_read(tmp_path):
     class Memory(bytearray):
-        """One that a weak reference may refer to."""
+        """Memory with support for weak references."""
 
     memory, answers = Memory(MIB), SimpleQueue()
     is_held = weakref.ref(memory)
@@ -156,7 +156,7 @@ def test_the_memory_of_a_chunk_is_free_as_soon_as_its_read_is_over(tmp_path):
     unit = Unit(peers, some_head(MIB, MIB).segments[0].index, 0)
     unit.add(0)
     may_ask = threading.Event()
-    for _ in range(8):  # all threads are busy: the read waits for the answer
+    for _ in range(8):  # all threads are busy, so the read waits for the answer
         peers.asking.submit(may_ask.wait)
     gc.disable()
     try:
@@ -187,7 +187,7 @@ with resolve(sys.argv[1]).open() as file:
 
 @pytest.mark.root
 @pytest.mark.fuse
-def test_jobs_of_two_nodes_share_what_they_read_by_the_mount_and_by_programs(cluster, env, content, tmp_path):
+def test_two_nodes_of_a_job_share_chunks_read_by_the_mount_and_by_programs(cluster, env, content, tmp_path):
     before, place = sent(cluster), f"{cluster.uri}/peers"
     runs = []
     for name in ("a", "b"):

@@ -17,7 +17,7 @@ SMALL = ReadingSettings(memory_bytes=8 * MIB)
 
 
 def prefetch(file, size=SIZE, at_once=3 * MIB):
-    """Prefetch the beginning of a file, a few MiB at a time, as a mount does."""
+    """Prefetch the beginning of a file, a few MiB at a time, like a mount."""
     offset = 0
     while offset < size:
         ended = threading.Event()
@@ -33,7 +33,7 @@ def content(empty):
     return content
 
 
-def test_a_whole_file_comes_into_the_cache_through_little_memory(empty, reading_of, content):
+def test_a_whole_file_is_prefetched_into_the_cache_with_little_memory(empty, reading_of, content):
     reading = reading_of(settings=SMALL)
     file = reading.open("file")
     empty.log.clear()
@@ -46,7 +46,7 @@ def test_a_whole_file_comes_into_the_cache_through_little_memory(empty, reading_
     assert reading.facts()["place_bytes"] == before
 
 
-def test_prefetch_skips_what_is_cached(empty, reading_of, content):
+def test_prefetch_skips_cached_chunks(empty, reading_of, content):
     reading = reading_of()
     file = reading.open("file")
     file.read(0, 10 * MIB)
@@ -57,7 +57,7 @@ def test_prefetch_skips_what_is_cached(empty, reading_of, content):
 
 
 @pytest.mark.parametrize("name", ["file", "plain"])
-def test_without_a_cache_it_comes_into_memory_as_far_as_there_is_room(empty, content, name):
+def test_without_a_cache_a_file_is_prefetched_into_memory_up_to_the_limit(empty, content, name):
     reading = Reading(empty, settings=ReadingSettings(memory_bytes=8 * MIB, idle_s=600.0))
     file = reading.open(name)
     prefetch(file, 4 * MIB)
@@ -65,7 +65,9 @@ def test_without_a_cache_it_comes_into_memory_as_far_as_there_is_room(empty, con
     assert file.read(2 * MIB, 100) == content[2 * MIB : 2 * MIB + 100]
     assert reading.facts()["place_bytes"] == before == 4 * MIB
     requested: list[int] = []
-    assert file.prefetch(4 * MIB, 4 * MIB, requested.append) == 2 * MIB  # a quarter of the memory is left to readers
+    assert (
+        file.prefetch(4 * MIB, 4 * MIB, requested.append) == 2 * MIB
+    )  # a quarter of the memory is reserved for readers
     until(lambda: requested == [2 * MIB])
     assert file.prefetch(6 * MIB, 2 * MIB, requested.append) == 0
     assert file.prefetch(0, 4 * MIB, requested.append) == 4 * MIB

@@ -24,7 +24,7 @@ QUICK = ReadingSettings(memory_bytes=8 * MIB, direct_bytes=4 * MIB, direct_min_b
 
 
 class Made:
-    """The same content in three kinds of files, and the heads of those that have one."""
+    """The same content in three kinds of files, and the heads of the striped ones."""
 
     def __init__(self, folder):
         self.place = FolderPlace(folder)
@@ -62,7 +62,7 @@ def read_async(file, offset, length):
     answers, over = [], threading.Event()
 
     def done(answer):
-        # As the mount does: the bytes are used now, and not held.
+        # Like the mount: the bytes are copied now, and the buffer is not kept.
         answers.append(answer if isinstance(answer, BootseerError) else bytes(answer))
         over.set()
 
@@ -72,7 +72,7 @@ def read_async(file, offset, length):
 
 
 def in_time(call):
-    """The error of a call, or None, in a list; nothing when the call does not end."""
+    """A list with the error of a call, or None; an empty list if the call does not end."""
     ended = []
 
     def run():
@@ -93,7 +93,7 @@ def asked(place, path=""):
     return [read for read in place.log if path in read.path]
 
 
-# --- what is read is what was written ---
+# --- correct content ---
 
 
 @pytest.mark.parametrize("name", ["plain", "striped", "parity"])
@@ -123,7 +123,7 @@ FAULTS = st.dictionaries(st.integers(0, 60), st.sampled_from([WRONG, ERROR, 0.01
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_every_byte_is_right_or_there_is_an_error(tmp_path_factory, made, name, ranges, faults, how, cached):
-    if name == "plain":  # wrong bytes of an ordinary file are for the place to find
+    if name == "plain":  # wrong bytes of an ordinary file are detected by the place
         faults = {number: ERROR if what == WRONG else what for number, what in faults.items()}
     number = iter(range(1 << 30))
     content = made.content
@@ -155,7 +155,7 @@ def test_every_byte_is_right_or_there_is_an_error(tmp_path_factory, made, name, 
         assert faults, "nothing was wrong"
     finally:
         reading.close()
-    beyond = 4 * MIB if name == "parity" else 0  # what one row may need that is rebuilt
+    beyond = 4 * MIB if name == "parity" else 0  # for rebuilding one row
     assert reading.facts()["most_memory_bytes"] <= QUICK.memory_bytes + beyond
     assert reading.facts()["memory_bytes"] == 0
 
@@ -172,7 +172,7 @@ def test_reads_at_the_end_are_cut_and_reads_beyond_it_are_empty(reading, content
 
 
 @pytest.mark.parametrize("name", ["plain", "striped"])
-def test_of_empty_ranges_nothing_is_read(place, reading, content, name):
+def test_nothing_is_read_for_empty_ranges(place, reading, content, name):
     file, got = reading.open(name), bytearray(10)
     file.read_ranges([(5, got), (5, bytearray()), (9, bytearray()), (SIZE, bytearray())])
     assert got == content[5:15]
@@ -209,8 +209,8 @@ def test_sequential_readers_find_the_next_bytes_in_memory(place, reading, conten
 
 
 @pytest.mark.parametrize(("name", "reaches"), [("plain", True), ("striped", False)])
-def test_ordinary_files_are_read_ahead_as_far_as_half_of_the_memory(place, content, name, reaches):
-    """Their disks take turns at long stretches; those of striped files do not."""
+def test_ordinary_files_are_read_ahead_up_to_half_of_the_memory(place, content, name, reaches):
+    """Their long blocks are on one disk after the other, unlike those of striped files."""
     settings = ReadingSettings(memory_bytes=32 * MIB, ahead=ReadAheadSettings(first_bytes=MIB, max_bytes=2 * MIB))
     reading = Reading(place, settings=settings)
     place.log.clear()
@@ -223,7 +223,7 @@ def test_ordinary_files_are_read_ahead_as_far_as_half_of_the_memory(place, conte
     assert (farthest >= 15 * MIB) == reaches
 
 
-def test_random_readers_of_an_ordinary_file_get_what_they_ask_for_and_no_more(place, reading):
+def test_random_reads_of_an_ordinary_file_cause_no_read_ahead(place, reading):
     file = reading.open("plain")
     place.log.clear()
     for at in (15 * MIB + 7, 3 * MIB, 20 * MIB):
@@ -231,7 +231,7 @@ def test_random_readers_of_an_ordinary_file_get_what_they_ask_for_and_no_more(pl
     assert sum(read.length for read in place.log) == 3000
 
 
-def test_handles_of_one_version_share_what_was_read_ahead(place, reading):
+def test_handles_of_one_version_share_the_read_ahead(place, reading):
     one, two = reading.open("striped"), reading.open("striped")
     one.read(0, 100)
     two.read(0, 100)
@@ -254,17 +254,17 @@ def test_memory_is_empty_when_all_is_closed(reading):
         reading.open("plain")
 
 
-# --- what goes wrong ---
+# --- faults ---
 
 
-def test_wrong_bytes_on_one_node_come_from_another(place, reading, content):
+def test_wrong_bytes_on_one_node_are_read_from_another(place, reading, content):
     place.nodes_of = lambda path: ("bad:1", "good:1") if ".stripes" in path else ()
     place.decide = lambda read: WRONG if read.node == "bad:1" else GOOD
     memory = bytearray(SIZE)
     reading.open("striped").readinto(0, memory)
     assert memory == content
     facts = reading.facts()
-    # Under the place's own checksums, the node gets a second chance.
+    # The node is tried again, with the place's own checksums.
     assert facts["wrong_chunks"] == 2 * -(-SIZE // CHUNK_BYTES)
     assert {read.check for read in place.log if read.node == "bad:1"} == {False, True}
 
@@ -292,7 +292,7 @@ def test_a_failed_chunk_is_tried_again_by_the_next_reader(place, reading, conten
 
 @pytest.mark.parametrize("what", [WRONG, ERROR, NEVER])
 @pytest.mark.parametrize("number", range(5))
-def test_parity_makes_up_for_any_one_part(place, reading, content, made, what, number):
+def test_parity_replaces_any_single_part(place, reading, content, made, what, number):
     bad = part_paths("parity", made.heads["parity"])[number]
     place.decide = lambda read: what if read.path == bad else GOOD
     file = reading.open("parity")
@@ -329,7 +329,7 @@ def test_a_part_that_is_expected_late_is_not_read_at_all(place, content, made):
     slow = part_paths("parity", made.heads["parity"])[2]
     place.delay_of = lambda path: 30.0 if path == slow else 0.0
     file = reading.open("parity")
-    file.read(0, 1)  # estimates are those of parts that are open
+    file.read(0, 1)  # only open parts have estimates
     file.read(2 * MIB, 1)
     place.log.clear()
     memory = bytearray(8 * MIB)
@@ -340,7 +340,7 @@ def test_a_part_that_is_expected_late_is_not_read_at_all(place, content, made):
 
 
 @pytest.mark.parametrize("what", [WRONG, ERROR, NEVER])
-def test_a_slow_part_is_read_after_all_when_another_one_of_its_row_fails(place, reading, content, made, what):
+def test_a_slow_part_is_read_if_another_one_of_its_row_fails(place, reading, content, made, what):
     paths = part_paths("parity", made.heads["parity"])
     place.delay_of = lambda path: 30.0 if path == paths[0] else 0.0
     file = reading.open("parity")
@@ -353,7 +353,7 @@ def test_a_slow_part_is_read_after_all_when_another_one_of_its_row_fails(place, 
 
 def test_parity_that_is_late_is_not_waited_for(place, reading, content, made):
     paths = part_paths("parity", made.heads["parity"])
-    # Its estimate promises more than it keeps.
+    # Its estimate is too low.
     place.delay_of = lambda path: 0.3 if path in paths[:4] else 0.0
     place.decide = lambda read: NEVER if read.path in paths[4::5] else GOOD
     file = reading.open("parity")
@@ -421,7 +421,7 @@ def test_a_read_that_fails_does_not_wait_for_chunks_that_it_never_began(place, m
     reading.close()
 
 
-def test_a_part_of_another_length_is_no_part(place, reading, made):
+def test_a_part_of_the_wrong_length_is_an_error(place, reading, made):
     part = part_paths("striped", made.heads["striped"])[0]
     place.size_of = lambda path, size: size - 1 if path == part else size
     with pytest.raises(CorruptError, match="instead of"):

@@ -15,7 +15,7 @@ CHUNK = b"\7" * 1000
 
 
 class OneChunk:
-    """A segment of one chunk and its parity, which is its copy: also its parts and their open files."""
+    """A segment of one chunk and its parity, which is its copy; also in the roles of its parts and open files."""
 
     def length(self, chunk):
         return len(CHUNK)
@@ -47,7 +47,7 @@ class OneChunk:
 
 
 class LateChunk:
-    """A chunk whose own part says nothing until the chunk is given up, which happens while it is computed."""
+    """A chunk whose own part does not answer until the chunk is cancelled, which happens while it is computed."""
 
     chunk = 0
     num_bytes = len(CHUNK)
@@ -92,7 +92,7 @@ def context_of(segment, settings, facts, timer, buffer):
     )  # fmt: skip
 
 
-def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
+def test_a_chunk_that_is_cancelled_while_it_is_computed_ends_once_and_not_before():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
     context = context_of(segment, ReadingSettings(late_s=0.01, row_check_s=0.01), facts, timer, buffer)
@@ -101,7 +101,7 @@ def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before(
     row.add(job)
     row.begin(job)
     assert job.ended.acquire(timeout=180)
-    assert not job.ended_early, "its memory is its owner's again, and is about to be written to"
+    assert not job.ended_early, "its memory would be returned to its owner while it is written to"
     assert job.ends == [None]
     assert job.into == CHUNK
     assert buffer.wait_empty(120)
@@ -109,7 +109,7 @@ def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before(
 
 
 class Refused(LateChunk):
-    """A chunk that could not be begun, so that it is rebuilt."""
+    """A chunk whose read could not begin, so that it is rebuilt."""
 
     started_s = None
 
@@ -117,7 +117,7 @@ class Refused(LateChunk):
         return data == CHUNK
 
 
-def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_memory_taken():
+def test_rebuilding_a_chunk_whose_read_could_not_begin_leaves_no_memory_reserved():
     segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
     context = context_of(segment, ReadingSettings(), facts, timer, buffer)
@@ -153,7 +153,7 @@ def test_a_callback_that_raises_leaves_no_memory_reserved(monkeypatch):
 
 
 class HeldParity(OneChunk):
-    """A segment of two equal chunks, whose first read (of the parity) ends only when it is told to."""
+    """A segment of two equal chunks, whose first read (of the parity) ends only when the test calls `end_first`."""
 
     path = "part"
 
@@ -162,7 +162,7 @@ class HeldParity(OneChunk):
         self.end_first = None
 
     def read_into(self, offset, into, done, **_):
-        into[:] = bytes(len(CHUNK))  # each is the other
+        into[:] = bytes(len(CHUNK))  # the parity of two equal chunks is zero
         if self.end_first is None:
             self.end_first = lambda: done(ReadOutcome(TransientError("the read was cancelled"), ""))
             self.requested.set()

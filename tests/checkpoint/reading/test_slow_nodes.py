@@ -1,4 +1,4 @@
-"""What one slow or hung DataNode costs, in virtual time: the same on every machine."""
+"""The effect of one slow or hung DataNode, in virtual time: the same on every machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NODES = ["a:1", "b:1", "c:1", "d:1", "e:1"]
 
 
 class AtOnce:
-    """As `Executor`."""
+    """In place of `Executor`."""
 
     def submit(self, job):
         job()
 
 
 class Clock:
-    """As `Timer`."""
+    """In place of `Timer`."""
 
     def __init__(self, links):
         self.after = links.after
@@ -39,8 +39,8 @@ class Clock:
 
 
 class LinkedPlace:
-    """As a `Place`: the parts of a file, each on the DataNode of its stripe; no DataNode has those of the stripe
-    `lost`. `datas`: what was read of them before."""
+    """In place of a `Place`: the parts of a file, each on the DataNode of its stripe, except those of the stripe
+    `lost`, which are missing. `datas`: a cache of their content."""
 
     def __init__(self, folder, links, datas, lost):
         self._folder, self._links, self._datas, self._lost = folder, links, datas, lost
@@ -84,7 +84,7 @@ class Striping:
 
 
 class Reader:
-    """Reads a file in virtual time. One that was made for it knows nothing of the nodes yet."""
+    """Reads a file in virtual time. A new one has no measurements of the nodes yet."""
 
     def __init__(self, content, links, source, settings):
         self._content = content
@@ -93,11 +93,11 @@ class Reader:
         self._settings = settings
 
     def read(self):
-        """Read all of it, and compare: MiB/s."""
+        """Read and check the whole file; returns the rate in MiB/s."""
         return rate(len(self._content), self.read_part(0, len(self._content)))
 
-    def read_part(self, start, end, on_end=lambda: None):
-        """Read a range, and compare: seconds. `on_end` is called when it has begun."""
+    def read_part(self, start, end, on_begin=lambda: None):
+        """Read and check a range; returns the seconds. `on_begin` is called when the read has begun."""
         memory, ends = memoryview(bytearray(end - start)), []
         wants = [(at, memory[at - start : at - start + MIB]) for at in range(start, end, MIB)]
         settings = self._settings
@@ -111,7 +111,7 @@ class Reader:
         )
         gather.begin(transfer)
         gather.ended()
-        on_end()
+        on_begin()
         seconds = self.links.run(lambda: bool(ends))
         assert ends == [None]
         assert memory == self._content[start:end]
@@ -125,23 +125,23 @@ def striping(tmp_path_factory):
 
 @pytest.mark.parametrize("sick", [0, 2, 4])
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5])
-def test_one_sick_node_costs_a_file_with_parity_little_from_the_first_read_on(striping, sick, part):
-    """Its parts on the other four have all of the file between them: 4 x 45.2 MiB/s."""
+def test_one_slow_node_delays_a_file_with_parity_little_even_in_the_first_read(striping, sick, part):
+    """The parts on the other four are sufficient for the whole file: 4 x 45.2 MiB/s."""
     reader = striping.open([LINK * part if number == sick else LINK for number in range(5)])
     first, second = reader.read(), reader.read()
     assert first > 0.93 * 4 * LINK
     assert second > 0.96 * 4 * LINK
 
 
-def test_a_healthy_cluster_reads_from_all_its_nodes_that_of_the_parity_too(striping):
+def test_with_healthy_nodes_all_are_used_also_that_of_the_parity(striping):
     reader = striping.open([LINK] * 5)
     assert reader.read() > 1.05 * 4 * LINK
     served = reader.links.served
-    assert sum(served.values()) < 1.05 * 128 * MIB, "what was read twice is lost"
+    assert sum(served.values()) < 1.05 * 128 * MIB, "little is read twice"
     assert served["e:1"] > 10 * MIB
 
 
-def test_a_node_that_becomes_slow_is_found_out_and_one_that_recovers_is_used_again(striping):
+def test_a_node_that_becomes_slow_is_noticed_and_one_that_recovers_is_used_again(striping):
     reader = striping.open([LINK] * 5)
     reader.read()
     reader.links.rates["b:1"] = LINK / 10
@@ -152,16 +152,16 @@ def test_a_node_that_becomes_slow_is_found_out_and_one_that_recovers_is_used_aga
     assert reader.read() > 4 * LINK
 
 
-def test_parts_that_no_node_has_any_more_cost_a_file_with_parity_no_wait(tmp_path):
-    """Links so fast that 50 ms for each segment would be most of the time."""
+def test_lost_parts_do_not_delay_reads_of_a_file_with_parity(tmp_path):
+    """With links so fast that 50 ms for each segment would be most of the time."""
     striping = Striping(tmp_path, 64 * MIB, segment_rows=2)
     reader = striping.open([10 * LINK] * 5, lost=1)
     assert reader.read() > 0.8 * 4 * 10 * LINK
 
 
 @pytest.mark.parametrize("begun_s", [0.0, 0.01])
-def test_who_is_to_help_with_parity_and_hangs_is_not_waited_for(striping, begun_s):
-    """A row of which its first chunk is not wanted, but read because parity is to stand in for the second."""
+def test_a_hung_node_that_is_read_for_a_rebuild_is_not_waited_for(striping, begun_s):
+    """The first chunk of the row is not requested, but read to rebuild the second one with parity."""
     reader = striping.open([LINK, LINK / 50, LINK, LINK, LINK])
     reader.read()
 
@@ -198,7 +198,7 @@ def test_the_healthy_nodes_of_an_ordinary_file_with_two_copies_are_all_busy(part
     assert reader.read() > least * allowed
 
 
-def test_an_ordinary_file_with_one_copy_is_read_as_fast_as_its_placement_allows():
+def test_an_ordinary_file_with_one_copy_is_read_at_the_rate_that_its_placement_allows():
     names = [NODES[int(digit)] for digit in "001023013021000312"]
     reader = ordinary([LINK] * 4, [[name] for name in names])
     most = max(names.count(name) for name in NODES)

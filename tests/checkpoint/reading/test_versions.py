@@ -1,4 +1,4 @@
-"""Files that are replaced, damaged or no heads at all, and those that a forked child goes on with."""
+"""Files that are replaced, have a damaged head or none, and files that a forked child continues to read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_ordinary_file_that_is_replaced_while_it_is_open_keeps_its_version(ow
     reading.close()
 
 
-def test_a_damaged_head_is_an_error_and_not_a_file(own):
+def test_a_damaged_head_is_an_error_and_not_an_ordinary_file(own):
     put_striped(own, "file", content_of(3 * MIB))
     head = bytearray(own.read_bytes("file", 1 << 20))
     head[100] ^= 1
@@ -58,7 +58,7 @@ def test_a_damaged_head_is_an_error_and_not_a_file(own):
         Reading(own).open("file")
 
 
-def test_a_file_that_only_has_the_length_of_a_head_is_ordinary(own):
+def test_a_file_with_only_the_length_of_a_head_is_ordinary(own):
     data = content_of(4083)
     own.write_bytes("file", data)
     with Reading(own).open("file") as file:
@@ -66,12 +66,12 @@ def test_a_file_that_only_has_the_length_of_a_head_is_ordinary(own):
         assert file.read(0, 5000) == data
 
 
-def test_a_file_that_is_not_there_is_said_to_be_so(own):
+def test_a_missing_file_is_not_found(own):
     with pytest.raises(NotFoundError):
         Reading(own).open("nothing")
 
 
-def test_a_forked_child_reads_on_with_what_the_parent_opened(own, tmp_path):
+def test_a_forked_child_reads_files_opened_by_the_parent(own, tmp_path):
     content = content_of(9 * MIB)
     put_striped(own, "file", content, parity=True)
     own.write_bytes("plain", content)

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: everything that a damaged or hostile one may say."""
+"""Headers of safetensors files, including damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch")  # the package has it
+pytest.importorskip("torch")  # imported by the package
 
 from bootseer.checkpoint.safetensors.header import MAX_HEADER_BYTES, Header, read_header
 from bootseer.errors import CorruptError
 
 
 class MemoryFile:
-    """A file in memory that knows what was read of it."""
+    """A file in memory that records its reads."""
 
     def __init__(self, data: bytes, size_bytes: int | None = None) -> None:
         self.data = data
@@ -107,7 +107,7 @@ BAD: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
-def test_what_is_wrong_is_refused(data: bytes) -> None:
+def test_invalid_headers_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptError, match=r"^model: "):
         read(data)
 
@@ -120,7 +120,7 @@ def test_a_header_beyond_the_bound_is_refused_before_it_is_read() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 400))
-def test_no_bytes_lead_to_anything_but_a_header_or_a_refusal(text: bytes, length: int) -> None:
+def test_any_bytes_are_a_header_or_refused(text: bytes, length: int) -> None:
     try:
         found = read(encoded(text, length=length))
     except CorruptError:

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files are those that the safetensors library reads."""
+"""Reading safetensors files, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def filled(name: str) -> torch.Tensor:
-    """A tensor of any type that the format has, of any bits."""
+    """A tensor of any type of the format, with random bits."""
     dtype = getattr(torch, name)
     if dtype == torch.bool:
         return torch.randint(0, 2, (6, 8)).bool()
@@ -89,7 +89,7 @@ def model(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_tensor_does_not_drag_its_neighbours_along(tmp_path: Path) -> None:
+def test_a_tensor_does_not_keep_its_neighbours_in_memory(tmp_path: Path) -> None:
     model(tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     assert all(one.untyped_storage().nbytes() == one.nbytes for one in found.values())
@@ -109,7 +109,7 @@ def place_bytes(folder: Path) -> int:
     return int(resolve(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
 
 
-def test_safe_open_is_the_librarys_twin(tmp_path: Path) -> None:
+def test_safe_open_is_equivalent_to_the_librarys(tmp_path: Path) -> None:
     model(tmp_path)
     path = tmp_path / "model.safetensors"
     with library.safe_open(path, "pt") as theirs, safe_open(path) as ours:
@@ -122,7 +122,7 @@ def test_safe_open_is_the_librarys_twin(tmp_path: Path) -> None:
             assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()
 
 
-def test_slices_are_what_slicing_the_tensor_gives(tmp_path: Path) -> None:
+def test_slices_equal_slices_of_the_tensor(tmp_path: Path) -> None:
     tensors = model(tmp_path)
     chance = random.Random(5)
 
@@ -139,7 +139,7 @@ def test_slices_are_what_slicing_the_tensor_gives(tmp_path: Path) -> None:
                 chosen = tuple(map(index, shape[: chance.randrange(len(shape) + 1)]))
                 found = file.get_slice(name)[chosen or ...]
                 assert_equal(found, tensors[name][chosen or ...])
-                # Nothing but the slice is kept.
+                # Only the slice is kept in memory.
                 assert found.untyped_storage().nbytes() < found.nbytes + 64
         assert file.get_slice("scalar")[...].item() == 2.5
 
@@ -149,7 +149,7 @@ def test_slices_are_what_slicing_the_tensor_gives(tmp_path: Path) -> None:
     [None, [2, 0], ([1, 2], slice(0, 3)), (..., ...), (None, 0), True, torch.tensor([3, 1]), torch.arange(7) > 3],
     ids=str,
 )
-def test_other_indexes_are_what_the_library_makes_of_them(tmp_path: Path, index: Any) -> None:
+def test_other_indexes_have_the_same_results_as_in_the_library(tmp_path: Path, index: Any) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.arange(35).reshape(7, 5)}, path)
     with library.safe_open(path, "pt") as theirs, safe_open(path) as ours:
@@ -170,7 +170,7 @@ def test_four_bit_numbers_are_refused_and_the_other_tensors_of_their_file_read(t
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}], ids=str)
-def test_all_tensors_of_an_open_file_and_its_metadata_are_the_librarys(tmp_path: Path, metadata: Any) -> None:
+def test_all_tensors_of_an_open_file_and_its_metadata_equal_the_librarys(tmp_path: Path, metadata: Any) -> None:
     tensors = model(tmp_path)
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(tensors, path, metadata)
@@ -182,7 +182,7 @@ def test_all_tensors_of_an_open_file_and_its_metadata_are_the_librarys(tmp_path:
             assert_equal(found[name], tensor)
 
 
-def test_a_few_rows_or_far_columns_cost_a_few_bytes(tmp_path: Path) -> None:
+def test_for_a_few_rows_or_distant_columns_few_bytes_are_read(tmp_path: Path) -> None:
     tensors = model(tmp_path)
     with safe_open(tmp_path / "model.safetensors") as file:
         rows = file.get_slice("large")[100:110]
@@ -212,7 +212,7 @@ def test_a_model_of_many_files_is_read_as_one(tmp_path: Path) -> None:
         assert_equal(found[name], tensor)
 
 
-def test_files_of_tensors_that_are_not_wanted_are_not_touched(tmp_path: Path) -> None:
+def test_files_of_tensors_that_are_not_requested_are_not_opened(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model-1.safetensors").unlink()
     assert load_sharded(tmp_path, names=["layer.0", "layer.5"]).keys() == {"layer.0", "layer.5"}
@@ -240,7 +240,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, index: str) -> None:
         load_sharded(tmp_path)
 
 
-def test_a_cut_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     model(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

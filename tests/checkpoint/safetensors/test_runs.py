@@ -1,4 +1,4 @@
-"""Which bytes hold a slice of a tensor."""
+"""The byte ranges of a slice of a tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch")  # the package has it
+pytest.importorskip("torch")  # imported by the package
 
 import torch
 
@@ -31,7 +31,7 @@ def indexed(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Index, ...]]:
 
 
 @given(indexed(), st.integers(0, 40))
-def test_the_runs_hold_the_slice_and_no_gap_that_is_worth_a_request(
+def test_the_runs_contain_the_slice_and_no_gap_that_is_worth_a_request(
     case: tuple[tuple[int, ...], tuple[Index, ...]], gap_bytes: int
 ) -> None:
     shape, index = case
@@ -51,12 +51,12 @@ def runs(index: object, gap_bytes: int) -> Runs:
     return runs_of(torch.empty((8, 1000), device="meta")[index], 4, gap_bytes)
 
 
-def test_rows_are_one_run_and_far_columns_are_many() -> None:
+def test_rows_are_one_run_and_distant_columns_are_many() -> None:
     assert runs(slice(2, 5), 0).starts == [8000]
     columns = runs((slice(None), slice(0, 10)), 100)
     assert (len(columns.starts), columns.length) == (8, 40)
     assert len(runs((slice(None), slice(0, 10)), 4000).starts) == 1
 
 
-def test_rows_that_a_step_leaves_out_are_not_read() -> None:
+def test_rows_that_a_step_skips_are_not_read() -> None:
     assert runs(slice(None, None, 4), 100).starts == [0, 16000]

@@ -1,4 +1,4 @@
-"""A folder as a place, what writes there, and how a test reads what was written: by the format, not by `reading`."""
+"""A folder as a place, a `Writing` for it, and a reader of written files by the format, independent of `reading`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from stepwise_place import StepwisePlace
 
 MIB = 1 << 20
 SMALL = Policy(stripes=2, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
-"""Segments of 4 MiB: everything happens in files of a few."""
+"""Segments of 4 MiB, so that small files have several."""
 QUICK = WritingSettings(retry_s=0.01)
 Restarts = Callable[[], int]
-"""The number of parts and steps that were begun again so far."""
+"""Returns the number of parts and steps that were retried so far."""
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ class Desk:
         self.writing = Writing(self.files, spool=spool, settings=settings)
 
     def read(self, path: str) -> bytes:
-        """The content of a file; every digest of it is checked."""
+        """The content of a file, with all digests verified."""
         return read_by_format(self.files, path)
 
     def leftovers(self) -> list[str]:
-        """Files of the root that users do not see and that no visible file consists of."""
+        """Hidden files below the root that do not belong to a visible file."""
         found = {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
         for path in list(found):
             if STRIPES not in path and not path.rpartition("/")[2].startswith("."):

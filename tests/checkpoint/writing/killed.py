@@ -1,8 +1,8 @@
-"""A program that replaces a file again and again, and is killed at the first step, at the second, and so on.
+"""A program that replaces a file and is killed at the first step, then at the second, and so on.
 
     python killed.py ROOT replayed|stream
 
-Each time in a folder ROOT/N of its own, until a writer comes to its end. Run by `test_killed`.
+Each write is in a new folder ROOT/N, until one completes. Run by `test_killed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLICY = Policy(stripes=2, parity=True, part_bytes=MIB, min_bytes_per_stripe=MIB
 
 
 def content(seed: int) -> bytes:
-    """Three chunks and a half, other ones for each seed."""
+    """Three and a half chunks, different for each seed."""
     return b"".join(bytes([seed + chunk]) * MIB for chunk in range(3)) + bytes([seed]) * (MIB // 2)
 
 
@@ -47,7 +47,7 @@ def write(root: Path, kind: str, seed: int, step: int) -> None:
 
 
 def write_until_killed(pipe: Connection, uri: str, spool: Path) -> None:
-    """Write a file of 12 MiB again and again, and say each number when its content is there."""
+    """Write a file of 12 MiB repeatedly, and send each number when its content is published."""
     writing = Writing(Files(open_place(uri)), spool=spool)
     policy = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
     for number in itertools.count():

@@ -21,7 +21,7 @@ from .conftest import MIB, SMALL, Desk, Restarts
 
 PIECE = 128 << 10
 SIZES = st.integers(0, 7 * MIB)
-# Most of what matters happens at the borders of chunks.
+# The borders of chunks matter most.
 OFFSETS = st.one_of(
     SIZES, st.builds(lambda chunk, off: max(0, chunk * MIB + off), st.integers(0, 7), st.integers(-2, 2))
 )
@@ -41,7 +41,7 @@ STEPS = st.lists(
 
 @given(STEPS, st.booleans(), st.sampled_from([2 * MIB, 64 * MIB]), st.sampled_from([0.0, 0.1]), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_writer_is_like_bytes_in_memory(
+def test_a_writer_behaves_like_bytes_in_memory(
     steps: list[tuple[str, int, int]], parity: bool, spool_bytes: int, faults: float, seed: int
 ) -> None:
     policy = Policy(stripes=2, parity=parity, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
@@ -87,7 +87,7 @@ def test_a_writer_is_like_bytes_in_memory(
 
 
 @pytest.mark.parametrize("piece", [PIECE, 64 * MIB])
-def test_a_stream_is_sent_while_it_is_written_and_needs_little_room(tmp_path: Path, piece: int) -> None:
+def test_a_stream_is_sent_while_it_is_written_and_needs_little_space(tmp_path: Path, piece: int) -> None:
     room = WritingSettings(spool_bytes=8 * MIB, random_bytes=0)
     desk = Desk(tmp_path / "root", tmp_path / "spool", room)
     data = os.urandom(40 * MIB + 5)
@@ -103,7 +103,7 @@ def test_a_stream_is_sent_while_it_is_written_and_needs_little_room(tmp_path: Pa
     assert desk.leftovers() == []
 
 
-def test_a_file_that_is_begun_anew_is_sent_while_it_is_written_like_the_first_time(tmp_path: Path) -> None:
+def test_a_rewritten_file_is_sent_while_it_is_written_like_the_first_time(tmp_path: Path) -> None:
     room = WritingSettings(spool_bytes=8 * MIB, random_bytes=0)
     desk = Desk(tmp_path / "root", tmp_path / "spool", room)
     with contextlib.closing(desk.writing):
@@ -118,7 +118,7 @@ def test_a_file_that_is_begun_anew_is_sent_while_it_is_written_like_the_first_ti
 
 
 @pytest.mark.slow
-def test_the_spool_stays_within_its_bound_for_several_streams_at_once(tmp_path: Path) -> None:
+def test_the_spool_stays_within_its_limit_with_several_concurrent_streams(tmp_path: Path) -> None:
     spool_bytes = 6 * MIB
     desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(spool_bytes=spool_bytes, random_bytes=0))
     data = os.urandom(24 * MIB)
@@ -142,7 +142,7 @@ def test_the_spool_stays_within_its_bound_for_several_streams_at_once(tmp_path: 
 
 
 def test_one_thread_writes_to_many_files_in_turn_with_a_small_spool(tmp_path: Path) -> None:
-    # Nobody else could give the room back that this thread waits for.
+    # No other thread could free the space that this one waits for.
     desk = Desk(
         tmp_path / "root", tmp_path / "spool", WritingSettings(spool_bytes=12 * MIB, random_bytes=0, max_threads=3)
     )
@@ -157,7 +157,7 @@ def test_one_thread_writes_to_many_files_in_turn_with_a_small_spool(tmp_path: Pa
             assert desk.read(f"job/file{number}") == data
 
 
-def test_what_is_written_out_of_order_may_use_more_room_up_to_a_bound(tmp_path: Path) -> None:
+def test_data_written_out_of_order_may_use_more_space_up_to_a_limit(tmp_path: Path) -> None:
     room = WritingSettings(spool_bytes=2 * MIB, random_bytes=10 * MIB)
     desk = Desk(tmp_path / "root", tmp_path / "spool", room)
     with contextlib.closing(desk.writing):
@@ -167,13 +167,13 @@ def test_what_is_written_out_of_order_may_use_more_room_up_to_a_bound(tmp_path: 
             writer.write_at(0, b"x")
         with pytest.raises(TooLargeError, match="gap"):
             writer.truncate(1 << 50)
-        # What was refused has changed nothing.
+        # The refused calls have changed nothing.
         assert writer.size_bytes == 21 * MIB
         writer.commit()
         assert desk.read("job/file") == bytes(9 * MIB) + b"x" * 12 * MIB
 
 
-def test_a_header_that_is_written_last_costs_one_segment_and_not_the_file(desk: Desk) -> None:
+def test_for_a_header_that_is_written_last_one_segment_is_sent_again_and_not_the_file(desk: Desk) -> None:
     data = bytearray(os.urandom(21 * MIB))
     writer = desk.writing.open("job/file", policy=SMALL)
     writer.write_at(0, data)
@@ -243,12 +243,12 @@ def test_a_log_that_is_synced_after_each_line_resends_no_more_than_its_last_chun
     assert desk.leftovers() == []
 
 
-def test_an_empty_file_is_made(desk: Desk) -> None:
+def test_an_empty_file_is_created(desk: Desk) -> None:
     assert desk.writing.open("job/empty").commit().size_bytes == 0
     assert desk.read("job/empty") == b""
 
 
-def test_a_file_replaces_another_and_takes_its_parts_along(desk: Desk) -> None:
+def test_a_file_replaces_another_and_its_parts(desk: Desk) -> None:
     for size in (9 * MIB, 100, 8 * MIB, 0):
         data = os.urandom(size)
         writer = desk.writing.open("job/file", policy=SMALL)
@@ -269,7 +269,7 @@ def test_aborting_leaves_nothing(desk: Desk) -> None:
         writer.write_at(0, b"x")
 
 
-def test_an_error_of_the_place_reaches_the_writer_and_leaves_what_was_visible(desk: Desk) -> None:
+def test_an_error_of_the_place_is_raised_by_the_writer_and_keeps_the_visible_content(desk: Desk) -> None:
     writer = desk.writing.open("job/file", policy=SMALL)
     writer.write_at(0, b"old")
     writer.commit()
@@ -281,7 +281,7 @@ def test_an_error_of_the_place_reaches_the_writer_and_leaves_what_was_visible(de
     desk.place.before = refuse
     writer = desk.writing.open("job/file", policy=SMALL)
     with pytest.raises(PermanentError, match="quota"):
-        writer.write_at(0, b"x" * 9 * MIB)  # raises it too, on a busy machine
+        writer.write_at(0, b"x" * 9 * MIB)  # on a busy machine, this may raise it
         writer.commit()
     writer.abort()
     assert desk.read("job/file") == b"old"
@@ -338,8 +338,8 @@ def test_a_segment_that_does_not_grow_is_ended(tmp_path: Path) -> None:
         assert desk.read("job/file") == b"x" * 3 * MIB + b"y" * 3 * MIB
 
 
-def test_a_segment_is_ended_when_a_part_waits_for_bytes_although_others_get_some(tmp_path: Path) -> None:
-    """Its DataNode would close the connection: of a slow stream in many stripes each part gets a chunk seldom."""
+def test_a_segment_is_ended_if_one_part_waits_for_data_even_if_others_get_some(tmp_path: Path) -> None:
+    """Its DataNode would close the connection: in a slow stream with many stripes, each part rarely gets a chunk."""
     desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(idle_s=600.0))
     closed, until_s = threading.Event(), time.monotonic() + 120
     desk.place.before = lambda step, path: closed.set() if step == "close" else None
@@ -374,7 +374,7 @@ def test_a_reader_and_a_writer_of_one_writer_do_not_disturb_each_other(desk: Des
 
     reader = threading.Thread(target=read)
     reader.start()
-    for offset in range(0, 12 * MIB, 3 * MIB):  # the same bytes again: each takes a segment back
+    for offset in range(0, 12 * MIB, 3 * MIB):  # the same bytes again: each write reads a segment back
         writer.write_at(offset, data[offset : offset + PIECE])
         writer.sync()
     over.set()
@@ -384,7 +384,7 @@ def test_a_reader_and_a_writer_of_one_writer_do_not_disturb_each_other(desk: Des
     assert desk.read("job/file") == data
 
 
-def test_the_policy_of_the_folder_decides(desk: Desk) -> None:
+def test_the_policy_of_the_folder_applies(desk: Desk) -> None:
     desk.files.set_policy("job", SMALL)
     writer = desk.writing.open("job/file")
     writer.write_at(0, b"x" * 4 * MIB)
@@ -403,20 +403,20 @@ def _full_desk(tmp_path: Path, spool_bytes: int) -> Desk:
     return Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(spool_bytes=spool_bytes))
 
 
-def test_what_is_sent_because_the_spool_is_full_is_not_what_is_being_overwritten(tmp_path: Path) -> None:
+def test_chunks_that_are_being_overwritten_are_not_sent_when_the_spool_is_full(tmp_path: Path) -> None:
     policy = Policy(stripes=4, part_bytes=4 * MIB, min_bytes_per_stripe=4 * MIB)
     desk = _full_desk(tmp_path, 9 * MIB)
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=policy)
         writer.write_at(0, b"o" * 8 * MIB)  # too little to be sent by itself
-        writer.write_at(5 * MIB, b"n" * 5 * MIB)  # two more than the spool has room for
+        writer.write_at(5 * MIB, b"n" * 5 * MIB)  # two chunks more than the spool has space for
         assert writer.read_at(0, 10 * MIB) == b"o" * 5 * MIB + b"n" * 5 * MIB
         writer.commit()
     assert desk.read("job/file") == b"o" * 5 * MIB + b"n" * 5 * MIB
     assert desk.writing.facts()["spool_bytes"] == 0
 
 
-def test_a_file_that_is_published_whole_is_not_sent_meanwhile_to_make_room(tmp_path: Path) -> None:
+def test_a_file_that_is_published_whole_is_not_sent_meanwhile_to_free_space(tmp_path: Path) -> None:
     policy = Policy(stripes=4, part_bytes=8 * MIB, min_bytes_per_stripe=4 * MIB)
     desk = _full_desk(tmp_path, 9 * MIB)
     with contextlib.closing(desk.writing):
@@ -425,7 +425,7 @@ def test_a_file_that_is_published_whole_is_not_sent_meanwhile_to_make_room(tmp_p
         wait_idle = writer.sending.wait_idle
 
         def send_and_wait(timeout_s: float) -> bool:
-            writer.sending.flush_some()  # as another writer does that waits for room
+            writer.sending.flush_some()  # like another writer that waits for space
             return wait_idle(timeout_s)
 
         writer.sending.wait_idle = send_and_wait  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Writing to a real HDFS whose servers die, hang, fill up and restart meanwhile, and by writers that are killed."""
+"""Writing to a real HDFS whose servers are killed, hang, run out of space or restart, and with killed writers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ pytestmark = needs_links
 POLICY = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
 """One part of each segment on each DataNode."""
 _PART = random.Random(5).randbytes(6 * MIB)
-DATA = b"".join(_PART[at:] + _PART[:at] for at in range(6)) + _PART[:77]  # made at once, no two blocks are alike
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(6)) + _PART[:77]  # created quickly, and all blocks differ
 
 
 class Hdfs:
-    """A cluster and what writes to it; `cluster` may be hurt, and is well again for the next test."""
+    """A cluster and a `Writing` for it. Tests may break the cluster and must repair it."""
 
     def __init__(self, cluster: HdfsCluster, spool: Path) -> None:
         self.cluster = cluster
@@ -47,8 +47,8 @@ class Hdfs:
         self.writing = Writing(self.files, spool=spool)
 
     def write(self, fault: Callable[[int], object], *, policy: Policy = POLICY, only: int | None = None) -> Written:
-        """Write a file, with a fault in the middle, which hears on which DataNode lies what is about to be written;
-        `only`: when it lies on this one."""
+        """Write a file with a fault in the middle. `fault` is called with the DataNode of the part that is about to be
+        written. `only`: wait for a part on this DataNode."""
         hurt = False
         lock = threading.Lock()
         left = 10
@@ -73,7 +73,7 @@ class Hdfs:
         return written
 
     def nodes(self, name: str) -> list[set[str]]:
-        """On which DataNodes the parts of a file lie, by the NameNode's own check."""
+        """The DataNodes of each part of a file, from the NameNode's fsck."""
         head = self.files.head(name)
         assert head is not None
         folder = f"/job/{STRIPES}/{head.id}"
@@ -92,7 +92,7 @@ class Hdfs:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
     folder = tmp_path_factory.mktemp("hdfs")
-    # A node that has just been busy would count as one that takes nothing, and its part lie beside another one.
+    # Otherwise a node that was just busy would be skipped, and two parts would be on one node.
     settings = {"dfs.namenode.redundancy.considerLoad": "false"}
     with HdfsCluster(folder, num_datanodes=3, fast_detection=True, disk_mib={2: 600}, settings=settings) as cluster:
         yield cluster
@@ -106,7 +106,7 @@ def hdfs(cluster: HdfsCluster, tmp_path: Path) -> Iterator[Hdfs]:
     hdfs.place.close()
 
 
-def test_parts_lie_on_different_datanodes_and_where_the_head_says(hdfs: Hdfs) -> None:
+def test_parts_are_on_different_datanodes_which_are_recorded_in_the_head(hdfs: Hdfs) -> None:
     hdfs.writing.write_file("file", *in_memory(DATA), policy=POLICY)
     assert read_by_format(hdfs.files, "file") == DATA
     head = hdfs.files.head("file")
@@ -116,7 +116,7 @@ def test_parts_lie_on_different_datanodes_and_where_the_head_says(hdfs: Hdfs) ->
     assert [set().union(*said[at : at + 3]) for at in (0, 3)] == [set(hdfs.cluster.nodes)] * 2
 
 
-def test_a_datanode_that_is_killed_costs_its_part_once_more_and_readers_of_a_head_that_it_had_nothing(
+def test_the_part_of_a_killed_datanode_is_written_again_and_heads_on_it_are_still_read(
     hdfs: Hdfs, restarts: Restarts
 ) -> None:
     parity = Policy(stripes=2, parity=True, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
@@ -127,7 +127,7 @@ def test_a_datanode_that_is_killed_costs_its_part_once_more_and_readers_of_a_hea
         hdfs.write(hdfs.cluster.kill, only=killed)
         assert restarts() > 0
         lost = [nodes for nodes in hdfs.nodes("file") if nodes <= {hdfs.cluster.nodes[killed]}]
-        assert not lost  # the part that it had was not complete
+        assert not lost  # its part was incomplete
         with contextlib.closing(open_place(hdfs.place.uri)) as place, contextlib.closing(Reading(place)) as reading:
             file = reading.open("parity")
             assert file.read(0, file.size_bytes) == DATA
@@ -137,7 +137,7 @@ def test_a_datanode_that_is_killed_costs_its_part_once_more_and_readers_of_a_hea
     assert read_by_format(hdfs.files, "file") == DATA
 
 
-def test_a_datanode_that_hangs_is_left_alone(hdfs: Hdfs, restarts: Restarts) -> None:
+def test_a_hung_datanode_is_avoided(hdfs: Hdfs, restarts: Restarts) -> None:
     hung: list[int] = []
 
     def hang(i: int) -> None:
@@ -149,17 +149,17 @@ def test_a_datanode_that_hangs_is_left_alone(hdfs: Hdfs, restarts: Restarts) -> 
         before = restarts()
         assert before > 0
         hdfs.writing.write_file("next", *in_memory(DATA), policy=POLICY)
-        assert restarts() == before, "the next file tries it again"
+        assert restarts() == before, "the next file must not try it again"
     finally:
         hdfs.cluster.resume(hung[0])
     assert read_by_format(hdfs.files, "file") == DATA
     assert read_by_format(hdfs.files, "next") == DATA
 
 
-def test_a_datanode_without_room_is_written_around(hdfs: Hdfs) -> None:
+def test_a_full_datanode_is_avoided(hdfs: Hdfs) -> None:
     def fill(i: int) -> None:
         while True:
-            with contextlib.suppress(OSError):  # somebody else takes what was just free
+            with contextlib.suppress(OSError):  # the free space has just changed
                 hdfs.cluster.fill(2, told=False)
                 return
 
@@ -177,7 +177,7 @@ def test_a_namenode_that_restarts_is_waited_for(hdfs: Hdfs) -> None:
     assert read_by_format(hdfs.files, "file") == DATA
 
 
-def test_a_pipeline_of_two_datanodes_survives_the_death_of_one(hdfs: Hdfs) -> None:
+def test_a_pipeline_of_two_datanodes_survives_a_kill_of_one(hdfs: Hdfs) -> None:
     policy = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB, replication=2)
     killed: list[int] = []
 

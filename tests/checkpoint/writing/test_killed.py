@@ -18,9 +18,7 @@ _TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", ["replayed", "stream"])
-def test_a_writer_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_collected(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_writer_that_is_killed_at_any_step_leaves_a_whole_file_and_is_collected(kind: str, tmp_path: Path) -> None:
     program = [sys.executable, Path(__file__).with_name("killed.py"), tmp_path / "runs", kind]
     subprocess.run(program, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(_TESTS)})
     runs = sorted((tmp_path / "runs").iterdir(), key=lambda path: int(path.name))
@@ -34,7 +32,7 @@ def test_a_writer_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_col
         assert desk.read("job/file") == before
         assert desk.leftovers() == []
     old, new = content(0), content(100)
-    # The old one up to some step, the new one from there on, and nothing else.
+    # The old content up to some step, the new one afterwards, and nothing else.
     switch = seen.index(new)
     assert seen == [old] * switch + [new] * (len(seen) - switch)
     assert switch > 10

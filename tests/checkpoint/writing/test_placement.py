@@ -15,7 +15,9 @@ from .conftest import MIB, Desk
 
 
 @given(st.integers(1, 6), st.integers(0, 1), st.integers(1, 12), st.integers(0, 2**32))
-def test_nodes_that_are_one_more_than_parts_are_filled_evenly(parts: int, more: int, segments: int, seed: int) -> None:
+def test_with_at_most_one_node_more_than_parts_all_are_filled_evenly(
+    parts: int, more: int, segments: int, seed: int
+) -> None:
     nodes = [f"node{number}:1" for number in range(parts + more)]
     source = random.Random(seed)
     use, lie = NodeLoad(), Counter(dict.fromkeys(nodes, 0))
@@ -39,7 +41,7 @@ def test_a_part_that_failed_and_nodes_that_are_avoided_do_not_count() -> None:
     assert use.most_loaded(4, ()) == []
 
 
-def test_a_segment_is_begun_when_it_is_known_where_the_one_before_lies(desk: Desk) -> None:
+def test_a_segment_begins_when_the_nodes_of_the_previous_one_are_known(desk: Desk) -> None:
     begin = desk.place.begin_parts
     spared: list[set[str]] = []
     lock = threading.Lock()
@@ -61,7 +63,7 @@ def test_a_segment_is_begun_when_it_is_known_where_the_one_before_lies(desk: Des
             barrier.wait()
 
     desk.place.before = before
-    # Part number n of each segment lies on node n.
+    # Part number n of each segment is on node n.
     desk.place.nodes_of = lambda path: (f"node{path.rpartition('/')[2].split('.')[1]}:1",)
     policy = Policy(stripes=2, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
     desk.writing.write_file("job/file", *in_memory(bytes(12 * MIB)), policy=policy)

@@ -27,7 +27,7 @@ from .conftest import MIB, SMALL, Desk, Restarts
 
 @pytest.mark.parametrize("size", [0, 1, MIB, 2 * MIB - 1, 2 * MIB, 4 * MIB, 4 * MIB + 1, 9 * MIB, 12 * MIB + 17])
 @pytest.mark.parametrize("parity", [False, True])
-def test_what_is_written_is_what_is_read(desk: Desk, size: int, parity: bool) -> None:
+def test_written_files_are_read_back(desk: Desk, size: int, parity: bool) -> None:
     data = os.urandom(size)
     policy = Policy(stripes=3, parity=parity, part_bytes=MIB, min_bytes_per_stripe=MIB)
     written = desk.writing.write_file("job/file", *in_memory(data), policy=policy, mode=0o640)
@@ -37,7 +37,7 @@ def test_what_is_written_is_what_is_read(desk: Desk, size: int, parity: bool) ->
     assert desk.leftovers() == []
 
 
-def test_a_parity_part_holds_the_xor_of_the_rows(desk: Desk) -> None:
+def test_a_parity_part_has_the_xor_of_the_rows(desk: Desk) -> None:
     data = os.urandom(7 * MIB + 11)
     policy = Policy(stripes=3, parity=True, part_bytes=4 * MIB, min_bytes_per_stripe=MIB)
     desk.writing.write_file("job/file", *in_memory(data), policy=policy)
@@ -51,7 +51,7 @@ def test_a_parity_part_holds_the_xor_of_the_rows(desk: Desk) -> None:
         assert parity[row // 3 * MIB : (row // 3 + 1) * MIB] == parity_chunk(chunks, len(chunks[0]))
 
 
-def test_a_local_file_is_written_as_it_is(desk: Desk, tmp_path: Path) -> None:
+def test_a_local_file_is_written(desk: Desk, tmp_path: Path) -> None:
     data = os.urandom(5 * MIB + 5)
     (tmp_path / "local").write_bytes(data)
     told: list[tuple[int, int]] = []
@@ -94,10 +94,10 @@ def test_a_source_that_changes_between_two_tries_of_a_part_is_noticed(desk: Desk
     assert desk.leftovers() == []
 
 
-def test_a_failed_part_is_written_again_elsewhere_under_another_name_while_the_others_go_on(
+def test_a_failed_part_is_written_again_elsewhere_under_another_name_while_the_others_continue(
     desk: Desk, restarts: Restarts
 ) -> None:
-    # Part number n lies on node n, unless that is to be avoided.
+    # Part number n is on node n, unless that is to be avoided.
     avoided: list[frozenset[str]] = []
     begin = desk.place.begin_parts
 
@@ -161,7 +161,7 @@ def test_parts_that_share_a_node_are_recorded(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("step", ["begin", "write", "close", "list", "write_bytes"])
-def test_a_step_that_always_fails_ends_and_leaves_what_was_there(desk: Desk, step: str) -> None:
+def test_a_step_that_always_fails_is_given_up_and_the_old_file_is_kept(desk: Desk, step: str) -> None:
     desk.writing.write_file("job/file", *in_memory(b"old" * MIB), policy=SMALL)
 
     def fail(found: str, path: str) -> None:
@@ -173,11 +173,11 @@ def test_a_step_that_always_fails_ends_and_leaves_what_was_there(desk: Desk, ste
         desk.writing.write_file("job/file", *in_memory(b"new" * MIB), policy=SMALL)
     desk.place.before = lambda step, path: None
     assert desk.read("job/file") == b"old" * MIB
-    if step != "write_bytes":  # then the answer might be all that was lost, and a collector decides
+    if step != "write_bytes":  # then only the answer may have been lost, and a collector decides
         assert desk.leftovers() == []
 
 
-def test_an_old_file_that_cannot_be_read_is_replaced_all_the_same(desk: Desk) -> None:
+def test_an_old_file_that_cannot_be_read_is_replaced(desk: Desk) -> None:
     desk.writing.write_file("job/file", *in_memory(b"old" * MIB), policy=SMALL)
     reads: list[str] = []
 
@@ -192,7 +192,7 @@ def test_an_old_file_that_cannot_be_read_is_replaced_all_the_same(desk: Desk) ->
     assert desk.read("job/file") == b"new" * MIB
 
 
-def test_folders_and_names_are_looked_at_first(desk: Desk) -> None:
+def test_folders_and_names_are_checked_first(desk: Desk) -> None:
     source = in_memory(bytes(9 * MIB))
     with pytest.raises(NotFoundError):
         desk.writing.write_file("nowhere/file", *source)
@@ -252,7 +252,7 @@ def test_files_below_an_attempt_are_written_like_others(desk: Desk) -> None:
 
 
 @pytest.mark.slow
-def test_after_close_nothing_is_begun_and_no_thread_stays(desk: Desk) -> None:
+def test_after_close_nothing_begins_and_no_thread_is_left(desk: Desk) -> None:
     others = set(threading.enumerate())
     writer = desk.writing.open("job/file", policy=SMALL)
     writer.write_at(0, bytes(5 * MIB))
@@ -282,7 +282,7 @@ def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
         "pid and sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
         "os._exit(0)\n"
     )
-    # With threads, newer Pythons warn about every fork.
+    # Newer Python versions warn about forks of processes with threads.
     command = [sys.executable, "-W", "ignore", "-c", program, tmp_path]
     subprocess.run(command, check=True, timeout=180)
     files = Files(FolderPlace(tmp_path))
@@ -312,7 +312,7 @@ def test_a_head_that_may_be_visible_keeps_its_parts_whatever_follows(desk: Desk,
     assert desk.read("job/file") == b"a" * 5 * MIB + b"b" * 5 * MIB
 
 
-def test_a_file_that_is_not_striped_waits_for_a_place_that_is_away_for_a_moment(
+def test_writing_a_file_that_is_not_striped_waits_for_a_place_that_is_briefly_unavailable(
     tmp_path: Path, restarts: Restarts
 ) -> None:
     desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings())
@@ -334,7 +334,7 @@ def test_a_file_that_is_not_striped_waits_for_a_place_that_is_away_for_a_moment(
     assert desk.leftovers() == []
 
 
-def test_a_file_that_was_lost_before_its_rename_is_not_taken_for_published(desk: Desk) -> None:
+def test_a_file_that_was_lost_before_its_rename_is_not_reported_as_published(desk: Desk) -> None:
     plain = Policy(stripes=1)
     desk.writing.write_file("job/file", *in_memory(b"a" * 9 * MIB), policy=plain)
 
@@ -348,7 +348,7 @@ def test_a_file_that_was_lost_before_its_rename_is_not_taken_for_published(desk:
     assert desk.read("job/file") == b"a" * 9 * MIB
 
 
-def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -> None:
+def test_a_large_file_that_is_not_striped_also_has_a_lease(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(retry_s=0.01, lease_s=0.03))
     collected: list[int] = []
 
@@ -357,9 +357,9 @@ def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -
             return
         until = time.monotonic() + 120
         while not list((desk.root / "job/.stripes").glob("*/lease")):
-            assert time.monotonic() < until, "nobody writes a lease"
+            assert time.monotonic() < until, "no lease is written"
             time.sleep(0.005)
-        # HDFS tells the time at which a file was begun, until it ends.
+        # In HDFS, the modification time of a file that is being written is that of its begin.
         os.utime(desk.root / path, (0, 0))
         os.utime((desk.root / path).parent, (0, 0))
         collected.append(collect(desk.files.place, "job"))
@@ -374,7 +374,7 @@ def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("way", ["at once", "piece by piece"])
-def test_a_place_that_never_answers_is_an_error_and_no_hang(
+def test_a_place_that_never_answers_is_an_error_and_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(end_s=0.1))
