@@ -31,6 +31,15 @@ AHEAD = replace(SMALL, ahead_s=1.0, first_ahead_bytes=3 * BLOCK, request_cost_s=
 class Checked(World):
     """Compares the ledger's entries, queues and requests with each other at each step."""
 
+    def tick(self) -> None:
+        super().tick()
+        for key in self.scheduler.demanded:  # no late block is forgotten
+            wanted = self.scheduler.wanted[key]
+            if self.scheduler._may_hedge(wanted):
+                assert self.now < wanted.late_at
+                assert self._wake_at is not None
+                assert self._wake_at <= wanted.late_at + 0.0011
+
     def check(self) -> None:
         super().check()
         ledger = self.scheduler
