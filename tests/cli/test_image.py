@@ -154,6 +154,9 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
         bootseer("image", "umount", str(target), "--force")
     assert not kernel.is_mount(target)
     bootseer("image", "mount", node.reference, str(target), "--rw")
+    subprocess.run(["mount", "-t", "tmpfs", "somebody's", target], check=True)
+    assert "mounted over it" in bootseer("image", "umount", str(target), code=1).stderr
+    subprocess.run(["umount", target], check=True)
     (target / "new").write_text("x")
     second, third = node.folder / "second", node.folder / "third"
     bootseer("image", "mount", node.reference, str(second), "--rw")

@@ -86,7 +86,12 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
 def is_mount(target: Path) -> bool:
     """Whether something is mounted on `target` in this mount namespace. Does not access it: the mount may hang."""
-    return str(Path(os.path.realpath(target.parent), target.name)) in mount_points()
+    return num_mounts(target) > 0
+
+
+def num_mounts(target: Path) -> int:
+    """How many mounts lie on `target`, one over the other."""
+    return mount_points().count(str(Path(os.path.realpath(target.parent), target.name)))
 
 
 def mount_points() -> list[str]:
