@@ -62,13 +62,7 @@ def environment_in_image(
         say(f"the setup could not be read: {error}")
     environment = replace(environment, place=container_path(cwd, reversed(container.binds)))
     make = partial(
-        Task,
-        options.setup,
-        options.requirements,
-        env=env,
-        own_env=found,
-        session=session,
-        show=options.show,
+        Task, options.setup, options.requirements, env=env, own_env=found, session=session, show=options.show
     )
     try:
         task = make(options=replace(environment, inputs=(*environment.inputs, *(bind.source for bind in binds))))

@@ -128,19 +128,13 @@ class _ImageStart:
 
     def run(self) -> int:
         """Mount the image, run the setup (if any) and the command in it; the exit code."""
-        session, span = self._session, new_span()
+        options, session, span = self._options, self._session, new_span()
         env = {**session.child_env(self._env, hook=False), **session.tracer.environment(span)}
-        if self._options.environment is not None:
+        if options.environment is not None:
             from bootseer.launch.image.environment import environment_in_image
 
             self._environment = environment_in_image(
-                self._options,
-                self._options.environment,
-                self._command,
-                self._container_options,
-                env,
-                self._env,
-                session,
+                options, options.environment, self._command, self._container_options, env, self._env, session
             )
         code, container = self._prepare(env)
         if container is None:
@@ -148,7 +142,7 @@ class _ImageStart:
         began_s = time.monotonic()
         code = run_command(
             container.command,
-            self._options._replace(restarts=None) if container.has_parent else self._options,
+            options._replace(restarts=None) if container.has_parent else options,
             env,
             session,
             program=container.process.args,
