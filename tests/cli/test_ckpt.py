@@ -86,8 +86,10 @@ def test_put_list_latest_get_verify_and_remove(ckpt: Run, job: str, source: Path
     assert (tmp_path / "step-20.pt").read_bytes() == (source / "model").read_bytes()
     assert ": no problems" in ckpt("verify", f"{job}/latest").stdout
     assert "latest" in ckpt("remove", f"{job}/step-10", code=1).stderr
-    removed = as_json(ckpt("remove", f"{job}/step-20.pt", "--json"), "bootseer.checkpoints-removed/1")
-    assert removed["removed"][0]["size_bytes"] == 9 * _MIB
+    both = ckpt("remove", f"{job}/step-20.pt", f"{job}/step-30", "--json", code=1)
+    assert "step-30" in both.stderr
+    removed = as_json(both, "bootseer.checkpoints-removed/1")
+    assert [row["size_bytes"] for row in removed["removed"]] == [9 * _MIB]
     ckpt("remove", f"{job}/step-10", "--force")
     assert "0 checkpoints" in ckpt("list", job).stdout
     assert "no latest" in ckpt("latest", job, code=1).stderr

@@ -176,17 +176,19 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
     bootseer ckpt remove hdfs://namenode/jobs/moe/step-900 hdfs://namenode/jobs/moe/step-800
     """
     removed: list[dict[str, object]] = []
-    for uri in names:
-        folder, name = split(uri)
-        if name == LATEST:
-            raise UsageError(f"{uri} is not a checkpoint", hint="name the checkpoint itself")
-        with files_at(folder) as files:
-            freed = remove(files, "", name, force=force)
-        removed.append({"checkpoint": uri, "size_bytes": freed})
-        if not output.as_json:
-            output({}, f"{uri}: removed, {format_bytes(freed)}")
-    if output.as_json:
-        output({"removed": removed})
+    try:
+        for uri in names:
+            folder, name = split(uri)
+            if name == LATEST:
+                raise UsageError(f"{uri} is not a checkpoint", hint="name the checkpoint itself")
+            with files_at(folder) as files:
+                freed = remove(files, "", name, force=force)
+            removed.append({"checkpoint": uri, "size_bytes": freed})
+            if not output.as_json:
+                output({}, f"{uri}: removed, {format_bytes(freed)}")
+    finally:
+        if output.as_json and removed:  # also when a later one could not be removed
+            output({"removed": removed})
 
 
 @click.command("clean")
