@@ -1,4 +1,4 @@
-"""Training programs for the hook's tests. None of them knows of BootSeer."""
+"""Training programs for the hook's tests. None of them uses BootSeer."""
 
 import textwrap
 
@@ -6,7 +6,7 @@ import warm
 
 MARKED = warm.Parent("hook.marked_torch", PYTHONPATH=warm.python_path)
 START = "import time; from bootseer.hook import watch; watch.start(time.monotonic_ns())\n"
-"""Put before a program that is run by a copy of `MARKED`."""
+"""The first line of a program that runs in a copy of `MARKED`."""
 
 TRAIN = """
 import gc, os, sys, torch, torch.distributed as dist
@@ -44,7 +44,7 @@ counts = [len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre
 path = [p for p in sys.path if "bootseer" in p and "hook" in p]
 print(f"left behind {ours} {counts} path {path} {torch.__spec__.loader.__class__.__name__}", flush=True)
 dist.destroy_process_group()
-gc.freeze()  # or Python collects all objects of PyTorch at its end, for 0.6 s of processor time
+gc.freeze()  # otherwise Python collects all objects of PyTorch at exit, in 0.6 s of processor time
 """
 
 TWELVE_STEPS = """
@@ -55,7 +55,7 @@ for _ in range(12):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    time.sleep(0.05)  # steps of one length, however loaded the machine is
+    time.sleep(0.05)  # steps of equal duration, also on a busy machine
 """
 
 FORKS_RANKS = f"""

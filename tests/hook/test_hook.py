@@ -1,4 +1,4 @@
-"""The hook in real training processes: what it marks, what it leaves behind, and that it fails open."""
+"""The hook in real training processes: its marks, that nothing of it remains, and that it fails open."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _write(folder: Path, source: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
-    """One real distributed job on two ranks, its output and its events."""
+    """A real distributed job with two ranks: its finished process and its events."""
     from bootseer.report.inputs import sources
     from bootseer.report.log_scan import scan
 
@@ -129,7 +129,7 @@ def test_nothing_is_left_behind(trained):
 def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
     (tmp_path / "slow_module.py").write_text("import time, json.tool\ntime.sleep(0.3)\nvalue = 7\n")
     source = (
-        "import importlib.util, safetensors\n"  # from which on imports are watched, as from torch
+        "import importlib.util, safetensors\n"  # imports are watched from this one on, as with torch
         "print(type(importlib.util.find_spec('slow_module').loader).__name__)\n"
         "import slow_module\n"
         "print(type(slow_module.__loader__).__name__, type(slow_module.__spec__.loader).__name__, slow_module.value)\n"
@@ -143,10 +143,10 @@ def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
 
 @pytest.fixture
 def hooked(env, tmp_path, monkeypatch):
-    """`hooked(source, ...)`: this job with these words, in a copy of a process that has imported PyTorch.
+    """`hooked(source, ...)`: run this job with these arguments in a copy of a process that has imported PyTorch.
 
-    The hook marks it as a copy of a warm parent. That it marks the same in a program that was started by exec is seen
-    in `test_warm_torch` and in the tests with `run`.
+    The hook marks it like a copy of a warm parent. `test_warm_torch` and the tests with `run` check that the marks are
+    the same in programs started by exec.
     """
     monkeypatch.setenv("BOOTSEER_TRACE", f"spool:{env['BOOTSEER_SPOOL']}")
 
@@ -158,17 +158,17 @@ def hooked(env, tmp_path, monkeypatch):
 
 
 def test_making_optimizer_state_is_no_step(hooked, events):
-    """get_state_dict() steps with a rate of 0; so does the first step of a warm-up, which is one."""
+    """get_state_dict() steps with a learning rate of 0. The first step of a warm-up does, too, and is a step."""
     done = hooked(INITIALIZES_OPTIMIZER)
     assert done.returncode == 0, done.stderr
     initialized_ns, first_ns, *_ = map(int, done.stdout.split())
     found = [event for event in events() if event.stage in ("first_step", "training_began")]
     assert [event.phase for event in found] == ["begin", "end", "instant"]
-    assert initialized_ns < found[0].mono_ns < found[2].mono_ns < first_ns  # it was the first of the three
+    assert initialized_ns < found[0].mono_ns < found[2].mono_ns < first_ns  # the first of the three
 
 
 def test_ranks_that_are_forks_are_marked(hooked, events, tmp_path):
-    """As accelerate's notebook_launcher and Lightning's ddp_fork start them."""
+    """Started like by accelerate's notebook_launcher and Lightning's ddp_fork."""
     done = hooked(FORKS_RANKS, str(tmp_path / "store"))
     assert done.returncode == 0, done.stderr
     began = [event for event in events() if event.stage == "training_began"]
@@ -177,7 +177,7 @@ def test_ranks_that_are_forks_are_marked(hooked, events, tmp_path):
 
 
 def test_launchers_of_few_nodes_ask_often_whether_all_have_joined(hooked):
-    """PyTorch's sleep 1 s between two requests."""
+    """PyTorch's own launchers sleep for 1 s between two requests."""
     done = hooked(TWO_LAUNCHERS)
     assert done.returncode == 0, done.stderr
     requests, longest_s, *restored = done.stdout.split()
@@ -187,7 +187,7 @@ def test_launchers_of_few_nodes_ask_often_whether_all_have_joined(hooked):
 
 
 def test_a_spare_launcher_asks_as_seldom_as_without_us(hooked):
-    """It waits for as long as the others train."""
+    """It waits while the others train."""
     done = hooked(SPARE_LAUNCHER)
     assert done.returncode == 0, done.stderr
     assert {float(slept_s) for slept_s in done.stdout.split()} == {1.0}
@@ -218,7 +218,7 @@ print(len(sys.modules["bootseer.hook.state"].active().undo))
 
 
 def test_the_first_use_of_cuda_is_marked_once(hooked, events):
-    """Whether there is a GPU or not: without one its end says that it failed."""
+    """With and without a GPU: without one, the end event has the outcome of a failure."""
     source = """
 import torch
 for _ in range(2):
@@ -243,7 +243,7 @@ def test_death_in_the_first_step_leaves_it_open(hooked, events):
 
 @pytest.fixture(scope="module")
 def compiled_without_us(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the compiler does in the same job without the hook."""
+    """The compiler's statistics for the same job without the hook."""
     ways = ("plain_step", "compiled_step")
     folder = tmp_path_factory.mktemp("compiled")
     (done,) = warm.run(Path(_write(folder, COMPILED)), ways, folder=folder)
@@ -253,7 +253,7 @@ def compiled_without_us(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 @pytest.mark.parametrize("how", ["plain_step", "compiled_step"])
 def test_compiled_code_is_compiled_as_without_us(hooked, events, compiled_without_us, how):
-    """No graph more, none broken: hooks must neither be traced nor come and go behind the compiler's back."""
+    """No additional graphs or graph breaks: hooks must neither be traced nor be added or removed in between."""
     done = hooked(COMPILED, how)
     assert done.returncode == 0, done.stderr
     assert done.stdout == compiled_without_us[how]
@@ -287,7 +287,7 @@ for _ in range(3):
 
 
 def test_it_can_be_switched_off(run, events, tmp_path):
-    (tmp_path / "torch.py").touch()  # an import of this name is marked
+    (tmp_path / "torch.py").touch()  # imports of this name are marked
     job = ("--", sys.executable, "-c", "import torch")
     marked = {}
     for how in ("on", "option", "variable"):
@@ -300,8 +300,8 @@ def test_it_can_be_switched_off(run, events, tmp_path):
 
 
 def test_a_single_process_needs_no_launcher_and_its_python_no_bootseer(run, events, tmp_path):
-    """The job's interpreter has torch on its path and BootSeer not. Its own optimizer hooks see every step: torch walks
-    through a dict of hooks while ours decides to leave it."""
+    """The job's interpreter has torch on its path, but not BootSeer. The job's optimizer hooks run in every step,
+    although our hook removes itself from torch's dict of hooks while torch iterates over it."""
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     site = next((bare / "lib").glob("python3*/site-packages"))

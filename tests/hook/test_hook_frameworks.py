@@ -1,4 +1,4 @@
-"""Real frameworks whose step is not one of torch's: JAX, DeepSpeed, Megatron. Each runs where it is installed."""
+"""Real frameworks with a step that is not torch's: JAX, DeepSpeed, Megatron. Each runs where it is installed."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ print("@", last_ns[-1], len(last_ns))
     ],
 )
 def test_a_step_of_many_optimizers_counts_whole(run, events, program):
-    """Steps that only make the state exist came before; the first step ends behind the last of its optimizers."""
+    """Earlier steps only create the optimizers' state; the first real one ends after the last of its optimizers."""
     done = run("run", "-q", "--", sys.executable, "-c", ONE_RANK + program)
     assert done.returncode == 0, done.stderr
     told = [tuple(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("@")]

@@ -1,4 +1,4 @@
-"""What a job can see of the hook: functions that it keeps, loaders that it asks, tracebacks and warnings it prints."""
+"""What a job can observe of the hook: stored functions, import loaders, tracebacks and warnings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ original = dist.all_reduce
 dist.init_process_group("gloo")
 assert dist.all_reduce is original
 from torch.distributed import all_reduce
-import torch._dynamo  # makes its table of collectives, by identity
+import torch._dynamo  # creates its table of collectives, by identity
 
 @torch.compile(backend="eager", fullgraph=True)
 def double(batch):
@@ -54,10 +54,10 @@ print(spec.loader.get_filename("torch"), spec.loader.is_package("torch"), len(sp
 @needs_torch
 @pytest.mark.torch
 def test_collectives_compile_as_without_us(run, events, tmp_path):
-    """Dynamo may learn the collectives while we wait for the first one: they must be the real ones."""
+    """Dynamo may collect the collectives while our wrapper waits for the first one: they must be the real functions."""
     (tmp_path / "job.py").write_text(COMPILED_COLLECTIVE)
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    both = 'RANK=1 "$0" job.py & RANK=0 "$0" job.py && wait $!'  # torchrun itself takes as long as a rank
+    both = 'RANK=1 "$0" job.py & RANK=0 "$0" job.py && wait $!'  # without torchrun, which takes as long as a rank
     done = run("run", "-q", "--", "sh", "-c", both, sys.executable, more=ranks)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[8.0, 8.0] 1") == 2

@@ -1,4 +1,4 @@
-"""Processes that end by a failed import tell it, once, and nothing else about them changes."""
+"""Processes that end with a failed import report it once, and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_programs_own_hook_for_exceptions_still_runs(run, events):
 
 
 def test_an_interpreter_that_lacks_bootseer_tells_it_too(run, events):
-    # Without site-packages, but with the start-up file.
+    # Without site-packages, but with our sitecustomize.
     program = (
         "import sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p and '/src' not in p]\nimport nope"
     )

@@ -1,4 +1,4 @@
-"""Imports of which nothing runs before the first step: told apart from those that are used, and shown in the report."""
+"""Imports unused before the first step: distinguished from used ones, and shown in the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The injected sitecustomize in interpreters without torch: it must not be noticed."""
+"""The injected sitecustomize in interpreters without torch: it must have no visible effect."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_folder_of_our_name_beside_the_program_does_not_hide_us(tmp_path):
     (tmp_path / "bootseer").mkdir()
     path = f"{Path(marks.__file__).parent}/path"
     env = {"PYTHONPATH": path, "BOOTSEER_TRACE": f"spool:{tmp_path}/spool", "BOOTSEER_JOB": "x"}
-    # Without site-packages, as in an interpreter without BootSeer.
+    # Without site-packages, like an interpreter without BootSeer.
     words = [sys.executable, "-S", "-c", "import sitecustomize, runpy; runpy.run_path('job.py')"]
     subprocess.run(words, env=env, cwd=tmp_path, check=True)
     assert len(list((tmp_path / "spool").iterdir())) == 1
@@ -83,7 +83,7 @@ def test_a_program_without_torch_finds_bootseer_where_its_environment_has_none(t
 
 
 def test_an_earlier_bootseer_in_the_jobs_environment_is_called_as_it_wants(tmp_path):
-    """As version 0.2: its watch takes one argument, and its import errors have another name."""
+    """For example version 0.2: `watch.start` takes one argument, and `import_errors` has another function."""
     hook = tmp_path / "bootseer" / "hook"
     hook.mkdir(parents=True)
     (tmp_path / "safetensors.py").touch()
@@ -97,14 +97,14 @@ def test_an_earlier_bootseer_in_the_jobs_environment_is_called_as_it_wants(tmp_p
 
 
 def test_it_is_valid_in_interpreters_of_system_tools():
-    """Where it is not, the job's own sitecustomize would not run, and each such tool would print an error."""
+    """Otherwise the job's own sitecustomize would not run, and each such tool would print an error."""
     source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()
     tree = ast.parse(source, feature_version=(3, 6))
     assert not [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
 
 
 def test_every_marked_package_begins_the_watch():
-    """Some import torch themselves, before what is marked in them."""
+    """Some of them import torch themselves, before their marked parts."""
     source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()
     (named,) = (line for line in source.splitlines() if line.startswith("FRAMEWORKS = "))
     packages = {name.partition(".")[0] for name in marks.after_import_of()}

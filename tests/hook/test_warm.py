@@ -1,6 +1,6 @@
-"""Programs that a launcher starts from a warm parent are as after exec; what is not certain is started by exec.
+"""Programs that a launcher starts from a warm parent are the same as after exec; in doubt, exec is used.
 
-The launcher and its programs are real processes; what they import is small here, and torch in `test_warm_torch`.
+The launcher and its programs are real processes; their imports are small here, and torch in `test_warm_torch`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ for words, options in json.loads(sys.argv[1]):
 
 
 class Launcher:
-    """Runs `launch.py`, which starts programs; with what its warm parent is told to import."""
+    """Runs `launch.py`, which starts programs, with a record of modules for its warm parent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Launcher:
         return str(path)
 
     def remember(self, main: str) -> None:
-        """What an earlier start would have recorded."""
+        """Write the record of an earlier start."""
         folder = str(self.folder) if self.program.startswith("-m") else str(Path(main).parent)
         told = programs.import_lines(os.path.realpath(main), folder)[0]
         known = {"program": self.program, "telling": told, "main": main, **self.known}
@@ -106,14 +106,14 @@ class Launcher:
         )
 
     def run(self, *runs: tuple[Sequence[str], dict[str, Any]], warm: bool = True) -> list[tuple[int, str, str]]:
-        """What each program ended with and printed."""
+        """Exit code and output of each program."""
         with self.start(*runs, warm=warm) as process:
             out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         return [tuple(json.loads(line)) for line in out.splitlines()]
 
     def told(self) -> list[dict[str, Any]]:
-        events = sorted(SpoolTail(str(self.spool)).poll(last=True), key=lambda event: event.wall_ns)  # files are by pid
+        events = sorted(SpoolTail(str(self.spool)).poll(last=True), key=lambda event: event.wall_ns)  # of all pids
         return [dict(event.attrs) for event in events if event.stage == "warm_start"]
 
     def reasons(self) -> list[str]:
@@ -168,7 +168,7 @@ os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
 
 
 def test_a_program_that_python_would_start_by_posix_spawn_is_warm_too(launcher: Launcher):
-    """With Python 3.13 and a new C library these are nearly all programs."""
+    """With Python 3.13 and a recent C library these are nearly all programs."""
     launcher.remember(launcher.write("child.py", "import sys\nprint('decimal' in sys.modules)"))
     assert launcher.run((["child.py"], {"close_fds": False})) == [(0, "True\n", "")]
     assert launcher.reasons() == [""]
@@ -203,7 +203,7 @@ def test_a_program_ends_as_after_exec(launcher: Launcher):
     by_exec, warm = launcher.run(*runs, warm=False), launcher.run(*runs)
     assert launcher.reasons() == [""] * len(_ENDS)
     for name, expected, found in zip(_ENDS, by_exec, warm, strict=True):
-        if name == "fault":  # it names the frames that are ours, behind the program's
+        if name == "fault":  # its traceback has our frames below the program's
             expected, found = (one[:2] for one in (expected, found))  # noqa: PLW2901
         assert found == expected, name
     assert dict(zip(_ENDS, warm, strict=True))["interrupted"][0] == -signal.SIGINT
@@ -224,7 +224,7 @@ def test_modes_of_python_that_variables_set_are_as_after_exec(launcher: Launcher
     (by_exec,), (warm,) = launcher.run((["child.py"], {}), warm=False), launcher.run((["child.py"], {}))
     assert launcher.reasons() == [""]
     assert warm[:2] == by_exec[:2]
-    assert warm[2].partition("\n")[0] == by_exec[2].partition("\n")[0]  # below are frames, two of which are ours
+    assert warm[2].partition("\n")[0] == by_exec[2].partition("\n")[0]  # followed by frames, two of which are ours
 
 
 def test_what_is_random_differs_between_programs_of_one_parent(launcher: Launcher):
@@ -264,7 +264,7 @@ def test_a_module_that_has_changed_is_not_handed_on(launcher: Launcher):
     (launcher.folder / "job").mkdir()
     child = launcher.write("job/child.py", "import library\nprint(library.version)\n")
     launcher.remember(child)
-    # The first program proves that the warm parent is ready before the file changes.
+    # After the first program, the warm parent is ready; then the file changes.
     launcher.before = (
         f"subprocess.run([sys.executable, {child!r}], stdout=2)\nopen({library!r}, 'w').write('version = 22')"
     )
@@ -336,7 +336,7 @@ def test_a_parent_that_is_killed_in_a_request_costs_only_its_time(launcher: Laun
 
 
 def test_an_exception_of_the_launchers_signal_handler_is_raised_in_the_launcher(launcher: Launcher):
-    """torchrun's `SignalException` ends torchrun, which must not start the program instead."""
+    """torchrun's `SignalException` ends torchrun, which must not start the program by exec then."""
     launcher.remember(launcher.write("child.py", "open('ran', 'w')"))
     launcher.before = (
         """
@@ -387,7 +387,7 @@ def test_the_parent_goes_with_its_launcher_or_before_it_waits_for_any_child(laun
 
 
 def test_a_rank_starts_no_warm_parent_although_its_program_is_a_launchers(launcher: Launcher):
-    """Ranks of Lightning are further starts of the launcher's program; others start a program for an evaluation."""
+    """Ranks of Lightning run the launcher's program again; other ranks start a program for an evaluation."""
     launcher.remember(launcher.write("child.py", "print('ran')"))
     launcher.env["LOCAL_RANK"] = "1"
     assert launcher.run((["child.py"], {})) == [(0, "ran\n", "")]

@@ -1,4 +1,4 @@
-"""Programs that are started by exec although there is a warm parent, and the reason that is reported."""
+"""Programs that are started by exec although there is a warm parent, and the reported reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_import_that_does_more_than_define_keeps_the_parent_from_being_copied
     assert words in told["why_not"]
     assert told["unfit"]
     assert told["module"] == ("" if case in ("thread", "memory") else "library")
-    if told["module"]:  # what `bootseer run` keeps of it: the next one leaves the module to the program
+    if told["module"]:  # as recorded by `bootseer run`: the next warm parent does not import the module
         launcher.known["cold"] = {told["module"]: told["why_not"]}
         launcher.remember(str(launcher.folder / "job" / "child.py"))
         assert launcher.run((["job/child.py"], {})) == [(0, "ran\n", "")]
@@ -70,7 +70,7 @@ def test_the_library_of_a_driver_may_be_mapped_as_long_as_no_device_is_open(
 ):
     import _ctypes
 
-    library = launcher.folder / "libcuda.so.1"  # as the import of a CUDA build of torch maps it
+    library = launcher.folder / "libcuda.so.1"  # mapped like by the import of a CUDA build of torch
     library.write_bytes(Path(_ctypes.__file__).read_bytes())
     launcher.write("library.py", f"import ctypes\nctypes.CDLL({str(library)!r})")
     launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
@@ -87,7 +87,7 @@ def test_the_library_of_a_driver_may_be_mapped_as_long_as_no_device_is_open(
 
 
 def test_a_package_that_may_not_be_imported_is_left_out_as_a_whole_at_once(launcher: Launcher):
-    """Modules come before their package in a record: Python lists the package again when it is done."""
+    """Modules come before their package in a record: Python moves the package to the end after its import."""
     (launcher.folder / "library").mkdir()
     launcher.write("library/__init__.py", "import library.one, library.other")
     launcher.write("library/one.py", "")
@@ -196,7 +196,7 @@ def test_a_program_that_imports_otherwise_than_recorded_is_started_by_exec(launc
 def test_a_program_whose_folder_has_a_module_that_imports_found_elsewhere_is_started_by_exec(
     launcher: Launcher, own: str
 ):
-    """Such as a folder `datasets` beside the program, where an installed package imports the installed `datasets`."""
+    """For example a folder `datasets` next to the program, when an installed package imports the other `datasets`."""
     launcher.write("framework.py", "import helper\n")
     launcher.write("helper.py", "value = 'installed'\n")
     launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
@@ -222,7 +222,7 @@ def test_a_program_that_sets_what_imports_read_is_started_by_exec(launcher: Laun
 
 
 def test_a_c_library_that_does_not_keep_the_thread_id_there_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """musl keeps a lock there: the first thread of a copy would wait for it without end."""
+    """musl has a lock there: the first thread of a copy would wait for it forever."""
     lock = ctypes.c_int(0)
 
     def prctl(option: int, place: object, *_: int) -> int:

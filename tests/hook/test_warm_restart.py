@@ -1,4 +1,4 @@
-"""A launcher that `bootseer run --restarts --warm` starts again is a copy of the warm parent that the dead one left."""
+"""With `bootseer run --restarts --warm`, a restarted launcher is a copy of the warm parent of the dead one."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Job:
         )  # fmt: skip
 
     def run(self, mode: str, way: str = "again") -> list[Any]:
-        """What the starts printed, by turns what they found and what became of their child."""
+        """The lines printed by the starts: for each, its facts, then its restart number, imports and child's output."""
         with self.start(mode, way) as process:
             out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
         return [json.loads(line) for line in out.splitlines()]
 
     def told(self) -> list[tuple[int, str]]:
-        """Of each warm start the restart that it belongs to, and why it was not."""
+        """Of each `warm_start` event its restart, and the reason if it was not warm."""
         (folder,) = (self.folder / "on").glob("x/*")
         found = [event for event in SpoolTail(str(folder)).poll(last=True) if event.stage == "warm_start"]
         found.sort(key=lambda event: event.mono_ns)
@@ -92,7 +92,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def left(folder: Path) -> list[str]:
-    """Warm parents of this job that run."""
+    """Running warm parents of this job."""
     texts = [words.decode(errors="replace") for _, words in processes()]
     return [text for text in texts if "warm_parent.py" in text and str(folder) in text]
 
@@ -122,7 +122,7 @@ def test_a_restarted_launcher_finds_what_it_finds_after_exec_and_its_programs_st
         for facts in (expected, found):
             for name in ("BOOTSEER_WARM", "BOOTSEER_TRACE", "BOOTSEER_RUN_ID", "TRACEPARENT"):
                 facts["env"].pop(name, None)
-            facts["fds"] = [number for number, handed_on in facts["fds"].items() if handed_on]  # not to the warm parent
+            facts["fds"] = [number for number, handed_on in facts["fds"].items() if handed_on]  # without the parent's
             facts["environ"] = [word for word in facts["environ"] if word.partition("=")[0] in facts["env"]]
         assert found == expected
     until_none_is_left(job.folder)

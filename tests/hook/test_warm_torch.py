@@ -1,4 +1,4 @@
-"""A real job of torchrun from a warm parent: the same losses, marks and workers as by exec, and what is told of it."""
+"""A real torchrun job from a warm parent: the same losses, marks and workers as with exec, and its events."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def main():
         for (batch,) in DataLoader(data, batch_size=24, num_workers=1, shuffle=True, multiprocessing_context="spawn"):
             tell("spawned", batch.sum().item().hex())
     tell("folders", os.path.basename(os.getcwd()), sys.argv[1:], __file__ == os.path.abspath(sys.argv[0]))
-    # As the last owner of the process group, the model would wait for gloo's thread with the interpreter's lock held,
-    # and that thread for the lock.
+    # As the last owner of the process group, the model would wait for gloo's thread while it holds the GIL, for which
+    # that thread waits.
     del model, optimizer, loss
     gc.collect()
     dist.destroy_process_group()
@@ -92,7 +92,7 @@ def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path
     )
     assert warm_marks == by_exec_marks
     assert (1, "model_initialization.import_torch") in marks[0] - marks[1]
-    # The launcher's marks: without its own import of torch, by which they are installed in a launcher started by exec.
+    # The launcher's marks, without its import of torch, which installs them in a launcher started by exec.
     again = [one for one in events if one.attempt == 2 and one.restart == 1 and one.rank < 0]
     assert any(
         one.stage == "warm_start" and one.attrs["program"] == "the launcher" and "child" in one.attrs for one in again
