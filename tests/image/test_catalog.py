@@ -1,4 +1,4 @@
-"""Converted images that are removed: what goes, what stays, what must not be removed; in a folder and a registry."""
+"""Removing converted images: what is deleted, what is kept, what must not be removed; in a folder and a registry."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def converted(tmp_path: Path, store: Store, name: str, options: ConvertOptions | None = None) -> ImageDocument:
-    """An image of a layer that all share and one of its own."""
+    """An image with a layer that all share and one that only it has."""
     folder = tmp_path / name
     if not folder.exists():
         write_layout(folder, [BASE, layer(file(f"own-{name}", name.encode() * 5000))])

@@ -1,4 +1,4 @@
-"""Devices from CDI files: what is merged, which file wins, and what a user reads when there is none."""
+"""Devices from CDI files: merging, precedence of files, and the error when there are none."""
 
 from __future__ import annotations
 

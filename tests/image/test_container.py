@@ -1,4 +1,4 @@
-"""Containers for real, by both programs: a busybox tree, its users, streams, exit codes, mounts, devices and end."""
+"""Real containers, with both runtimes: a busybox tree, its users, streams, exit codes, mounts, devices and end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
 
 @pytest.fixture
 def run(tmp_path: Path, root: Path, runtime: Runtime) -> Iterator[Run]:
-    """`run(words, **options)`: a command in a container, to its end."""
+    """`run(words, **options)`: run a command in a container and wait for it."""
 
     def call(*words: str, options: Options | None = None, env: dict[str, str] | None = None, **kwargs: object) -> Ran:
         given = options or Options()
@@ -75,7 +75,7 @@ def test_streams_folder_variables_and_exit_code_pass(run: Run) -> None:
 
 
 def test_files_as_standard_streams_keep_their_owner(run: Run, tmp_path: Path) -> None:
-    """While the program runs, the runtime gives them to its user."""
+    """While the program runs, the runtime makes its user their owner."""
     (tmp_path / "in").write_text("in\n")
     os.chown(tmp_path / "in", 77, 78)
     for user, code in (("worker", 0), ("root", 0), ("worker", 127)):
@@ -185,7 +185,7 @@ def test_the_last_of_several_mounts_in_one_place_is_seen(run: Run, tmp_path: Pat
     binds = (
         Bind(str(tmp_path / "one"), "/new"),
         Bind(str(tmp_path / "two"), "/new", read_only=True),
-        Bind(str(tmp_path / "two"), "/etc/hosts"),  # where the host's is mounted already
+        Bind(str(tmp_path / "two"), "/etc/hosts"),  # over the host's, which is mounted there
     )
     ran = run("sh", "-c", "cat /new /etc/hosts; echo x > /new", options=Options(binds=binds))
     assert ran.stdout == "twotwo"
@@ -235,7 +235,7 @@ def test_open_files_of_the_caller_are_not_passed_on(run: Run, tmp_path: Path) ->
     finally:
         os.close(folder)
     assert "of the host" not in ran.stdout
-    assert ran.stdout.split() == ["0", "1", "2", "3"]  # `ls` has the folder open that it lists
+    assert ran.stdout.split() == ["0", "1", "2", "3"]  # 3: the folder that `ls` lists
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, readable
     secret = readable / "secret"
     secret.write_text("of the host")
     show = f"for p in /proc/[0-9]*; do for way in root cwd; do cat $p/$way{secret}; ls $p/$way/; done; done"
-    # With this right the first process can be looked into, too.
+    # With this capability the first process can be inspected, too.
     options = Options(process=ProcessOptions(user=user), limits=Limits(capabilities=("SYS_PTRACE",)))
     with subprocess.Popen(["sleep", "600"], user=0 if user == "0" else 1000, group=1001, extra_groups=[]) as process:
         try:
@@ -260,11 +260,11 @@ def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, readable
             process.kill()
     assert "of the host" not in ran.stdout
     assert ran.stdout.endswith("bootseer-init\n")
-    assert "can't open" in ran.stderr  # that file: looked for in vain
+    assert "can't open" in ran.stderr  # the file does not exist in the container
 
 
 def test_the_first_process_gains_no_rights_by_what_it_starts(run: Run) -> None:
-    """It is root and sees none of the container's limits: who traces it may make it start a program of their own."""
+    """It is root outside the container's limits: a process that traces it could make it start another program."""
     ran = run("grep", "-E", "NoNewPrivs|CapPrm", "/proc/1/status")
     assert ran.stdout.split() == ["CapPrm:", "0" * 16, "NoNewPrivs:", "1"]
 
@@ -297,7 +297,7 @@ def test_the_usual_devices_are_there_and_a_disk_cannot_be_made(run: Run) -> None
     ran = run("sh", "-c", "echo x > /dev/null && dd if=/dev/urandom bs=8 count=1 | wc -c && ls /dev/shm /dev/pts/ptmx")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("8\n")
-    # Number 1:1 is a piece of the machine's memory: never readable, whether or not the node can be made.
+    # Device 1:1 is the machine's memory: never readable, whether or not the device node can be created.
     made = run("sh", "-c", "busybox mknod /tmp/mem c 1 1; dd if=/tmp/mem bs=1 count=1")
     assert made.returncode != 0
     assert "permitted" in made.stderr
@@ -332,7 +332,7 @@ def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Pa
 
 
 def test_a_device_s_hook_that_fails_is_not_taken_for_the_program(run: Run, tmp_path: Path) -> None:
-    # It reads what crun writes to it: otherwise crun may find the pipe closed, and says that alone.
+    # It reads its stdin: otherwise crun may find the pipe closed, and reports only that.
     script = """read -r state; echo 'exec: "ldconfig": executable file not found in $PATH' >&2; exit 1"""
     hook = {"hookName": "createContainer", "path": "/bin/sh", "args": ["sh", "-c", script]}
     (tmp_path / "cdi").mkdir()
@@ -448,10 +448,10 @@ def test_a_container_goes_with_the_program_that_was_killed(tmp_path: Path, root:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        until(lambda: len(running(f"sleep {time_s}")) == 2)  # "up" comes before the second has begun
+        until(lambda: len(running(f"sleep {time_s}")) == 2)  # "up" may be printed before the second one has begun
         (shim,) = children(process.pid, "--pid-file")
         process.send_signal(signal.SIGKILL)
-        os.kill(shim, signal.SIGKILL)  # as it is where `supervise` has started it
+        os.kill(shim, signal.SIGKILL)  # as when `supervise` has started it
     until((tmp_path / "cleaned").exists)
     until(lambda: running(f"sleep {time_s}") == [])
 
@@ -474,7 +474,7 @@ def test_a_mount_s_words_are_source_target_and_mode(tmp_path: Path) -> None:
 
 
 def test_containers_of_processes_with_the_same_number_do_not_share_a_cgroup(root: Path, tmp_path: Path) -> None:
-    """The runtime names it by the container's id, also in nodes whose process ids are their own."""
+    """Its name is the container's id, also on nodes with separate PID namespaces."""
     made = [
         Container(
             tmp_path / name / "container",

@@ -1,4 +1,4 @@
-"""Conversion as a whole: what is verified, what is published and when, what is done once, what is always the same."""
+"""Conversion as a whole: what is verified, what is published and when, what is done once, what is reproducible."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_bytes_that_are_not_those_of_the_digest_publish_nothing(tmp_path: Path) 
     with pytest.raises(CorruptError, match=r"layer 2 of 2.*do not match sha256"):
         convert(source, store)
     assert _names(store, "images/") == []
-    assert len(_names(store, "layers/")) <= 1  # the good layer may stay
+    assert len(_names(store, "layers/")) <= 1  # the intact layer may be kept
     assert convert(open_source(parse_reference(f"oci:{tmp_path}")), store).layers
 
 
@@ -116,7 +116,7 @@ def test_a_layer_that_the_configuration_does_not_name_publishes_nothing(tmp_path
 
 
 def _given(source: ImageSource, stored: bytes) -> ImageSource:
-    """The source with these bytes for its only layer, and their size in its manifest."""
+    """The source with these bytes as its only layer, and their size in its manifest."""
     layer = replace(source.layers[0], size_bytes=len(stored), read=lambda start: (yield stored[start:]))
     return replace(source, layers=(layer,))
 
@@ -169,7 +169,7 @@ def test_a_layer_that_is_too_short_is_corrupt(size: int, tmp_path: Path) -> None
 
 
 def _unreadable(source: ImageSource) -> ImageSource:
-    """The source, if nothing may be read of its layers."""
+    """The source, whose layers must not be read."""
 
     def read(start: int) -> Generator[bytes, None, None]:
         raise PermanentError("the layer was read")
@@ -217,7 +217,7 @@ def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_stack_of_them(
     assert first.layers[1].file != second.layers[1].file
     again = _unreadable(open_source(parse_reference(f"oci:{tmp_path}/1")))
     assert convert(again, store) == first
-    # One more layer above it.
+    # With one more layer above it.
     third = convert(_source(tmp_path / "3", BASE, NEEDY, MORE), store)
     assert third.layers[1].file == first.layers[1].file
     convert(_unreadable(_source(tmp_path / "4", BASE, NEEDY, MORE)), store)

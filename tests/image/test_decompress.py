@@ -27,7 +27,7 @@ SKIPPABLE = b"\x50\x2a\x4d\x18" + (10).to_bytes(4, "little") + bytes(10)
 
 @pytest.fixture(autouse=True, params=["gzip", "isal.igzip"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both must give the same, for damaged streams too."""
+    """Both must give the same results, for damaged streams too."""
     found = pytest.importorskip(request.param)
     assert decompress.gzip_module().__name__ in (found.__name__, "isal.igzip")  # if it is installed
     monkeypatch.setattr(decompress, "gzip_module", lambda: found)

@@ -1,4 +1,4 @@
-"""What layers mean, compared with `umoci unpack`: as overlayfs shows them converted, and as `unpack` writes them."""
+"""Trees of layers, compared with `umoci unpack`: converted and shown by overlayfs, and as written by `unpack`."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def _by_umoci(folder: Path, layers: Sequence[bytes]) -> dict[bytes, Facts] | Non
 
 
 def _comparable(found: Tree, expected: Tree) -> tuple[dict[bytes, Facts], dict[bytes, Facts]]:
-    """Both trees without what cannot be the same.
+    """Both trees without what may differ.
 
-    Directories that no layer describes look as whoever unpacks likes. umoci forgets to set the time of a directory back
-    after some entries.
+    The attributes of directories that no layer describes are unspecified. umoci does not restore the time of a
+    directory after some entries.
     """
     left, right = dict(found), dict(expected)
     for path in found.keys() & expected.keys():
@@ -102,7 +102,7 @@ def _comparable(found: Tree, expected: Tree) -> tuple[dict[bytes, Facts], dict[b
 
 
 def _check(tmp_path: Path, *layers: Sequence[Entry], links: bool = True) -> dict[bytes, Facts]:
-    """Both ways agree with umoci. `links` compares the numbers of links, too."""
+    """Check that both ways agree with umoci. `links` compares the numbers of links, too."""
     tars = [layer(*entries) for entries in layers]
     expected = _by_umoci(tmp_path, tars)
     assert expected is not None
@@ -245,7 +245,7 @@ ENTRIES = st.one_of(
     st.builds(symlink, NAMES, st.sampled_from(["a", "b", "/c", "../a", "a/b"])),
 )
 MARKS = st.one_of(st.builds(whiteout, NAMES), st.builds(opaque, NAMES))
-# Marks come first, as writers put them: behind a directory that the layer does not describe they are a matter of taste.
+# Marks come first, as writers put them: after entries in a directory without an entry, their meaning is unspecified.
 LAYERS = st.builds(
     lambda marks, entries: [*marks, *entries], st.lists(MARKS, max_size=3), st.lists(ENTRIES, max_size=6)
 )

@@ -1,4 +1,4 @@
-"""What the user says about a container, read before anything is fetched."""
+"""The user's options for a container, checked before anything is fetched."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_a_limit_that_may_not_be_set_is_told_at_once() -> None:
         "except Exception as error: print(error)\n"
     )
     if os.geteuid() == 0:
-        preload = "import bootseer.image.containers.limits\n"  # the user may not read this folder
+        preload = "import bootseer.image.containers.limits\n"  # the user may not read the source folder
         ran = subprocess.run([sys.executable, "-c", preload + script], capture_output=True, text=True, check=False)
         assert f"the hard limit here is {hard}" in ran.stdout, ran.stderr
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 
 
 def test_a_right_that_we_do_not_have_is_told_at_once() -> None:
-    """As in containers around us; the bounding set of a test as root can be made smaller in a child."""
+    """For example inside a container; a test as root can reduce the bounding set in a child."""
     if os.geteuid() != 0:
         pytest.skip("only root may give up rights")
     script = (

@@ -1,6 +1,6 @@
-"""The ways to mount an image: each shows the same tree, is taken where better ones do not work, and says so.
+"""The ways to mount an image: each shows the same tree, is used when better ones do not work, and is reported.
 
-As root, better ways are said not to work; a plain user finds that out for real."""
+As root, better ways are declared missing; for an ordinary user they really fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ WAYS = {way: dict.fromkeys(METHODS[:place], "said to be missing") for place, way
 
 
 def tree_of(root: Path) -> dict[str, object]:
-    """Everything that can be seen of all files, but the sizes of folders."""
+    """All visible attributes of all files, except the sizes of folders."""
     found: dict[str, object] = {}
     for path in sorted([root, *root.rglob("*")]):
         status = path.lstat()
@@ -78,7 +78,7 @@ def tree_of(root: Path) -> dict[str, object]:
 def test_set_uid_programs_and_devices_of_a_mounted_image_have_no_effect(
     way: MountMethod, writable: bool, num_layers: int
 ) -> None:
-    """For every user of the host. A container has the programs, and no devices either."""
+    """For every user of the host. In a container the programs are effective, the devices are not."""
     if way is MountMethod.EROFS_LOOP and not Path("/dev/loop-control").exists():
         pytest.skip("there are no loop devices")
     layers = [
@@ -150,7 +150,7 @@ def test_each_way_shows_the_same_tree(image: Image, way: MountMethod, writable: 
     assert f"by {way.value}" in said[0]
     assert "said to be missing" in said[0]
     found = tree_of(mounted.root)
-    if writable:  # the root is new: its time is
+    if writable:  # the root is new, and so is its time
         del found["."]
         assert found == {name: facts for name, facts in expected.items() if name != "."}
     else:
@@ -163,7 +163,7 @@ def test_each_way_shows_the_same_tree(image: Image, way: MountMethod, writable: 
         with pytest.raises(OSError, match="Read-only"):
             (mounted.root / "new").write_text("x")
     mounted.close()
-    # Its daemon ends later where another test's mount namespace has copies; what is left is deleted by a later mount.
+    # Its daemon ends later if another test's mount namespace has copies; a later mount deletes the rest.
     assert not kernel.is_mount(mounted.root)
     again = mount_image(image.request(cache=image.folder / "cache2"), image.folder / "again", refused=WAYS[way])
     assert tree_of(again.root) == expected
@@ -196,7 +196,7 @@ def test_a_node_that_knows_an_image_notices_that_its_blocks_were_deleted(removed
                     convert(source, store, options=ConvertOptions(block_size=1 << 20))
             assert prune(catalog, time.time() + 10, grace_s=1).deleted
         for known in metadata_folder(image.request().cache).rglob("*"):
-            os.utime(known, (0, 0))  # an earlier start has read it
+            os.utime(known, (0, 0))  # like after an earlier start
         said: list[str] = []
         mounted = mount_image(image.request(), image.folder / "second", say=said.append)
         assert (mounted.root / "noise").read_bytes() == content
@@ -216,7 +216,7 @@ def test_an_image_of_more_layers_than_the_kernel_takes_is_served_at_once() -> No
 
 
 def test_a_daemon_serves_although_many_files_were_open_when_it_was_started() -> None:
-    """As those of an image with hundreds of layers."""
+    """For example those of an image with hundreds of layers."""
     with made_image([layer(file("noise", os.urandom(1 << 20)))]) as image, ExitStack() as opened:
         for _ in range(1100):
             opened.enter_context(Path(os.devnull).open())
@@ -255,7 +255,7 @@ def test_a_restarted_daemon_shows_the_same_folders_that_several_layers_have() ->
 def test_a_copy_of_a_mount_in_another_namespace_survives_eviction(
     way: MountMethod, writable: bool, is_seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a container of another engine has it that binds the mount point. Not every file system tells of it."""
+    """For example when a container of another engine binds the mount point. Not every file system shows such users."""
     if not is_seen:
         monkeypatch.setattr(disk, "has_other_users", lambda fd: False)
     content = os.urandom(4 << 20)
@@ -276,12 +276,12 @@ def test_a_copy_of_a_mount_in_another_namespace_survives_eviction(
             delete_idle_trees(request.cache, image.runtime, idle_s=0)
             freed = cache.prune(0).freed_bytes
             assert (freed == 0) == (is_seen and way is MountMethod.EROFS_FILE)
-            # What is read from now on comes from the disk: nothing of this mount is in memory yet.
+            # Reads come from the disk from now on: nothing of this mount is in the page cache yet.
             assert other.communicate(b"\n")[0] == content
 
 
 def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Image) -> None:
-    """A cache on tmpfs, from whose files EROFS is not mounted."""
+    """A cache on tmpfs: EROFS cannot be mounted from its files."""
     said: list[str] = []
     cache = image.folder / "cache"
     cache.mkdir()
@@ -296,7 +296,7 @@ def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Imag
 
 
 def unpacked_name(image: Image) -> str:
-    """What the written out tree of the image is called: after its block files."""
+    """The name of the image's unpacked tree, made from its block files."""
     request = image.request()
     document, _ = read_document(open_store(str(request.store)), image.digest)
     return tree_name(list(dict.fromkeys(layer.file.identity for layer in document.layers)))
@@ -371,7 +371,7 @@ def test_each_better_method_is_refused_with_a_reason() -> None:
 def test_without_erofs_in_the_kernel_the_image_is_still_lazy(
     number: int, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EINVAL is any other error, for which fetching everything may help."""
+    """EINVAL stands for any other error; fetching everything may help then."""
 
     def fail(path: Path, target: Path, *, loop: bool | None = None) -> None:
         raise failure(f"{path}: mount erofs", number)

@@ -1,4 +1,4 @@
-"""Images of a user without rights: containers and mounts, by the ways that such a user has."""
+"""Images of an ordinary user: containers and mounts, by the ways that such a user has."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Plain = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def plain(image: Image) -> Iterator[Plain]:
-    """`plain(words, fuse=...)`: the program as a user without rights. Nothing of it may stay."""
+    """`plain(words, fuse=...)`: run the program as an ordinary user. It must leave nothing behind."""
     home = home_of(image.folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER_")}
     env.update(BOOTSEER_RUNTIME=str(home / "runtime"), BOOTSEER_CACHE=str(home / "cache"), BOOTSEER_STORE=image.store)
@@ -86,7 +86,7 @@ def test_a_written_out_tree_whose_root_is_closed_is_deleted(image: Image, plain:
     trees = unpacked_folder(image.folder / "home" / "cache")
     assert plain(*run_of(image, "true"), fuse=False).returncode == 0
     (tree,) = [path for path in trees.iterdir() if path.suffix != ".lock"]
-    tree.chmod(0o555)  # as the root directory of many images is
+    tree.chmod(0o555)  # like the root directory of many images
     pruned = plain("cache", "prune", fuse=False)
     assert pruned.returncode == 0, pruned.stderr
     assert list(trees.iterdir()) == []
@@ -153,7 +153,7 @@ def test_a_plain_user_s_container_sees_its_own_processes_alone(image: Image, pla
 
 
 def test_where_proc_is_covered_the_container_sees_the_processes_around_it(image: Image, plain: Plain) -> None:
-    """As in most containers: the kernel then gives no view of new processes."""
+    """Like in most containers: the kernel then refuses a new mount of proc."""
     ran = plain(*run_of(image, "cat", f"/proc/{os.getpid()}/comm"), fuse=True, covered=True)
     assert ran.stdout == Path("/proc/self/comm").read_text(), ran.stderr
     assert "the container sees the processes of this machine: mount proc: Operation not permitted" in ran.stderr
@@ -192,7 +192,7 @@ def test_a_plain_user_mounts_through_fusermount(image: Image, plain: Plain) -> N
 
 
 def in_shell(image: Image, script: str) -> subprocess.CompletedProcess[str]:
-    """Several commands as a plain user with FUSE, in one mount namespace."""
+    """Run several commands as an ordinary user with FUSE, in one mount namespace."""
     home = home_of(image.folder)
     env = {**os.environ, "BOOTSEER_RUNTIME": str(home / "runtime"), "BOOTSEER_CACHE": str(home / "cache")}
     return subprocess.run(

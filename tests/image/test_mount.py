@@ -1,4 +1,4 @@
-"""Images mounted for real: lazily, from the cache, after a pull, and by each fallback; with hot sets between starts."""
+"""Mounting real images: lazily, from the cache, after a pull, and by each fallback; with hot sets between starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def request(node: Node, **changes: object) -> Request:
 
 @pytest.fixture
 def mount(node: Node) -> Mount:
-    """`mount(...)`: the image on a new folder, with changes to the request; what is said goes to `node.folder/said`."""
+    """`mount(...)`: mount the image on a new folder, with a changed request; messages go to `node.folder/said`."""
     numbers = iter(range(100))
 
     def call(writable: bool = False, **changes: object) -> MountedImage:
@@ -100,7 +100,7 @@ def test_a_lazy_mount_shows_every_file_and_fetches_what_is_read(converted: Node,
     (state,) = runtime.all()
     mounted.close()
     assert not kernel.is_mount(mounted.root)
-    # `close` waits two seconds for the daemon; the record of one that ends later is removed by the next mount.
+    # `close` waits for two seconds for the daemon; if it ends later, the next mount removes its record.
     until(lambda: state.daemon is None or not state.daemon.alive, "the daemon has ended")
     runtime.remove_stale()
     assert list(runtime.all()) == []
@@ -131,7 +131,7 @@ def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:
         told = shown.setdefault(f"{what} {unit}", [])
         yield lambda done, total: told.append((done, total))
 
-    # Nobody has converted it: that is done here, and then all of it is on this node.
+    # It is not converted yet: this start does that, and then all of it is on this node.
     mount_image(request(node, store=None), node.folder / "converted", show=show).close()
     convert_box(node.reference)
     pulled = request(node, loading="pull", cache=node.folder / "other-cache")
@@ -173,7 +173,7 @@ def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why
         converted.folder / "mnt",
         writable=converted.folder / "changed",
         above=lambda digest: [above],
-        # With a reason against every other way the files are written out.
+        # When every other way is ruled out, the files are written out.
         refused=dict.fromkeys(list(MountMethod)[:3], why) if why else {},
     )
     root = mounted.root
@@ -254,7 +254,7 @@ def test_an_image_that_is_not_converted_is_converted_here_and_that_is_said(node:
 
 
 def test_what_one_store_has_is_not_expected_of_another(converted: Node, mount: Mount) -> None:
-    """As of an image that was copied to another repository, with the same digest: reads failed there."""
+    """For example of an image that was copied to another repository, with the same digest: reads would fail there."""
     mount().close()
     assert mount(store=str(converted.folder / "store")).facts["mode"] == "fallback"
 
@@ -292,7 +292,7 @@ def test_without_fuse_everything_is_fetched_first_and_that_is_said(converted: No
 
 
 def in_child(work: Callable[[], None]) -> None:
-    """Run something that must not happen to this process; its failure is ours."""
+    """Run something in a child process, because it would change this one; fails if the child fails."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -353,7 +353,7 @@ def test_a_failed_mount_leaves_nothing_mounted(converted: Node, mount: Mount) ->
 
 @contextmanager
 def copies_of_all_mounts() -> Iterator[Path]:
-    """The root of another mount namespace, which hears nothing of what is unmounted here, as where `/` is private."""
+    """The root of another mount namespace, to which unmounts here do not propagate, like when `/` is private."""
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 600"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         try:
@@ -400,7 +400,7 @@ def test_complete_layers_stay_mounted_until_they_are_released(
     assert unmount_idle(runtime, cache, idle_s=0) == []
     mounted.close()
     other = Cache(blocks_folder(converted.folder / "other cache"))
-    assert unmount_idle(runtime, other, idle_s=0) == []  # it could not release the files
+    assert unmount_idle(runtime, other, idle_s=0) == []  # this cache could not release the files
     assert len(unmount_idle(runtime, cache, idle_s=0)) == 2
     assert not any(entry.in_use for entry in cache.entries())
 
@@ -426,7 +426,7 @@ def test_without_root_there_is_a_clear_word(converted: Node) -> None:
 
 
 def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: Node, mount: Mount) -> None:
-    """EROFS cannot be mounted straight from a file on tmpfs, and here are neither loop devices nor FUSE."""
+    """EROFS cannot be mounted directly from a file on tmpfs, and there are neither loop devices nor FUSE."""
 
     def on_tmpfs() -> None:
         kernel.unshare_mounts()
@@ -452,7 +452,7 @@ def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: N
 def test_an_image_that_a_bucket_lacks_is_converted_by_the_start_itself(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child would be killed after minutes, and the report would not name the fallback."""
+    """A child process would be killed after minutes, and the report would not name the fallback."""
     stages: list[str] = []
 
     @contextmanager

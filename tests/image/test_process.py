@@ -1,4 +1,4 @@
-"""What runs in a container: the image's words, the user's, and which of the host's variables pass."""
+"""The process in a container: the image's command, the user's, and the host's variables that are passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of images as users type them."""
+"""References to images as users type them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images where they come from: registries, layouts, archives and folders."""
+"""Sources of images: registries, layouts, archives and folders."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_registry_gives_the_image_and_takes_the_converted_one(registry: Regist
     client = open_registry(registry.host, "team/a")
     attached = json.loads(client.manifest(tag_of(document_name(digest))).data)
     client.close()
-    assert attached["subject"]["digest"] == digest  # by which registries list it with the image
+    assert attached["subject"]["digest"] == digest  # so registries list it with the image
     before = len(registry.requests())
     assert convert(_open(f"{registry.host}/team/a@{digest}"), store) == document
     again = registry.requests()[before:]
@@ -321,7 +321,7 @@ def test_a_download_that_breaks_goes_on_where_it_stopped(registry: Registry, tmp
 def test_a_registry_that_sends_whole_blobs_only_is_read(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Harbor's proxy does with a blob that it does not have yet."""
+    """Like Harbor's proxy for a blob that it does not have yet."""
     write_layout(tmp_path / "layout", [layer(file("noise", os.urandom(1_000_000)))], compression="")
     _push(tmp_path / "layout", registry, "a:latest")
     monkeypatch.setattr("bootseer.image.sources.registry._RANGE_BYTES", 300_000)

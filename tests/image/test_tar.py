@@ -1,4 +1,4 @@
-"""Tar streams: every dialect, and archives that lie."""
+"""Tar streams: every dialect, and forged archives."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_xattrs_are_those_that_runtimes_read() -> None:
 
 
 def test_names_are_those_that_go_gives() -> None:
-    """Of a GNU and a pax name the GNU one counts, and a record for sparse files of an unknown form does not."""
+    """A GNU name takes precedence over a pax name, and records of an unknown sparse format are ignored."""
     long_name = layer(file("g" * 200), dialect=tarfile.GNU_FORMAT)[:1024]
     assert [one.name for one, _ in _read(long_name + layer(file("f", pax={"path": "p"})))] == [b"g" * 200]
     for pax in ({"GNU.sparse.name": "s"}, {"GNU.sparse.name": "s", "GNU.sparse.size": "9", "GNU.sparse.major": "9"}):
@@ -142,7 +142,7 @@ def test_an_archive_that_breaks_off_is_corrupt(size: int) -> None:
 
 
 def _header(**changes: bytes) -> bytes:
-    """A header with other fields, and the checksum that goes with them."""
+    """A header with other fields, and their checksum."""
     places = {"name": 0, "uid": 108, "size": 124, "mtime": 136, "kind": 156, "devmajor": 329}
     block = bytearray(layer(file("f"))[:512])
     for name, value in changes.items():
@@ -201,7 +201,7 @@ def test_any_damage_is_an_error_or_members(damage: list[tuple[int, int]], fix: b
     )
     for place, value in damage:
         data[place % len(data)] = value
-    if fix:  # a checksum that fits lets the damage go deeper
+    if fix:  # with a valid checksum, later checks see the damage
         for at in range(0, len(data), 512):
             if data[at + 257 : at + 262] == b"ustar":
                 data[at + 148 : at + 156] = b" " * 8

@@ -1,4 +1,4 @@
-"""What a writer of the store can make a node run: documents are forged there, with a real registry and real mounts."""
+"""What a user with write access to the store can make a node run: forged documents, with a real registry and mounts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def request(node: Node, reference: str, **changes: Any) -> Request:
 
 
 def converted(reference: str, uri: str, *keys: Path) -> str:
-    """Convert an image, and sign it where there are keys; its digest."""
+    """Convert an image, and sign it if there are keys. Returns its digest."""
     options = ConvertOptions(signatures=Signatures(tuple(map(str, keys))))
     with closing(open_source(parse_reference(reference))) as source, closing(open_store(uri)) as store:
         return convert(source, store, options=options).digest
@@ -70,7 +70,7 @@ def document(uri: str, digest: str) -> dict[str, Any]:
 
 
 def put(uri: str, name: str, data: bytes) -> None:
-    """Overwrite an object, as every writer of the store can."""
+    """Overwrite an object, like any user with write access to the store."""
     with closing(open_store(uri)) as store:
         upload = store.upload()
         upload.write(data)
@@ -102,7 +102,7 @@ FORGERIES: dict[str, Forge] = {
 
 @pytest.mark.parametrize("kind", FORGERIES)
 def test_a_pinned_image_is_not_exchanged_for_another_one(node: Node, evil: str, kind: str) -> None:
-    """`images/sha256-B` says what `images/sha256-A` says: who asks for B must not run A."""
+    """`images/sha256-B` has the content of `images/sha256-A`: a node that requests B must not run A."""
     uri = store_of(node)
     have_converted(node)
     forge(uri, node.digest, FORGERIES[kind](document(uri, node.digest), document(uri, evil)))
@@ -118,7 +118,7 @@ def test_what_this_node_kept_of_an_image_is_compared_too(node: Node, evil: str) 
     good = document(uri, node.digest)
     mount_image(request(node, node.digest), node.folder / "mnt").close()
     forge(f"{node.cache}/images", node.digest, document(uri, evil))
-    mounted = mount_image(request(node, node.digest), node.folder / "mnt")  # the store knows better
+    mounted = mount_image(request(node, node.digest), node.folder / "mnt")  # the store has the right one
     assert not (mounted.root / "evil").exists()
     mounted.close()
     assert document(f"{node.cache}/images", node.digest) == good
@@ -147,7 +147,7 @@ def _make_key(folder: Path) -> None:
 
 
 class TestSigned:
-    """`--require-signature`: what is in a store is mounted if a trusted key has signed it, and not otherwise."""
+    """`--require-signature`: images from a store are mounted only if a trusted key has signed them."""
 
     @pytest.fixture
     def key(self) -> Path:
@@ -159,7 +159,7 @@ class TestSigned:
 
     @pytest.fixture
     def look(self, node: Node, strict: Signatures) -> Callable[..., bool]:
-        """`look(reference)`: mount it where signatures are required; whether it is the image that was signed."""
+        """`look(reference)`: mount it with required signatures. Returns whether it is the signed image."""
         numbers = iter(range(100))
 
         def mount(reference: str = node.reference, **changes: Any) -> bool:
@@ -196,7 +196,7 @@ class TestSigned:
         changed = Signatures(trusted=trust(node.folder / "changed", other))
         with pytest.raises(SignatureError, match="signed by a key that is not trusted"):
             look(signatures=changed)
-        signed(node, key, other)  # both, while nodes trust one or the other
+        signed(node, key, other)  # with both keys, while nodes trust one or the other
         assert look(signatures=changed)
         assert look(cache=node.folder / "other")
 
@@ -214,19 +214,19 @@ class TestSigned:
                 look(reference)
 
     def test_an_image_that_was_converted_here_before_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
-        """A tag may have been moved to it: nothing says that the user wants it."""
+        """A tag may have been moved to it: it may not be the image that the user means."""
         assert look(signatures=UNSIGNED)
         assert (node.cache / "converted").is_dir()
         with pytest.raises(SignatureError, match="is not converted, so it has no signature"):
             look()
 
     def test_an_image_that_is_pinned_in_its_registry_is_pulled(self, node: Node, look: Callable[..., bool]) -> None:
-        """All that comes is compared with the digest that the user named."""
+        """All of it is verified with the digest in the user's reference."""
         have_converted(node)
         pinned = f"{node.reference}@{node.digest}"
         assert look(pinned)
         before = len(node.requests("/blobs/"))
-        assert look(pinned)  # it is here
+        assert look(pinned)  # it is cached
         assert len(node.requests("/blobs/")) == before
         with pytest.raises(UsageError, match="is not signed"):
             look(pinned, cache=node.folder / "other", fallback="none")
@@ -234,7 +234,7 @@ class TestSigned:
     def test_other_block_files_under_a_good_digest_are_refused(
         self, node: Node, key: Path, evil: str, look: Callable[..., bool]
     ) -> None:
-        """The one thing that a digest does not tell: manifest, configuration and diff ids are those of the image."""
+        """The digest does not cover them: manifest, configuration and diff ids are those of the image."""
         uri = store_of(node)
         have_signed(node, key)
         good = document(uri, node.digest)
@@ -242,7 +242,7 @@ class TestSigned:
         forged = {**good, "layers": [{**part, "file": files[0]} for part in good["layers"]]}
         forge(uri, node.digest, forged)
         mounted = mount_image(request(node, node.digest, cache=node.folder / "naive"), node.folder / "naive-mnt")
-        assert (mounted.root / "evil").exists()  # without a signature this is what a digest is worth
+        assert (mounted.root / "evil").exists()  # without signatures, the digest does not prevent this
         mounted.close()
         with pytest.raises(SignatureError, match="is not signed"):
             look(node.digest)
@@ -261,7 +261,7 @@ class TestSigned:
     def test_the_signed_document_of_another_image_is_refused(
         self, node: Node, key: Path, evil: str, look: Callable[..., bool]
     ) -> None:
-        """Both are signed; only their names are exchanged."""
+        """Both are signed; only their names are swapped."""
         uri = store_of(node)
         have_signed(node, key)
         converted(f"{node.registry.host}/team/box:evil", uri, key)
@@ -283,7 +283,7 @@ class TestSigned:
     def test_a_signed_conversion_uses_no_unsigned_layer_documents(
         self, node: Node, key: Path, evil: str, look: Callable[..., bool]
     ) -> None:
-        """Layers are converted once for all images: who forges what a store remembers of one gets it signed."""
+        """Layers are converted once for all images: a forged document of a layer would get into a signed image."""
         uri = store_of(node)
         have_converted(node)
         with closing(open_store(uri)) as store:
@@ -297,7 +297,7 @@ class TestSigned:
     def test_files_that_were_written_out_for_a_forged_document_are_not_used(
         self, node: Node, key: Path, evil: str, look: Callable[..., bool]
     ) -> None:
-        """Where nothing can be mounted, trees are kept: under the name of what is in them, not of what was asked."""
+        """Where nothing can be mounted, unpacked trees are kept, under the name of their content, not of the image."""
         uri = store_of(node)
         have_signed(node, key)
         with closing(open_store(uri)) as store:
@@ -321,7 +321,7 @@ def signed(node: Node, *keys: Path) -> None:
 
 
 def have_signed(node: Node, key: Path) -> None:
-    """As `signed` with the key of all tests."""
+    """Like `signed`, with the key of all tests."""
 
     def work(registry: Registry) -> None:
         reference = f"{registry.host}/team/box:1"

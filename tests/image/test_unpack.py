@@ -1,4 +1,4 @@
-"""Images written to a folder, as root and as anybody."""
+"""Images written to a folder, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from bootseer.image.conversion.convert import open_layer
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
-os.setgroups([]); os.setgid(65534); os.setuid(65534)  # behind the imports: nobody may read where Python lies
+os.setgroups([]); os.setgid(65534); os.setuid(65534)  # after the imports: `nobody` may not be able to read them
 store = open_store(sys.argv[1])
 document = ImageDocument.parse(b"".join(store.read(sys.argv[2])))
 layers = [Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers]

@@ -1,4 +1,4 @@
-"""Users of an image: names in its own files, numbers, and trees that want to lead out of themselves."""
+"""Users of an image: names in its own files, numbers, and trees with links out of themselves."""
 
 from __future__ import annotations
 
