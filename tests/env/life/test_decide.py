@@ -135,6 +135,7 @@ def test_only_the_elected_one_builds() -> None:
     assert (held.action, held.code, held.reason, held.replaces) == (Action.WAIT, "another-builds", "node-3 builds", OLD)
     alone = after_election(decision, "unavailable", "read-only")
     assert (alone.action, alone.code, alone.replace) == (Action.INSTALL, "no-lease", False)
+    assert alone.reason == "the store does not let this start announce that it builds: read-only"
     hit = decide("auto", Lookup("found", FOUND), now_s=NOW_S)
     assert after_election(hit, "held") == hit
 

@@ -140,7 +140,7 @@ def after_election(decision: Decision, lease: Literal["ours", "held", "unavailab
         return decision
     if lease == "held":
         return _follow_up(decision, Action.WAIT, "another-builds", words)
-    return _follow_up(decision, Action.INSTALL, "no-lease", words)
+    return _follow_up(decision, Action.INSTALL, "no-lease", f"{REASONS['no-lease']}: {words}")
 
 
 def after_wait(
