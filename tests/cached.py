@@ -254,12 +254,12 @@ class Child:
         self.pipe.close()
         self.process.close()
 
-    def hear(self):
+    def receive(self):
         """Its next message; raises `EOFError` when it is dead."""
         assert self.pipe.poll(180), "no message from the child"
         return self.pipe.recv()
 
-    def tell(self, word: str = "go") -> None:
+    def send(self, word: str = "go") -> None:
         self.pipe.send(word)
 
     def kill(self) -> None:

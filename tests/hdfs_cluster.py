@@ -268,8 +268,8 @@ class HdfsCluster:
         self.namenode = self._start("namenode", self._java("namenode.NameNode"))
         self._wait("the NameNode", self._operational)
 
-    def fill(self, i: int, *, told: bool = True) -> None:
-        """Fill the disk of a DataNode (`disk_mib`). `told`: wait until this is reported to the NameNode."""
+    def fill(self, i: int, *, wait: bool = True) -> None:
+        """Fill the disk of a DataNode (`disk_mib`). `wait`: return only when this is reported to the NameNode."""
         assert i in self._disk_mib
         disk = self.folder / f"datanode{i}"
 
@@ -281,7 +281,7 @@ class HdfsCluster:
             return not free.f_bavail
 
         fill()
-        if told:  # again if the DataNode has deleted a block since
+        if wait:  # again if the DataNode has deleted a block since
             self._wait("the NameNode", lambda: fill() and self._room(i) == 0)
 
     def make_room(self, i: int) -> None:

@@ -263,7 +263,7 @@ def test_entries_tell_what_is_here(cache, index, data):
 
 def test_entries_know_the_processes_that_hold_leases(root, cache):
     with Child(hold, root, 1, 12, None) as child:
-        assert child.hear()
+        assert child.receive()
         [entry] = cache.entries()
         assert entry.leases == (child.process.pid,)
         child.kill()

@@ -172,7 +172,7 @@ def test_a_block_that_came_while_it_was_being_claimed_is_not_claimed(cache, cach
 
 def test_a_claim_and_a_lease_fall_with_their_process(root, cache, cached, index):
     with Child(hold, root, 1, 12, 7) as child:
-        assert child.hear()
+        assert child.receive()
         assert not cached.claim(7)
         child.kill()
     assert cached.claim(7)
@@ -264,7 +264,7 @@ def test_many_threads_see_the_file(cache, index, data):
 
 def test_where_files_may_not_grow_only_the_blocks_that_fit_are_there(root):
     with Child(limited, root, 12, 5 * BLOCK + 77) as child:
-        done, full, ready = child.hear()
+        done, full, ready = child.receive()
     assert done == ready == [0, 1, 2, 3, 4]
     assert full == list(range(5, 13))
     data = content(12, zeros=False)

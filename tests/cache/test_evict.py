@@ -87,7 +87,7 @@ def test_entries_with_a_lease_stay(cache, index, data):
 def test_a_lease_of_another_process_keeps_an_entry(root, cache, index, data):
     fill(cache, index, data)
     with Child(hold, root, 1, 12, None) as child:
-        assert child.hear()
+        assert child.receive()
         assert cache.prune(0).freed_bytes == 0
         child.kill()
     assert cache.prune(0).freed_bytes > 0

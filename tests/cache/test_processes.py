@@ -56,7 +56,7 @@ def check(root: Path, boot: str, *, lost: bool) -> None:
 @pytest.mark.parametrize("boot", [BOOT, "after a crash"])
 def test_a_process_killed_at_any_system_call_leaves_a_cache_that_works(name, boot, scratch):
     with Child(kill_everywhere, name, BEFORE[name], scratch) as child:
-        status, roots = child.hear()
+        status, roots = child.receive()
     assert status == 0
     assert len(roots) > 20
     for number, root in enumerate(roots):
@@ -69,10 +69,10 @@ def test_processes_that_start_together_fetch_each_block_once(tmp_path):
         children = [Child(share, root, round_number, 300) for _ in range(3)]
         try:
             for child in children:
-                assert child.hear() == "ready"
+                assert child.receive() == "ready"
             for child in children:
-                child.tell()
-            own = [child.hear() for child in children]
+                child.send()
+            own = [child.receive() for child in children]
         finally:
             for child in children:
                 child.__exit__()
@@ -89,7 +89,7 @@ def test_opening_filling_and_pruning_at_once_never_gives_a_wrong_byte(root):
     children = [Child(churn, root, [1, 2, 3], 8, 60) for _ in range(3)]
     try:
         for child in children:
-            assert child.hear() == "done"
+            assert child.receive() == "done"
     finally:
         for child in children:
             child.__exit__()

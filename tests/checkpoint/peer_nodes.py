@@ -40,12 +40,12 @@ class Node:
         end.close()
         self.peer = Peer(name, tuple(self._pipe.recv()))
 
-    def tell(self, what: object) -> None:
+    def send(self, what: object) -> None:
         self._pipe.send(what)
 
     def begin(self, path: str, ranges: Ranges, *, step: int | None = None) -> None:
         """Let it read ranges of a file at once, or with `step` one after the other in reads of this size."""
-        self.tell((path, ranges, step))
+        self.send((path, ranges, step))
 
     def ended(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """The result of the read: `digest` of the data, or `error`; `seconds`; and the reading's facts so far."""
@@ -72,7 +72,7 @@ def meet(nodes: Iterable[Node]) -> None:
     """Send each node the addresses of all."""
     nodes = list(nodes)
     for node in nodes:
-        node.tell([other.peer for other in nodes])
+        node.send([other.peer for other in nodes])
         node.ended()
 
 

@@ -160,7 +160,7 @@ def test_a_full_datanode_is_avoided(hdfs: Hdfs) -> None:
     def fill(i: int) -> None:
         while True:
             with contextlib.suppress(OSError):  # the free space has just changed
-                hdfs.cluster.fill(2, told=False)
+                hdfs.cluster.fill(2, wait=False)
                 return
 
     try:

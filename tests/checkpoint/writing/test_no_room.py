@@ -54,7 +54,7 @@ def test_a_spool_without_room_refuses_a_write_and_keeps_the_others(small_disk: P
     desk = Desk(tmp_path / "root", small_disk)
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=SMALL)
-        writer.write_at(3 * MIB, b"x" * MIB)  # behind a gap: it has to stay
+        writer.write_at(3 * MIB, b"x" * MIB)  # after a gap, so it must be kept
         with pytest.raises(NoSpaceError, match="spool"):
             writer.write_at(4 * MIB, b"x" * 20 * MIB)
         writer.truncate(6 * MIB)
