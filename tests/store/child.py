@@ -1,4 +1,4 @@
-"""What the contract suite does in a process of its own: be killed while writing, measure memory, fork."""
+"""Child processes of the contract suite: killed while writing, measuring memory, forking."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_for_ever(store: Store) -> None:
 
 
 def peak_kib() -> int:
-    """The most memory that this program has had. That of getrusage counts the process that started it too."""
+    """Peak memory of this program. getrusage would include that of the parent process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1])
 
@@ -49,12 +49,12 @@ def fork(store: Store) -> None:
     upload.write(b"x" * 300_000)
     name = upload.commit().name
     assert b"".join(store.read(name)) == b"x" * 300_000
-    # An adapter may have threads of its own by now; that the child works all the same is what is tried.
+    # An adapter may have started threads by now; the child must work nevertheless.
     warnings.simplefilter("ignore", DeprecationWarning)
     pid = os.fork()
     if pid == 0:
         good = b"".join(store.read(name, 1, 299_999)) == b"x" * 299_999
-        # Not by _exit: what the parent made must not hang when it is taken apart either.
+        # Not `_exit`: closing what the parent created must not hang either.
         sys.exit(0 if good else 1)
     good = b"".join(store.read(name, 2)) == b"x" * 299_998
     print(good and os.waitpid(pid, 0)[1] == 0)

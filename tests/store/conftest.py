@@ -1,4 +1,4 @@
-"""Registries that the tests of this folder share."""
+"""Registries shared by the tests in this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that lets everybody in."""
+    """A registry without authentication."""
     with Registry(tmp_path_factory.mktemp("open")) as running:
         yield running
 
@@ -27,6 +27,6 @@ def repository() -> str:
 
 @pytest.fixture(autouse=True)
 def no_logins(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whoever runs the tests may be logged in somewhere."""
+    """The user who runs the tests may have logins."""
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path_factory.getbasetemp() / "no-logins"))
     monkeypatch.delenv("BOOTSEER_PLAIN_HTTP", raising=False)

@@ -1,7 +1,7 @@
-"""What every store must do, tried against the real thing.
+"""What every store must do, tested against real servers.
 
-`StoreContract` holds for all; `SharedStoreContract` adds what can only be tried where other processes see the objects.
-A subclass gives `store` and `outside`, which looks at the place without the store under test.
+`StoreContract` is for all stores; `SharedStoreContract` adds tests for those whose objects other processes see.
+A subclass provides `store` and `outside`, which examines the place without the store under test.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 class Outside(Protocol):
-    """The place as somebody else sees it."""
+    """Access to the place without the store under test."""
 
     def get(self, name: str) -> bytes | None:
-        """The bytes of an object, None when it is not there."""
+        """The bytes of an object; None if it does not exist."""
 
     def unfinished(self) -> list[str]:
-        """What uploads that have ended left behind."""
+        """Leftovers of uploads that have ended."""
 
 
 def put(store: Store, data: bytes, name: str | None = None) -> Stored:
@@ -258,7 +258,7 @@ class StoreContract:
             barrier.wait(60)
             try:
                 return store.create("a/name", b"%d" % number)
-            except TransientError:  # a registry that keeps tags as files stumbles over one that is being written
+            except TransientError:  # a registry with tags in files fails if one is being written
                 return None
 
         with ThreadPoolExecutor(6) as pool:
@@ -324,7 +324,7 @@ class StoreContract:
 
         def read() -> None:
             while not done.is_set():
-                # With retries: a registry that keeps tags as files stumbles over one that is being written.
+                # With retries: a registry with tags in files fails if one is being written.
                 seen.append(read_all(store, "a/name", 50_000))
 
         with ThreadPoolExecutor(2) as pool:
@@ -356,7 +356,7 @@ class StoreContract:
 
 
 class SharedStoreContract(StoreContract):
-    """For places that other processes see too; `store.uri` must be all that they need to know."""
+    """For places that other processes see; `store.uri` must be all that they need."""
 
     @pytest.fixture
     def child_environment(self) -> dict[str, str]:
@@ -380,7 +380,7 @@ class SharedStoreContract(StoreContract):
             answer, _ = child.communicate()
         growth_kib, equal = answer.split()
         assert equal == b"True"
-        # 128 MiB went through.
+        # 128 MiB were transferred.
         assert int(growth_kib) < 100 * 1024
 
     def test_the_child_of_a_fork_reads_too(self, store: Store, child_environment: dict[str, str]) -> None:
@@ -393,7 +393,7 @@ class SharedStoreContract(StoreContract):
 
 
 def _taken(names: list[str], call: Callable[[str], object]) -> list[str]:
-    """The names with which a call is not refused."""
+    """The names that a call accepts."""
     taken = []
     for name in names:
         with contextlib.suppress(UsageError):

@@ -1,4 +1,4 @@
-"""Logins from kubelet's credential provider plugins, against a registry that demands them."""
+"""Logins from kubelet's credential provider plugins, with a registry that requires them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V1 = "credentialprovider.kubelet.k8s.io/v1"
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """`plugin(script, images)`: a configured plugin with this shell text; its requests are lines of the result."""
+    """`plugin(script, images)`: configures a plugin with this shell script. Returns the file of its requests."""
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv(providers.CONFIG, str(tmp_path / "providers.yaml"))
     monkeypatch.setenv(providers.PROGRAMS, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Where logins are found."""
+"""The lookup of logins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], N
 
 @pytest.fixture
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes a program `docker-credential-mine` with this shell text."""
+    """Creates a program `docker-credential-mine` with this shell script."""
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
@@ -76,7 +76,7 @@ def test_a_login_of_a_path_is_for_what_is_below(config: Callable[[Any], None]) -
 
 @pytest.mark.parametrize("path", ["v1/", "v2/"])
 def test_only_the_path_of_an_old_login_says_nothing(config: Callable[[Any], None], path: str) -> None:
-    """One of another team made the registry refuse what it gives to everyone."""
+    """With another team's login, a registry refused reads that it permits without any."""
     config({"auths": {f"{HOST}/team": {"auth": encoded("me:word")}}})
     assert find_credentials(HOST, "public/a") == Credentials()
     config({"auths": {f"{HOST}/{path}": {"auth": encoded("me:word")}}})

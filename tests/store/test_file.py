@@ -112,7 +112,7 @@ def test_the_group_of_objects_is_that_of_the_store(tmp_path: Path) -> None:
     put(FileStore(shared), DATA, "a/b")
     status = [(shared / name).stat() for name in ("a/b", "a", ".uploads")]
     assert [found.st_gid for found in status] == [READERS] * 3
-    # Where the group may write to the store, it may write to its folders.
+    # A group that may write to the store may write to its folders.
     assert [stat.S_IMODE(found.st_mode) for found in status] == [0o640, 0o2770, 0o2770]
 
 
@@ -201,7 +201,7 @@ def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytes
 
     def link_twice(*names: str, **where: Any) -> None:
         real(*names, **where)
-        real(*names, **where)  # as a file server does that is asked again
+        real(*names, **where)  # like a file server that receives the request twice
 
     monkeypatch.setattr(os, "link", link_twice)
     assert FileStore(tmp_path).create("a/name", b"first")

@@ -38,7 +38,7 @@ def uri(cluster: HdfsCluster) -> str:
 
 
 class Outside:
-    """A client of its own, which reads files and no objects."""
+    """A separate client, which reads files instead of objects."""
 
     def __init__(self, uri: str) -> None:
         server, _, path = uri.removeprefix("hdfs://").partition("/")
@@ -59,7 +59,7 @@ class Outside:
 
 
 def put_twice(cluster: HdfsCluster, uri: str) -> tuple[str, list[int]]:
-    """An object with two replicas in a store: its name, and the numbers of the DataNodes that have one."""
+    """Create an object with two replicas. Returns its name, and the numbers of the DataNodes with a replica."""
     name = sha256(DATA)
     path = f"{Outside(uri).root}/sha256/{name[7:9]}/{name[7:]}"
     with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
@@ -95,8 +95,8 @@ def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: Hdf
         name, nodes = put_twice(cluster, uri)
         cluster.hang(nodes[0])
         try:
-            # Each of them might ask the hung replica first. All together have less time than they would need that wait
-            # for it a second each, let alone the 60 s of other clients.
+            # Each read may try the hung replica first. All together have less time than if each waited a second for
+            # it, let alone 60 s like other clients.
             until = time.monotonic() + 300
             for _ in range(100):
                 assert b"".join(store.read(name, timeout_s=until - time.monotonic())) == DATA

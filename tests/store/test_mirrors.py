@@ -1,4 +1,4 @@
-"""Registries read through the mirrors of containerd's configuration."""
+"""Registries read through mirrors from containerd's configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Configure = Callable[[str, str], Path]
 
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """`configure(host, text)` writes the file of a registry."""
+    """`configure(host, text)` writes the `hosts.toml` of a registry."""
     monkeypatch.setenv("BOOTSEER_REGISTRY_HOSTS", str(tmp_path / "certs.d"))
 
     def write(host: str, text: str) -> Path:
@@ -48,12 +48,12 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 
 def away() -> str:
-    """A registry that cannot be reached."""
+    """An unreachable registry."""
     return f"127.0.0.1:{free_port()}"
 
 
 def refusal(host: str, repository: str) -> BootseerError:
-    """How the question for a tag that is not there ends."""
+    """The error of a lookup of a missing tag."""
     with closing(open_registry(host, repository, mirrored=True)) as client, pytest.raises(BootseerError) as caught:
         client.manifest_digest("latest")
     return caught.value
@@ -93,7 +93,7 @@ def test_what_a_mirror_lacks_comes_from_the_next_server(
             assert store.stat(block).size_bytes == len(DATA)
             with pytest.raises(NotFoundError):
                 store.stat("images/two")
-        assert len(empty.requests) == 1  # it is asked after the others from then on
+        assert len(empty.requests) == 1  # from then on it is tried after the others
         assert all("/blobs/" in request.path for request in mirror.requests)  # not trusted with tags
 
 
@@ -146,7 +146,7 @@ def test_a_web_page_is_no_manifest(registry: Registry, repository: str, configur
 
 
 def servers_of(host: str) -> list[Any]:
-    """The servers that are asked, and whether they resolve tags."""
+    """The servers that are used, and whether they resolve tags."""
     opened = open_registry(host, "a/b", mirrored=True)
     return opened._servers if isinstance(opened, MirroredRegistry) else [(opened, True)]
 
@@ -154,7 +154,7 @@ def servers_of(host: str) -> list[Any]:
 @pytest.mark.parametrize("server", ["", 'server = "https://registry-1.docker.io"'])
 def test_logins_of_docker_hub_are_looked_up_by_its_own_name(configure: Configure, server: str) -> None:
     path = configure("docker.io", f'{server}\n[host."https://mirror"]\n')
-    (path.parent.parent / "hosts.toml").write_text('server = "https://elsewhere"')  # no registry's
+    (path.parent.parent / "hosts.toml").write_text('server = "https://elsewhere"')  # not that of a registry
     servers = servers_of("docker.io")
     assert [(each.host, each._query) for each, _ in servers] == [("mirror", "ns=docker.io"), ("docker.io", "")]
     assert [each.host for each, _ in servers_of("another")] == ["another"]

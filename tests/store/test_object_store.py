@@ -1,4 +1,4 @@
-"""The store in a bucket, against an S3 server that speaks HTTP."""
+"""The store in a bucket, with an S3 server over HTTP."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestS3Store(SharedStoreContract):
         return Outside(server, bucket)
 
     def test_the_child_of_a_fork_reads_too(self, store: Store, child_environment: dict[str, str]) -> None:
-        """It cannot, and is told so instead of waiting for ever."""
+        """It cannot: it gets an error instead of hanging."""
         command = [sys.executable, str(CHILD), "fork", store.uri]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
         assert ended.stdout == "False\n"
@@ -81,7 +81,7 @@ def proxy(server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def store(proxy: FaultProxy, bucket: str) -> Iterator[Store]:
-    """Speaks through the proxy."""
+    """A store behind the proxy."""
     with closing(object_store.ObjectStore(f"s3://{bucket}/some/prefix")) as opened:
         yield opened
 

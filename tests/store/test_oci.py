@@ -1,4 +1,4 @@
-"""The store in a registry, against a real one."""
+"""The store in a real registry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = needs_registry
 
 
 class Outside:
-    """Speaks HTTP by hand."""
+    """Access by plain HTTP requests."""
 
     def __init__(self, registry: Registry, repository: str) -> None:
         self.registry, self.repository = registry, repository
@@ -51,7 +51,7 @@ class Outside:
 
     def unfinished(self) -> list[str]:
         uploads = self.registry.folder / "data/docker/registry/v2/repositories" / self.repository / "_uploads"
-        # The registry forgets the few bytes of hash state that lie beside the data of an ended session.
+        # The registry does not remove the hash state, a few bytes next to the data of an ended session.
         return [str(path) for path in uploads.glob("*/data")]
 
 

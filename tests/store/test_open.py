@@ -1,4 +1,4 @@
-"""Which store a URI means, and what the user is told when it means none."""
+"""Which store a URI names, and the errors for invalid ones."""
 
 from __future__ import annotations
 

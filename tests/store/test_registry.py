@@ -1,4 +1,4 @@
-"""The registry client when the registry, or what stands between, behaves badly."""
+"""The registry client with faults of the registry and of the network."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def proxy(registry: Registry) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def client(registry: Registry, proxy: FaultProxy, repository: str) -> Iterator[Client]:
-    """Speaks through the proxy with a repository that holds DATA."""
+    """A client behind the proxy, with DATA in its repository."""
     with closing(open_registry(registry.host, repository)) as direct:
         upload(direct, DATA)
     with closing(open_registry(proxy.host, repository)) as opened:
@@ -448,7 +448,7 @@ class TestTls:
         context.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
 
         def drip(listener: socket.socket) -> None:
-            # Ends soon when the client has gone.
+            # Ends soon after the client has closed the connection.
             with contextlib.suppress(OSError), context.wrap_socket(listener.accept()[0], server_side=True) as accepted:
                 accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
                 for _ in range(500):

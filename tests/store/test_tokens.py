@@ -1,4 +1,4 @@
-"""Logins and tokens, against a registry that demands them and verifies them itself."""
+"""Logins and tokens, with a registry that requires and verifies them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
 
 @pytest.fixture(scope="module")
 def guarded(tokens: TokenServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that demands tokens."""
+    """A registry that requires tokens."""
     with Registry(tmp_path_factory.mktemp("guarded"), tokens=tokens) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Registry, TokenServer]]:
-    """A registry that names a token server on another host, which gives tokens to everybody."""
+    """A registry with a token server on another host, which issues tokens without a login."""
     folder = tmp_path_factory.mktemp("foreign")
     with TokenServer(folder, strict=False, name="localhost") as tokens, Registry(folder, tokens=tokens) as running:
         yield running, tokens
@@ -60,7 +60,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Registry
 
 @pytest.fixture
 def asked(tokens: TokenServer) -> Iterator[list[dict[str, list[str]]]]:
-    """What the token server is asked in this test."""
+    """The requests to the token server in this test."""
     tokens.asked.clear()
     yield tokens.asked
     tokens.lives.clear()
@@ -75,7 +75,7 @@ class TestBasic:
                 with closing(open_store(f"oci://{proxy.host}/a/b")) as store:
                     assert get(store, put(store, DATA).name) == DATA
                     put(store, b"x", "name")
-                # Asked once, not with every request.
+                # Challenged once, not with every request.
                 assert ["authorization" in request.headers for request in proxy.requests].count(False) == 1
 
             log_in(docker_config, registry.host, username=USER, password=PASSWORD[1:])
@@ -102,7 +102,7 @@ class TestBasic:
                 assert get(store, put(store, DATA).name) == DATA
 
     def test_a_login_that_expires_with_403_is_looked_up_again(self, tmp_path: Path, docker_config: Path) -> None:
-        """As Amazon's registries do after twelve hours, without a challenge."""
+        """Like Amazon's registries after twelve hours, without a challenge."""
         valid = PASSWORD
 
         def plan(request: Request) -> Fault | None:
@@ -144,7 +144,7 @@ class TestBearer:
                 assert get(store, "name") == b"%d" % number
             store.delete("name")
         scopes = [request["scope"][0].rpartition(":") for request in asked]
-        # A registry names the rights in any order.
+        # The order of the rights depends on the registry.
         assert sorted((what, sorted(rights.split(","))) for what, _, rights in scopes) == [
             (f"repository:{repository}", ["delete"]),
             (f"repository:{repository}", ["pull"]),
@@ -168,7 +168,7 @@ class TestBearer:
         asked.clear()
         tokens.lives = [-120]
         with closing(open_store(f"oci://{guarded.host}/{repository}")) as store, pytest.raises(AccessError):
-            get(store, name)  # refused also with its first token: one try is all that a request gets
+            get(store, name)  # refused also with its first token: a request is tried once
             assert get(store, name) == DATA
             assert len(asked) == 2
 
@@ -272,7 +272,7 @@ class TestBearer:
 
     @pytest.mark.parametrize("challenge", ['{}, Basic realm="x"', 'Basic realm="x",{}', "Negotiate, {}"])
     def test_challenges_that_a_proxy_has_joined_in_one_header_are_told_apart(self, challenge: str) -> None:
-        """The realm of the one was taken for that of the other."""
+        """One challenge's realm was mistaken for the other's."""
         with FaultProxy("") as proxy:
             bearer = f'Bearer realm="http://{proxy.host}/token",service="s",scope="repository:a/b:pull,push"'
             proxy.plan = lambda request: (
@@ -298,7 +298,7 @@ class TestBearer:
 
 
 class TestWhoGetsTheLogin:
-    """A registry names the address of its token server, which must not make it choose who gets the password."""
+    """A registry names its token server, but must not be able to choose who gets the password."""
 
     @pytest.mark.parametrize("entry", [{}, {"identitytoken": IDENTITY_TOKEN}])
     def test_a_login_is_not_sent_to_another_host(
@@ -343,7 +343,7 @@ class TestWhoGetsTheLogin:
     def test_an_address_that_two_parsers_read_differently_gets_no_login(
         self, tokens: TokenServer, docker_config: Path
     ) -> None:
-        """`http://attacker:1\\@registry:2/` has the host `registry` for urllib and `attacker` for urllib3."""
+        """In `http://attacker:1\\@registry:2/` the host is `registry` for urllib, `attacker` for urllib3."""
         with FaultProxy("", lambda _: Fault(status=200, body=b"{}")) as attacker, FaultProxy("") as registry:
             host = registry.host.replace("127.0.0.1", "localhost")
             realm = f"http://{attacker.host}" + r"\\@" + f"{host}/token"
@@ -358,7 +358,7 @@ class TestWhoGetsTheLogin:
         challenge = 'Basic realm="x"' if kind == "Basic" else f'Bearer realm="{tokens.settings()["realm"]}"'
         tokens.asked.clear()
         with FaultProxy("", lambda _: Fault(status=401, headers={"WWW-Authenticate": challenge})) as proxy:
-            host = proxy.host.replace("127.0.0.1", "127.1")  # the same place, and no loopback address by its text
+            host = proxy.host.replace("127.0.0.1", "127.1")  # the same address, but not recognizable as loopback
             log_in(docker_config, host)
             with (
                 closing(open_store(f"oci://{host}/a/b", plain_http=True)) as store,

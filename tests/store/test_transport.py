@@ -1,4 +1,4 @@
-"""Addresses that servers name, before anything is sent to them."""
+"""Addresses from servers, checked before requests to them; connections and bodies of responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_origin_has_the_port_that_is_meant(url: str, port: int) -> None:
 
 
 def test_an_origin_is_the_host_that_is_connected_to() -> None:
-    # urllib takes what stands behind the @ for the host, urllib3 connects to what stands before the backslash.
+    # For urllib the host follows the @; urllib3 connects to the one before the backslash.
     assert Origin.of("http://attacker:1\\@registry:2/token") == Origin("http", "attacker", 1)
 
 
@@ -46,7 +46,7 @@ def test_a_body_comes_in_pieces_larger_than_packets() -> None:
     def serve(listening: socket.socket) -> None:
         with listening.accept()[0] as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(2):  # on one connection: what was waited for in a body is not waited for in a head
+            for _ in range(2):  # on one connection: waiting for more of a body must not apply to the next head
                 sock.recv(65536)
                 sock.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
                 for start in range(0, len(body), 4096):
@@ -65,7 +65,7 @@ def test_a_body_comes_in_pieces_larger_than_packets() -> None:
 
 
 def test_a_first_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As IPv6 often is: each read of a mount timed out, as the first address took all of its time."""
+    """As with IPv6 often: each read of a mount timed out, as the first address used up its deadline."""
     with closing(Transport()) as transport, ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = listening.getsockname()[1]

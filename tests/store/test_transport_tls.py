@@ -1,4 +1,4 @@
-"""Encryption as a site has set it up: certificates below `certs.d`, and words for the wrong way to speak."""
+"""Sites with TLS: certificates in `certs.d`, proxies, and errors if only one side uses TLS."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tls(tmp_path: Path, certificates: Path) -> Iterator[Registry]:
-    """A registry that wants a certificate from its clients, which `client.crt` has."""
+    """A registry that requires the client certificate `client.crt`."""
     make_certificate(tmp_path / "client.key", tmp_path / "client.crt")
     with Registry(tmp_path, tls=True, clients=tmp_path / "client.crt") as registry:
         yield registry
 
 
 def asked(host: str, **options: bool) -> BootseerError:
-    """How the question for a tag that is not there ends."""
+    """The error of a lookup of a missing tag."""
     with closing(open_registry(host, "a/b", **options)) as client, pytest.raises(BootseerError) as caught:
         client.manifest_digest("latest")
     return caught.value
@@ -46,11 +46,11 @@ def asked(host: str, **options: bool) -> BootseerError:
 def test_docker_s_certificates_are_trusted_and_shown(tls: Registry, tmp_path: Path, certificates: Path) -> None:
     folder = certificates / tls.host
     folder.mkdir(parents=True)
-    # The folder alone says that this address of the machine wants TLS.
+    # The folder alone marks this loopback address as one with TLS.
     assert f"{folder}/ca.crt" in str(asked(tls.host))
     (folder / "ca.crt").write_bytes(tls.certificate.read_bytes())
     error = asked(tls.host)
-    assert isinstance(error, PermanentError)  # it is trusted, and refuses us
+    assert isinstance(error, PermanentError)  # it is trusted, but refuses this client
     assert f"put client.cert and client.key into {folder}" in str(error)
     (folder / "client.cert").write_bytes((tmp_path / "client.crt").read_bytes())
     error = asked(tls.host)
@@ -63,7 +63,7 @@ def test_docker_s_certificates_are_trusted_and_shown(tls: Registry, tmp_path: Pa
 
 
 def test_certificates_that_are_replaced_are_read_again(tls: Registry, tmp_path: Path, certificates: Path) -> None:
-    """A mount lasts for weeks, and certificates of clients for days."""
+    """A mount exists for weeks, client certificates are valid for days."""
     folder = certificates / tls.host
     folder.mkdir(parents=True)
     make_certificate(folder / "client.key", folder / "client.cert")  # it is not trusted
@@ -114,7 +114,7 @@ def test_tls_to_a_registry_without_says_what_to_write(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tunnel() -> Iterator[list[str]]:
-    """A proxy for `registry.test`: where it connects to (set by the test), its own address, and what it was asked."""
+    """A proxy for `registry.test`: its target (set by the test), its own address, and the requests to it."""
     asked: list[str] = []
 
     def copy(source: socket.socket, target: socket.socket) -> None:
@@ -182,7 +182,7 @@ def test_plain_http_goes_through_a_proxy_too(tmp_path: Path, monkeypatch: pytest
     ("url", "exempt", "expected"),
     [
         ("https://registry.test/", "", "http://proxy:3128"),
-        ("http://registry.test/", "", ""),  # only HTTPS_PROXY is given
+        ("http://registry.test/", "", ""),  # only HTTPS_PROXY is set
         ("https://127.0.0.1:5000/", "", ""),
         ("https://registry.test/", "localhost, .test", ""),
         ("https://registry.test/", "REGISTRY.test:443", ""),
