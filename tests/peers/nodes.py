@@ -1,4 +1,4 @@
-"""Nodes of one job in this process: each with its own cache, peers folder, service and connections."""
+"""Nodes of one job in this process, each with its own cache, peers folder, service and connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET = b"s" * 32
 
 
 class Node:
-    """One node. Its `peer` is how others see it; it knows nobody until `meet`."""
+    """One node. `peer` is its entry for other nodes; it has no members until `meet`."""
 
     def __init__(self, name: str, folder: Path, store: Store, index: Index) -> None:
         self.name = name
@@ -40,17 +40,17 @@ class Node:
         self.uses_the_file = True
 
     def meet(self, peers: Iterable[Peer]) -> None:
-        """These are the job's nodes."""
+        """Set the nodes of the job."""
         self.job.write_members(self.name, peers)
 
     def start(self, work: Callable[[Node], object]) -> threading.Thread:
-        """Do something on this node, on a thread of its own."""
+        """Run `work` on this node in a new thread."""
         thread = threading.Thread(target=work, args=(self,))
         thread.start()
         return thread
 
     def kill(self) -> None:
-        """Its service ends without a word."""
+        """End its service without notifying others."""
         self.server.close()
 
     def close(self) -> None:

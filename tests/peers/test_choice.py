@@ -1,4 +1,4 @@
-"""Owners of runs: that all nodes agree on them, that racks are crossed once, and who may ask the origin."""
+"""Owners of runs: all nodes agree on them, racks are crossed once, and only some nodes may ask the origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def job(num: int, racks: int = 0) -> list[Peer]:
 
 
 def walk(peers: list[Peer], start: str, run: int, absent: frozenset[str] = frozenset()) -> list[str]:
-    """The nodes that a request passes until one asks the origin, when all answer."""
+    """The path of a request: the nodes up to the one that asks the origin, if all answer."""
     passed = [start]
     while steps := Members(peers, passed[-1]).route(FILE, run, absent).steps:
         passed.append(steps[0].peer.name)
@@ -79,9 +79,9 @@ def test_one_small_rack_switches_off_the_level_for_itself_alone() -> None:
         for name in ("lonely", "few"):
             assert all(step.level is Level.GLOBAL for step in Members(peers, name).route(FILE, run).steps)
         crossing = {hop for passed in walks for hop in pairwise(passed) if racks[hop[0]] != racks[hop[1]]}
-        assert len(crossing) <= 4  # once per rack, and each of the two
+        assert len(crossing) <= 4  # one per rack, and one for each of the two nodes
     owned = Counter(walk(peers, "n0", run)[-1] for run in range(1000))
-    assert owned["lonely"] < 100  # of 29 on average: it weighs as one node, not as a rack
+    assert owned["lonely"] < 100  # 29 on average: its weight is that of a node, not of a rack
 
 
 def test_a_node_is_asked_once_for_a_run() -> None:
@@ -114,7 +114,7 @@ def test_a_node_that_leaves_moves_only_its_own_runs() -> None:
 def test_owners_share_the_work() -> None:
     counts = Counter(walk(job(16), "n0", run)[-1] for run in range(1600))
     assert len(counts) == 16
-    assert max(counts.values()) < 150  # of 100 on average
+    assert max(counts.values()) < 150  # 100 on average
 
 
 def test_a_client_that_serves_nothing_asks_the_same_owners() -> None:

@@ -1,4 +1,4 @@
-"""Which peers are late: silence and slowness, not waiting for the origin; and the bounds of what follows."""
+"""Which peers are late: silent and slow ones, not those waiting for the origin; and the limits of the reaction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def answered(health: Health, peer: str, num_bytes: int, seconds: float, at_s: fl
 
 
 def begin(health: Health, peer: str, seconds: float, times: int = 8) -> None:
-    """Some answers, the first sign of which came after so long."""
+    """Some answers, each with its first sign of life after `seconds`."""
     for _ in range(times):
         health.filling(health.begin(peer, 0.0), seconds)
 
@@ -81,7 +81,7 @@ def test_one_that_fills_is_not_late_before_it_has_sent_nothing_at_all_for_20_sec
 
 @pytest.mark.parametrize(("other_s", "is_out"), [(None, True), (5.0, True), (-5.0, False)])
 def test_one_that_fills_for_ever_is_left_alone_where_others_send_meanwhile(other_s: float | None, is_out: bool) -> None:
-    """Where none does, the origin hangs, and to ask it instead of the owners would be all nodes at once."""
+    """If no peer sends, the origin hangs; without owners, all nodes would ask it at once."""
     health = Health()
     if other_s is not None:
         answered(health, "b", 100, 0.1, at_s=10.0 + other_s)
@@ -112,7 +112,7 @@ def test_bytes_that_drip_are_late_where_nothing_is_known_of_others() -> None:
 
 
 def receiving(health: Health, rate: float, seconds: float, length: int = 4 * MIB) -> PeerRequest:
-    """A request whose bytes have come at this rate for so long, a part each tenth of a second."""
+    """A request that has received bytes at this rate for `seconds`, in steps of 0.1 s."""
     asked = health.begin("slow", 0.0, length)
     for tenth in range(int(seconds * 10) + 1):
         health.received(asked, int(rate / 10), tenth / 10)

@@ -1,4 +1,4 @@
-"""Members of a job that answer nonsense, for ever, or drop by drop: never a wrong byte, and a start that ends."""
+"""Members with invalid, endless or dripping answers: readers never get a wrong byte, and starts complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Answer = Callable[[socket.socket, int], object]
 
 
 class Hostile:
-    """A member that knows the secret, greets as it should, and answers each request with `answer`."""
+    """A member with the secret and a correct handshake, which answers each request with `answer`."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -105,7 +105,7 @@ ANSWERS: dict[str, Answer] = {
 
 
 def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
-    """As by a proxy between the nodes."""
+    """A proxy between the nodes may reset it."""
     client = job.nodes[0].group.client
     address = job.peers[1].addresses[0]
     assert client.probe(address) == job.peers[1].name
@@ -121,7 +121,7 @@ def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
 
 
 def test_a_report_that_was_given_up_is_not_sent_any_more() -> None:
-    """A link that was down for a moment would deliver it later: after the one that says that this node is ready."""
+    """After a short outage, the link would deliver it after the later report that this node is ready."""
     client = Client(SECRET)
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())

@@ -1,4 +1,4 @@
-"""The peers folder: what one process writes another one reads, and what is damaged or foreign is left alone."""
+"""The peers folder: one process reads what another writes; damaged and foreign files are ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_members_are_seen_by_another_process_and_a_change_too(folder: Path, monk
     seen = JobPeers.open(folder)
     assert seen.members().peers == ()
     JobPeers.open(folder).write_members("n1", PEERS)
-    assert seen.members().peers == ()  # it has looked a moment ago
+    assert seen.members().peers == ()  # cached: the folder was read a moment ago
     monkeypatch.setattr("bootseer.peers.job._LOOK_EVERY_S", 0.0)
     assert seen.members().peers == tuple(PEERS)
     assert seen.members().own == "n1"

@@ -1,4 +1,4 @@
-"""Which nodes a job has: lists, folders in which they meet, and what is not believed of them."""
+"""Members of a job: from lists and from shared folders, and which records are rejected."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_announced_address_that_is_no_nodes_is_passed_over(address: str) -> N
 
 
 def test_many_dead_nodes_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One round asks for a second, and begins the next with those that were not asked yet."""
+    """A round of probes lasts a second; the next one begins with the nodes that were not probed yet."""
     monkeypatch.setattr("bootseer.peers.members._ROUND_S", 0.05)
     monkeypatch.setattr("bootseer.peers.members._RETRY_S", 0.0)
     asked: list[str] = []
@@ -182,7 +182,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_with_the_address_of_another_node_is_not_believed(tmp_path: Path) -> None:
-    """Requests for its blocks would all go to one node."""
+    """All requests for its blocks would be sent to that other node."""
     honest, asking = meeting(tmp_path, "a"), meeting(tmp_path, "b")
     server = serve(honest)
     assert honest.own is not None
@@ -245,7 +245,7 @@ def test_each_node_of_a_list_finds_itself_and_others_come_later(tmp_path: Path) 
     assert {one.own.name, two.own.name} == set(names)
     said: list[str] = []
     late.say = said.append
-    assert late.listen() == late.listen() == []  # all places are taken: a client only
+    assert late.listen() == late.listen() == []  # all addresses are in use: only a client
     assert said == [f"{names[0]} is taken by another program: this node sends no blocks to others until it is free"]
     members._again_s.clear()
     members.refresh()
@@ -282,7 +282,7 @@ def test_a_list_needs_a_secret_that_others_cannot_read(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_secret_of_root_may_be_for_the_users_group(tmp_path: Path) -> None:
-    """As Kubernetes gives it to pods with an `fsGroup`; anything wider is refused."""
+    """Like the mode in pods with an `fsGroup` in Kubernetes; wider ones are refused."""
     read = "from bootseer.peers.members import *; read_secret(Path('/proc/self/fd/0'))"
     path = secret_file(tmp_path)
     os.chown(path, 0, UID)
@@ -338,7 +338,7 @@ def test_a_file_may_change(tmp_path: Path) -> None:
 def test_the_fastest_interfaces_serve(
     there: list[tuple[str, int]], used: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One with the default route that does not tell its speed may be the fastest."""
+    """An interface with the default route may be the fastest if its speed is unknown."""
     found = [Interface(name, "10.0.0.1", speed or 1, is_main=not speed) for name, speed in there]
     monkeypatch.setattr("bootseer.peers.interfaces.interfaces", lambda: found)
     assert [each.name for each in chosen([])] == used
@@ -346,8 +346,8 @@ def test_the_fastest_interfaces_serve(
 
 @pytest.mark.root
 def test_link_local_addresses_and_networks_of_containers_do_not_serve() -> None:
-    """Such as of a management controller (IPMI over USB), or NodeLocal DNSCache: all nodes have the same one. A pair of
-    virtual interfaces reports 10 Gbit/s."""
+    """Such as of a management controller (IPMI over USB) or NodeLocal DNSCache: all nodes have the same address. Pairs
+    of virtual interfaces report 10 Gbit/s."""
     script = """
     set -e
     mount -t sysfs sysfs /sys

@@ -1,4 +1,4 @@
-"""Nodes that read the same file at once, over real sockets: how often the store is asked, and what trouble changes."""
+"""Nodes that read the same file at once, over real sockets: requests to the store, also with faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA = content(512)
 
 
 class Job:
-    """Nodes that know each other, and a store that counts what it hands out."""
+    """Nodes of one job, and a store that counts the bytes read."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("bootseer.peers.origins.RUN_BYTES", RUN)
@@ -47,11 +47,11 @@ class Job:
 
     @property
     def copies(self) -> float:
-        """What the store has sent, in copies of the file."""
+        """Bytes read from the store, in copies of the file."""
         return sum(self.store.bytes_read.values()) / self.one_copy
 
     def owned(self, name: str) -> list[int]:
-        """The blocks of a node."""
+        """The blocks that this node owns."""
         members = Members(self.peers, name)
         return [
             block
@@ -60,7 +60,7 @@ class Job:
         ]
 
     def read_all(self, nodes: list[Node] | None = None) -> None:
-        """All of these nodes fetch the whole file at once, and get the right bytes."""
+        """Fetch the whole file on all of these nodes at once, and check the bytes."""
         nodes = self.nodes if nodes is None else nodes
         for thread in [node.start(lambda node: node.fetcher.pull_all()) for node in nodes]:
             thread.join(60)
@@ -89,9 +89,9 @@ def test_the_store_sends_one_copy_to_all(job: Job) -> None:
 
 
 def test_waiting_for_an_owner_that_waits_for_the_store_is_not_lateness(job: Job) -> None:
-    job.plan = lambda _: Fault(delay_s=0.8)  # longer than the silence that is late
+    job.plan = lambda _: Fault(delay_s=0.8)  # longer than the silence after which a peer is late
     job.read_all()
-    assert job.copies <= 1.05  # a process that does not run for a while on a busy machine is late
+    assert job.copies <= 1.05  # on a busy machine a process that is not scheduled for a while is late
     assert sum(node.group.health.num_given_up for node in job.nodes) == 0
 
 

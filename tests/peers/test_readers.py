@@ -1,4 +1,4 @@
-"""Which nodes read chunks that others wait for, and how these are served while they come."""
+"""Which nodes read chunks that others wait for, and how partial chunks are served."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def cached(tmp_path: Path) -> Iterator[CachedFile]:
 
 @pytest.fixture
 def address(cached: CachedFile, tmp_path: Path) -> Iterator[str]:
-    """Of a server of this node's cache."""
+    """The address of a server of this node's cache."""
     files = CachedFiles(idle_limit_s=0.1)
     job = JobPeers.create(tmp_path / "peers", SECRET)
     job.register(INDEX.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
@@ -194,7 +194,7 @@ def test_what_no_local_process_fetches_is_refused(address: str) -> None:
 
 
 def test_what_its_node_could_not_keep_is_refused_at_once(cached: CachedFile, address: str) -> None:
-    assert cached.claim(1)  # else it would be waited for
+    assert cached.claim(1)  # without the question below, the server would wait for it
     client = Client(SECRET)
     client.ask(address, Question(INDEX.identity, 0, 0b10, "owner", False, "owner"), 5.0)
     client.close()

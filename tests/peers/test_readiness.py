@@ -1,4 +1,4 @@
-"""Which nodes are ready: what each is told, whatever the others say."""
+"""Which nodes are ready: the answer to each report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_s
     assert told.missing(6) == (
         "b (image_loading, silent for 30 s), c (environment_setup.install), 0 (nothing was heard of it), 2 more"
     )
-    # 0 is no node of this job, then.
+    # In this case 0 is not a node of the job.
     assert told.missing(3) == "b (image_loading, silent for 30 s), c (environment_setup.install)"
     for name in ("0", "b", "c"):
         told = Readiness.of(roll.answer(StartReport(name, READY), ["0", "a", "b", "c"], 31.0))
@@ -27,7 +27,7 @@ def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_s
 
 
 def test_a_ready_node_that_is_listed_no_more_does_not_count() -> None:
-    """As a pod that is replaced, by one with another address."""
+    """Like a pod that was replaced by one with another address."""
     roll = RollCall()
     for name, stage in (("10.0.0.1", READY), ("10.0.0.2", READY), ("10.0.0.3", "image_loading"), ("client", READY)):
         told = Readiness.of(roll.answer(StartReport(name, stage), ["10.0.0.1", "10.0.0.2", "10.0.0.3"], 0.0))

@@ -1,4 +1,4 @@
-"""A server of blocks and its clients over real sockets: what they get, and what is refused."""
+"""A server of blocks and its clients over real sockets: answers and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 class File:
-    """A whole file, or one whose second MiB comes when its future in `waiting` is set."""
+    """A whole file, or one whose second MiB arrives when its future in `waiting` is set."""
 
     size_bytes = len(DATA)
     num_ready = 0
@@ -93,7 +93,7 @@ def ask(
 
 def test_a_range_arrives(server: tuple[Server, str]) -> None:
     assert ask(server[1], 4096, 100_000) == DATA[4096:104_096]
-    server[0].close()  # it counts behind the last byte
+    server[0].close()  # it counts after the last byte; this waits for it
     assert server[0].served.bytes_sent == 100_000
 
 
@@ -116,7 +116,7 @@ def test_a_client_of_many_nodes_keeps_few_connections(file: File) -> None:
         before = len(list(Path("/proc/self/fd").iterdir()))
         for sock in listening:
             assert client.probe(address_of(sock)) == "n"
-        # The client's, and the server's of this process, whose threads close those that the client has closed.
+        # Client and server are both in this process; the threads of the server close connections after the client.
         until(lambda: len(list(Path("/proc/self/fd").iterdir())) - before <= 64 + MAX_CONNECTIONS + 1)
 
 
@@ -174,7 +174,7 @@ def test_a_silent_peer_is_given_up(file: File) -> None:
 
 @pytest.fixture
 def link() -> Iterator[tuple[Connection, socket.socket]]:
-    """A connection, and the other side of it."""
+    """A connection and its remote end."""
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as near:
         far, _ = listening.accept()
         with far:
@@ -199,7 +199,7 @@ def test_a_body_wakes_its_reader_seldom(link: tuple[Connection, socket.socket]) 
         left, calls = left[connection.read_some(left) :], calls + 1
     thread.join()
     assert data == DATA[: 1 << 18]
-    assert calls < 16  # of 64 packets
+    assert calls < 16  # for 64 packets
 
 
 def test_what_came_of_a_body_in_time_is_not_lost(link: tuple[Connection, socket.socket]) -> None:
@@ -227,7 +227,7 @@ def test_what_the_job_does_not_use_is_not_served(server: tuple[Server, str], ide
 
 
 def answer(received: BinaryIO) -> Head | None:
-    """The head of the next answer, whose body is passed over; None when the connection was closed."""
+    """The head of the next answer, whose body is skipped; None if the connection was closed."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         line = received.readline()
@@ -240,7 +240,7 @@ def answer(received: BinaryIO) -> Head | None:
 
 
 def replay(address: str, *messages: bytes) -> list[str]:
-    """Send raw messages on one connection: the status of each answer until it is closed."""
+    """Send raw messages over one connection. Returns the status of each answer until it is closed."""
     with socket.create_connection(address.rsplit(":", 1), 5) as sock, sock.makefile("rb") as received:
         statuses = []
         for message in messages:
@@ -283,7 +283,7 @@ def test_malformed_requests_end_their_connection_alone(server: tuple[Server, str
 
 
 def test_a_file_that_this_node_begins_to_read_a_moment_later_is_served(file: File) -> None:
-    """The first node of a job that starts would otherwise take all of it from the origin."""
+    """Otherwise the first node of a job that starts would read the whole file from the origin."""
     found: list[File] = []
     listening = socket.create_server(("127.0.0.1", 0))
     server = Server([listening], SECRET, lambda _: found[0] if found else None)
@@ -325,7 +325,7 @@ def test_connections_that_say_nothing_keep_no_node_out(server: tuple[Server, str
             sock = held.enter_context(socket.create_connection(server[1].rsplit(":", 1), 5))
             sock.sendall(said)
         until_s = time.monotonic() + 30
-        while True:  # refused until the server has seen them all, and has dropped the first ones
+        while True:  # refused until the server has accepted them all and dropped the first ones
             try:
                 assert ask(server[1], 0, 4096) == DATA[:4096]
                 break
@@ -388,7 +388,7 @@ def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -
 
 
 def test_connections_share_the_limit_and_have_low_priority(server: tuple[Server, str]) -> None:
-    """The kernel paces each connection; a new one takes its part from the others."""
+    """The kernel paces each connection; a new one reduces the shares of the others."""
 
     def rates() -> list[int]:
         return [int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, 47, 8), "little") for sock in server[0]._connections]
@@ -420,7 +420,7 @@ def test_ipv6_has_low_priority_too(file: File) -> None:
 
 
 def test_a_limit_is_kept(server: tuple[Server, str]) -> None:
-    """Without it a MiB over loopback takes milliseconds."""
+    """Without a limit a MiB over loopback takes milliseconds."""
     server[0].limit(2 << 20)
     began_s = time.monotonic()
     assert ask(server[1], 0, 1 << 20) == DATA[: 1 << 20]

@@ -1,4 +1,4 @@
-"""The peer service over a real store and a real cache: what it serves, fetches once, and refuses."""
+"""The peer service with a real store and a real cache: what it serves, fetches once, and refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def index(tmp_path: Path) -> Index:
 
 
 class Node:
-    """A service that is not run: its server answers, and nothing looks at the folder by itself."""
+    """A service without its loop: its server answers, but the peers folder is not polled."""
 
     def __init__(self, tmp_path: Path, limits: Limits, others: Sequence[str] = ()) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -52,7 +52,7 @@ class Node:
         self.job = JobPeers.open(tmp_path / "peers")
 
     def run_until_ready(self, wait_for: int = 0, wait_s: float = 300.0) -> None:
-        """One round of what the service does beside serving."""
+        """Run one iteration of the loop."""
 
         def end() -> None:
             raise InterruptedError
@@ -217,7 +217,7 @@ def test_when_training_begins_it_may_stop(node: Node, index: Index, source: Bloc
 
 
 def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path) -> None:
-    """Loopback tells no speed, and counts as 1 Gbit/s."""
+    """Loopback reports no speed; 1 Gbit/s is assumed."""
     node = Node(tmp_path, Limits())
     with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
         node.client.probe(node.address)
@@ -237,7 +237,7 @@ def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_b
 
 
 def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path: Path) -> None:
-    """The service of a job may run for weeks."""
+    """The service may keep running for weeks."""
     cache, files = Cache(tmp_path / "cache"), CachedFiles()
     cache.open(index).close()
     service = Service(tmp_path / "peers", Listed(SECRET, list), {CHECKPOINT: files.open}, Limits())
@@ -250,7 +250,7 @@ def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path:
 
 
 def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: Path) -> None:
-    """Something that cannot be replaced stands for it."""
+    """Simulated by folders in the place of the files."""
     told, state = tmp_path / "peers" / "members.json", tmp_path / "peers" / "state.json"
     before = told.read_bytes()
     for path in (told, state):

@@ -1,4 +1,4 @@
-"""Indexes and other objects that all nodes read whole: from the store once, then from each other."""
+"""Indexes and other objects that all nodes read whole: once from the store, then from each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bootseer.store.file import FileStore
 from bootseer.store.store import Stored
 
 SECRET = b"s" * 32
-DATA = os.urandom((5 << 20) + 7)  # more than a request may ask for
+DATA = os.urandom((5 << 20) + 7)  # more than the limit of one request
 NAME = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
 OBJECT = Stored(NAME, len(DATA))
 
@@ -47,7 +47,7 @@ class Node:
         self.job.register(self.offered.digest, "object", {"path": str(self.offered.path), "size_bytes": len(DATA)})
 
     def start(self, read: Callable[[], bytes]) -> threading.Thread:
-        """As a node that starts: from another node, or by `read`."""
+        """Get the object like a node that starts: from another node or with `read`."""
 
         def work() -> None:
             self.offer()
@@ -95,7 +95,7 @@ def test_a_node_whose_read_fails_or_that_is_gone_is_replaced(nodes: list[Node]) 
     keeper = nodes[0].job.members().owner(nodes[0].offered.digest, 0)
     failed, gone, *others = [node for node in nodes if node.peer != keeper]
     failed.offer()
-    assert failed.offered.get(failed.said.append) is None  # it is to read it from the store, and does not
+    assert failed.offered.get(failed.said.append) is None  # it has to read the object from the store, but does not
     gone.server.close()
     gone.offer()
     threading.Timer(0.2, failed.offered.withdraw).start()
@@ -142,7 +142,7 @@ def test_nothing_that_is_not_offered_is_sent(nodes: list[Node], monkeypatch: pyt
 def test_a_node_keeps_what_came_from_another_and_serves_it(
     nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The node that ends is not the one that knows who has the object: its successor would send the next to the store.
+    # The node that ends is not the owner, which tracks who has the object; the next owner would use the store.
     owner = nodes[0].job.members().owner(OBJECT.name.removeprefix("sha256:"), 0)
     first, second, third = [node for node in nodes if owner is not None and node.name != owner.name][:3]
     first.offer()
@@ -151,7 +151,7 @@ def test_a_node_keeps_what_came_from_another_and_serves_it(
     objects = {node: LocalObjects(tmp_path / f"{node.name}-objects", node.said.append) for node in (second, third)}
     for node in (second, third):
         monkeypatch.setenv(FOLDER, str(node.job.folder))
-        # The store has nothing.
+        # The store is empty.
         assert objects[node].content(OBJECT, FileStore(tmp_path / "store"), timeout_s=1) == DATA
         first.server.close()
     assert objects[third].store.stat(NAME).size_bytes == len(DATA)
