@@ -1,4 +1,4 @@
-"""Mounts and daemons that are gone after the test, whatever it did."""
+"""Mounts and daemons that are removed after each test, however it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mounts.starting import DEADLINE_S, JOB, CannotStart, Start
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which everything may be mounted."""
+    """A folder for mounts."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount")
     yield tmp_path

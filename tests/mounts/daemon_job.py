@@ -1,8 +1,8 @@
-"""Starts a mount daemon in a process of its own, as a program would: `daemon_job.py FOLDER IMAGE [LIFELINE]`.
+"""A program that starts a mount daemon: `daemon_job.py FOLDER IMAGE [LIFELINE]`.
 
-The image is served from the local file. Reads of its last MiB are held back for ever; the file `broken` beside the
-image makes `open` fail, and `hang` makes it hang. With the file `recover` a killed daemon is started again, and then
-holds nothing back. Prints the daemon's process, then waits for a line on standard input.
+The image is served from the local file. Reads of its last MiB never return. With the file `broken` next to the image
+`open` fails, with `hang` it hangs; with `recover` a killed daemon is restarted, and then all reads return. Prints the
+daemon's process ID, then waits for a line on standard input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HELD_BYTES = 1 << 20
 
 
 class LocalSource:
-    """A file on the disk in the place of a fetcher; answers come from threads of its own."""
+    """A local file instead of a fetcher; each answer comes from a new thread."""
 
     def __init__(self, path: Path, held_bytes: int = HELD_BYTES) -> None:
         self.held_bytes = held_bytes
@@ -36,7 +36,7 @@ class LocalSource:
 
     def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Cancel | None:
         if offset + length > self.size - self.held_bytes:
-            return lambda: None  # it will never be answered
+            return lambda: None  # never answered
         data = os.pread(self.file, length, offset)
         threading.Thread(target=done, args=(data,)).start()
         return None
@@ -49,7 +49,7 @@ class LocalSource:
 
 
 class FileRecorder:
-    """Leaves a file behind when it is ended, and another one when it is handed over."""
+    """Creates one file when it ends, and another when it is handed over."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""EROFS files for the tests, from folders written as dicts."""
+"""EROFS images for the tests, from nested dicts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bootseer.erofs.format import Attributes
 from bootseer.erofs.writer import ErofsWriter
 
 Content = dict[bytes, object]
-"""Names to bytes (a file), a dict (a folder), a text (a symbolic link) or None (a whiteout)."""
+"""Names to bytes (a file), a dict (a folder), a string (a symbolic link) or None (a whiteout)."""
 
 
 def write_image(path: Path, content: Content, *, opaque: frozenset[bytes] = frozenset()) -> Path:

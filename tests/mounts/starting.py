@@ -1,4 +1,4 @@
-"""What tests of daemons share: waiting for conditions, and how a daemon is started."""
+"""Helpers for tests of daemons: waiting for conditions, and starting daemons."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DEADLINE_S = 120.0
 
 
 class Start(Protocol):
-    """Starts a daemon through a program of its own."""
+    """Starts a daemon by running `daemon_job.py`."""
 
     def __call__(self, image: Path, *, lifeline: bool = False) -> tuple[Daemon, subprocess.Popen[str]]:
-        """The daemon, and the program that started it, which waits for a line."""
+        """Returns the daemon and the program that started it, which waits for a line."""
 
 
 class CannotStart(Exception):  # noqa: N818 - the name of a test's helper
-    """What the program said instead of a process."""
+    """The output of the program if it started no daemon."""

@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
 @pytest.fixture
 def stored(place: Path) -> Stored:
-    """An image in a store of its own."""
+    """An image in a new store."""
     (place / "store").mkdir()
     store = FileStore(place / "store")
     with BlockWriter(store, block_size=65_536) as writer:
@@ -66,7 +66,7 @@ def stored(place: Path) -> Stored:
 
 
 class Shown:
-    """What was opened and mounted in this process."""
+    """Services opened and trees mounted in this process."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -136,7 +136,7 @@ def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: Stored, shown
 
 
 def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored: Stored, shown: Shown) -> None:
-    """The log lies in memory, and would get a line every half minute."""
+    """The log is in memory, and would grow by a line every 30 s."""
     session = shown.show(BlockFileService((stored.index,), stored.store, place / "cache", rest=False))
     shutil.rmtree(place / "cache")
     assert (session.target / stored.index.identity).read_bytes() == (place / "image").read_bytes()
@@ -160,7 +160,7 @@ def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
 def test_the_rest_waits_until_training_began(
     place: Path, stored: Stored, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of a job read their checkpoints while the rest of the image would take their links."""
+    """Otherwise, while the nodes of a job read their checkpoints, the rest of the image would use their links."""
     hot = [(stored.index.identity, 3)]
     monkeypatch.setattr("bootseer.mounts.block_files.Fetcher", partial(Fetcher, FetchSettings(silence_s=0.1)))
     shown.show(

@@ -1,4 +1,4 @@
-"""The line between a daemon and the rest, without a daemon."""
+"""The control connection of a daemon, without a daemon."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_answer_that_goes_wrong_is_told_and_does_not_end_the_daemon(
 
 @pytest.fixture
 def drip():
-    """Sends one byte after the other until the test is over or the other side has gone."""
+    """Sends single bytes until the test ends or the peer closes the connection."""
     over, threads = threading.Event(), []
 
     def begin(link: socket.socket) -> None:

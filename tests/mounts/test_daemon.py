@@ -1,4 +1,4 @@
-"""The life of mount daemons: start, serve, be asked, be killed; and what readers see meanwhile."""
+"""The lifecycle of mount daemons: start, serving, status, kill; and what readers see meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BIG = bytes(range(1, 256)) * 20_000
 
 @pytest.fixture
 def image(place: Path) -> Path:
-    """An image whose file `z` is held back by the daemon, for ever, while all others are served."""
+    """An image with trailing bytes whose reads the daemon never answers; all files are before them."""
     folder = place / "store"
     folder.mkdir()
     written = write_image(folder / "image", {b"a": b"alpha", b"big": BIG})
@@ -43,7 +43,7 @@ def image(place: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A file that may be dead when it is closed: closing asks the server, too."""
+    """An open file whose server may be dead when it is closed: close(2) also calls the server."""
     file = os.open(path, os.O_RDONLY)
     try:
         yield file
@@ -61,7 +61,7 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
     assert (said["pid"], said["figure"], said["recording"]) == (daemon.process.pid, 42, True)
     assert program.communicate("\n", timeout=DEADLINE_S)[0] == "", "no stream of the program is held open"
     assert daemon.process.alive, "it outlives who started it"
-    with opened(daemon.folder) as folder:  # below /tmp, systemd-tmpfiles deletes what is old and not locked
+    with opened(daemon.folder) as folder:  # below /tmp, systemd-tmpfiles deletes old files that are not locked
         assert not try_flock(folder)
     assert Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
     with pytest.raises(PermanentError, match="busy"):
@@ -70,7 +70,7 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
     kernel.unmount(place / "at")
 
     def stopped() -> bool:
-        with contextlib.suppress(PermanentError):  # a namespace that was made beside us had a copy of the mount
+        with contextlib.suppress(PermanentError):  # a namespace created by another test had a copy of the mount
             daemon.stop()
         return not daemon.process.alive
 
@@ -163,7 +163,7 @@ def _restarts(daemon: Daemon) -> object:
 def _stops(daemon: Daemon) -> bool:
     try:
         daemon.stop()
-    except PermanentError:  # its files are in use
+    except PermanentError:  # files are in use
         return False
     return True
 
@@ -212,7 +212,7 @@ def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None
 
 
 def test_one_that_does_not_end_is_killed_and_that_is_told(image: Path, start: Start) -> None:
-    """Otherwise an unmount would end as if all had been sent."""
+    """Otherwise an unmount would end as if all data had been sent."""
     daemon, _ = start(image)
     daemon.process.signal(signal.SIGSTOP)
     assert daemon.stop(timeout_s=0.3) == {"lost": ["what was not sent within 0.3 s"]}
@@ -285,7 +285,7 @@ def test_nonsense_on_the_control_socket_harms_nobody(image: Path, start: Start, 
         link.settimeout(DEADLINE_S)
         try:
             said = link.recv(65_536)
-        except ConnectionResetError:  # it did not read all of it
+        except ConnectionResetError:  # the daemon did not read all of it
             said = b"{}"
         assert "pid" not in json.loads(said or b"{}")
     assert daemon.status()["figure"] == 42
@@ -297,7 +297,7 @@ def test_a_process_is_not_taken_for_a_later_one_of_the_same_number() -> None:
     assert me.alive
     later = ProcessId(me.pid, me.started + 1)
     assert not later.alive
-    later.signal(signal.SIGKILL)  # must not hit us
+    later.signal(signal.SIGKILL)  # must not kill this process
     child = subprocess.Popen(["true"])
     until(lambda: ProcessId.of(child.pid) is None, "an ended child does not count, even before it is reaped")
     child.wait(DEADLINE_S)

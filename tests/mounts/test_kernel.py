@@ -1,4 +1,4 @@
-"""The table of mounts: its lines, and what of it a path can reach."""
+"""The mount table: its lines, and which mounts are reachable by a path."""
 
 from __future__ import annotations
 

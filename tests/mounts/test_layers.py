@@ -1,4 +1,4 @@
-"""EROFS files and overlays of few and many layers, mounted for real."""
+"""EROFS images and overlays of few and many layers, with real mounts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_image_is_mounted_from_its_file_or_through_a_loop_device(place: Path,
     assert (target / "a").stat().st_mtime_ns == 1_700_000_000_123_456_789
     kernel.unmount(target)
     assert not kernel.is_mount(target)
-    kernel.unmount(target)  # nothing there, nothing happens
+    kernel.unmount(target)  # no mount: does nothing
 
 
 def test_a_mount_directly_below_the_root_is_seen() -> None:
@@ -88,7 +88,7 @@ def test_a_writable_overlay_leaves_its_layers_alone(place: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", ["my files", "odd \\, with:all"])
 def test_an_upper_layer_in_use_is_found_by_its_name_and_holds_whole_files(place: Path, name: str) -> None:
-    """With many layers, and whatever this kernel's defaults are: a later run asks whether it may delete the folder."""
+    """With many layers, and any defaults of the kernel: later runs check whether they may delete the folder."""
     lowers = [made(place / "a rather long name for a layer" / str(number)) for number in range(150)]
     upper, work = made(place / name / "0a1b2c3d" / "upper"), made(place / name / "0a1b2c3d" / "work")
     target = made(place / "at")

@@ -1,4 +1,4 @@
-"""Namespaces that are held and entered: what shows inside, what stays outside, and who one is there."""
+"""Namespaces that are held and entered: mounts inside and outside, and the user inside."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_deleted_working_folder_stays_deleted(place: Path) -> None:
 
 
 def run_forked(do: Callable[[], object], cwd: Path) -> int:
-    """The wait status of a child that does it."""
+    """Run `do` in a child process. Returns its wait status."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -118,7 +118,7 @@ def test_a_helper_that_hangs_is_given_up() -> None:
     for deadline_s in (0.5, 5.0, 50.0):
         with pytest.raises(TransientError, match="in time"):
             Namespace.create(hang, deadline_s=deadline_s)
-        with contextlib.suppress(BlockingIOError):  # on a busy machine it may not come so far in the time
+        with contextlib.suppress(BlockingIOError):  # on a busy machine the deadline may pass before it gets there
             helper = int(os.read(answer, 20))
             break
     os.close(answer)
@@ -196,7 +196,7 @@ def test_an_overlay_in_place_lets_nested_mounts_through(place: Path, user: bool)
             assert inside(namespace, f"cat {root}/nested/deep/mark {root}/bound") == "deepbound"
     assert (changes / "upper/written").exists()
     assert not (root / "written").exists()
-    assert (changes / "work/work/incompat/volatile").exists()  # the kernel's word that the end wrote no disk back
+    assert (changes / "work/work/incompat/volatile").exists()  # the kernel's mark: unmounting synced nothing
 
 
 def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""Processes that are known again, and end with those that started them."""
+"""Processes that are recognized later, and that end with their parents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_child_that_asked_for_it_dies_with_its_parent() -> None:
     assert os.read(answer, 5) == b"ready"
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    # The end of the pipe is the end of the last process that had it.
+    # The pipe reaches its end when the last process that holds it has ended.
     assert select.select([answer], [], [], 10)[0]
     assert os.read(answer, 1) == b""
     os.close(answer)

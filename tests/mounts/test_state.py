@@ -1,4 +1,4 @@
-"""What is written down of mounts, against what the kernel says; and layers that stay mounted."""
+"""Records of mounts compared with the mount table; and layers that stay mounted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDENTITY = "ab" * 32
 
 
 class Layer:
-    """A file outside of a cache, as a `CachedFile`."""
+    """A file outside of a cache, with the interface of `CachedFile`."""
 
     index = SimpleNamespace(identity=IDENTITY)
 
@@ -40,7 +40,7 @@ class Layer:
 
 
 def mounted_state(runtime: Runtime, place: Path) -> MountState:
-    """A mount as a verb makes it: one EROFS layer in its folder, bound to where the user wants it."""
+    """A mount like those of the commands: one EROFS layer in its folder, and an overlay of it at the user's target."""
     folder = runtime.new_folder()
     (folder / "layer").mkdir()
     mount_erofs(write_image(place / "image", {b"a": b"alpha"}), folder / "layer")
@@ -145,7 +145,7 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
 
 
 def cache_at(root: Path) -> Any:
-    """Stands for the cache that a layer's file is in."""
+    """A stub of the cache with the file of a layer."""
     return SimpleNamespace(root=root)
 
 
@@ -153,13 +153,13 @@ def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> N
     runtime = Runtime(place / "run")
     image = write_image(place / "image", {b"a": b"alpha"})
     layer = mount_shared(runtime, Layer(image))
-    folder = runtime.new_folder()  # the image is to be put on the layer, and stands in no record yet
+    folder = runtime.new_folder()  # of an image on this layer that is being mounted and has no record yet
     assert unmount_idle(runtime, cache_at(place), idle_s=0) == []
     assert (layer / "a").read_bytes() == b"alpha"
     os.utime(folder, (0, 0))
     runtime.remove_stale()
     assert runtime.is_mounting(), "a large image may take longer"
-    (folder / "maker").write_text("1 0")  # a process that has ended
+    (folder / "maker").write_text("1 0")  # an ended process
     assert not runtime.is_mounting()
     assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
 
@@ -173,7 +173,7 @@ def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
     (folder / "bound").mkdir()
     (folder / "link").symlink_to(precious)
     kernel.attach(kernel.clone_mount(precious), folder / "bound")
-    # Root of a user namespace sees the mount and cannot unmount it.
+    # Root in a user namespace sees the mount but cannot unmount it.
     with pytest.raises(PermanentError, match="bound is still mounted"):
         Namespace.create(lambda: runtime.remove_folder(folder), user=True)
     assert (precious / "data").read_text() == "keep me"
@@ -243,7 +243,7 @@ def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(plac
     write_image(place / "other", {b"a": b"omega"}).replace(image)
     mount_shared(runtime, Layer(image))
     assert (layer / "a").read_bytes() == b"omega"
-    # In place: the mount keeps pages of what was there before.
+    # Written in place: the mount has cached pages of the old content.
     with image.open("r+b") as file:
         file.write(write_image(place / "third", {b"a": b"delta"}).read_bytes())
     mount_shared(runtime, Layer(image))
@@ -304,7 +304,7 @@ def test_a_mount_point_may_have_a_name_that_is_not_utf_8(place: Path) -> None:
 
 
 def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:
-    # The folder itself and the three below it take all the files that this file system can have.
+    # The folder itself and its three subfolders use up all inodes of this file system.
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=4,mode=700", "tmpfs", small], check=True)
