@@ -1,4 +1,4 @@
-"""`bootseer bench`: a thin door to the benchmarks of the checkout."""
+"""`bootseer bench`: runs the benchmarks of the checkout."""
 
 from __future__ import annotations
 

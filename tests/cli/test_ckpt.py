@@ -1,4 +1,4 @@
-"""The verbs of `ckpt`, as a user types them: what they print, their JSON, exit codes and errors."""
+"""The `bootseer ckpt` commands: output, JSON, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MIB = 1 << 20
 
 @pytest.fixture
 def ckpt(run: Run) -> Run:
-    """`ckpt(words)`: the program; it must succeed unless `code` says otherwise."""
+    """`ckpt(words)` runs `bootseer ckpt`, which must end with exit code `code`."""
 
     def call(*words: str, code: int = 0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         ran = run("ckpt", *words, **kwargs)
@@ -255,11 +255,11 @@ def test_ctrl_c_leaves_nothing_of_a_put_but_what_the_next_one_goes_on_with(
     for number in range(200):
         (source / f"file{number}").write_bytes(os.urandom(9 * _MIB) if number < 3 else b"x" * 1000)
     with (source / "large").open("wb") as large:
-        large.truncate(1 << 30)  # it is not done before this process has looked
+        large.truncate(1 << 30)  # large enough not to end before it is interrupted
     putting = subprocess.Popen(
         [*BOOTSEER, "ckpt", "put", str(source), str(job)], env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
-    # Interrupted when it has begun to write.
+    # Interrupted after it has begun to write.
     while not any(job.glob(".attempts/*/*")):
         assert putting.poll() is None
         time.sleep(0.01)

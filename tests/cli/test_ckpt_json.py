@@ -1,4 +1,4 @@
-"""The JSON of the verbs of `ckpt` is what docs/checkpoints.md says of it."""
+"""The JSON of the `bootseer ckpt` commands matches docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ROW = re.compile(r"^\| `(\w+)` \| `([\w-]+/\d)` \| (.*) \|$", re.MULTILINE)
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """Verb to the schema and the words about its fields."""
+    """Each command with its schema and the description of the fields."""
     return {verb: (f"bootseer.{schema}", words) for verb, schema, words in _ROW.findall(_DOCUMENT.read_text())}
 
 
 def names(value: Any) -> Iterator[str]:
-    """The names of all fields, but of those whose keys are data or the daemon's own."""
+    """The names of all fields, except of objects whose keys are data or the daemon's."""
     if isinstance(value, dict):
         for name, inside in value.items():
             yield name
@@ -36,7 +36,7 @@ def names(value: Any) -> Iterator[str]:
 
 @pytest.fixture
 def job(run: Run, tmp_path: Path) -> Path:
-    """A job with one striped checkpoint, of which one chunk is damaged."""
+    """A job with striped checkpoints."""
     source = tmp_path / "step-10"
     source.mkdir()
     (source / "model").write_bytes(os.urandom(9 << 20))
@@ -53,7 +53,7 @@ def damage(job: Path) -> None:
 
 
 def calls(job: Path, tmp_path: Path) -> dict[str, list[str]]:
-    """Each verb that needs no mount, in an order in which all of them work."""
+    """All commands without a mount, in an order in which they succeed."""
     return {
         "put": ["put", str(tmp_path / "step-10"), str(job), "--name", "step-11", "--keep-last", "2"],
         "get": ["get", f"{job}/step-10", str(tmp_path / "copy")],

@@ -1,4 +1,4 @@
-"""`bootseer ckpt mount`, `umount` and `mounted`, as people type them."""
+"""`bootseer ckpt mount`, `umount` and `mounted`."""
 
 from __future__ import annotations
 

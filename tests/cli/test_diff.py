@@ -1,4 +1,4 @@
-"""`bootseer diff` as CI meets it: the exit code tells slower, and errors are not a verdict."""
+"""`bootseer diff` in CI: the exit code distinguishes a slower start from errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 @pytest.fixture
 def logs(tmp_path):
-    """fast.log, slow.log, and runs.log with the attempts 0 to 5 of one job, of which the last is the slow one."""
+    """fast.log, slow.log, and runs.log with attempts 0 to 5 of one job: the first is fast.log, the last slow.log."""
     runs = b""
     for attempt, seconds in enumerate((60.0, 61.0, 58.0, 59.5, 62.0, 90.0)):
         work = {(node, INSTALL): seconds + node / 50 for node in range(12)}

@@ -1,4 +1,4 @@
-"""The verbs of `env`, as a user types them: what they print, their JSON, exit codes and errors."""
+"""The `bootseer env` commands: output, JSON, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
     assert as_json(place, "bootseer.environment-key/1", "key", *words)["key"] == key
 
     (row,) = as_json(place, "bootseer.environments/1", "list")["environments"]
-    assert (row["key"], row["state"], row["builder"]) == (key, "ready", place.cache)  # which is $BOOTSEER_NODE
+    assert (row["key"], row["state"], row["builder"]) == (key, "ready", place.cache)  # the value of $BOOTSEER_NODE
     shown = as_json(place, "bootseer.environments/1", "show", key[:8])
     assert shown["packages"] == ["alpha==1.0", "beta==2.0"]
     assert "alpha==1.0" in env(place, "show", key[:8])

@@ -1,4 +1,4 @@
-"""`bootseer report --follow`: who is missing at the barrier now, from files that grow while they are read."""
+"""`bootseer report --follow`: the nodes missing at the barrier now, from growing files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOW = 3
 
 
 def started(**more: object) -> list[Event]:
-    """A start whose node 3 takes until now to install, while the others wait for it."""
+    """A start in which node 3 has been installing until now, while the others wait for it."""
     fleet = Fleet(8, work_of={(SLOW, INSTALL): 100.0}, begin_s=(time.time_ns() - EPOCH_NS) / NS - 130, **more)  # type: ignore[arg-type]
     return sorted(fleet.events(), key=lambda event: event.wall_ns)
 
@@ -44,7 +44,7 @@ def written(events: list[Event], path: Path) -> None:
 
 
 def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Before and from the moment at which node 3 has installed."""
+    """The events before node 3 has installed, and the others."""
     at = next(i for i, e in enumerate(events) if e.node == "node-0003" and e.stage == INSTALL and e.phase == "end")
     return events[:at], events[at:]
 
@@ -132,7 +132,7 @@ def test_a_log_that_is_away_while_it_is_rotated(follow, tmp_path, alarm):
     with follow(str(path)) as process:
         assert "missing: node-0003" in process.stdout.readline()
         path.rename(tmp_path / "n.log.1")
-        time.sleep(2.5)  # it looks every second
+        time.sleep(2.5)  # files are checked every second
         written(late, path)
         assert "Startup took" in process.communicate()[0]
 
@@ -161,7 +161,7 @@ def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):
         "time.sleep(6 * int(os.environ['RANK']))\n"
         "dist.init_process_group('gloo')\n"
         "import bootseer; bootseer.training_began()\n"
-        "gc.freeze()\n"  # or Python collects all objects of PyTorch at its end, for 0.6 s of processor time
+        "gc.freeze()\n"  # otherwise garbage collection of PyTorch's objects at exit takes 0.6 s of CPU time
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"]
     with follow("--wait", "late") as process:
@@ -217,7 +217,7 @@ def test_restarts_attempts_and_ends_replace_what_was_before():
 
 @pytest.mark.parametrize("new", ["c", "b"])
 def test_a_replaced_node_counts_from_the_restart_that_it_joins(new):
-    """The launcher of a new or rebooted node begins to count at 0; a node that it replaced sends nothing any more."""
+    """The launcher of a new or rebooted node counts restarts from 0; the node that it replaced sends no more events."""
     two = {"attrs": {"num_nodes": 2}}
     first = [e for node in "ab" for e in (*span(0, None, "run", node=node, **two), *began(60, node=node, rank=0))]
     again = span(3700, None, "model_initialization", node="a", rank=0, restart=1)
@@ -290,7 +290,7 @@ def test_a_service_is_watched_until_training_began_everywhere(env, tmp_path, ala
             while not lines[-1]["moment"]["missing"]:
                 lines.append(json.loads(told.stdout.readline()))
             send(after)
-            with contextlib.suppress(OSError):  # the other side is closed
+            with contextlib.suppress(OSError):  # the other end is closed
                 while more := os.read(above, 4096):
                     seen += more
             lines += [json.loads(line) for line in told.stdout]

@@ -1,4 +1,4 @@
-"""The verbs of `image` and `cache`, as a user types them: what they print, their JSON, exit codes and errors."""
+"""The `bootseer image` and `bootseer cache` commands: output, JSON, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def bootseer(run: Run, node: Node) -> Run:
-    """`bootseer(words)`: the program on this node; it must succeed unless `code` says otherwise."""
+    """`bootseer(words)` runs the program on this node, which must end with exit code `code`."""
 
     def call(*words: str, code: int = 0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         ran = run(*words, more={**node.env, **kwargs.pop("more", {})}, **kwargs)
@@ -78,7 +78,7 @@ def test_remove_and_prune(bootseer: Run, node: Node) -> None:
     assert "is not converted" in bootseer(*words, code=1).stderr
     assert "1 removed image within the grace period, 0 in use" in bootseer("image", "prune", "--store", store).stdout
     assert as_json(bootseer("image", "prune", "--store", store, "--json"), schema)["waiting"] == 1
-    time.sleep(1.1)  # longer than the grace below
+    time.sleep(1.1)  # longer than the grace period below
     done = as_json(bootseer("image", "prune", "--store", store, "--grace", "1s", "--json"), schema)
     assert (done["waiting"], done["in_use"], done["problems"]) == (0, 0, [])
     assert done["objects"] > 2
@@ -160,7 +160,7 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
     (target / "new").write_text("x")
     second, third = node.folder / "second", node.folder / "third"
     bootseer("image", "mount", node.reference, str(second), "--rw")
-    kernel.unmount(second)  # as umount does: its changes are deleted with the next mount
+    kernel.unmount(second)  # like umount: its changes are deleted by the next mount
     bootseer("image", "mount", node.reference, str(third), "--rw")
     assert (target / "new").read_text() == "x"
     assert len(list((node.cache / "containers").iterdir())) == 2

@@ -1,4 +1,4 @@
-"""`bootseer image convert --watch`: what is pushed into a repository is converted, each image once."""
+"""`bootseer image convert --watch`: each image that is pushed into a repository is converted once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_tag_that_the_registry_refuses_holds_no_other_up(tmp_path: Path, run: 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one file: the lock of the state, but not the state."""
+    """A file system with room for one file: the state's lock, but not the state."""
     folder = tmp_path / "full"
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs", str(folder)]
@@ -135,7 +135,7 @@ def test_a_signal_ends_it_while_a_layer_hangs(tmp_path: Path, env: dict[str, str
         def plan(request: Request) -> Fault | None:
             if request.method != "GET" or "/blobs/" not in request.path:
                 return None
-            if len([each for each in proxy.requests if "/blobs/" in each.path]) > 1:  # behind the configuration
+            if len([each for each in proxy.requests if "/blobs/" in each.path]) > 1:  # after the configuration
                 hung.set()
                 return Fault(hang=True)
             return None
@@ -146,7 +146,7 @@ def test_a_signal_ends_it_while_a_layer_hangs(tmp_path: Path, env: dict[str, str
             assert hung.wait(300)
             process.send_signal(signal.SIGTERM)
             try:
-                assert process.wait(90) == 0  # what a service manager gives it
+                assert process.wait(90) == 0  # the time that a service manager allows
             finally:
                 process.kill()
             assert process.stderr is not None

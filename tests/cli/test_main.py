@@ -1,4 +1,4 @@
-"""How the program ends: with its exit code and all that it said, whatever still waits in a library."""
+"""The end of the program: with its exit code and all output, even while calls of libraries are pending."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEFT_BEHIND = """
 import atexit, sys, threading
 from bootseer.cli import main
 
-# Calls of hdfs-native that come back after this abort the process.
+# Calls of hdfs-native that return after this abort the process.
 atexit.register(sys.stderr.write, "torn down")
 if "left" in sys.argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -74,7 +74,7 @@ def test_a_signal_stops_a_service_whose_main_thread_holds_the_lock_of_the_event(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         stop = stop_event()
-        with stop._cond:  # as inside of `wait`
+        with stop._cond:  # like inside `wait`
             signal.raise_signal(signal.SIGTERM)
         assert stop.wait(60)
     finally:
@@ -98,12 +98,12 @@ def test_a_list_of_mounts_does_not_import_what_mounts(tmp_path: Path) -> None:
 
 
 def test_packages_for_the_job_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
-    """As of another Python, or old ones, in a PYTHONPATH that is meant for the job."""
+    """A PYTHONPATH for the job may have packages for another Python version, or old ones."""
     (tmp_path / "click.py").write_text("raise ImportError('of another Python')\n")
     command = [Path(sys.executable).parent / "bootseer", "--version"]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, b"")
-    # A folder that BootSeer itself is in has what it needs.
+    # A folder with BootSeer itself also has its dependencies.
     (tmp_path / "bootseer").symlink_to(Path(bootseer.__file__).parent)
     command = [sys.executable, "-P", "-m", "bootseer", "--version"]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)

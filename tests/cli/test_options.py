@@ -1,4 +1,4 @@
-"""The quick reading of a command line agrees with click's, or steps aside."""
+"""The fast option parser agrees with click's, or leaves the command line to it."""
 
 from __future__ import annotations
 

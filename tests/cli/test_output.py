@@ -1,4 +1,4 @@
-"""What a progress shows on a terminal, in a log, and where nobody reads."""
+"""Output: progress on terminals, in logs and without a reader; colours; files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from bootseer.launch import supervise
 
 @pytest.fixture
 def long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes long from the beginning on."""
+    """Progress is shown from the beginning."""
     monkeypatch.setattr(output, "_LONG_S", 0.0)
 
 
 @contextlib.contextmanager
 def written_to(file: TextIO | None) -> Iterator[None]:
-    """In the test itself: pytest sets its own standard error after the fixtures."""
+    """Replace standard error. Used in the test itself, as pytest sets its own after the fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", file)
         yield
@@ -41,14 +41,14 @@ def written_to(file: TextIO | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def screen(columns: int) -> Iterator[Callable[[], str]]:
-    """Standard error is a terminal; what it gives tells what was written there."""
+    """Make standard error a terminal. Yields a function that returns what was written to it."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 10, columns, 0, 0))
     os.set_blocking(here, False)
     with os.fdopen(here, "rb", buffering=0) as reader, os.fdopen(there, "w") as file, written_to(file):
 
         def seen() -> str:
-            # The kernel hands on what was written a moment later.
+            # The kernel delivers written data a moment later.
             data, until = b"", time.monotonic() + 60
             while not data.endswith(b"\x1b[K") and time.monotonic() < until:
                 data += reader.read(10_000) or b""
@@ -92,7 +92,7 @@ def test_a_terminal_shows_a_bar_that_fits_and_goes() -> None:
             heard(1 << 20, 2 << 20)
         begin, *lines, end = seen().split("\r\x1b[K")
     assert (begin, end) == ("", "")
-    assert {line.startswith("converting registry") for line in lines} == {True}  # more than one on a slow machine
+    assert {line.startswith("converting registry") for line in lines} == {True}  # several on a slow machine
     assert {len(line) for line in lines} == {39}
 
 
@@ -131,7 +131,7 @@ def test_no_color_turns_colours_off_unless_they_are_asked_for(monkeypatch: pytes
 
 
 def without_colours(wanted: str) -> bool:
-    """Whether the console leaves colours out."""
+    """Whether the console omits colours."""
     with terminal(wanted) as console:
         return console.no_color
 
@@ -178,7 +178,7 @@ def test_a_pipe_and_standard_output_are_written_and_not_replaced(tmp_path: Path)
 
 
 def test_few_bytes_for_a_full_disk_are_an_error_at_once_and_not_at_exit() -> None:
-    """`image hotset export ... - > FILE` left them in the buffer, and the interpreter's own flush failed."""
+    """`image hotset export ... - > FILE` left them in the buffer, and the flush at exit failed."""
     program = "from bootseer.cli.output import print_bytes; print_bytes(b'few')"
     with Path("/dev/full").open("wb") as full:
         words, env = [sys.executable, "-c", program], {**os.environ, "PYTHONUNBUFFERED": ""}

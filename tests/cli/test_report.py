@@ -1,4 +1,4 @@
-"""`bootseer report` as a user meets it: each input ends in a report or in one clear line, and with the right code."""
+"""`bootseer report`: each input results in a report or in one clear line, with the right exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def log(tmp_path):
 
 
 def one_line(result, code: int) -> str:
-    """The error, checked for what every error must be."""
+    """The error, after checks that apply to all errors."""
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
@@ -81,7 +81,7 @@ def test_places_that_are_none(run, tmp_path):
 
 
 def test_a_folder_named_like_a_job_does_not_hide_it(run, env, log, tmp_path):
-    """Projects and their jobs often have the same name."""
+    """Projects and jobs often have the same name."""
     spool = Path(env["BOOTSEER_SPOOL"], "moe", "attempt-0")
     spool.mkdir(parents=True)
     (spool / "n.1.1.events").write_bytes(LOG)
@@ -208,11 +208,11 @@ def test_logs_of_facts_without_time_are_a_report(run, tmp_path):
 
 @pytest.mark.parametrize("name", [path.name for path in sorted((GOLDEN / "torchelastic").glob("*.log"))])
 def test_torchrun_logs_without_bootseer(run, name):
-    """What launchers say can be seen, and that training was not seen to begin is said."""
+    """The launcher's output is reported, and so is that no begin of training was found."""
     result = run("report", str(GOLDEN / "torchelastic" / name))
     assert result.returncode == 0
     assert "training did not begin" in result.stdout
-    # Of a restart in place, what the first start has done is not missed.
+    # In-place restarts do not repeat these stages, so they are not listed as unobserved.
     missing = "unobserved: queue, allocation, image_loading, environment_setup"
     assert (missing in result.stdout.replace("\n", " ")) != ("\nRestarts\n" in result.stdout)
 
@@ -312,13 +312,13 @@ def test_a_reader_that_leaves_is_no_traceback(env, log, tmp_path, form):
     os.close(writing)
     _, errors = process.communicate(timeout=180)
     assert errors == b""
-    assert process.returncode == 141  # not 1, which may be a finding of a verb
+    assert process.returncode == 141  # not 1, which may be the result of a command
 
 
 def test_control_c_while_it_reads(env, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     process = subprocess.Popen([*BOOTSEER, "report", "fifo"], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
-    with (tmp_path / "fifo").open("wb") as file:  # opens when the program has opened the other end
+    with (tmp_path / "fifo").open("wb") as file:  # blocks until the program has opened the other end
         file.write(LOG)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
@@ -380,7 +380,7 @@ def test_a_sites_own_lines_are_read_by_its_patterns(run, tmp_path):
 
 
 def test_local_times_have_the_offset_of_their_own_date(run, log):
-    """A log that is read after daylight saving time has begun or ended since it was written."""
+    """Also if daylight saving time has begun or ended since the log was written."""
     name = log(b"2026-07-20 10:00:00,000 step 1 done\n2026-01-20 10:00:00,000 step 1 done\n")
     more = {"TZ": "Europe/Berlin"}
     words = ("report", name, "--json")
@@ -392,7 +392,7 @@ def test_local_times_have_the_offset_of_their_own_date(run, log):
 
 
 def test_restarts_that_failed_before_are_told_from_the_launchers_start(run):
-    """At torchrun's default level only its start and the failures are in the log: 1.2 s, 2.4 s and 3.0 s."""
+    """At torchrun's default log level the log has only its start and the failures: 1.2 s, 2.4 s and 3.0 s."""
     ran = run("report", str(GOLDEN / "torchelastic" / "restarts.log"))
     told = " ".join(ran.stdout.split())
     for words in (
@@ -408,7 +408,7 @@ def test_restarts_that_failed_before_are_told_from_the_launchers_start(run):
 def test_a_folder_with_a_locked_file_tells_the_rest(run, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").write_bytes(LOG)
-    (tmp_path / "logs" / "b.log").symlink_to("/proc/self/mem")  # cannot be read, not even by root
+    (tmp_path / "logs" / "b.log").symlink_to("/proc/self/mem")  # unreadable even for root
     assert "1 file of the folder could not be read" in run("report", "logs").stdout
     assert "cannot be read" in one_line(run("report", "logs/b.log"), 1)
 
@@ -422,7 +422,7 @@ def test_a_thousand_small_files(run, tmp_path):
 
 
 def test_very_many_nodes_and_barriers_take_linear_time(run, log):
-    """Quadratic analysis would need minutes for either."""
+    """Quadratic analysis would take minutes for either."""
     line = b'@bootseer1 {"wall_ns":%d,"mono_ns":%d,"job":"j","node":"n%d","stage":"a","phase":"%s","span":"%x"%s}\n'
     nodes = [
         line % (1_790_000_000 * 10**9 + i + k * 10**9, 5 + i + k * 10**9, i, phase, i, b"")

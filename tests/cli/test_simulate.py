@@ -1,4 +1,4 @@
-"""`bootseer simulate`: what it prints and writes, and what it refuses."""
+"""`bootseer simulate`: output, files and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_start_is_simulated_and_reported(run: Run, tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     digest = shown.stdout.split("parameters ")[1].split(";")[0]
     drawn = page.read_text()
-    # A figure that is shown alone says what it is, and of what.
+    # A figure is labelled even if it is shown alone.
     for figure in drawn.split("<figure ")[1:]:
         assert "<b>Simulated.</b>" in figure
         assert f"moe ({digest}); seed 0" in figure
