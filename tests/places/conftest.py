@@ -1,4 +1,4 @@
-"""A bucket of the S3 server that tests share, and a place in it for each test."""
+"""A bucket of the shared S3 server, and a place in it for each test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(uri: str) -> Iterator[Place]:
 
 @pytest.fixture
 def proxy(server: S3Server, uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Between the server and the places that are opened by the test itself."""
+    """A proxy between the server and places that the test itself opens."""
     with FaultProxy(server.host) as started:
         for name, value in environment_for(started.host).items():
             monkeypatch.setenv(name, value)

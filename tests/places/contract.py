@@ -1,4 +1,4 @@
-"""What every place must do. `test_folder` and `test_hdfs` collect these tests and bring the place (fixture `place`)."""
+"""What every place must do. The subclasses in the test modules provide the place (fixture `place`)."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class PlaceContract:
     """Inherited by the tests of each place."""
 
     keeps_modes = True
+    """Whether modes and times can be set."""
     lists_removed_folders = False
-    """Whether a folder that is not there any more is listed for a while."""
-    """Whether rights and times can be set."""
+    """Whether removed folders are listed for a while."""
 
     def test_a_small_file_is_read_as_it_was_written_and_replaced_as_a_whole(self, place: Place) -> None:
         place.make_folder("a")
@@ -252,7 +252,7 @@ class PlaceContract:
             place.set_mode("nothing", 0o600)
 
     def test_the_clock_is_that_of_new_files(self, place: Place) -> None:
-        slack_s = 10.0  # on a busy machine, moments pass between a time and its being known
+        slack_s = 10.0  # on a busy machine, the time is returned late
         place.make_folder("a")
         before = place.now_s("a")
         place.write_bytes("file", b"")

@@ -1,4 +1,4 @@
-"""A folder as a place: the contract, and what others may have put into it."""
+"""A folder as a place: the contract, and unexpected files from others."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_mount_that_refuses_our_names_is_told(place: Place, monkeyp
 
 
 def test_without_room_the_clock_is_this_machines(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for what removes things."""
+    """Cleanups need it, also on a full disk."""
     os_open = os.open
 
     def full(path: str, flags: int, *words: Any, **folder: int) -> int:
@@ -111,7 +111,7 @@ def test_without_room_the_clock_is_this_machines(place: Place, monkeypatch: pyte
 def test_a_name_that_was_taken_for_a_moment_was_taken(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a lock that another process gives back just then."""
+    """Like a lock that another process releases just then."""
     link = os.link
 
     def link_late(*names: str, **folders: int) -> None:
@@ -164,7 +164,7 @@ def test_what_is_made_in_a_folder_of_a_group_belongs_to_it(place: Place, tmp_pat
 @pytest.mark.parametrize(("mode", "of_parts"), [(0o777, 0o755), (0o1777, 0o777)])
 def test_a_folder_that_may_be_deleted_only_in_part_stays_whole(mode: int, of_parts: int) -> None:
     with TemporaryDirectory() as root:
-        for name in ("parts", *"abcdefghi"):  # whatever the order in which they are listed
+        for name in ("parts", *"abcdefghi"):  # for any order of listing
             Path(root, "step-1", name).mkdir(parents=True)
             Path(root, "step-1", name).chmod(of_parts)
         for name in ("parts/0", *"123456789", *(f"{folder}/0" for folder in "abcdefghi")):

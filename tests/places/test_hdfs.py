@@ -1,4 +1,4 @@
-"""HDFS as a place, against a real cluster."""
+"""A real HDFS as a place."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_versions_of_the_same_length_and_time_differ(place: Place) -> None:
         place.write_bytes("head", b"%d" % number)
         place.set_mtime("head", 10**18)
         versions.add(place.stat("head").version)
-    # By chance, two of eight may be alike.
+    # By chance, two of the eight may be equal.
     assert len(versions) >= 7
 
 

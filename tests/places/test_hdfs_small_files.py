@@ -1,4 +1,4 @@
-"""Small files in HDFS, with a NameNode that fails in between."""
+"""Small files in HDFS, with a NameNode that fails meanwhile."""
 
 from __future__ import annotations
 

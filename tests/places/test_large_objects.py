@@ -1,4 +1,4 @@
-"""Objects that are too large for one request, and files that are sent while they are written, on a real S3 server."""
+"""Objects too large for one request, and files that are uploaded while they are written, on a real S3 server."""
 
 from __future__ import annotations
 

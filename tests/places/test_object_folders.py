@@ -1,4 +1,4 @@
-"""Folders of a bucket that are renamed, made again and removed: whose objects lie under which name."""
+"""Folders of a bucket that are renamed, created again and removed: which name has which objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def put_by_another_tool(place: ObjectPlace, path: str) -> None:
 
 
 def content(place: ObjectPlace, path: str = "") -> dict[str, bytes | None]:
-    """All that is shown below a folder: the bytes of files, and None for folders."""
+    """All entries below a folder: the bytes of files, None for folders."""
     found: dict[str, bytes | None] = {}
     for entry in place.list(path):
         if not entry.path.rpartition("/")[2].startswith(TEMPORARY_PREFIX):
@@ -68,7 +68,7 @@ def test_a_folder_that_another_tool_has_copied_into_itself_is_told(place: Object
 
 
 def test_an_address_that_names_a_file_is_no_empty_folder(place: ObjectPlace) -> None:
-    """A job that was started with `s3://…/latest` found no checkpoint, and began anew."""
+    """A job started with `s3://…/latest` found no checkpoint, and trained from the beginning."""
     assert place.stat("").is_folder
     obstore.put(place._bucket.writer, "jobs", b"step-1")
     with pytest.raises(NotFolderError):
@@ -100,7 +100,7 @@ def test_a_name_that_was_given_again_and_is_removed_shows_nothing_of_what_had_it
 
 @pytest.mark.parametrize("seed", range(24))
 def test_folders_are_what_a_file_system_would_make_of_them(place: ObjectPlace, seed: int) -> None:
-    """Any sequence of operations, beginning with folders of other tools."""
+    """Random sequences of operations, beginning with folders of other tools."""
     chance = random.Random(seed)
     model: dict[str, bytes | None] = {}
     for folder in chance.sample(["a", "b", "c"], 2):

@@ -39,7 +39,7 @@ def test_a_request_that_fails_or_hangs_is_made_again(proxy: FaultProxy, uri: str
     with closing(open_place(uri)) as place:
         place.write_bytes("file", data)
         with opened(place, "file") as file:
-            assert read(file, 0, 9) == data[:9]  # from now on it is known what a read takes
+            assert read(file, 0, 9) == data[:9]  # from now on the usual pauses are known
             proxy.plan = once(fault, "/file", "GET")
             assert read(file, 0, len(data)) == data
 
@@ -61,7 +61,7 @@ def test_only_what_a_request_has_not_brought_is_asked_for_again(proxy: FaultProx
 def test_a_request_that_is_only_slow_is_not_made_twice(
     proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where many share a full link, it would have to carry the rest of it twice."""
+    """On a full link, the rest would be sent twice."""
     monkeypatch.setattr(object_data, "_MIN_LATE_S", 2.0)
     data = os.urandom(4 * _MIB)
     with closing(open_place(uri)) as place:
@@ -87,7 +87,7 @@ def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri
 def test_connections_that_all_die_at_once_delay_neither_their_requests_nor_those_that_wait(
     proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a router forgets them: nothing comes over any of them, and new ones work."""
+    """Like after a reset of a router: the old connections are dead, new ones work."""
     monkeypatch.setattr(object_data, "_MIN_LATE_S", 0.2)
     monkeypatch.setattr(object_data, "_REQUEST_BYTES", 1 << 18)
     data = os.urandom(4 * _MIB)
@@ -146,7 +146,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> N
 
 
 def test_a_bucket_in_another_region_is_called_so_at_once(proxy: FaultProxy, uri: str) -> None:
-    """It took a minute."""
+    """It was reported after a minute."""
     proxy.plan = lambda _: Fault(status=301)
     with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="set AWS_REGION"):
         place.stat("file")
@@ -181,7 +181,7 @@ def test_a_refusal_is_not_always_about_the_login(
     [("AWS_ENDPOINT", "minio:9000"), ("AWS_ENDPOINT_URL", ""), ("AWS_SESSION_TOKEN", "key\n"), ("AWS_REGION", " eu")],
 )
 def test_a_malformed_variable_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """It was a panic of Rust code with two tracebacks."""
+    """It was a panic in Rust, with two tracebacks."""
     monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=f"{name} is malformed"):
         Bucket("s3://jobs")
@@ -196,7 +196,7 @@ def test_a_login_that_cannot_be_read_is_not_blamed_on_the_address(monkeypatch: p
 
 @pytest.mark.parametrize("tag", ["", 'W/"1"'], ids=["ignored", "weak"])
 def test_a_server_whose_conditions_are_of_no_use_sends_no_other_version(proxy: FaultProxy, uri: str, tag: str) -> None:
-    """Bytes of the new version were delivered as the old one's; a weak tag, which never matches, failed each read."""
+    """Bytes of the new version were returned as the old one's; with a weak tag, which never matches, reads failed."""
     with closing(open_place(uri)) as place:
         place.write_bytes("file", b"old content")
         proxy.plan = lambda _: Fault(headers={"etag": tag} if tag else {}, send={} if tag else {"if-match": ""})
@@ -233,7 +233,7 @@ def test_a_read_that_ends_while_bytes_of_another_connection_arrive_is_delivered_
     read_of_all = object_data._Read(None, 0, memoryview(bytearray(8)), outcomes.append, 0.0)  # type: ignore[arg-type]
 
     class EndedAfterRelease:
-        """The lock, behind whose first release the other connection ends the read."""
+        """A lock after whose first release the other connection ends the read."""
 
         def __enter__(self) -> None:
             pass
@@ -250,7 +250,7 @@ def test_a_read_that_ends_while_bytes_of_another_connection_arrive_is_delivered_
 def test_a_request_whose_two_connections_fail_at_the_same_moment_is_made_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a server dies: each must not leave it to the other."""
+    """Like when a server dies: the retry must not be left to the other one by both."""
     monkeypatch.setattr(object_data, "_FIRST_LATE_S", 0.05)
     place.write_bytes("file", b"12345678")
     both = threading.Barrier(2)
@@ -277,7 +277,7 @@ def test_a_request_whose_two_connections_fail_at_the_same_moment_is_made_again(
 def test_a_read_for_which_no_thread_can_be_started_is_not_carried_out_later(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then its caller uses the memory for something else."""
+    """By then the caller may have reused the memory."""
     place.write_bytes("file", b"12345678")
     threads = place._reads._threads  # type: ignore[attr-defined]
     memory = bytearray(8)
@@ -291,7 +291,7 @@ def test_a_read_for_which_no_thread_can_be_started_is_not_carried_out_later(
 
 
 def test_the_child_of_a_fork_is_refused_also_while_its_parent_reads(uri: str) -> None:
-    """Otherwise it waits for a lock that a thread of the parent held, or for a thread that only the parent has."""
+    """Otherwise it would wait for a lock held by a thread of the parent, or for a thread that only the parent has."""
     program = """if True:
         import os, signal, sys
         from bootseer.errors import PermanentError

@@ -1,4 +1,4 @@
-"""A bucket as a place: the contract on a real S3 server, what a bucket alone can do, and servers with faults."""
+"""A bucket as a place: the contract on a real S3 server, features of buckets, and servers with faults."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_goes_there_and_back_is_replaced_and_leaves_nothing(
 
 @pytest.mark.parametrize("cut", range(1, 22))
 def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: int) -> None:
-    """As by a kill: from its `cut`-th request on, the renaming process does nothing any more."""
+    """Like after a kill: the renaming process ends before its request number `cut` (from 0)."""
     place.make_folder("old/sub", parents=True)
     place.write_bytes("old/a", b"1")
     place.write_bytes("old/sub/b", b"2")
@@ -171,7 +171,7 @@ def test_a_rename_that_is_cut_short_loses_nothing(place: Place, uri: str, cut: i
         assert there
         assert all(content(other, path) == wanted for path in there)
         with suppress(BootseerError):
-            other.rename("old", "new", replace=False)  # as what goes on after a crash does
+            other.rename("old", "new", replace=False)  # like the recovery after a crash
         other.delete("old", recursive=True) if "old" in names(other, "") else None
         if "new" in there or "new" in names(other, ""):
             assert content(other, "new") == wanted
@@ -294,7 +294,7 @@ def test_a_server_without_conditional_writes_is_a_clear_error(
 
 
 def some(fault: Fault, share: float) -> Plan:
-    """Spoils this share of all requests, whichever they are."""
+    """Applies the fault to this share of all requests, at random."""
     chance, lock = random.Random(7), threading.Lock()
 
     def plan(request: object) -> Fault | None:
@@ -376,7 +376,7 @@ def test_a_refused_login_is_said_in_the_servers_words(
         file = place.open("file")
         proxy.plan = lambda _: Fault(status=status, body=answer)
         with pytest.raises(AccessError, match=said):
-            place.stat("file")  # by HEAD, whose answers have no body
+            place.stat("file")  # a HEAD request, whose answer has no body
         with pytest.raises(AccessError, match=said):
             read(file, 0, 50)
         with pytest.raises(AccessError, match=said):
@@ -384,7 +384,7 @@ def test_a_refused_login_is_said_in_the_servers_words(
 
 
 def test_credentials_for_one_folder_serve_a_place_above_it(proxy: FaultProxy, uri: str, source: Path) -> None:
-    """Such as the adapters open, whose place is the bucket, with a policy for `jobs/TEAM/*`."""
+    """The adapters open the bucket, even if a policy permits only `jobs/TEAM/*`."""
     team = uri.rpartition("/")[2]
     denied = b"<?xml version='1.0'?>\n<Error><Code>AccessDenied</Code></Error>"
 
@@ -467,7 +467,7 @@ def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(
 
 def test_objects_behind_one_that_was_removed_meanwhile_are_removed_too(tmp_path: Path) -> None:
     removed_from = bucket.Bucket("s3://jobs")
-    removed_from.reader = LocalStore(tmp_path)  # stops at a missing one, as Azure and Google Cloud
+    removed_from.reader = LocalStore(tmp_path)  # stops at a missing object, like Azure and Google Cloud
     keys = [f"{number:02}" for number in range(40)]
     for key in keys:
         obstore.put(removed_from.reader, key, b"")

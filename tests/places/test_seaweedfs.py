@@ -1,4 +1,4 @@
-"""A bucket as a place on another implementation of S3 than the other tests have: SeaweedFS."""
+"""A bucket as a place on another implementation of S3: SeaweedFS."""
 
 from __future__ import annotations
 
