@@ -1,6 +1,6 @@
-"""`bootseer`, in which a call of the snapshotter kills processes when it gets to a point: `dying.py TRAP WORDS...`.
+"""`bootseer` with a snapshotter that kills processes when a call reaches a point: `dying.py TRAP WORDS...`.
 
-The file TRAP says at which point, and which processes; 0 is this one. It goes when it springs.
+The file TRAP specifies the point and the process IDs (0: this process). It is deleted when the point is reached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def at(point: str) -> None:
 
 
 def behind(owner: Any, name: str, point: str) -> None:
-    """It is done and recorded; the answer is lost."""
+    """Trigger after the method has returned: the change is made and recorded, the answer is lost."""
     original = getattr(owner, name)
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:

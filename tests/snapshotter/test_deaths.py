@@ -1,4 +1,4 @@
-"""Snapshotter, containerd and node die in the middle of each call: running containers read on, the next pod starts."""
+"""Snapshotter, containerd and node are killed during each call: running containers still read, the next pod starts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ POINTS = ("Prepare of a layer", "Prepare", "Commit", "Mounts", "View", "Remove",
 CASES = [(point, BOTH) for point in POINTS]
 CASES += [(point, (*BOTH, "node")) for point in POINTS if point not in ("View", "Update")]
 CASES += [(point, (name,)) for point in POINTS[:3] for name in BOTH]
-"""All others are alike: what one process of the two loses, both of them lose; a node that starts again finds behind
-View and Update what it finds behind Prepare."""
+"""Other cases are equivalent: kills of one process lose no more than kills of both, and a node restarts after View and
+Update in the same state as after Prepare."""
 
 
 class Site:
@@ -59,14 +59,14 @@ class Site:
         (self.pid,) = found
 
     def read_on(self) -> None:
-        """As the running container does, of what it has not read before."""
+        """Read like the running container, at an offset not read before."""
         offset = self.number * _BLOCK % len(self.cold)
         with Path(f"/proc/{self.pid}/root/cold").open("rb") as file:
             file.seek(offset)
             assert file.read(_BLOCK) == self.cold[offset : offset + _BLOCK]
 
     def run_pods(self) -> None:
-        """Of the reader's image, and of one that the last call may have been about."""
+        """Run pods of the reader's image and of the image that the last call may have concerned."""
         for image in (self.node.reference, self.small):
             self.number += 1
             self.running.pull(image)
@@ -75,7 +75,7 @@ class Site:
             self.running.remove_pod(pod)
 
     def as_kubelet(self, call: Callable[[], None]) -> None:
-        """Again while containerd has not yet connected to the snapshotter again."""
+        """Retry until containerd has reconnected to the snapshotter."""
         until = time.monotonic() + _WAIT_S
         while True:
             try:
@@ -87,13 +87,13 @@ class Site:
                 time.sleep(0.1)
 
     def forget_small(self) -> None:
-        for pod in set(self.running.pods()) - {self.reader}:  # of tries that the death before cut
+        for pod in set(self.running.pods()) - {self.reader}:  # of attempts cut short by the last kill
             self.running.remove_pod(pod)
         self.running.cri("RemoveImage", field(1, field(1, self.small)))
         self.running.collect()
 
     def call(self, point: str) -> None:
-        """What kubelet or containerd does that leads to the call."""
+        """The operation of kubelet or containerd that makes this call."""
         running, name = self.running, f"own-{self.number}"
         if point == "Prepare of a layer":
             self.as_kubelet(self.forget_small)
@@ -117,7 +117,7 @@ class Site:
             self.run_pods()
 
     def die(self, dying: tuple[str, ...]) -> None:
-        """See that those are dead that should be, and take away what a boot takes."""
+        """Wait for the killed processes to end. For a node, also remove what a reboot removes."""
         for name in dying:
             if name != "node":
                 self.running.running.pop(name).wait(_WAIT_S)
@@ -138,7 +138,7 @@ class Site:
 
 
 def ours(*folders: Path) -> list[int]:
-    """Shims, daemons and containers of a node that is below a folder, without its registry and this process."""
+    """Shims, daemons and containers of a node in these folders, except its registry and this process."""
     found = {
         pid
         for pid, command in processes()
@@ -178,7 +178,7 @@ def test_the_next_pod_starts_and_running_ones_read_on(site: Site, point: str, dy
     with contextlib.suppress(grpc.RpcError):
         site.call(point)
     until = time.monotonic() + _WAIT_S
-    while site.trap.exists() and time.monotonic() < until:  # some calls are made behind an answer
+    while site.trap.exists() and time.monotonic() < until:  # some calls are made after an answer
         time.sleep(0.02)
     assert not site.trap.exists(), f"{point} was not called"
     site.die(dying)
@@ -202,7 +202,7 @@ def test_after_all_that_nothing_is_left(site: Site) -> None:
         running.cri("RemoveImage", field(1, field(1, Message(listed).text(1))))
     while names := [Message(info).text(1) for answer in running.ask("List", stream=True) for info in answer.every(1)]:
         for name in names:
-            with contextlib.suppress(grpc.RpcError):  # those with children the next time
+            with contextlib.suppress(grpc.RpcError):  # those with children are removed in a later iteration
                 running.ask("Remove", field(2, name))
         running.collect()
     running.collect()

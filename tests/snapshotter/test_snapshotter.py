@@ -1,4 +1,4 @@
-"""containerd starts pods from converted images without pulling them, and from all others as with overlayfs."""
+"""containerd starts pods from converted images without pulling them, and from others like with overlayfs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from bootseer.snapshotter import lazy
 sys.exit(main())
 """
 PATIENT = ("-c", _START.format("lazy._DECIDE_S = 60"))
-"""A loaded machine may not decide in a second."""
+"""A busy machine may take longer than a second to decide."""
 LATE = (
     "-c",
     _START.format(
@@ -83,7 +83,7 @@ def info_of(data: bytes) -> tuple[str, str, int, dict[str, str]]:
 
 
 def bootseer(*words: str) -> subprocess.CompletedProcess[str]:
-    """With these words, to its end: one that does not begin to serve."""
+    """Run a command that ends: for a snapshotter that does not start to serve."""
     return warm.bootseer(words, env=os.environ, cwd=Path.cwd())
 
 
@@ -96,10 +96,10 @@ def failure(call: Any) -> Any:
 
 
 def protocol(node: Containerd, name: str) -> list[Any]:
-    """What a snapshotter answers to a life of two layers, a container and a view, without paths and times."""
+    """A snapshotter's answers over the lifecycle of two layers, a container and a view, without paths and times."""
     heard: list[Any] = []
 
-    root = field(4, field(1, "containerd.io/gc.root") + field(2, "now"))  # else it is collected as garbage
+    root = field(4, field(1, "containerd.io/gc.root") + field(2, "now"))  # otherwise it is garbage-collected
 
     def ask(method: str, *fields: bytes) -> Any:
         kept = (root,) if method in ("Prepare", "View", "Commit") else ()
@@ -172,16 +172,16 @@ def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
         ask("Commit", field(2, "layer"), field(3, "extract"))
         for key in ("container", "spare"):
             ask("Prepare", field(2, key), field(3, "layer"))
-        with pytest.raises(grpc.RpcError, match="remove") as refused:  # a word that containerd's own tests look for
+        with pytest.raises(grpc.RpcError, match="remove") as refused:  # containerd's own tests check for this word
             ask("Remove", field(2, "layer"))
         assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         filler = node.snapshots / "filler"
         with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        ask("Remove", field(2, "spare"))  # as kubelet does, to make room
+        ask("Remove", field(2, "spare"))  # like kubelet, to free space
         with pytest.raises(grpc.RpcError) as full:
-            for number in range(1000):  # what the table had room for is served
+            for number in range(1000):  # succeeds until the database is full
                 ask("Prepare", field(2, f"late-{number}"), field(3, "layer"))
         assert "full" in full.value.details() or "No space left" in full.value.details()
         assert "\n" not in full.value.details()
@@ -197,7 +197,7 @@ def test_a_full_disk_is_one_line_and_costs_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_another_thread_receives_ends_it(tmp_path: Path) -> None:
-    """The kernel may give it to any thread. The main thread slept on until it was killed."""
+    """The kernel may deliver it to any thread. The main thread slept until it was killed."""
     with containerd(tmp_path / "c", {}, "none", plugin_alone=True) as node:
         process = node.running["snapshotter"]
         thread = max(int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir())
@@ -217,7 +217,7 @@ def test_the_usage_of_folders_at_any_depth(tmp_path: Path) -> None:
         _, inodes = snapshots.usage("container")
         assert inodes == 1 + depth + 1
     finally:
-        subprocess.run(["rm", "-rf", tmp_path / "root"], check=True)  # `shutil.rmtree` may be recursive
+        subprocess.run(["rm", "-rf", tmp_path / "root"], check=True)  # `shutil.rmtree` may exceed the recursion limit
 
 
 def test_a_second_one_leaves_the_socket_to_the_first(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_calls_wait_on_a_passed_socket_while_no_snapshotter_runs(node: Node) -> 
                 try:
                     pod, container = running.start_pod(node.reference, ["sha256sum", "/hot"], f"pod-{number}")
                     break
-                except grpc.RpcError as error:  # containerd waits for a second, then kubelet tries again
+                except grpc.RpcError as error:  # containerd waits for a second, then kubelet retries
                     assert error.code() == grpc.StatusCode.UNAVAILABLE and time.monotonic() < until
             assert running.ended(container) == 0, running.logs()
             pods.append(pod)
@@ -321,7 +321,7 @@ def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node
             ["sha256sum", node.folder / "tree" / "hot"], capture_output=True, text=True, check=True
         )
         assert running.said("one") == [f"{expected.stdout.split()[0]}  /hot", "x"]
-        # A reader that goes on through the death of both.
+        # A reader that continues while both are killed.
         slow, reading = running.start_pod(node.reference, ["sh", "-c", "sleep 3; sha256sum /cold"], "two")
         running.kill("snapshotter")
         running.kill("containerd")
@@ -332,7 +332,7 @@ def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node
         assert running.ended(container) == 0
         for each in (pod, slow, third):
             running.remove_pod(each)
-        # As after a boot: nothing is mounted.
+        # Like after a boot: nothing is mounted.
         running.kill("containerd")
         running.kill("snapshotter")
         for point in reversed([p for p in kernel.mount_points() if p.startswith(f"{node.folder}/")]):
@@ -351,11 +351,11 @@ def test_a_lazy_pull_asks_the_registry_for_no_more_than_it_needs(running: Contai
     before = len(node.registry.requests())
     running.pull(node.reference)
     asked = [logged for logged in node.registry.requests()[before:] if logged.method == "GET"]
-    # Its manifest and configuration.
+    # The manifest and the configuration.
     theirs = [logged for logged in asked if logged.agent.startswith("containerd")]
     assert len(theirs) <= 3
     assert sum(logged.size_bytes for logged in theirs) <= 5 << 10
-    # One document, an index for each of two layers and the root directory; then blocks, and perhaps a hot set.
+    # One document, and indexes of two layers and the root directory; then blocks, and possibly a hot set.
     ours = [logged for logged in asked if logged not in theirs]
     whole = [logged for logged in ours if logged.status == 200]
     assert len(whole) <= 1 + 3
@@ -376,7 +376,7 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
 def test_calls_that_waited_for_a_mount_that_failed_do_not_try_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a store that hangs, each would wait a minute longer than the one before."""
+    """With a store that hangs, each would wait a minute longer than the previous one."""
     images = LazyImages(tmp_path, Settings(str(tmp_path / "cache"), str(tmp_path / "runtime")))
     (tmp_path / "images" / f"{'a' * 64}.json").write_text(
         json.dumps({"digest": "sha256:" + "a" * 64, "store": "", "identities": [], "chains": {}})
@@ -401,7 +401,7 @@ def test_calls_that_waited_for_a_mount_that_failed_do_not_try_it_again(
 
 
 def test_containerd_can_mount_an_image_of_many_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes all names in one page, with that of the folder that they share as working folder."""
+    """It passes all paths in one page, relative to their common folder as working directory."""
     layers = [layer(directory("."), file(f"file-{number:03}", b"%d" % number)) for number in range(70)]
     write_layout(tmp_path / "layout", layers, tag="1")
     opened = open_source(parse_reference(f"oci:{tmp_path}/layout"))
@@ -471,5 +471,5 @@ def test_pods_of_one_image_at_once_fetch_it_once(node: Node, program: tuple[str,
         with ThreadPoolExecutor(8) as pool:
             assert set(pool.map(run_pod, range(4))) == {0}, running.logs()
         asked = [logged for logged in node.registry.requests()[before:] if logged.method == "GET"]
-        # Both layers together, whether containerd has pulled them or the containers have read them.
+        # For both layers, pulled by containerd or read by the containers.
         assert sum(logged.size_bytes for logged in asked) < 1.5 * 2 * LARGE_BYTES, running.logs()
