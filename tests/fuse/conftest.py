@@ -1,4 +1,4 @@
-"""Mounted trees that are gone after the test, whatever it did."""
+"""Mounted trees that are removed after each test, however it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mount = Callable[[Tree], Session]
 
 @pytest.fixture
 def faults() -> list[str]:
-    """What mounted trees said went wrong."""
+    """Errors reported by mounted trees."""
     return []
 
 

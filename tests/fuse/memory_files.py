@@ -1,4 +1,4 @@
-"""A file system in memory that can be changed, for the tests: real content, and calls that can be held back."""
+"""A writable file system in memory for the tests, with calls that can be held back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Node:
 
 
 class MemoryFiles:
-    """Nodes are never dropped, so that what the kernel still holds can be counted. `on_read` takes reads over."""
+    """Nodes are never removed, so that the kernel's references can be counted. `on_read` replaces reads."""
 
     def __init__(self, on_read: OnRead | None = None) -> None:
         self.nodes = {1: Node(stat.S_IFDIR | 0o755)}

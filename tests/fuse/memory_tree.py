@@ -1,4 +1,4 @@
-"""A file tree in memory for the tests: real content, and reads that can be held back, refused or answered wrongly."""
+"""A file tree in memory for the tests, with reads that can be held back, refused or answered wrongly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OLD = -1_500_000_000  # a time before 1970, with a fraction of a second
 
 
 class MemoryTree:
-    """Folders are dicts, files bytes, symbolic links strings; `bytes` names may be anything.
+    """Folders are dicts, files bytes, symbolic links strings; names may be any bytes.
 
-    `on_read` takes a read over: it gets the path, the honest answer and the reply.
+    `on_read` replaces reads: it gets the path, the correct answer and the reply.
     """
 
     def __init__(

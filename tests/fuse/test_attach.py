@@ -1,4 +1,4 @@
-"""Mounting through the kernel and through fusermount3, and what is said when it cannot be done."""
+"""Mounting through the kernel and through fusermount3, and the errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fuse
 
 
 def ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mounts and unmounts as this user's are made by fusermount3."""
+    """Mount and unmount through fusermount3, like an ordinary user."""
     if shutil.which(attach.HELPER) is None:
         pytest.skip("fusermount3 is not installed")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -45,7 +45,7 @@ def test_a_mount_that_fails_says_why_and_leaves_no_descriptor(
 ) -> None:
     if helper:
         ordinary_user(monkeypatch)
-    # Threads of other tests of this process may close theirs meanwhile.
+    # Threads of earlier tests may close descriptors meanwhile.
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
     with pytest.raises(BootseerError, match="none"):
         attach.attach(tmp_path / "none", label="bootseer")

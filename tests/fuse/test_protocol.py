@@ -1,5 +1,4 @@
-"""The protocol's structures: what hostile or unexpected bytes become, how folders are cut into pieces, and requests
-that change something."""
+"""The protocol's structures: hostile and unexpected bytes, listings in pieces, and requests that change files."""
 
 from __future__ import annotations
 

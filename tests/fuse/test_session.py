@@ -1,4 +1,4 @@
-"""Trees shown by the kernel: what programs see, and what happens when reads wait, fail, or the server dies."""
+"""Mounted trees: what programs see, also when reads wait or fail, or the server dies."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def test_requests_are_as_large_as_the_kernel_makes_them(mounted: Mount) -> None:
     content = random.Random(1).randbytes(8 * 1024 * 1024 + 123)
     session = mounted(MemoryTree({b"big": content}))
     assert (session.target / "big").read_bytes() == content
-    assert session.reads <= 16  # 64 or more with the kernel's defaults
+    assert session.reads <= 16  # at least 64 with the kernel's defaults
     assert session.read_bytes == len(content)
     before = session.requests
-    # Not by Python's open, which asks each file whether it is a terminal.
+    # Not with Python's `open`, which checks each file for a terminal.
     subprocess.run(["cmp", session.target / "big", session.target / "big"], check=True)
     assert session.requests == before, "the second reading comes from the kernel's cache, open and close included"
 
@@ -115,7 +115,7 @@ def test_any_range_reads_as_in_memory(mounted: Mount, offset: int, length: int, 
         _model = mounted(MemoryTree({b"f": content})).target / "f"
     file = os.open(_model, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
-        if direct:  # past the page cache, so that each range is a request of its own
+        if direct:  # bypasses the page cache: each range is a separate request
             offset, length = offset // 4096 * 4096, length // 4096 * 4096
             buffer = bytearray(length + 4096)
             import ctypes
@@ -150,7 +150,7 @@ def test_many_readers_at_once(mounted: Mount) -> None:
 
 
 class Held:
-    """Holds back the reads of some files until told otherwise."""
+    """Holds back the reads of some files; `replies` has their answers."""
 
     def __init__(self, *names: bytes) -> None:
         self.names = names
@@ -176,14 +176,14 @@ def test_a_read_that_waits_holds_up_no_other(mounted: Mount) -> None:
         assert not any(future.done() for future in late)
         for reply, data in hold.replies:
             reply(data)
-            reply(errno.EIO)  # a second answer counts for nothing
+            reply(errno.EIO)  # a second answer is ignored
         assert [future.result(DEADLINE_S) for future in late] == [b"late"] * 64
 
 
 def test_a_killed_reader_ends_at_once_and_its_read_is_cancelled(mounted: Mount) -> None:
     hold = Held(b"f")
     session = mounted(MemoryTree({b"f": b"x" * 8192, b"g": b"other"}, hold))
-    # A direct read is the one that a process cannot be killed out of without an answer to INTERRUPT.
+    # Only out of a direct read a process cannot be killed without an answer to INTERRUPT.
     code = (
         "import mmap, os, sys; f = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT);"
         "os.preadv(f, [mmap.mmap(-1, 4096)], 0)"
@@ -194,12 +194,12 @@ def test_a_killed_reader_ends_at_once_and_its_read_is_cancelled(mounted: Mount) 
     assert reader.wait(DEADLINE_S) == -signal.SIGKILL
     until(hold.cancelled.is_set, "the tree heard that nobody waits any more")
     assert session.num_pending == 0
-    hold.replies[0][0](hold.replies[0][1])  # too late, and harmless
+    hold.replies[0][0](hold.replies[0][1])  # too late, but harmless
     assert (session.target / "g").read_bytes() == b"other"
 
 
 def test_a_signal_that_does_not_kill_leaves_a_read_alone(mounted: Mount) -> None:
-    """Where the kernel reads an inode of EROFS from the tree, stat(2) and execve(2) would fail with EINTR."""
+    """Otherwise stat(2) and execve(2) on an EROFS image in the tree would fail with EINTR."""
     hold = Held(b"f")
     session = mounted(MemoryTree({b"f": b"x" * 8192}, hold))
     code = (
@@ -213,7 +213,7 @@ def test_a_signal_that_does_not_kill_leaves_a_read_alone(mounted: Mount) -> None
         before = session.requests
         reader.send_signal(signal.SIGUSR1)
         until(lambda: session.requests > before, "the kernel tells of the signal")
-        os.statvfs(session.target)  # answered after it
+        os.statvfs(session.target)  # answered after the INTERRUPT
         assert not hold.cancelled.is_set()
         hold.replies[0][0](hold.replies[0][1])
         assert reader.communicate(timeout=DEADLINE_S)[0] == "4096\n"
@@ -292,7 +292,7 @@ def test_a_session_whose_mount_lives_on_elsewhere_unmounts_no_later_mount_of_its
     second = session_module.mount(MemoryTree({b"a": b"second"}), first.target, on_error=lambda line: None)
     try:
         with pytest.raises(TransientError, match="still uses it"):
-            first.close()  # a mount daemon tries again, by force in the end
+            first.close()  # a mount daemon retries, finally with force
         first.close(force=True)
         assert (first.target / "a").read_bytes() == b"second"
     finally:
@@ -308,7 +308,7 @@ def test_sessions_leave_no_descriptors(mounted: Mount) -> None:
         mounted(MemoryTree({b"f": b"x"})).close()
     del mounted
     gc.collect()
-    assert len(names_in(Path("/proc/self/fd"))) <= before + 10  # two for each session that the fixture still holds
+    assert len(names_in(Path("/proc/self/fd"))) <= before + 10  # two for each session still held by the fixture
 
 
 SERVER = """
@@ -351,7 +351,7 @@ def test_a_killed_server_means_errors_and_never_zeros(tmp_path: Path) -> None:
             with pytest.raises(OSError):
                 os.pread(file, 4096, 20_000_000)
         finally:
-            with contextlib.suppress(OSError):  # closing tells the server, too
+            with contextlib.suppress(OSError):  # close(2) also calls the server
                 os.close(file)
         with pytest.raises(OSError, match="Transport endpoint is not connected"):
             (target / "f").read_bytes()

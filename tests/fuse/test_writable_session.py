@@ -1,4 +1,4 @@
-"""File systems that can be changed, shown by the kernel: what programs see and do, and what happens when calls wait."""
+"""Mounted writable file systems: what programs see and do, also when calls wait."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_large_reads_and_writes_travel_as_one_mib(shown: Mount) -> None:
     files = MemoryFiles()
     session = shown(files)
     with (session.target / "f").open("wb", buffering=0) as file:
-        # Not zeros, whose pages the kernel would have to make first, one request for each.
+        # Not zeros: the kernel would have to allocate their pages first, with one request for each.
         file.write(os.urandom(8 * MIB))
     assert set(files.sizes) == {MIB}
     assert (session.target / "f").stat().st_blksize == MIB
@@ -221,7 +221,7 @@ def test_a_killed_reader_ends_and_its_read_is_called_off(shown: Mount) -> None:
 
 
 def test_a_signal_that_does_not_kill_leaves_a_read_alone(shown: Mount) -> None:
-    """A program that is told EINTR by a file may take it for an error; Python would only ask again."""
+    """Programs may treat EINTR from a file as an error, though Python would retry."""
     replies: list[Reply] = []
     files = MemoryFiles(lambda data, reply: replies.append(reply))
     session = shown(files)
@@ -373,7 +373,7 @@ def test_a_writable_mount_through_the_helper(tmp_path: Path, monkeypatch: pytest
 
     if shutil.which(attach.HELPER) is None:
         pytest.skip("fusermount3 is not installed")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)  # as for an ordinary user
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)  # like an ordinary user
     session = mount_writable(MemoryFiles(), tmp_path)
     try:
         (tmp_path / "f").write_bytes(b"content")
@@ -386,11 +386,11 @@ def test_a_session_leaves_neither_threads_nor_descriptors(tmp_path: Path) -> Non
     def threads() -> int:
         return sum(thread.name.startswith("fuse") for thread in threading.enumerate())
 
-    gc.collect()  # what earlier tests left
+    gc.collect()  # leftovers of earlier tests
     before = os.listdir("/proc/self/fd")  # noqa: PTH208 - numbers, not paths
     session = mount_writable(MemoryFiles(), tmp_path)
     (tmp_path / "f").write_bytes(b"x")
-    session.close(force=True)  # a namespace that another test makes now may keep a copy of the mount for a while
+    session.close(force=True)  # a new namespace of another test may keep a copy of the mount for a while
     until(lambda: threads() == 0, "no threads left")
     del session
     until(lambda: len(os.listdir("/proc/self/fd")) <= len(before), "no descriptors left")  # noqa: PTH208
