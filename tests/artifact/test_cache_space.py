@@ -1,4 +1,4 @@
-"""Starts of an image on a disk that is full, or too small for it: slower, and never kept from starting."""
+"""Starts of an image on a disk that is full or too small for it: they are slower, but never fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """8 MiB, less than one of the image's two large files and a half."""
+    """A file system of 8 MiB, less than 1.5 times one of the image's two large files."""
     if os.geteuid():
         pytest.skip("needs root to mount a tmpfs")
     folder = tmp_path / "disk"
@@ -35,7 +35,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def start(env: dict[str, str], node: Node, disk: Path) -> Start:
-    """`start(loading)`: a container that reads the large files and tells their sums, with its cache on the disk."""
+    """`start(loading)` runs a container that reads the large files and prints their size, with the cache on `disk`."""
     have_converted(node)
 
     def call(loading: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +71,7 @@ def test_where_others_fill_the_disk_what_is_here_still_starts(start: Start, disk
     fill_up(disk)
     ran = start("lazy")
     assert "cannot sync" not in ran.stderr
-    # Not even a folder of the container's own fits then: that is said.
+    # If not even the container's folder fits, the error says so.
     assert ran.returncode == 0 or ran.stderr.endswith("cannot be prepared: No space left on device\n"), ran.stderr
 
 

@@ -1,4 +1,4 @@
-"""Work in a process of its own, and its display: its answers, and its end."""
+"""Work in a child process, and its progress display: answers, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents of JSON: what is read is checked, what is not known is kept, and errors do not quote what was read."""
+"""JSON documents: they are validated, unknown fields are kept, and errors do not quote the input."""
 
 from __future__ import annotations
 
@@ -138,6 +138,6 @@ for _ in range(200):
 
 
 def test_threads_may_read_the_first_documents_at_the_same_time() -> None:
-    """msgspec crashed, and `bootseer env list` with it now and then."""
+    """msgspec crashed, so that `bootseer env list` did so now and then."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

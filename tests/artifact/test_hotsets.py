@@ -1,4 +1,4 @@
-"""Hot sets on the node and in the image's store: found in both, kept in both, and never a reason to fail."""
+"""Hot sets on the node and in the image's store: loaded from and saved to both, without making starts fail."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def record(started_s: float, *blocks: int) -> Record:
 
 
 class ReadOnly(FileStore):
-    """A folder that refuses writers, as a registry does without the credentials for it."""
+    """A folder that refuses uploads, like a registry without credentials for them."""
 
     def upload(self) -> Upload:
         raise AccessError("the registry refuses to push")
 
 
 class Away(FileStore):
-    """A store that cannot be reached."""
+    """An unreachable store."""
 
     def read(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
         raise TransientError("no answer", retry_after_s=3600)
@@ -112,7 +112,7 @@ def test_a_few_nodes_of_a_large_job_publish_and_a_small_job_s_all() -> None:
 
 
 class TestSigned:
-    """Hot sets of which a signature is required."""
+    """Hot sets with required signatures."""
 
     @pytest.fixture
     def signs(self, tmp_path: Path) -> Signatures:
@@ -172,7 +172,7 @@ class TestSigned:
     def test_runs_without_a_signature_are_not_signed_with_ours(
         self, tmp_path: Path, signs: Signatures, strict: Signatures
     ) -> None:
-        """A node that signs and requires nothing: what anybody wrote into the store would get its signature."""
+        """Otherwise a node that signs but requires no signature would sign what anyone has written into the store."""
         store = FileStore(tmp_path / "store")
         sets(tmp_path, store)[0].add_record(WORKLOAD, record(1, 7), publish=True)
         sets(tmp_path, store, "n1", Signatures(signs.signing))[0].add_record(WORKLOAD, record(2, 8), publish=True)

@@ -1,4 +1,4 @@
-"""What a waiter concludes from what he sees, without any store or clock."""
+"""A waiter's decisions from its observations of a lease, without a store or clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held(beat: int = 0, **changes: Any) -> LeaseObservation:
 
 
 def looks(watch: Watch, sights: list[LeaseObservation], every_s: float = 1.0, start_s: float = 0.0) -> list[Next]:
-    """What the watch says of one sight after the other, looking as often as it wants to."""
+    """The decisions of the watch for a sequence of observations."""
     steps = []
     for number, sight in enumerate(sights):
         now_s = start_s + number * every_s

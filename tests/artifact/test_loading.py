@@ -1,4 +1,4 @@
-"""Lazy or whole: the extremes, and which way each known fact moves the answer."""
+"""Lazy or whole loading: the extremes, and the effect of each known fact on the decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that belong to a process: kept while it lives, deleted behind a killed one."""
+"""Folders that belong to a process: kept while it runs, deleted after it was killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_folder_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
 def test_what_a_living_start_holds_is_left_alone_and_what_a_dead_one_left_goes(tmp_path: Path) -> None:
     held, left = OwnedFolder.made(tmp_path, "run-"), OwnedFolder.made(tmp_path, "run-")
     (left.path / "upper").mkdir()
-    os.close(left.lock)  # as the kernel does for a killed process
+    os.close(left.lock)  # like the kernel for a killed process
     delete_abandoned(tmp_path, "run-")
     assert list(tmp_path.iterdir()) == [held.path]
     held.remove()
@@ -114,7 +114,7 @@ def test_who_is_waited_for_and_since_when_is_said(tmp_path: Path, monkeypatch: p
     who = f"process {os.getpid()} on {machine().partition('@')[0]} has been converting it since "
     assert len(said) == 1
     assert re.match(re.escape(who) + r"\d\d:\d\d:\d\d; waiting until", said[0]), said
-    # As on a network file system, where the process on the other machine is not seen.
+    # Like on a network file system: the process is on another machine and not visible.
     monkeypatch.setattr(locks, "holders", lambda path: [])
     with path.open() as held:
         locks.try_flock(held.fileno())

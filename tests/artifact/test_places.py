@@ -1,4 +1,4 @@
-"""Where things lie on a machine."""
+"""The locations of BootSeer's files on a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_where_the_runtime_folder_is(environ: dict[str, str], uid: int, root: st
 
 
 def test_the_users_runtime_folder_is_used_where_it_exists_and_is_the_users(tmp_path: Path) -> None:
-    """Slurm passes that of the login node, `su` that of another user."""
+    """Slurm passes the folder of the login node, `su` the one of another user."""
     environ, owner = {"XDG_RUNTIME_DIR": str(tmp_path)}, tmp_path.stat().st_uid or 5
     if os.geteuid() == 0:
         os.chown(tmp_path, owner, owner)

@@ -1,4 +1,4 @@
-"""Signed objects: which signatures count, and what else an object may be."""
+"""Signed objects: which signatures are valid, and which objects are accepted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_signature_of_a_key_that_is_not_trusted_does_not_count(folder: Path,
 
 
 def test_one_good_signature_is_enough(folder: Path, strict: Signatures) -> None:
-    """Keys are changed by signing with both for a while."""
+    """Keys are rotated by signing with both for a while."""
     assert strict.open(NAME, sealed(folder, "b", "a"), "s") == PAYLOAD
     both = json.loads(sealed(folder, "b", "a"))["signatures"]
     broken = changed(sealed(folder, "a"), signatures=[{**both[1], "sig": both[0]["sig"]}, *both])
@@ -107,7 +107,7 @@ def test_another_payload_is_not_what_was_signed(folder: Path, strict: Signatures
 
 
 def test_bytes_of_the_name_are_not_taken_for_the_payload(folder: Path, strict: Signatures) -> None:
-    """Lengths are signed too: what is moved from one to the other is noticed."""
+    """Lengths are signed too: bytes moved from one to the other are detected."""
     value = json.loads(sealed(folder, "a", payload=b"ab"))
     value |= {"payloadType": value["payloadType"] + " 2 ab", "payload": ""}
     with pytest.raises(SignatureError):
@@ -174,7 +174,7 @@ def test_what_becomes_part_of_a_signed_object_must_be_signed(folder: Path) -> No
 
 
 def test_other_programs_can_verify_it(folder: Path, tmp_path: Path) -> None:
-    """The envelope is DSSE's: openssl verifies it."""
+    """The envelope is DSSE; openssl verifies it."""
     value = json.loads(sealed(folder, "a"))
     kind = value["payloadType"].encode()
     (tmp_path / "signed").write_bytes(b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(PAYLOAD), PAYLOAD))
@@ -190,7 +190,7 @@ def test_other_programs_can_verify_it(folder: Path, tmp_path: Path) -> None:
 
 
 class TestKeys:
-    """Keys that cannot be used are named before anything is done."""
+    """Unusable keys are reported before anything is done."""
 
     def test_a_private_key_that_others_may_read_is_refused(self, folder: Path, tmp_path: Path) -> None:
         key = make_key(tmp_path / "key")
@@ -204,7 +204,7 @@ class TestKeys:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
     def test_a_key_of_root_may_be_for_the_users_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As Kubernetes gives it to pods with an `fsGroup`; anything wider is refused."""
+        """Like the mode in pods with an `fsGroup` in Kubernetes; wider ones are refused."""
         path = make_key(tmp_path / "key")
         os.chown(path, 0, 64321)
         monkeypatch.setattr(os, "geteuid", lambda: 64321)
@@ -244,7 +244,7 @@ class TestKeys:
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
     @pytest.mark.parametrize("kind", ["file", "link", "link of theirs", "in a folder"])
     def test_trusted_keys_of_another_user_are_refused(self, folder: Path, tmp_path: Path, kind: str) -> None:
-        """In a folder with the sticky bit everybody can make a file of that name first."""
+        """In a folder with the sticky bit anyone can create a file with this name first."""
         shared = tmp_path / "shared"
         shared.mkdir()
         shared.chmod(0o1777)
