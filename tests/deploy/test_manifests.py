@@ -1,4 +1,4 @@
-"""The manifests: what Kubernetes' schemas and Kubeflow's models say, and that their commands do what they should."""
+"""The manifests: validated by Kubernetes' schemas and Kubeflow's models; their commands are run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_examples_are_what_kubernetes_and_kubeflow_know(path: Path) -> None:
     }
     for document in documents(path.read_text()):
         if (kind := document["kind"]) in models:
-            # What a model does not know is not in what it gives back.
+            # Models drop unknown fields.
             assert json.loads(models[kind].from_dict(document).to_json()) == document
         elif kind == "PyTorchJob":
             spec = document["spec"]
@@ -104,7 +104,7 @@ def test_all_examples_start_the_same_way() -> None:
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_pods_of_an_example_find_each_other_by_the_headless_service(tmp_path: Path) -> None:
-    """A name that has no address when the first pod starts, and two of them later."""
+    """The name has no address when the first pod starts, and two later."""
     words = commands()["job"]
     hosts, resolver, secret = tmp_path / "hosts", tmp_path / "resolv.conf", tmp_path / "secret"
     hosts.write_text("127.0.0.1 localhost\n")
@@ -161,7 +161,7 @@ def test_pods_of_an_example_find_each_other_by_the_headless_service(tmp_path: Pa
 @pytest.mark.parametrize("path", ["docs/kubernetes.md", "deploy/kustomize/service/kustomization.yaml",
                                   "deploy/helm/bootseer/templates/NOTES.txt"])  # fmt: skip
 def test_tokens_made_as_described_have_no_newline(path: str, tmp_path: Path) -> None:
-    """The Prometheus operator passes a secret on as it is, and no header may have a newline."""
+    """The Prometheus operator uses a secret unchanged, and headers may not contain newlines."""
     found = re.search(r"for scope in .*?; done", (DEPLOY.parent / path).read_text())
     assert found is not None
     subprocess.run(["sh", "-euc", found[0]], cwd=tmp_path, check=True)
@@ -171,7 +171,7 @@ def test_tokens_made_as_described_have_no_newline(path: str, tmp_path: Path) -> 
 
 
 def rendered(values: Document) -> list[Document]:
-    """What `helm template` makes of the chart, by Go's templates and Helm's functions as gotpl has them."""
+    """The output of `helm template` for the chart, from gotpl's implementation of Go templates and Helm functions."""
     import jsonschema
     from gotpl.exts.helm import HelmTemplateEngine
 
@@ -190,7 +190,7 @@ def rendered(values: Document) -> list[Document]:
 
 
 def merged(values: Document, given: Document) -> Document:
-    """As Helm merges: tables key by key, all else replaced."""
+    """Merge like Helm: tables by key; other values are replaced."""
     result = dict(values)
     for key, value in given.items():
         result[key] = merged(values.get(key, {}), value) if isinstance(value, dict) else value
@@ -198,7 +198,7 @@ def merged(values: Document, given: Document) -> Document:
 
 
 def named(found: list[Document]) -> dict[str, Document]:
-    """Without what only the kustomizations or only the chart have."""
+    """Documents by kind and name, without fields that only the kustomizations or only the chart have."""
     for document in found:
         if document["kind"] != "RuntimeClass":
             document["metadata"]["namespace"] = "bootseer"

@@ -1,4 +1,4 @@
-"""The programs for Slurm: what the prolog mounts for which comment of a job, and what the health check says."""
+"""The programs for Slurm: mounts of the prolog for comments of jobs, and errors of the health check."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_image_and_hot_set_of_the_comment_are_mounted(
 
 
 def test_a_health_check_says_why_it_knows_nothing(tmp_path: Path) -> None:
-    """slurmd logs what a program says that fails. It was lost, and a wrong token was never noticed."""
+    """slurmd logs the output of a failing program. It was discarded, so that a wrong token was not noticed."""
     health, program = tmp_path / "health.sh", tmp_path / "bootseer"
     health.write_bytes((PROLOG.parent / "health.sh").read_bytes())
     program.write_text("#!/bin/sh\necho the service denied access >&2\nexit 1\n")
