@@ -1,4 +1,4 @@
-"""Deadlines for calls that know none."""
+"""Deadlines for calls without a timeout."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPa
     ended.wait(60)
     until = threading.Event()
     while True:
-        # A slot is free again when its thread has come to its end.
+        # A slot is free when its thread has ended.
         try:
             assert within(60, "x", lambda: 1) == 1
         except TransientError:

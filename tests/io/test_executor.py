@@ -10,7 +10,7 @@ from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
 from waiting import until
 
-# This tests what happens to threads in a fork.
+# Forks with running threads are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
@@ -62,7 +62,7 @@ def test_urgent_jobs_go_first_and_a_job_can_become_urgent(gate):
     gate.set()
     until(lambda: len(done) == 5)
     assert done == [3, 2, 0, 1, 4]
-    pool.prioritize(jobs[0])  # it is done already
+    pool.prioritize(jobs[0])  # already done
     assert pool.close(120)
     assert done == [3, 2, 0, 1, 4]
 

@@ -7,12 +7,12 @@ import pytest
 
 from bootseer.io import fork
 
-# This tests what happens to threads in a fork.
+# Forks with running threads are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 class Counter:
-    """Counts how often it began."""
+    """Counts calls of `begin`."""
 
     def __init__(self, log):
         self.log = log
@@ -25,7 +25,7 @@ class Counter:
 
 
 def in_child(condition) -> bool:
-    """Whether it holds in a child of a fork."""
+    """Whether the condition holds in a forked child."""
     child = os.fork()
     if child == 0:
         os._exit(0 if condition() else 1)

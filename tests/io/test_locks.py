@@ -43,7 +43,7 @@ def test_a_lock_that_another_process_holds_is_given_up_after_a_while(pair, tmp_p
     locks.lock(pair[0], tmp_path / "file", 0.0)
     with pytest.raises(TransientError, match=rf"locked for 0\.05 s by process \[{os.getpid()}\]"):
         locks.lock(pair[1], tmp_path / "file", 0.05)
-    os.close(os.dup(pair[0]))  # a copy of the descriptor: the lock stays
+    os.close(os.dup(pair[0]))  # a duplicate of the descriptor: the lock stays
     assert not locks.try_flock(pair[1])
 
 

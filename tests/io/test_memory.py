@@ -1,4 +1,4 @@
-"""Memory that was freed is used again."""
+"""Freed memory is reused."""
 
 from __future__ import annotations
 

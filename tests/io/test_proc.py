@@ -1,5 +1,5 @@
-"""What /proc shows about processes and threads: of a child, of this process, and of what has ended (also seen by
-`test_writable_session` and `test_killed`)."""
+"""Processes and threads in /proc: a child, this process, and ended ones (also tested by `test_writable_session` and
+`test_killed`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nothing_is_shown_of_a_process_that_has_ended() -> None:
 
 
 def test_a_name_may_contain_anything() -> None:
-    """Fields are found behind a name with blanks and parentheses too."""
+    """Fields are also found after a name with blanks and parentheses."""
     command = [sys.executable, "-c", "open('/proc/self/comm', 'w').write('x) R 1 ('); print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -1,4 +1,4 @@
-"""When small requests are tried again, in virtual time."""
+"""Retries of small requests, in virtual time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Call:
-    """Fails with these errors, one after the other, then gives 42. Each call takes a second."""
+    """Raises these errors in order, then returns 42. Each call takes a second."""
 
     def __init__(self, clock: Clock, *errors: Exception) -> None:
         self.clock, self.errors, self.left = clock, list(errors), []

@@ -55,7 +55,7 @@ def test_threads_do_not_keep_the_process_from_ending(gate):
     begun = threading.Event()
     with Tasks("test-tasks", 1, leave_s=0.0) as tasks:
         tasks.submit(lambda: (begun.set(), gate.wait(120)))
-        assert begun.wait(60)  # what has not begun is never done
+        assert begun.wait(60)  # calls that have not begun are dropped
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "test-tasks"] == [True]
 
 
@@ -92,7 +92,7 @@ def test_what_is_done_is_told_by_one_thread_at_a_time_and_the_end_always_is(gate
     with Tasks("test", 1) as tasks:
         first = tasks.submit(count.add, 1)
         assert hangs.wait(120)
-        for _ in range(9):  # none of them waits for the callback that hangs
+        for _ in range(9):  # none of them waits for the hanging callback
             count.add(1)
         assert told == [(1, 10)]
         gate.set()

@@ -9,7 +9,7 @@ from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 from waiting import until
 
-# This tests what happens to threads in a fork.
+# Forks with running threads are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 

@@ -1,4 +1,4 @@
-"""Folders that only their user and root can change, and those that others can."""
+"""Folders that only their owner and root can change, and others."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int,
     folder = tmp_path / "folder"
     (folder / "below").mkdir(parents=True)
     if os.geteuid() == 0:
-        os.chown(folder, 0, OTHER)  # a group that is not root's own
+        os.chown(folder, 0, OTHER)  # a group other than root's
     elif mode == 0o775:
         pytest.skip("its group may be this user's alone")
     folder.chmod(mode)

@@ -1,4 +1,4 @@
-"""Every user of the pool and the timer goes on after a job that raises, and after a thread that the system refuses."""
+"""All users of the executor and the timer continue after a job that raises, or a thread that cannot be started."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from store_doubles import MemoryStore
 from waiting import until
 
 Run = Callable[[Callable[[], object]], object]
-"""Has the user call this soon, in one of its threads."""
+"""Makes the user call this function soon, in one of its threads."""
 
 
 class CallsWhat:
-    """A real object, of which some methods call `job` first."""
+    """A wrapper of a real object whose named methods call `job` first."""
 
     def __init__(self, real, *names):
         self.real, self.names = real, names
@@ -94,7 +94,7 @@ def beside_a_lane(tmp_path) -> Iterator[Run]:
 
 @contextmanager
 def opening_a_part(tmp_path) -> Iterator[Run]:
-    """Its readers hear of each failure."""
+    """Its readers get each error."""
     (tmp_path / "part").write_bytes(b"x" * 10)
     place, answers = CallsWhat(FolderPlace(tmp_path), "open"), []
     part = LazyPart(place, "part", Part("part", 10, "0" * 64, ()), Executor("test", 2))
@@ -119,7 +119,7 @@ def reading_a_folder(tmp_path) -> Iterator[Run]:
 
 @contextmanager
 def keeping_a_chunk(tmp_path) -> Iterator[Run]:
-    """Memory is given back, whatever becomes of the chunk."""
+    """Memory is returned, even if the chunk cannot be cached."""
     data, index = content(1), None
     index = stored(MemoryStore("keeper"), data)
     cached = CallsWhat(Cache(tmp_path / "cache").open(index), "put")
@@ -167,7 +167,7 @@ def lease_of_an_attempt(tmp_path) -> Iterator[Run]:
 
 @contextmanager
 def fetching_a_block(tmp_path) -> Iterator[Run]:
-    """A request that failed, or for which there was no thread, is made again."""
+    """A request is retried after an error or if no thread could be started."""
     data = content(3)
     origin = MemoryStore("fetch")
     index = stored(origin, data)
@@ -195,7 +195,7 @@ USERS = [
 
 @pytest.fixture(params=USERS, ids=lambda user: user.__name__)
 def user(request, tmp_path, monkeypatch):
-    """Makes one; what its jobs raise is reported and fails no test."""
+    """Creates a user; errors raised by its jobs do not fail the test."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     return partial(request.param, tmp_path)
 
