@@ -16,7 +16,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def scratch():
-    """A folder for what syncs very often."""
+    """A folder for tests that sync very often."""
     with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
         yield Path(folder)
 
@@ -28,7 +28,7 @@ def cache(root):
 
 @pytest.fixture(scope="session")
 def data():
-    """Twelve blocks, numbers 3 and 8 of zeros, and a thirteenth of 100 bytes."""
+    """Twelve blocks, of which blocks 3 and 8 are zeros, and a thirteenth of 100 bytes."""
     return content(12)
 
 

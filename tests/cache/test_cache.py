@@ -16,7 +16,7 @@ from bootseer.cache.states import LiveMap
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
 from cached import BLOCK, BOOT, Child, content, fetch, hold, index_of, put
 
-ZEROS = 2  # blocks of zeros, which a new file has
+ZEROS = 2  # blocks of zeros, which are ready in a new file
 
 
 def entry_of(cache, index):
@@ -29,7 +29,7 @@ def leavings(cache):
 
 @pytest.fixture
 def full(cache, index, data):
-    """An entry that is complete, synced and closed."""
+    """A complete, synced and closed entry."""
     cached = cache.open(index)
     put(cached, data)
     cached.sync()
@@ -67,7 +67,7 @@ def test_what_was_not_synced_is_not_claimed_after_a_new_boot(cache, index, data)
 
 
 def test_after_a_crash_that_lost_data_nothing_wrong_is_read(cache, index, data, full):
-    """The states say that all is here, the disk says otherwise."""
+    """The states list all blocks as ready, but the disk has lost some."""
     os.truncate(full / "data", 4 * BLOCK)
     os.truncate(full / "data", len(data))
     cached = Cache(cache.root, boot="another").open(index)
@@ -219,7 +219,7 @@ def test_what_a_killed_process_left_behind_goes(cache, index):
 
 
 def test_what_another_machine_creates_stays_for_a_while(cache):
-    """Its lock may not be seen here: its start failed."""
+    """Its lock may not be visible here; the start on the other machine failed."""
     ours, theirs, old = (cache.root / "new" / name for name in (f"{BOOT[:8]}-half", "another-half", "another-old"))
     for path in (ours, theirs, old):
         path.mkdir()
@@ -351,7 +351,7 @@ def test_a_lock_of_the_root_that_is_held_is_a_clear_error(root, cache, index, mo
 
 
 def test_an_entry_that_cannot_be_repaired_is_given_up(root, index):
-    """A file system that loses what is written to it, as far as a test can make one."""
+    """Simulates a file system that loses written data."""
     cache = Cache(root, boot=BOOT)
     (root / "files").rmdir()
     (root / "files").symlink_to("/proc/self")
@@ -360,7 +360,7 @@ def test_an_entry_that_cannot_be_repaired_is_given_up(root, index):
 
 
 def test_machines_that_see_only_their_own_locks_create_an_entry_at_once(cache, index, data, monkeypatch):
-    """As on BeeGFS, and Lustre with `localflock`."""
+    """Like on BeeGFS, and on Lustre with `localflock`."""
     other, created = Cache(cache.root, boot="another"), []
 
     def create(*of):

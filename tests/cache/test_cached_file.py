@@ -158,7 +158,7 @@ def test_one_caller_gets_the_claim(cache, cached, index, data):
     other.put(0, block_of(data, 0))
     other.release(0)
     assert not cached.claim(0)
-    assert not cached.claim(3)  # zeros are there
+    assert not cached.claim(3)  # blocks of zeros are ready
     other.close()
     assert cached.claim(1)
 
@@ -334,7 +334,7 @@ def test_a_file_that_was_replaced_does_not_write_into_its_successor(cache, cache
 
 
 class AsBytes(RuleBasedStateMachine):
-    """A cached file behaves as an array of bytes with holes, whoever opens it, and through new boots and damage."""
+    """A cached file behaves like an array of bytes with holes, also for other openers, after boots and with damage."""
 
     DATA = content(9, 7)
     INDEX = index_of(DATA)
@@ -388,7 +388,7 @@ class AsBytes(RuleBasedStateMachine):
 
     @rule(block=blocks)
     def damage(self, block):
-        """Only what nobody has verified yet: later damage is for `verify_all`."""
+        """Only blocks not verified yet: later damage is found by `verify_all`."""
         if block in self.here and not any(block in checked for checked in self.checked):
             if block in self.damaged:
                 return

@@ -28,20 +28,20 @@ def here(cache, index):
 def test_a_file_that_something_reads_without_a_lease_stays(cache, index, data):
     fill(cache, index, data)
     path = cache.entries()[0].path / "data"
-    with path.open("rb"):  # as the kernel does for a mount
+    with path.open("rb"):  # like the kernel for a mount
         assert cache.prune(0).in_use == (index.identity,)
-        assert not cache._evict(path.parent)  # of a mount that was made since the entries were listed
+        assert not cache._evict(path.parent)  # like a mount made after the entries were listed
     assert cache.prune(0).freed_bytes > 0
     assert cache.entries() == []
 
 
 @pytest.mark.parametrize("is_network", [True, False])
 def test_who_reads_an_evicted_file_reads_all_of_it(cache, index, data, monkeypatch, is_network):
-    """Where a reader is not seen, as on another machine, or for lack of the lease file."""
+    """Also if the reader is not visible: on another machine, or without a lease file."""
     fill(cache, index, data)
     path = cache.entries()[0].path / "data"
     if is_network:
-        monkeypatch.setattr(files, "_SHARED", b"")  # all types
+        monkeypatch.setattr(files, "_SHARED", b"")  # all file system types
     else:
         monkeypatch.setattr(disk, "has_other_users", lambda fd: False)
     with path.open("rb", buffering=0) as reader:
@@ -105,13 +105,13 @@ def test_the_watermarks_decide_when_no_size_is_given(root, cache, index, data):
     fill(cache, index, data)
     used = cache.entries()[0].disk_bytes
     assert Cache(root, max_bytes=2 * used, boot=BOOT).prune().evicted == ()
-    assert cache.prune().evicted == ()  # the disk has room
+    assert cache.prune().evicted == ()  # the disk has free space
     assert Cache(root, max_bytes=used, boot=BOOT).prune().freed_bytes > 0
 
 
 @pytest.fixture
 def replaced(cache, index, data):
-    """Replaces the entry by a new one, which somebody has open. Gives the function that does, and the new files."""
+    """A function that replaces the entry by a new one, which is open, and the list of the new files."""
     opened = []
 
     def replace():
@@ -151,7 +151,7 @@ def test_an_entry_that_came_in_the_place_of_the_one_to_evict_stays(cache, index,
 def test_an_entry_without_a_lease_file_that_is_replaced_meanwhile_stays(cache, index, data, replaced):
     fill(cache, index, data)
     entry = cache.entries()[0].path
-    (entry / "lease").unlink()  # nobody can hold it
+    (entry / "lease").unlink()  # no lease can be held
     replace, opened = replaced
     with before("flock", replace):
         assert not cache._evict(entry)

@@ -1,4 +1,4 @@
-"""A disk without room: a small tmpfs that is filled up."""
+"""A full disk: a small tmpfs that is filled up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture
 def disk(tmp_path):
-    """512 KiB."""
+    """A tmpfs of 512 KiB."""
     if os.geteuid():
         pytest.skip("needs root to mount a tmpfs")
     folder = tmp_path / "disk"
@@ -62,7 +62,7 @@ def test_a_block_that_does_not_fit_is_not_there_and_the_others_stay(disk):
 
 
 def test_states_change_on_a_full_disk(disk):
-    """Which blocks are here is told without new room, so that what was found damaged can be dropped."""
+    """States of blocks change without new disk space, so that damaged blocks can be dropped."""
     data = content(20, zeros=False)
     cached = Cache(disk / "cache", boot=BOOT).open(index_of(data))
     put(cached, data, range(10))
@@ -72,7 +72,7 @@ def test_states_change_on_a_full_disk(disk):
     with pytest.raises(CacheFull):
         cached.verify_all()  # the snapshot does not fit
     assert not cached.ready(0)
-    cached.put(0, block_of(data, 0))  # its room is still there
+    cached.put(0, block_of(data, 0))  # its space is still allocated
     with pytest.raises(CacheFull):
         cached.sync()
     (disk / "ballast").unlink()

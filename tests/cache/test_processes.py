@@ -16,7 +16,7 @@ from cached import BOOT, FILE, Child, churn, content, fetch, index_of, kill_ever
 pytestmark = pytest.mark.slow
 
 INDEX = index_of(FILE)
-# What must have been done before a scenario begins.
+# Operations that precede each scenario.
 BEFORE = {
     "create and put": [],
     "complete": [],
@@ -26,8 +26,8 @@ BEFORE = {
 
 
 def check(root: Path, boot: str, *, lost: bool) -> None:
-    """Whatever happened: nothing wrong is read, all can be fetched again, and nothing stays in the way."""
-    if lost:  # a crash of the machine that took all data which nobody had synced, and some more
+    """In all cases: no wrong bytes are read, all blocks can be fetched again, and nothing is left over."""
+    if lost:  # a crash of the machine that lost all data, even synced data
         for path in root.glob("files/*/data"):
             size = path.stat().st_size
             path.write_bytes(bytes(size))
@@ -47,7 +47,7 @@ def check(root: Path, boot: str, *, lost: bool) -> None:
     assert cached.path.read_bytes() == FILE
     cached.close()
     for path in root.glob("new/*"):
-        os.utime(path, (0, 0))  # of another boot: it goes after ten minutes
+        os.utime(path, (0, 0))  # of another boot: deleted after ten minutes
     Cache(root, boot=f"after {boot}").prune(0)
     assert [path for path in root.rglob("*") if path.name not in ("files", "new", "trash", "lock")] == []
 
@@ -99,7 +99,7 @@ def test_processes_killed_at_random_times_leave_a_cache_that_works(root):
     rng = random.Random(1)
     for _ in range(25):
         children = [Child(churn, root, [1, 2], 8, 10_000) for _ in range(2)]
-        time.sleep(rng.random() * 0.15)  # not to wait for anything: the time is what varies
+        time.sleep(rng.random() * 0.15)  # a random time, not a wait for a condition
         for child in children:
             child.kill()
             child.__exit__()
