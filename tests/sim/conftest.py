@@ -1,4 +1,4 @@
-"""What the verbs say and do is tested here, not how their process starts."""
+"""Runs commands in forked processes: these tests are not about the start of the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: what a simulated start was made with is found again in its report."""
+"""Calibration: the parameters of simulated starts are recovered from their reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., CompletedProcess[str]]
 FEW = [word for small in ("image.gb=0.4", "checkpoint.gb=20", "environment.gb=0.1") for word in ("--what-if", small)]
 SNAIL = {"stage": "environment_setup", "median_s": 0.05, "cdf": [[0.05, 0.25], [0.05, 0.5], [0.05, 0.75], [92.0, 1.0]]}
-"""One node installs what the others restore."""
+"""One node installs the environment; the others restore it."""
 MADE_WITH = {
     "environment.install-s": 70.0, "rest.import-s": 22.0, "rest.connect-s": 4.0, "checkpoint.stream-mb-s": 90.0,
     "processors.unpack-mb-s": 60.0, "noise.sigma": 0.05,

@@ -1,4 +1,4 @@
-"""Reads of a checkpoint on modelled DataNodes, against what was measured with real ones (docs/benchmarks.md)."""
+"""Reads of a checkpoint from modelled DataNodes, compared with measurements on real ones (docs/benchmarks.md)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def rate(
     datanodes: int, *, stripes: int = 0, parity: bool = False, slow: float = 1.0, hangs_at_s: float = -1,
     in_order: bool = False,
 ) -> float:  # fmt: skip
-    """MiB/s at which one reader gets 1 GiB from DataNodes with 400 Mbit/s, a copy of each part. No stripes: one after
-    the other, as the usual client reads."""
+    """MiB/s of one reader of 1 GiB from DataNodes with 400 Mbit/s, with one replica of each part. Without stripes:
+    parts are read in sequence, like by the usual client."""
     engine = Engine()
-    cluster = Cluster(engine, datanodes, 50e6 * 0.95, seed=0, replicas=1)  # what TCP leaves of it
+    cluster = Cluster(engine, datanodes, 50e6 * 0.95, seed=0, replicas=1)  # goodput of TCP
     cluster.links["datanode1"].bytes_per_s *= slow
     if hangs_at_s >= 0:
         engine.at(hangs_at_s, lambda: cluster.hung.add("datanode1"))
@@ -63,8 +63,8 @@ def test_one_read_after_the_other_is_as_fast_by_what_is_read_ahead() -> None:
 
 @pytest.mark.parametrize(("peers", "measured_s"), [(False, 11.7), (True, 3.6)])
 def test_what_four_nodes_read_of_the_same_checkpoint_is_predicted(peers: bool, measured_s: float) -> None:
-    """64 MiB on four DataNodes with 50 Mbit/s each; nodes have no links that bound them (ADR 37). What was measured
-    with peers, on two processors that were busy, is 3.6, 3.6 and 4.3 s."""
+    """64 MiB on four DataNodes with 50 Mbit/s each; nodes have unlimited links (ADR 37). Measured with peers, on two
+    busy processors: 3.6, 3.6 and 4.3 s."""
     engine = Engine()
     cluster = Cluster(engine, 4, 50e6 / 8 * 0.95, seed=0, replicas=1)
     shared = Shared(engine, 64 * MIB, 0.0005)

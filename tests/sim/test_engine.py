@@ -1,5 +1,4 @@
-"""Virtual time and links: bytes are conserved, no link is above its rate, time never goes back, and the same is the
-same."""
+"""Virtual time and links: bytes are conserved, no link exceeds its rate, time is monotonic, runs are reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes and store keep over a month, and how often it is what a start needs."""
+"""Cache and store contents over a month, and how often starts hit them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bootseer.sim.month import Policy, Times, policies, simulate_month
 from bootseer.sim.scenario import Scenario, read_scenario
 
 TIMES: Times = {(nodes, draw): (60.0, 25.0, 300.0) for nodes in (1, 2, 4) for draw in (0, 1)}
-"""Of starts: simulating them is another test's matter."""
+"""Durations of starts, given instead of simulated."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_more_cache_and_older_snapshots_are_hit_more_often(scenario: Scenario) -
     assert restored[0] < restored[-1]
     assert found[25, 1]["days"][-1]["store_gb"] < found[25, 0]["days"][-1]["store_gb"]
     for (limit_gb, _), one in found.items():
-        # What a start uses is never evicted, however little a cache may hold.
+        # What a start uses is never evicted, however low the cache's limit.
         in_use_gb = scenario.image.gb + scenario.environment.gb
         assert max(day["cache_gb_per_node"] for day in one["days"]) <= max(limit_gb, in_use_gb)
         assert one["gpu_hours"]["bootseer"] < one["gpu_hours"]["today"]

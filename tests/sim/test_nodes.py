@@ -1,4 +1,4 @@
-"""Nodes that load one file, against what was measured with real ones in network namespaces (ADR 33), and starts."""
+"""Nodes that load one file, compared with measurements in network namespaces (ADR 33), and starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 Change = Callable[[Engine, list[Node]], object]
 
 
-@functools.cache  # it is a second of processor time
+@functools.cache  # it takes a second of CPU time
 def load(
     num_nodes: int,
     *,
@@ -33,7 +33,7 @@ def load(
     patience: bool = True,
     change: Change | None = None,
 ) -> tuple[float, float]:
-    """All nodes load 64 MiB: seconds until the last has it, and MiB that the origin sent. Rates in Mbit/s."""
+    """All nodes load 64 MiB. Returns seconds until the last one has it, and MiB sent by the origin. Rates in Mbit/s."""
     engine = Engine()
     store = Store(engine, origin * MBIT, 0.002)
     nodes = [
@@ -77,7 +77,7 @@ def test_what_was_measured_in_namespaces_is_predicted(
 
 
 def test_a_naive_limit_on_waiting_collapses() -> None:
-    """Measured: 373 MiB and four times as long; a model that does not show it says nothing about peers."""
+    """Measured: 373 MiB and four times as long; a model without this effect is not valid for peers."""
     guarded_s, _ = load(8, origin=100, node=200, peers=True)
     seconds, mib = load(8, origin=100, node=200, patience=False)
     assert mib > 5 * 64
@@ -106,7 +106,7 @@ def test_a_start_that_takes_longer_than_a_day_is_an_error() -> None:
 
 def test_a_scheduler_that_prefers_cold_blocks_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     def startup_s() -> float:
-        """Until a program has read the hot tenth of a file of which all is wanted."""
+        """Seconds until a program has read the hot tenth of a file that is loaded whole."""
         engine = Engine()
         node = Node("n0", engine.link(100 * MBIT), engine.link(100 * MBIT), engine.link(1e9))
         Job(engine, Store(engine, 100 * MBIT, 0.002), [node], [BlockFile("a" * 64, 1024, 64 << 10)], peers=False)
@@ -167,15 +167,15 @@ def test_one_node_builds_the_first_snapshot_and_the_others_wait_for_it() -> None
     first, after, each = (simulate(scenario, 4, arm) for arm in ("first", "bootseer", "without environment"))
     stages = {node: {stage: end_s - begin_s for stage, begin_s, end_s in spans} for node, spans in first.spans.items()}
     setups = sorted(stage["environment_setup"] for stage in stages.values())
-    assert setups[0] >= 4.0  # all of them: one installs, and the others have nothing to do before it is done
+    assert setups[0] >= 4.0  # on all nodes: one installs, and the others wait for it
     assert after.stages()["environment_setup"]["max_s"] < 1.5
     assert first.began_s > after.began_s
-    assert first.peer_bytes > 0.5 * after.peer_bytes  # the snapshot comes from the node that built it
+    assert first.peer_bytes > 0.5 * after.peer_bytes  # the snapshot is read from the node that built it
     assert each.began_s > after.began_s
 
 
 def test_a_node_that_comes_after_the_snapshot_was_published_restores_it() -> None:
-    """It waited for its publication for ever."""
+    """It waited for the publication for ever."""
     late = [Fault(node=1, work_factor=100.0)]
     scenario = msgspec.structs.replace(read_scenario("moe", [*SMALL, "environment.install-s=0"]), fault=late)
     spans = simulate(scenario, 2, "first").spans["node-0001"]
