@@ -1,4 +1,4 @@
-"""The demo: its care for folders and processes, and its starts with a small image instead of PyTorch's."""
+"""The demo: its cleanup of folders and processes, and its starts with a small image instead of PyTorch's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_never_empties_a_folder_of_somebody_else(tmp_path: Path) -> None:
 
 @pytest.fixture
 def image(tmp_path: Path) -> str:
-    """A small image, as skopeo calls it."""
+    """A small image, by skopeo's name."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount and empty the page cache")
     path = f"{os.environ['PATH']}:/usr/sbin"
@@ -65,14 +65,14 @@ def image(tmp_path: Path) -> str:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder for sockets, whose names cannot be long."""
+    """A folder with a short path, for sockets."""
     with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """The folder of a job that has saved once."""
+    """The checkpoint folder of a job that has saved once."""
     step = tmp_path / "checkpoints/step-1"
     step.mkdir(parents=True)
     (step / "weights").write_bytes(os.urandom(SIZE))
@@ -87,7 +87,7 @@ def starts(image: str, out: Path, short: Path, *command: str, within: tuple[obje
 
 
 def group(words: list[object], short: Path) -> subprocess.Popen[str]:
-    """A process group of its own, as a terminal has it in front."""
+    """Start a new process group, like the foreground process group of a terminal."""
     return subprocess.Popen(
         [str(word) for word in words],
         env={**os.environ, "TMPDIR": str(short), "BOOTSEER_HDFS_BRIEF": "1"},
@@ -99,7 +99,7 @@ def group(words: list[object], short: Path) -> subprocess.Popen[str]:
 
 
 def left(out: Path, short: Path) -> list[str]:
-    """Mounts and processes that still know one of the folders."""
+    """Mounts and processes that still use one of the folders."""
     found = [point for point in mount_points() if point.startswith((f"{out}/", f"{short}/"))]
     for _, words in processes():
         line = words.replace(b"\0", b" ").decode(errors="replace")
@@ -109,7 +109,7 @@ def left(out: Path, short: Path) -> list[str]:
 
 
 def spaces() -> set[str]:
-    """The network namespaces that links to DataNodes have left: those of a cluster that runs are its own."""
+    """Leftover network namespaces of links to DataNodes, without those of running clusters."""
     said = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     found = {line.split()[0] for line in said.splitlines() if line.startswith("hdfs")}
     return {name for name in found if not hdfs_links.is_claimed(int(name.removeprefix("hdfs").partition("-")[0]))}
@@ -139,7 +139,7 @@ def test_starts_are_measured_compared_and_leave_nothing_behind(
     assert modes[3][0] in ("hot", "local")
     assert [report["startup"]["kind"] for report in reports] == ["full"] * 4 + ["hot_update"]
     assert reports[4]["restarts"][0]["by"] == "request"
-    # The checkpoint: copied by one client, then from all DataNodes at once.
+    # The checkpoint: copied by one client, then read from all DataNodes at once.
     assert "model_initialization.checkpoint_copy" in stages[0]
     assert reports[0]["checkpoints"] == []
     for report in reports[1:3]:
@@ -166,7 +166,7 @@ def no_spaces_left() -> Iterator[None]:
     before = spaces()
     yield
     until = time.monotonic() + 300
-    while not spaces() <= before:  # other tests leave some for a moment
+    while not spaces() <= before:  # other tests have some for a moment
         assert time.monotonic() < until
         time.sleep(0.2)
 
@@ -179,7 +179,7 @@ def no_spaces_left() -> Iterator[None]:
 @pytest.mark.parametrize("when", ["an HDFS on this machine", "it runs"])
 def test_an_interrupt_ends_the_hdfs_too(tmp_path: Path, short: Path, checkpoints: Path, when: str) -> None:
     out = tmp_path / "out"
-    # exec: a child that the shell has just forked has no handler yet and would miss the signal.
+    # exec: a child that the shell has just forked would have no handler yet and miss the signal.
     words = [EXAMPLES / "with_hdfs.sh", out, checkpoints, "--", "sh", "-c", "echo it runs; exec sleep 600"]
     with group(words, short) as process:
         assert process.stdout is not None
@@ -190,7 +190,7 @@ def test_an_interrupt_ends_the_hdfs_too(tmp_path: Path, short: Path, checkpoints
                 if when != "it runs":
                     while not (out / "hdfs/keeper.pid").exists():
                         time.sleep(0.05)
-                os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+                os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C
         assert process.wait(300) == 130, said
     assert "Traceback" not in said
     assert not (out / "hdfs").exists()
@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_nothing_behind(image: str, tmp_path: Path, short: P
         for line in process.stdout:
             num_running += "it runs" in line
             if "it runs" in line and num_running == number:
-                os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+                os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C
         assert process.wait(300) != 0
     assert num_running == number
     assert left(out, short) == []

@@ -1,4 +1,4 @@
-"""The demo job as a user runs it: real processes, real checkpoints, real damage."""
+"""The demo job, with real processes, checkpoints and damage."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ pytestmark = [
 
 
 def command(checkpoints: Path, flags: str, *, ranks: int | None = None) -> list[str]:
-    """The job on its own, or under torchrun."""
+    """The job without or with torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    sizes = [*TINY.split(), *flags.split()]  # of a flag given twice the last one counts
+    sizes = [*TINY.split(), *flags.split()]  # the last of repeated flags applies
     return [sys.executable, *torchrun, str(MOE / "train.py"), "--checkpoint-dir", str(checkpoints), *sizes]
 
 
@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def trained(checkpoints: Path, flags: str, *, ranks: int = 1) -> dict[int, float]:
-    """Run to success; the loss of each step."""
+    """Run the job, which must succeed. Returns the loss of each step."""
     return losses(run(checkpoints, flags, ranks=ranks))
 
 
@@ -63,7 +63,7 @@ def run(checkpoints: Path, flags: str, *, ranks: int = 1, **limits: int) -> subp
 
 
 def error_of(result: subprocess.CompletedProcess[str]) -> str:
-    """The one line that a failed run must leave."""
+    """The single error line that a failed run must print."""
     assert result.returncode == 1
     assert "train.py" not in result.stderr.replace("train.py: error: ", "")  # a traceback would name it
     lines = [line for line in result.stderr.splitlines() if line.startswith("train.py: error: ")]
@@ -93,7 +93,7 @@ def test_two_ranks_learn_and_a_stop_changes_nothing(tmp_path: Path) -> None:
     assert sum(map(len, state.values())) == pytest.approx(2e6, rel=0.1)  # --checkpoint-mb 2
     assert files(newest(tmp_path / "parts")) == state
 
-    # Half the ranks with twice the batch see the same windows; the experts of both ranks are then on one.
+    # Half the ranks with twice the batch size use the same windows; one rank then has the experts of both.
     (tmp_path / "parts" / "latest").write_text("step-00000005\n")
     alone = trained(tmp_path / "parts", "--steps 3 --batch 8")
     assert alone == pytest.approx(second, abs=2e-3)
@@ -109,7 +109,7 @@ def test_ranks_that_cannot_share_the_experts_fail_with_one_line(tmp_path: Path) 
 def test_kill_during_save_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
     big = "--checkpoint-mb 60 --steps 2"
     trained(tmp_path, big)
-    # New session: nothing of it survives, and nothing else is hit.
+    # A new session, so that the kill hits all of its processes and no others.
     process = subprocess.Popen(
         command(tmp_path, big),
         env=environment(),
