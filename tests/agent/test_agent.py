@@ -1,4 +1,4 @@
-"""The agent of a node: it makes room, serves figures, and may be killed."""
+"""The node agent: it frees disk space, serves metrics, and may be killed."""
 
 from __future__ import annotations
 
@@ -138,12 +138,12 @@ def test_connections_that_say_little_or_nothing_do_not_keep_others_out(env: dict
         for link in links:
             link.connect(str(Path(env["BOOTSEER_RUNTIME"], "agent")))
         runtime = Path(env["BOOTSEER_RUNTIME"])
-        # Not by the verb: they are let go after some seconds, within which a busy machine may not start a process.
+        # Not with the command: the connections are dropped after some seconds, maybe before a process has started.
         with pytest.raises(TransientError, match="try again"):
             request(runtime, STATUS)
         until = time.monotonic() + _DEADLINE_S
         refused = True
-        while refused:  # even while they go on
+        while refused:  # even while they continue
             assert time.monotonic() < until
             for link in links:
                 with contextlib.suppress(OSError):
@@ -168,7 +168,7 @@ def test_a_request_without_a_thread_keeps_no_later_one_out(tmp_path: Path, monke
 
 @pytest.mark.parametrize(("gone", "named"), [("cache", "cache/blocks/files"), ("mounts", "mounts")])
 def test_a_folder_that_cannot_be_read_is_named(gone: str, named: str, tmp_path: Path) -> None:
-    """Its disk has failed, or somebody has deleted it. It was called a busy agent, and metrics got no answer."""
+    """Its disk has failed, or it was deleted. The error was that the agent is busy, and metrics got no answer."""
     agent = Agent(AgentSettings(tmp_path / "cache", tmp_path))
     shutil.rmtree(tmp_path / gone)
     with _UnixServer(str(tmp_path / "agent"), _Handler) as server:
@@ -208,7 +208,7 @@ def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:
 
 
 def test_the_agent_sends_spools_of_all_jobs_and_says_how_that_goes(start, env, tmp_path):
-    """Also while the service is away: then the events come when it is back."""
+    """Also while the service is down: the events are sent when it is back."""
     root = tmp_path / "spool"
     for job in ("a", "b"):
         folder = root / job / "attempt-0"
@@ -238,7 +238,7 @@ def test_a_socket_that_cannot_be_made_or_used_is_one_line(start: Start, env: dic
     start()
     if os.geteuid() == 0:
         child = os.fork()
-        if child == 0:  # another user, for whom the folder is closed
+        if child == 0:  # another user, without access to the folder
             os.setuid(65534)
             try:
                 request(tmp_path / "run", STATUS)

@@ -1,4 +1,4 @@
-"""What an ended job has read on this node, served on by the agent: a real agent and real runs."""
+"""Blocks read by ended jobs on this node, served by the agent: a real agent and real runs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_agent_serves_what_an_ended_job_has_read_and_nothing_else(lab: Lab, 
 def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_killed(lab: Lab) -> None:
     assert lab.job().wait(300) == 0
     (lab.folder / "there").unlink()
-    lab.address = lab.address.replace("127.0.0.1", "localhost")  # another list may have another name for the node
+    lab.address = lab.address.replace("127.0.0.1", "localhost")  # another list may have a different name for the node
     job = lab.job("stay")
     until((lab.folder / "there").exists)
     assert not lab.held()
@@ -141,7 +141,7 @@ def test_a_job_takes_its_address_back_and_does_not_notice_that_the_agent_is_kill
 
 @pytest.mark.root
 def test_a_node_whose_own_name_is_a_loopback_address_serves_others(tmp_path: Path) -> None:
-    """As in the /etc/hosts of Debian."""
+    """Like in Debian's /etc/hosts."""
     (tmp_path / "hosts").write_text("127.0.1.1 node7\n")
     port = free_port()
     program = f"""
@@ -160,4 +160,4 @@ def test_the_unit_allows_the_threads_of_all_ended_jobs() -> None:
     unit = Path(__file__).parents[2] / "contrib" / "systemd" / "bootseer-agent.service"
     allowed = re.search(r"(?m)^TasksMax=(\d+)$", unit.read_text())
     assert allowed is not None
-    assert int(allowed[1]) > _MAX_JOBS * (MAX_CONNECTIONS + 2)  # two interfaces, each with a thread that accepts
+    assert int(allowed[1]) > _MAX_JOBS * (MAX_CONNECTIONS + 2)  # two interfaces, each with an accepting thread
