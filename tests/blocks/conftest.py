@@ -10,7 +10,7 @@ _numbers = itertools.count()
 
 
 class SteppingStore(MemoryStore):
-    """A store in memory that counts the writer's steps, and fails at one on request."""
+    """A store in memory that counts the writer's steps, and fails at step `fail_at`."""
 
     def __init__(self):
         super().__init__(f"blocks-{next(_numbers)}")
@@ -53,7 +53,7 @@ class _Upload(MemoryUpload):
 
 @pytest.fixture(scope="session")
 def new_store():
-    """Makes stores, for tests that need one per example."""
+    """Creates stores, for tests that need one per example."""
     return SteppingStore
 
 

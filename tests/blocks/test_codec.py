@@ -58,7 +58,7 @@ def test_each_flipped_bit_is_noticed(data):
             got = codec.decode(kind, broken, len(data), digest)
         except CorruptError:
             continue
-        assert got == data  # a bit of zstd's header that does not matter
+        assert got == data  # an irrelevant bit of zstd's header
 
 
 def test_a_block_with_anothers_digest_is_refused():

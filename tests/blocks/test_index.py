@@ -16,7 +16,7 @@ NAMES = ["sha256:" + digit * 64 for digit in "abcdef"]
 
 
 def build(**changes) -> bytes:
-    """Three blocks of 4096 bytes, the last one of 100, in two stripes."""
+    """An index of three blocks (4096, 4096 and 100 bytes) in two stripes."""
     fields = {
         "block_size": 4096,
         "size_bytes": 2 * 4096 + 100,
@@ -30,7 +30,7 @@ def build(**changes) -> bytes:
 
 
 def sealed(body: bytes) -> bytes:
-    """With a trailer that fits, as an attacker would make it."""
+    """Append a valid trailer, like an attacker."""
     return body + blake3(body).digest()
 
 

@@ -23,14 +23,14 @@ BLOCK = 4096
 
 @pytest.fixture(scope="module", autouse=True)
 def small_batches():
-    """So that files of a few blocks are encoded by several threads."""
+    """Small batches, so that several threads encode files of a few blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bootseer.blocks.writer._BATCH_BYTES", 2 * BLOCK)
         yield
 
 
 def content(size: int, seed: int = 1) -> bytes:
-    """Text, noise and zeros, so that each codec is used."""
+    """Text, random bytes and zeros, so that each codec is used."""
     rng = random.Random(seed)
     kinds = [lambda: b"torch.nn " * 1000, lambda: rng.randbytes(5000), lambda: bytes(9000)]
     data = b""
@@ -91,7 +91,7 @@ def test_the_head_is_stored_last(store):
 
 
 def test_few_blocks_are_in_memory_at_a_time(store):
-    """A store that does not take anything holds the writer back."""
+    """A blocked store blocks the writer."""
     taking = threading.Event()
     store.before_step = lambda: taking.wait(60)
     writer = BlockWriter(store, block_size=BLOCK, threads=2)
