@@ -1,4 +1,4 @@
-"""A program with a deadline: it ends, it fails, it hangs, it does not exist."""
+"""A program with a deadline: it ends, fails, hangs, or does not exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_hanging_child_and_its_children_are_killed(tmp_path: Path) -> None:
     """The grandchild holds the output open and ignores SIGTERM: only its end removes its entry in /proc."""
     note = tmp_path / "pids"
     script = f"trap '' TERM; sh -c 'trap \"\" TERM; echo $$ >> {note}; sleep 600' & echo $$ >> {note}; wait"
-    for deadline_s in (1, 10, 60):  # on a busy machine they may not come far in a second
+    for deadline_s in (1, 10, 60):  # a second may be too short on a busy machine
         note.write_text("")
         ended = child.run(["sh", "-c", script], deadline_s=deadline_s)
         assert ended.code is None
@@ -46,7 +46,7 @@ def _runs(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state not in "ZX"  # an orphan may wait for its new parent to collect it
+    return state not in "ZX"  # an orphan may not have been reaped yet by its new parent
 
 
 def test_output_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""`bootseer doctor` as a user sees it."""
+"""`bootseer doctor`: table, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_table_fits_80_columns() -> None:
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "to do: apt-get install [some] package" in text.getvalue()  # square brackets are not markup here
-    assert "".join(map(str.strip, lines)).count("folder/") == 40  # folded, never cut
+    assert "".join(map(str.strip, lines)).count("folder/") == 40  # wrapped, not truncated
 
 
 def test_names_in_the_table_cannot_control_the_terminal() -> None:

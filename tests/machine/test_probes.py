@@ -1,4 +1,4 @@
-"""The doctor's probes on this very machine, on machines made poorer by PATH, and among misbehaving probes."""
+"""The doctor's probes on this machine, with programs missing from PATH, and with misbehaving probes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bootseer.machine.probes import run_checks, run_probes
 
 @pytest.mark.slow
 def test_every_check_answers_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests mount and write in the usual one meanwhile
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests use the default one meanwhile
     spool = tmp_path / "a" / "spool"
     checks = {check.name: check for check in run_checks(spool)}
     assert set(checks) > REQUIRED
@@ -173,11 +173,11 @@ def test_spool_folder(tmp_path: Path) -> None:
 
 
 def test_spool_folder_that_takes_no_files() -> None:
-    """/proc refuses files even from root."""
+    """Not even root can create files in /proc."""
     assert probes.check_spool(Path("/proc/bootseer")).status == "broken"
 
 
-_SYSTEM_PYTHON = "/usr/bin/python3"  # the one that runs the tests may lie in a folder that nobody cannot enter
+_SYSTEM_PYTHON = "/usr/bin/python3"  # the user nobody may have no access to the Python that runs the tests
 _AS_NOBODY = """
 import sys
 if sys.version_info < (3, 11):
@@ -194,7 +194,7 @@ if not kernel.may_open_fuse():  # fuse3 would not help
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0 or not Path(_SYSTEM_PYTHON).exists(), reason="needs root and a system python3")
 def test_an_ordinary_user_gets_answers_too() -> None:
-    """As nobody the same probes say `limited` or `missing` with a reason, and none of them fails."""
+    """For the user nobody the probes report `limited` or `missing` with a reason, and none fails."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(Path(kernel.__file__).parents[1], Path(folder, "bootseer"))
         for path in (Path(folder), *Path(folder).rglob("*")):
