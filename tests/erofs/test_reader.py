@@ -1,4 +1,4 @@
-"""The reader against images that lie."""
+"""The reader with damaged and malicious images."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _meta(image: bytes) -> int:
 
 
 def _root_directory(image: bytes) -> int:
-    """Where the root's entries lie: behind its inode."""
+    """The offset of the root's entries, which follow its inode."""
     return _meta(image) + INODE.size
 
 

@@ -1,4 +1,4 @@
-"""Whole images: what is written is what the kernel shows, what fsck accepts and what our reader reads."""
+"""Whole images: the kernel shows what was written, fsck accepts it, and our reader reads it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CONTENT = st.one_of(st.binary(max_size=20), st.integers(0, 20_000).map(lambda si
 TARGETS = st.one_of(st.binary(min_size=1, max_size=30), st.integers(1, 4095).map(lambda size: b"t" * size)).map(
     lambda raw: raw.replace(b"\0", b"0")
 )
-# (which directory, name, attributes, content, target, or a further name of an earlier file)
+# (directory, name, attributes, content, target, whether it is another name of an earlier file)
 STEPS = st.lists(
     st.tuples(st.integers(0, 50), NAMES, ATTRIBUTES, CONTENT, TARGETS, st.integers(0, 5)), min_size=0, max_size=40
 )
@@ -77,7 +77,7 @@ def _fill(steps: list[tuple[int, bytes, Attributes, bytes, bytes, int]]) -> Call
             if tree.child(directory, name) is not None:
                 continue
             kind = stat.S_IFMT(attributes.mode)
-            if kind not in (stat.S_IFREG, stat.S_IFDIR):  # Linux has no user attributes there
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):  # Linux has no user attributes on them
                 attributes = replace(attributes, xattrs={})
             if again == 0 and files:
                 tree.link(directory, name, files[where % len(files)])
@@ -111,7 +111,7 @@ def test_the_kernel_and_the_reader_show_what_was_written(
 
 
 def _paths(steps: list[tuple[int, bytes, Attributes, bytes, bytes, int]]) -> list[tuple[tuple[bytes, ...], bytes]]:
-    """The names that must exist, found without the code under test."""
+    """The expected names, computed without the code under test."""
     directories: list[tuple[bytes, ...]] = [()]
     files = 0
     found: list[tuple[tuple[bytes, ...], bytes]] = []
@@ -200,7 +200,7 @@ def test_two_thousand_directories_inside_each_other_are_no_problem(tmp_path: Pat
 
 def test_fsck_accepts_an_image_whose_last_inode_ends_a_block(tmp_path: Path) -> None:
     def fill(writer: ErofsWriter) -> None:
-        for number in range(51):  # with names of two bytes the last inode ends at 4,096
+        for number in range(51):  # with names of two bytes, the last inode ends at offset 4,096
             writer.tree.link(ROOT, b"%02d" % number, writer.tree.add(FILE))
 
     write_image(tmp_path / "image", fill)
@@ -292,4 +292,4 @@ def test_an_image_cannot_be_finished_inside_a_file() -> None:
 
 class _Nowhere:
     def write(self, data: bytes | memoryview) -> None:
-        """Nothing is kept."""
+        """Discard it."""
