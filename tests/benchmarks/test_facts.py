@@ -1,4 +1,4 @@
-"""Facts for benchmark files: enough to compare, nothing that names the machine."""
+"""Facts for benchmark results: enough to compare them, and nothing that identifies the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: results are kept as they come, and a quick look takes the place of nothing."""
+"""The harness of the benchmarks: results are saved after each round, and quick runs replace no measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 with pytest.MonkeyPatch.context() as patched:
-    # For this import alone: tests have modules of the same names as benchmarks.
+    # Only for this import: some test modules have the same names as benchmarks.
     patched.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
     import harness
     from harness import Benchmark, Left, Outcome

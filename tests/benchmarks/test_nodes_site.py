@@ -1,4 +1,4 @@
-"""The nodes of a benchmark: links count what crosses them, and nothing of a node outlives it."""
+"""The nodes of a benchmark: links count their traffic, and nothing is left of an ended node."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_links_count_each_node_s_bytes_and_a_killed_node_leaves_nothing(tmp_path
                     connection.sendall(bytes(_BYTES))
             nodes_site.wait_until_ready(running, 60)
             moved = site.traffic().since(before)
-            # With all headers; a link counts its own node alone.
+            # With all headers; each link counts only its own node.
             assert all(_BYTES < each < 1.2 * _BYTES for each in moved.received)
             assert 2 * _BYTES < moved.origin < 2.4 * _BYTES
             assert [(one.ready_at, one.checksum) for one in running] == [(1.5, str(_BYTES).encode())] * 2

@@ -1,4 +1,4 @@
-"""The figures of the evaluation, drawn of a small job."""
+"""The figures of the evaluation, for a small job."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_all_figures_say_that_and_what_is_simulated(tmp_path: Path, monkeypatch:
             assert f"({digest})</summary>" in page
         assert "NaN" not in figure
     num_done = len(done)
-    # What has been simulated is not simulated again, and gives the same bytes.
+    # Existing results are reused, and the output has the same bytes.
     simulated.write(tmp_path, range(1), done.append)
     assert len(done) == num_done
     assert (tmp_path / "index.html").read_text() == page
