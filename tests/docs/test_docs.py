@@ -1,4 +1,4 @@
-"""The documents of formats, variables and words, held against the code: what is new there must be written down."""
+"""The documents of formats, variables and terms, compared with the code: all of them must be documented."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def assert_identity(events: list[Event]) -> None:
 
 
 def dataclasses_of(module: object) -> list[type]:
-    """Those that are no mere base of others, whose fields are documented with these."""
+    """The dataclasses without subclasses: the fields of base classes are documented with their subclasses."""
     classes = [each for each in vars(module).values() if isinstance(each, type) and is_dataclass(each)]
     return [each for each in classes if not each.__subclasses__()]
 
@@ -188,7 +188,7 @@ def test_the_order_of_the_job_s_variables_is_as_documented() -> None:
 
 
 def found_command(name: str, rest: str) -> tuple[str, click.Command, str] | None:
-    """A verb of the program, down to the innermost one (`image hotset show`), and what stands behind it."""
+    """The name of a command, including subcommands (`image hotset show`), the command, and the text after it."""
     context = click.Context(cli)
     command = cli.get_command(context, name)  # type: ignore[attr-defined]
     while isinstance(command, click.Group):
@@ -201,7 +201,7 @@ def found_command(name: str, rest: str) -> tuple[str, click.Command, str] | None
 
 
 def commands() -> list[tuple[str, str, str]]:
-    """(document, verb, option) of every `bootseer VERB ... --option` in the documents, up to the user's command."""
+    """(document, command, option) of each `bootseer COMMAND --option` in the documents, without the user's command."""
     found = []
     for path in DOCUMENTS:
         for match in _COMMAND.finditer(path.read_text(encoding="utf-8")):
