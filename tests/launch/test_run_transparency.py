@@ -88,6 +88,15 @@ def test_a_command_that_is_not_there_is_127(run):
     assert "no-such-program-anywhere: command not found" in done.stderr
 
 
+def test_a_script_with_line_ends_of_windows_is_told_from_a_missing_one(run, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_bytes(b"#!/bin/sh\r\ntrue\r\n")
+    script.chmod(0o755)
+    done = run("run", "--", str(script))
+    reason = "the interpreter in its first line is missing (or CRLF line ends)"
+    assert (done.returncode, done.stderr) == (127, f"bootseer: {script}: {reason}\n")
+
+
 @pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
 def test_an_empty_command_is_127(run, more):
     done = run("run", "--", "", more=more)

@@ -104,7 +104,11 @@ class StartError(Exception):
 
     def __init__(self, command: str, error: OSError, reason: str = "") -> None:
         missing = not reason and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        super().__init__(f"{command or repr(command)}: {'command not found' if missing else reason or error.strerror}")
+        if missing:
+            is_there = "/" in command and os.access(command, os.F_OK)
+            lost = "the interpreter in its first line is missing (or CRLF line ends)"
+            reason = lost if is_there else "command not found"
+        super().__init__(f"{command or repr(command)}: {reason or error.strerror}")
         self.code = NOT_FOUND if missing else NOT_EXECUTABLE
 
 
