@@ -1,4 +1,4 @@
-"""The barrier model against brute force: random jobs are played in plain Python, with and without each node."""
+"""The barrier model against brute force: random jobs simulated in plain Python, with and without each node."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def jobs(draw):
 
 
 def whole_groups(job: Job) -> Job:
-    """The same with barriers of all nodes, for which leaving a node out is exact."""
+    """The same job with barriers of all nodes, for which the savings without a node are exact."""
     return Job(job.starts, job.work, [list(range(len(job.starts))) for _ in job.groups])
 
 
 @given(jobs())
 @settings(max_examples=400)
 def test_the_model_gives_the_observed_end(job):
-    """Barriers of all nodes and of overlapping groups: nothing left out gives what happened."""
+    """With barriers of all nodes and of overlapping groups, the replay with all nodes gives the observed end."""
     end = job.play()
     assert Replay(barriers_of(job.lanes)).end_ns() == end
 
@@ -107,7 +107,7 @@ def test_leaving_out_everybody_leaves_no_end():
 
 
 def test_different_stragglers_hide_behind_each_other():
-    """n0 is late by 30 at the first barrier, n1 by 20 at the second: each saves only its own."""
+    """n0 is late by 30 at the first barrier, n1 by 20 at the second: without one of them, only its delay is saved."""
     job = Job([0, 0, 0, 0], [[40, 5, 5], [10, 25, 5], [10, 5, 5], [10, 5, 5]], [[0, 1, 2, 3], [0, 1, 2, 3]])
     job.play()
     found = barriers_of(job.lanes)

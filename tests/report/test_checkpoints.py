@@ -1,4 +1,4 @@
-"""How checkpoints were read, from events to rows and lines."""
+"""Reads of checkpoints, from events to rows and lines."""
 
 from __future__ import annotations
 

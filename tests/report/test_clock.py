@@ -1,4 +1,4 @@
-"""Offsets between nodes, against offsets that were put in."""
+"""Clock offsets between nodes, compared with given ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def barrier(node: str, arrive_s: float, left_s: float, clock_s: float, name: str
 
 @given(st.lists(st.integers(-3_000_000, 3_000_000), min_size=3, max_size=9), st.integers(0, 8))
 def test_differences_between_nodes_are_exact(off_ms, last):
-    """The last to come stays 2 ms: nothing is known better than that, and offsets are known that well."""
+    """The last node waits for 2 ms at the barrier: offsets are known to that precision and no better."""
     last %= len(off_ms)
     parts = [
         barrier(f"n{i}", 9.998 if i == last else 1.0, 10.0, off / 1000, booted_s=-1e6 - i)
@@ -46,7 +46,7 @@ def test_a_node_without_barrier_is_untied():
 
 
 def test_a_barrier_that_failed_ties_nothing():
-    """A timeout ends when each node's own patience does: 30 s apart are not the clocks."""
+    """Each node's timeout ends at its own time: a difference of 30 s is not one of the clocks."""
     clocks = found(
         barrier("a", 1, 30, 0, outcome="failed"), barrier("b", 1, 60, 0, outcome="failed"), barrier("c", 1, 90, 0)
     )

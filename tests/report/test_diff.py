@@ -1,4 +1,4 @@
-"""What counts as a difference between two startups: the statistics against brute force, the verdicts against truth."""
+"""Differences between startups: the statistics compared with brute force, the verdicts with known truth."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair(a, b, limits=None):
 
 
 def varied(attempt: int, sigma: float, num_nodes: int = 16, slow: float = 1.0):
-    """A run in which one factor, drawn log-normal, makes all stages of all nodes longer or shorter."""
+    """A run with all stages of all nodes scaled by one log-normal factor."""
     rng = random.Random(attempt)
     factor = rng.lognormvariate(0, sigma)
     work = {
@@ -76,13 +76,13 @@ def test_a_slower_install_is_found_and_nothing_else():
 
 
 def test_eight_nodes_are_enough_for_a_pair():
-    """No more than eight nodes can say by their ranks, corrected for all stages, and the change is beyond all doubt."""
+    """Eight nodes just reach significance in a rank test corrected for all stages, and this change is obvious."""
     difference = pair(of(Fleet(8, work_of=work(60, 8))), of(Fleet(8, work_of=work(240, 8), seed=9)))
     assert moved(difference, INSTALL).verdict == SLOWER
 
 
 def test_one_pair_proves_nothing_that_runs_do_to_each_other():
-    """A third more on all sixteen nodes: beyond doubt if runs never varied, and no proof where they vary by 15 %."""
+    """A third more on all sixteen nodes: significant if runs never varied, but not if they vary by 15 %."""
     a, b = of(Fleet(16, work_of=work(60))), of(Fleet(16, work_of=work(80), seed=9))
     difference = pair(a, b)
     assert not difference.slower
@@ -94,7 +94,7 @@ def test_one_pair_proves_nothing_that_runs_do_to_each_other():
 
 
 def test_equal_pairs_of_runs_that_vary_are_no_regression():
-    """Whole runs differ by 15 %, and their nodes by 3 %: nodes that agree on it prove nothing of the runs."""
+    """Runs vary by 15 % and the nodes of a run by 3 %: that all nodes of a run changed alike proves nothing."""
     differences = [pair(varied(seed, 0.15), varied(seed + 100, 0.15)) for seed in range(12)]
     assert sum(UNPROVEN in {row.verdict for row in difference.stages} for difference in differences) >= 6
     assert [row for difference in differences for row in difference.stages if row.verdict in (SLOWER, FASTER)] == []
@@ -102,7 +102,7 @@ def test_equal_pairs_of_runs_that_vary_are_no_regression():
 
 
 def test_several_runs_show_how_much_runs_vary():
-    """Ten runs that vary by 4 % prove 40 % more in one stage; ten that vary by 15 % do not."""
+    """Ten runs that vary by 4 % prove an increase of 40 % in one stage; ten that vary by 15 % do not."""
     baseline = [varied(seed, 0.04) for seed in range(10)]
     difference = compare(baseline, [varied(20, 0.04, slow=1.4)])
     assert {row.stage for row in difference.stages if row.verdict == SLOWER} == {"environment_setup", INSTALL}
@@ -118,7 +118,7 @@ def test_several_runs_show_how_much_runs_vary():
 
 
 def test_runs_that_prove_nothing_are_left_out():
-    """Those that ended before training, the same one twice, and B itself; a fact that one run of the baseline had."""
+    """Runs that ended before training, duplicates, and B itself; and facts that only one run of the baseline has."""
     baseline = [varied(seed, 0.04) for seed in range(4)]
     failed = of(Fleet(16, killed_in={4: INSTALL}, attempt=9, begin_s=9000))
     difference = compare([*baseline, baseline[0], failed, varied(20, 0.04)], [varied(20, 0.04)])
@@ -155,7 +155,7 @@ def test_few_nodes_need_a_large_change():
 
 @pytest.mark.parametrize(("read_s", "verdict"), [(20, SAME), (75, SAME), (110, UNPROVEN), (220, SLOWER)])
 def test_the_whole_startup_is_judged_by_its_size(read_s, verdict):
-    """One node of sixteen is slow: no median moves, and the job is later by 55 s, 90 s or 200 s of 137 s."""
+    """One node of sixteen is slow: no median changes, and the startup of 137 s takes 55 s, 90 s or 200 s longer."""
     slow = {(3, "model_initialization.checkpoint_read"): float(read_s)}
     difference = pair(of(Fleet(16)), of(Fleet(16, work_of=slow)))
     assert difference.overall.verdict == verdict

@@ -1,4 +1,4 @@
-"""How environments came, from `environment_start` events to rows and lines."""
+"""How environments were provided, from `environment_start` events to rows and lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The analysis finds the truth of fleets from their lines alone. The generator knows it and shares no code with us."""
+"""The analysis of generated fleets, compared with the generator's truth. The generator shares no code with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_papers_1440_nodes(tmp_path):
     (group,) = report.straggler_groups
     assert (group.stage, len(group.nodes)) == (INSTALL, 14)
     assert {int(name[5:]) for name in group.nodes} == set(range(1426, 1440))
-    # Without the fourteen all others begin 32 s sooner: 1,426 nodes x 8 GPUs x 32 s.
+    # Without the fourteen, all others begin 32 s earlier: 1,426 nodes x 8 GPUs x 32 s.
     assert group.savings_s == pytest.approx(32.0, abs=1.0)
     assert group.savings_gpu_hours == pytest.approx(101.4, rel=0.03)
     assert group.savings_cost == pytest.approx(2 * group.savings_gpu_hours)
@@ -58,7 +58,7 @@ def test_waiting_is_told_from_work():
     fleet = Fleet(20, work_of={(3, INSTALL): 100.0})
     report = report_of(fleet)
     for node in report.nodes:
-        # The trailing wait at the end of the first step and the waits at the barriers, as the generator played them.
+        # The trailing wait at the end of the first step and the waits at the barriers, as the generator simulated them.
         assert node.wait_s == pytest.approx(fleet.waited_s[int(node.node[5:])], abs=0.005)
 
 
@@ -104,7 +104,7 @@ def test_clocks_off_by_seconds_change_nothing():
 
 
 LONE = tuple(row for row in DEFAULT_WORK if row[0] not in BARRIERS)
-"""Stages of a fleet whose nodes never meet, so that nothing ties their clocks."""
+"""Stages of a fleet without barriers, so that nothing relates the nodes' clocks."""
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_attempts_and_kinds_are_kept_apart():
 
 
 def test_leave_one_out_is_exact():
-    """What the model says of a job without its slowest node is what the job without it would have taken."""
+    """The model's time for a job without its slowest node is the time of the simulated job without it."""
     slow = {(2, INSTALL): 90.0, (5, "model_initialization.checkpoint_read"): 50.0, (2, "first_step"): 9.0}
     fleet = Fleet(9, work_of=slow, seed=3)
     report = report_of(fleet)
@@ -245,7 +245,7 @@ READ = "model_initialization.checkpoint_read"
 
 
 def test_groups_that_hide_behind_each_other_are_told_together():
-    """Seven nodes lose 53 s in one stage and fourteen 38 s in the other: alone these save 15 s and nothing."""
+    """Seven nodes lose 53 s in one stage, fourteen 38 s in another: without one group, 15 s or nothing is saved."""
     work = {(n, "image_loading"): 83.0 for n in range(100, 107)} | {(n, INSTALL): 98.0 for n in range(200, 214)}
     report = report_of(Fleet(288, work_of=work), price_per_gpu_hour=2.0)
     first, second = report.straggler_groups
@@ -269,7 +269,7 @@ slow_stages = st.sampled_from(["image_loading", INSTALL, READ, "first_step"])
 )
 @settings(max_examples=40, deadline=None)
 def test_savings_of_groups_are_those_of_a_job_without_them(slow, seed):
-    """Alone, in their order and together, against the generator's own play of the fleet without these nodes."""
+    """Alone, in their order and together, compared with the generator's simulation of the fleet without these nodes."""
     rng = random.Random(seed)
     work = {
         (node, name): base_s + rng.uniform(-jitter_s, jitter_s)
@@ -319,7 +319,7 @@ RACKED = [f"r{node // 8:02d}-n{node % 8}" for node in range(64)]
     ],
 )
 def test_what_slow_nodes_have_in_common(slow, fleet, told):
-    """A rack or the beginning of a name, where it explains them, and nothing where chance does."""
+    """A rack or a name prefix if it explains them, and nothing if it is chance."""
     report = report_of(Fleet(64, work_of={(node, INSTALL): 90.0 for node in slow}, **fleet))
     (group,) = report.straggler_groups
     assert [(p.kind, p.value, p.num_slow, p.num_nodes) for p in group.places] == told

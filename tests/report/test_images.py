@@ -1,4 +1,4 @@
-"""How images came, from `image_start` events to rows and lines."""
+"""How images were loaded, from `image_start` events to rows and lines."""
 
 from __future__ import annotations
 

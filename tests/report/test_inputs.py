@@ -1,4 +1,4 @@
-"""Whatever a user points at is read, or told in one line: archives, folders, links, locked and vanished files."""
+"""Any input is read or gives an error of one line: archives, folders, links, locked and vanished files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_members_behind_each_other_in_tiny_reads(tmp_path, monkeypatch, pack, si
 
 
 def test_an_archive_comes_in_large_blocks(tmp_path):
-    """Each is searched by itself: with one for every step, reading took half as long again."""
+    """Each block is searched separately: with one block per step, reading would take 50 % longer."""
     log = random.Random(0).randbytes(1 << 20).hex().encode()
     path = tmp_path / "log.gz"
     path.write_bytes(gzip.compress(log))

@@ -1,4 +1,4 @@
-"""Events are found in whatever collectors make of a log, and damage costs the damaged event alone."""
+"""Events are found in logs changed by any log collector, and damage costs only the damaged event."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_last_line_needs_no_newline(found):
 
 @pytest.mark.parametrize("stream", [b"stdout", b"stderr"])
 def test_cri_parts_are_joined_wherever_the_line_is_split(found, stream):
-    """At each place of the event, even within its tag, and with the other stream's lines between."""
+    """At each place of the event, even within its tag, and with lines of the other stream in between."""
     head, other = (
         b"2026-11-20T10:00:00Z " + stream,
         b"2026-11-20T10:00:00Z " + (b"stderr" if stream == b"stdout" else b"stdout"),
@@ -109,7 +109,7 @@ def test_no_block_border_loses_an_event(found, monkeypatch):
 
 
 def test_a_line_without_end_keeps_its_events(found, monkeypatch):
-    """A day of progress bars in one line, with events in it, wherever the reader has to cut."""
+    """A day of progress bars in one line, with events in it, wherever the reader has to split it."""
     bar = b"\r 42%|####      | 420/1000 [00:42<00:58]"
     log = b"".join(bar * 700 + line.rstrip() for line in LINES) + bar * 30_000
     assert found(log).events == EVENTS
@@ -126,7 +126,7 @@ def test_events_of_interleaved_writers_in_one_line(found):
 
 @pytest.mark.slow
 def test_stems_and_open_events_without_end_take_linear_time(found):
-    """Quadratic reading would need minutes here."""
+    """Quadratic reading would take minutes here."""
     result = found(b"@bootseer" * 400_000 + b'@bootseer1 {"a' * 100_000 + b"\n" + ONE)
     assert result.events == [EVENTS[3]]
     assert sum(result.skipped.values()) == 100_000
@@ -144,7 +144,7 @@ def test_an_event_of_ten_megabytes_is_counted_and_costs_no_other(found):
 
 
 def test_a_pattern_outranks_what_the_hook_concluded(found):
-    """The user says by `--began-pattern` what counts; the spool's own mark must not hide it."""
+    """The user's `--began-pattern` has precedence; the hook's mark in the spool must not hide it."""
     spool = b"".join(line for line in Fleet(1).lines())
     own = [event for event in (decode(line) for line in Fleet(1).lines()) if event.stage == "training_began"]
     log = b"%s iteration 1 done\n" % datetime.fromtimestamp(own[0].wall_ns // 10**9, UTC).isoformat().encode()
@@ -180,7 +180,7 @@ def test_words_of_every_day_wake_no_parser():
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "1", "1 in gpu on ", ' "x"', '"a",', "{", "2026-01-01"])
 def test_lines_of_nothing_but_one_clue_take_linear_time(found, more):
-    """Quadratic matching would need minutes here."""
+    """Quadratic matching would take minutes here."""
     clues = {clue.literal + more.encode() for parser in parsers() for clue in parser.clues}
     assert found(b"".join(clue * (200_000 // len(clue)) + b"\n" for clue in clues)).lines == len(clues)
 
@@ -194,8 +194,8 @@ def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch):
 
 
 def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, tmp_path):
-    """The job has a name of its own, so that a log of one job tells of it, and one of several does not say which."""
-    own = [line for line in Fleet(1).lines() if decode(line).stage != "queue"]  # what was seen itself is better
+    """The job's name is not Slurm's: a log of one job is about it, and in a log of several its lines are unknown."""
+    own = [line for line in Fleet(1).lines() if decode(line).stage != "queue"]  # observed times have precedence
     spool, (job, node) = b"".join(own), (decode(own[0]).job, decode(own[0]).node)
     lines = (
         "[2026-09-21T14:29:0{second}.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=1 usec=3\n"
@@ -228,7 +228,7 @@ SUBMITTED = (
     "[2026-11-20T17:50:00.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=42 usec=3\n"
     "[2026-11-20T17:53:51.000] sched: Allocate JobId={job} NodeList={nodes} #CPUs=2 Partition=gpu\n"
 )
-BOUND = b"".join(  # the job was created again, and its pod has the name of the earlier one
+BOUND = b"".join(  # the job was created again, and its pod has the same name as the earlier one
     b"""{"involvedObject": {"kind": "Pod", "name": "moe-0"}, "eventTime": "2026-11-20T%s", "message": "%s"}\n""" % told
     for told in (
         (b"16:53:59", b"Successfully assigned train/moe-0 to gpu-1"),
@@ -262,7 +262,7 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
     ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs", "pods", "host network"],
 )  # fmt: skip
 def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
-    """NCCL names the host in each line, torchrun and Megatron do not, and the file has any name."""
+    """NCCL's lines contain the host, those of torchrun and Megatron do not, and the file name is arbitrary."""
     for name, log in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(log)
@@ -291,7 +291,7 @@ def test_events_of_kubernetes_find_the_nodes_that_are_named_by_machine_and_uid(f
 
 
 def test_a_log_of_several_launchers_tells_how_many_nodes_are_missing(found):
-    """Without NCCL's lines, what `srun torchrun` writes looks like the log of one node."""
+    """Without NCCL's lines, the output of `srun torchrun` looks like the log of one node."""
     result = found(Path("tests/golden/torchelastic/restart.log").read_bytes().replace(b"size=1\n", b"size=8\n"))
     report = analyse(result.events, Options(restart=0), read=result.input())
     assert report.coverage.nodes_expected == 8
@@ -306,7 +306,7 @@ def containerd(day: int, begin: str, end: str, image: str) -> bytes:
 
 @pytest.mark.parametrize("has_own", [True, False])
 def test_what_a_machine_did_for_other_jobs_is_not_billed(tmp_path, has_own):
-    """Its containerd has a log of weeks: the pulls of other jobs made a start of a minute one of days."""
+    """containerd's log covers weeks: with the pulls of other jobs, a start of a minute would seem to take days."""
     pulls = containerd(17, "08:23:38", "08:24:39", "other:1") + containerd(20, "17:40:00", "17:41:00", "base:1")
     pulls += containerd(20, "17:52:00", "17:53:00", "moe:1") + containerd(21, "09:00:00", "09:01:00", "other:2")
     (tmp_path / "containerd.gpu-1.log").write_bytes(pulls)
@@ -352,13 +352,13 @@ def test_quoted_events_stay_one_event(found):
 @pytest.mark.parametrize("unit", [10**3, 10**6, 10**9], ids=["us", "ms", "s"])
 @pytest.mark.parametrize("uptime", [True, False])
 def test_times_in_another_unit_are_refused_and_not_taken_for_1970(found, unit, uptime):
-    """Writers that take time.time() * 1e6, or a date that knows no %N; with a monotonic clock or without one."""
+    """Writers with time.time() * 1e6, or with a `date` without %N; with a monotonic clock or without one."""
     strange = [
         e._replace(wall_ns=e.wall_ns // unit, mono_ns=(e.mono_ns if uptime else e.wall_ns) // unit) for e in EVENTS
     ]
     result = found(b"".join(map(encode, strange)) + ONE)
     assert (len(result.events), result.skipped) == (1, {"unit": len(EVENTS)})
-    unset = [e._replace(wall_ns=e.mono_ns + 3_000_000) for e in EVENTS]  # 1970, the uptime is that of a ms writer
+    unset = [e._replace(wall_ns=e.mono_ns + 3_000_000) for e in EVENTS]  # 1970: the clock is the uptime
     assert not found(b"".join(map(encode, unset))).skipped
 
 
@@ -370,7 +370,7 @@ def test_a_log_of_another_unit_alone_says_so(found):
 
 
 def test_lines_of_other_programs_belong_to_the_attempt_and_restart_in_which_they_were_written(found):
-    """A requeued job appends to its log, and all its attempts install their packages."""
+    """A requeued job appends to its log, and each attempt installs its packages."""
 
     def event(second: int, stage: str, **more: object) -> bytes:
         times = {"wall_ns": (1_795_168_800 + second) * 10**9, "mono_ns": (1000 + second) * 10**9}
@@ -393,7 +393,7 @@ def test_lines_of_other_programs_belong_to_the_attempt_and_restart_in_which_they
 
 
 def test_a_late_line_of_a_killed_attempt_costs_no_other_line(found):
-    """torchrun may outlive `bootseer run` for a moment: its last line is after the attempt, in the same zone."""
+    """torchrun may outlive `bootseer run` by a moment: its last line is after the attempt, in the same zone."""
     begin_s = 1_795_197_225 - EPOCH_S  # 17:53:45 UTC
     own = [one for stage in ("run", "command") for one in span(begin_s, None, stage)]
     own += moment(begin_s + 200, "alive"), *began(begin_s + 150)
@@ -411,7 +411,7 @@ def test_a_late_line_of_a_killed_attempt_costs_no_other_line(found):
     [("UTC", True, 150), ("Europe/Berlin", True, 150), ("America/Chicago", False, 200)],
 )
 def test_times_of_another_zone_are_told_and_not_billed(found, monkeypatch, zone, trains, seconds):
-    """Megatron prints times without a zone: those of a pod, read on a machine of another zone."""
+    """Megatron prints times without a zone: here of a pod, read on a machine in another zone."""
     begin_s = 1_795_197_225 - EPOCH_S  # 17:53:45 UTC, before the first of its lines
     own = [one for stage in ("run", "command") for one in span(begin_s, begin_s + 200, stage, outcome="failed")]
     own += began(begin_s + 150) if trains else []

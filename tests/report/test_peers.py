@@ -1,4 +1,4 @@
-"""What the nodes of a job sent each other, from events to rows and lines."""
+"""Transfers between the nodes of a job, from events to rows and lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairing of events: forged, doubled, missing and restarted ones; each gives the number that can be known."""
+"""Pairing of events: forged, doubled, missing and restarted ones; each gives what can be known."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_one_span_id_on_two_nodes_is_two_spans():
 
 
 def test_what_a_restart_left_open_ends_before_the_next_one():
-    """The `run` around both goes on for ten hours: the dead process did not."""
+    """The `run` around both continues for ten hours, unlike the dead process."""
     first = span(0, 36_000, "run") + span(0, 10, "environment_setup") + span(10, 36_000, "command")
     dead = span(10, None, TORCH, rank=0, pid=5)
     again = {"rank": 0, "pid": 6, "restart": 1, "kind": "restart"}
@@ -105,7 +105,7 @@ def test_what_is_cut_short_after_training_began_is_none_of_the_startup():
 
 
 def test_a_lost_rank_does_not_make_the_startup_as_long_as_the_job():
-    """Rank 1 left a span open; the log goes on for ten hours behind the first step."""
+    """Rank 1 left a span open; the log continues for ten hours after the first step."""
     result = report(
         span(0, 36_000, "run", attrs={"gpus": 2}),
         span(5, 8, "first_step", rank=0, pid=5),
@@ -128,7 +128,7 @@ def _run(node, from_s):
 
 @pytest.mark.parametrize(("new", "left"), [("c", "ab"), ("b", "a")])
 def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it(new, left):
-    """An agent of torchrun counts only the restarts that it has seen: that of a new or rebooted node begins at 0."""
+    """A torchrun agent counts only its own restarts: on a new or rebooted node it begins at 0."""
     first = _run("a", 0) + _start("a", 0, 10) + _run("b", 0) + _start("b", 1, 10)
     second = _start("a", 0, 3700, restart=1) + _run(new, 3680) + _start(new, 1, 3700)
     third = _start("a", 0, 7200, restart=2) + _start(new, 1, 7200, restart=1)
@@ -142,11 +142,11 @@ def test_a_replaced_node_belongs_to_the_restart_that_waited_for_it(new, left):
 
 
 def test_two_replaced_nodes_belong_to_one_restart_whatever_follows():
-    """Their own counts are one behind in each later restart: one of the two was a start of its own, of one node."""
+    """Their own counts are lower by one in each later restart; neither must become a separate start of one node."""
     first = [_run(node, 0) + _start(node, rank, 10) for rank, node in enumerate("abc")]
     second = [_start("a", 0, 3700, restart=1), _run("d", 3680), _start("d", 1, 3700), _run("e", 3690)]
     second += [_start("e", 2, 3705), _start("a", 0, 7000, restart=2), _start("e", 2, 7000, restart=1)]
-    third = [_run("f", 6990), _start("f", 1, 7000)]  # in the place of d, which was a replacement
+    third = [_run("f", 6990), _start("f", 1, 7000)]  # replaces d, which was a replacement itself
     for restart, nodes in ((0, "abc"), (1, "ade"), (2, "aef")):
         told = report(*first, *second, *third, restart=restart)
         assert "".join(node.node for node in told.nodes) == nodes
@@ -154,7 +154,7 @@ def test_two_replaced_nodes_belong_to_one_restart_whatever_follows():
 
 
 def test_nodes_that_start_while_others_train_are_another_start():
-    """The launcher counted no restart, or the scheduler's second try has the same attempt number."""
+    """When the launcher counted no restart, or the scheduler's second try has the same attempt number."""
     first = _run("a", 0) + _start("a", 0, 10) + _run("b", 0) + _start("b", 1, 10)
     second = _run("c", 3680) + _start("c", 0, 3700) + _run("d", 3690) + _start("d", 1, 3700)
     for restart, startup_s, nodes in ((0, 40, "ab"), (1, 50, "cd")):
@@ -164,7 +164,7 @@ def test_nodes_that_start_while_others_train_are_another_start():
 
 
 def test_new_starts_are_numbered_by_their_time():
-    """Tries of one attempt on new pods, the last of which restarts in place; files are read by the names of nodes."""
+    """Tries of one attempt on new pods, the last of which restarts in place; files are read in order of node names."""
     tries = [_run("m", 0) + _start("m", 0, 10), _run("z", 5000) + _start("z", 0, 5010)]
     tries += [_run("a", 6000) + _start("a", 0, 6010) + _start("a", 0, 7000, restart=1)]
     told = report(*reversed(tries))
@@ -174,8 +174,8 @@ def test_new_starts_are_numbered_by_their_time():
 
 
 def test_a_second_run_in_an_allocation_did_not_wait_for_it():
-    """Loops of `srun` in a job's script: the scheduler's times are those of the first run, and its training is none of
-    the second one's start."""
+    """A loop of `srun` in a job's script: the scheduler's times belong to the first run, and the first run's training
+    is not part of the second run's start."""
 
     def run(from_s, name):
         times = span(-600, 0, "queue", parent=name) + span(0, from_s, "allocation", parent=name)
@@ -197,7 +197,7 @@ def test_a_reused_attempt_tells_the_last_run():
 
 
 def test_a_reused_attempt_is_not_ended_by_restarts_of_the_run_before():
-    """Jobs with a fixed attempt, such as those of the examples for Kubernetes, are started again under its number."""
+    """Jobs with a fixed attempt number, as in the examples for Kubernetes, are started again under the same number."""
     again = {"restart": 1, "kind": "restart"}
     old = span(0, 90, "run") + span(0, 90, "command") + span(40, 41, "restart", **again) + began(60, **again)
     new = span(100, 191, "run", outcome="failed") + span(102, 190, "command", outcome="failed")
@@ -207,7 +207,7 @@ def test_a_reused_attempt_is_not_ended_by_restarts_of_the_run_before():
 
 
 def test_srun_starts_one_run_for_each_rank():
-    """Eight runs at once are not reuse, and each rank's own setup is its work."""
+    """Eight runs at once are not reuse of an attempt, and each rank's setup counts as its work."""
     parts = []
     for rank in range(8):
         own = {"rank": rank, "pid": 10 + rank}
@@ -244,7 +244,7 @@ def test_a_step_of_the_wall_clock_within_a_span_is_no_work(step_s):
 
 
 def test_a_clock_that_is_set_during_the_startup_is_no_other_boot():
-    """A machine without a battery begins in 1970; NTP sets it a minute later."""
+    """A machine without a clock battery begins in 1970; NTP sets its clock a minute later."""
     early, late = {"booted_s": -60, "clock_s": -EPOCH_S}, {"booted_s": -60}
     begin, end = span(0, 70, INSTALL, span="5", **early)[0], span(0, 70, INSTALL, span="5", **late)[1]
     result = report([begin, end], span(70, 72, "first_step", **late), began(72, **late))

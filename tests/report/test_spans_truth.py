@@ -1,4 +1,4 @@
-"""Startups of unusual shape whose truth is written down beside them."""
+"""Unusual startups with known results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_install_spans_alone_tell_max_over_median_and_lost_gpu_hours():
 
 
 def test_ranks_in_two_overlapping_groups():
-    """Six nodes: pairs meet first, then the other pairs; only n0's pair partners wait for its slow read."""
+    """Six nodes in pairs, then in other pairs; only n0's partners wait for its slow read."""
     now = dict.fromkeys(node_names(6), 10.0)
     parts = [span(0, None, "run", node=node, attrs={"gpus": 8}) for node in now] + [
         span(0, 10, INSTALL, node=node) for node in now
@@ -91,7 +91,7 @@ def test_the_slow_rank_of_a_node_is_blamed():
 
 
 def test_a_late_bound_node_is_found_behind_clocks_that_are_more_wrong():
-    """Two barriers tie the clocks; n5 was bound 30 s late, and its clock is 100 s ahead."""
+    """Two barriers relate the clocks; n5 was bound 30 s late, and its clock is 100 s ahead."""
     parts = []
     for index, node in enumerate(node_names(8)):
         place = {"node": node, "clock_s": 100.0 if index == 5 else -3.0 * index, "booted_s": -1e5 - 77 * index}
@@ -149,7 +149,7 @@ def test_background_work_is_shown_and_never_summed():
 
 
 def test_helpers_beside_the_training_process_are_not_its_work():
-    """A data loader imports torch for 8 s while the model is read: the lane is not longer for it."""
+    """A data loader imports torch for 8 s while the model is read: that does not make the lane longer."""
     result = report(
         span(0, 4, TORCH, rank=0, pid=5),
         span(4, 14, READ, rank=0, pid=5),
@@ -162,7 +162,7 @@ def test_helpers_beside_the_training_process_are_not_its_work():
 
 
 def test_signs_of_life_do_not_make_a_program_the_training_process():
-    """`bootseer stage` around a long download tells that it lives; what trains is another process."""
+    """`bootseer stage` around a long download writes `alive` events; another process trains."""
     result = report(
         span(0, 60, "model_initialization.download", rank=0, pid=9),
         [moment(at, "alive", rank=0, pid=9) for at in range(60)],
@@ -176,7 +176,7 @@ def test_signs_of_life_do_not_make_a_program_the_training_process():
 
 @pytest.mark.parametrize("rank", [-1, 0])
 def test_a_python_that_ran_before_the_training_is_work(rank):
-    """`python prepare.py && python train.py`: the first one is not a helper beside the second."""
+    """`python prepare.py && python train.py`: the first one is not a helper of the second."""
     result = report(
         span(0, 6, TORCH, rank=rank, pid=5),
         span(6, 10, TORCH, rank=rank, pid=6),
@@ -187,7 +187,7 @@ def test_a_python_that_ran_before_the_training_is_work(rank):
 
 
 def test_the_import_of_a_program_that_then_starts_the_ranks_is_work():
-    """`torch.multiprocessing.spawn`: each rank imports torch again. A helper without a rank beside them is not work."""
+    """`torch.multiprocessing.spawn`: each rank imports torch again. A helper without a rank is not work."""
     ranks = [
         [
             *span(7, 10, TORCH, rank=rank, pid=6 + rank),
@@ -202,7 +202,7 @@ def test_the_import_of_a_program_that_then_starts_the_ranks_is_work():
 
 
 def test_the_mark_of_a_pattern_does_not_make_run_the_training_process():
-    """`bootseer run --began-pattern` tells of the step: Python's imports stay in the lane."""
+    """`bootseer run --began-pattern` marks the first step: Python's imports stay in the lane."""
     result = report(
         span(0, 50, "run", pid=1),
         span(0, 10, "environment_setup", pid=1),
@@ -231,7 +231,7 @@ def test_what_the_user_marks_outranks_the_hook(marks, end_s):
 
 
 def test_a_command_that_fails_behind_other_stages_is_where_the_node_stopped():
-    """Not the image, which was loaded: one GPU and one node are told as one."""
+    """Not in the loading of the image, which ended; the text has the singular for one GPU and one node."""
     parts = [span(0, 10, "image_loading"), span(10, 40, "command", outcome="failed")]
     result = report(span(0, 40, "run", outcome="failed", attrs={"gpus": 1}), *parts)
     assert result.nodes[0].last_stage == "model_initialization"
@@ -239,14 +239,14 @@ def test_a_command_that_fails_behind_other_stages_is_where_the_node_stopped():
 
 
 def test_a_command_whose_first_step_was_told_is_initialization_until_then():
-    """As of one that failed, and not time that no stage covers: the program has no hook."""
+    """Like the time of a failed command, and not uncovered time: the program has no hook."""
     parts = [span(0, 10, INSTALL), span(10, 3600, "command")]
     result = report(span(0, 3600, "run"), *parts, began(40, by="pattern"))
     assert row(result, "model_initialization").max_s == pytest.approx(30)
 
 
 def test_only_one_rank_marks_the_first_step():
-    """`if rank == 0: bootseer.training_began()`: the others are not lost, and their GPUs cost as much."""
+    """`if rank == 0: bootseer.training_began()`: the other ranks are not lost, and their GPUs cost as much."""
     parts = [span(0, 100, "run", node=node, attrs={"gpus": 8}) for node in node_names(5)]
     parts += [span(0, 10, INSTALL, node=node) for node in node_names(5)]
     result = report(*parts, began(40, by="api", node="n0"))
@@ -259,7 +259,7 @@ def test_only_one_rank_marks_the_first_step():
 
 
 def test_queue_and_allocation_are_the_jobs_and_not_the_nodes():
-    """Design: job-level from submission, node-level from the binding."""
+    """As in the design: job-level time from the submission, node-level time from the binding."""
     result = report(
         span(0, 100, "queue"),
         span(100, 130, "allocation"),
@@ -314,7 +314,7 @@ GPUS = {"attrs": {"gpus": 8, "program": "python3"}}
 
 
 def test_a_command_that_failed_before_training_is_a_failed_startup():
-    """Without a torch to watch, as with one: all of it was paid, and nothing of it trained."""
+    """Without torch as with it: all of its time was paid, and none was training."""
     result = report(span(0, 3600, "run", outcome="failed", **GPUS), [*span(10, 3600, "command", outcome="failed")])
     assert (result.startup.outcome, result.startup.ended_by) == ("failed", "command")
     assert result.overhead.gpu_hours == pytest.approx(8)
@@ -334,7 +334,7 @@ def test_a_run_that_was_killed_is_billed_to_its_last_sign_of_life():
 
 
 def test_a_command_that_ended_well_without_a_mark_is_not_called_a_startup():
-    """Nobody knows what of ten hours was training: only the installation is known to be none."""
+    """It is unknown how much of ten hours was training: only the installation certainly was not."""
     parts = [span(0, 36_000, "run", **GPUS), span(10, 36_000, "command"), [moment(30_000, "alive")]]
     result = report(*parts)
     assert (result.startup.outcome, result.overhead.gpu_hours) == ("unobserved", None)
@@ -345,7 +345,7 @@ def test_a_command_that_ended_well_without_a_mark_is_not_called_a_startup():
 
 
 def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
-    """n0 fails after 5 s, the others wait for it until the scheduler ends them after 600 s."""
+    """n0 fails after 5 s; the others wait for it until the scheduler ends them after 600 s."""
     parts = [
         part
         for node, until in zip(node_names(4), (5, 600, 600, 600), strict=True)
@@ -376,7 +376,7 @@ def test_a_node_that_outlives_the_failure_of_the_others_holds_nobody_back():
 
 
 def test_the_last_restart_ends_with_the_command():
-    """torchrun's first workers fail at 30 s, its second ones hang until the command fails at 500 s."""
+    """torchrun's first workers fail at 30 s; the second ones hang until the command fails at 500 s."""
     first = [span(0, 500, "run", outcome="failed", **GPUS), span(0, 500, "command", outcome="failed")]
     workers = [span(5, None, TORCH, rank=0, pid=5), span(30, 33, TORCH, rank=0, pid=6, restart=1)]
     told = report(*first, *workers)

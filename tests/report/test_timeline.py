@@ -1,4 +1,4 @@
-"""Pieces tile a lane exactly, for any spans at all, and each moment belongs to the span that began last."""
+"""The pieces of a lane cover it exactly, for any spans, and each moment belongs to the span that began last."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pieces_tile_the_lane(lane):
 
 @given(lanes())
 def test_each_moment_is_owned_by_the_innermost_span(lane):
-    """Against the plain rule, moment by moment: of the running spans the one that began last, then the shortest."""
+    """Compared with the simple rule at each moment: of the running spans the one that began last, then the shortest."""
     found, begin, end, arrivals = lane
     pieces = cut(found, begin, end, arrivals)
     parents = {s.stage.rpartition(".")[0] for s in found if s.end_ns > begin and s.begin_ns < end}

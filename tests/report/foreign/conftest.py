@@ -1,4 +1,4 @@
-"""Feeds logs to the foreign parsers as the scan does: only lines that hold a clue, with their time."""
+"""Feeds logs to the foreign parsers as the scan does: only lines with a literal of a parser, and their times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _feed(parser: Parser, text: str, file: str, node: str) -> Findings:
 
 
 def _read(text: str, *, file: str = "job.log", node: str = "node-0") -> dict[str, dict[str, Any]]:
-    """What each parser found, as plain data; parsers that found nothing are left out."""
+    """The findings of each parser, as plain data; without parsers that found nothing."""
     found = {}
     for parser in parsers():
         findings = _feed(parser, text, file, node)
@@ -44,7 +44,7 @@ def _read(text: str, *, file: str = "job.log", node: str = "node-0") -> dict[str
 
 @pytest.fixture(scope="module", autouse=True)
 def _utc() -> Iterator[None]:
-    """Times without a zone are in this machine's."""
+    """Times without a zone are in this machine's zone."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TZ", "UTC")
         time.tzset()

@@ -1,4 +1,4 @@
-"""No line makes a parser raise, and nothing that it tells is absurd: garbage, and real logs cut and shuffled."""
+"""No line makes a parser raise or return absurd findings: garbage, and real logs, cut and shuffled."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_library_and_python_find_the_same_places(text: str) -> None:
 
 
 def test_a_search_without_the_library_finds_all() -> None:
-    """What is at one place under two literals is told once, for the parsers of both."""
+    """Two literals at one place are one hit, for the parsers of both."""
     data = "\n".join(LINES).encode()
     fast, wanting = search()
     by_line: list[dict[int, set[int]]] = []

@@ -1,6 +1,6 @@
-"""Every log under tests/golden gives exactly the findings in the JSON beside it.
+"""Every log under tests/golden gives exactly the findings in the JSON file next to it.
 
-After a wanted change: `BOOTSEER_WRITE_GOLDEN=1 pytest tests/report/foreign`, then read the diff.
+After an intended change: `BOOTSEER_WRITE_GOLDEN=1 pytest tests/report/foreign`, then read the diff.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parsers make of single lines: other versions, bad values, secrets. Whole logs: test_foreign_golden.py."""
+"""Findings of the parsers in single lines: other versions, bad values, secrets. Whole logs: test_foreign_golden.py."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
 
 
 def test_neither_a_deleted_pod_nor_a_line_without_time_hides_the_next_begin(read: Any) -> None:
-    """A job that was given up in the queue was submitted again under its name; `kubectl describe job` came before."""
+    """A job was deleted in the queue and submitted again with its name. The output of `kubectl describe job` is first."""
     event = '{{"involvedObject":{{"kind":"Pod","name":"moe-0"}},"message":"{}","lastTimestamp":"2026-11-20T{}Z"}}'
     pulling, pulled = 'Pulling image \\"a/b:1\\"', 'Successfully pulled image \\"a/b:1\\"'
     lines = [
@@ -397,7 +397,7 @@ def megatron(step: int, ms: float, batch: int = 256) -> str:
     ],
 )
 def test_the_first_line_about_steps_ends_the_startup(read: Any, lines: tuple[str, ...], second: int) -> None:
-    """Lines 100 s apart; of a group of steps, the first one ended long before the line."""
+    """Lines 100 s apart; the first step of a group of steps ended long before the group's line."""
     stamped = [
         f"2026-11-20T10:{(i + 1) * 100 // 60:02}:{(i + 1) * 100 % 60:02}Z {line}" for i, line in enumerate(lines)
     ]

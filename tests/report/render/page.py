@@ -1,4 +1,4 @@
-"""Reads a page as a browser would, for the tests with and without one."""
+"""Parses a page like a browser, for the tests with and without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VOID = {"meta", "input", "br", "wbr", "img"}
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements with attributes and text, and whether the tags match."""
+    """Elements with attributes and text, and whether the tags match."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -39,7 +39,7 @@ class Page(HTMLParser):
             self.text[index] = self.text.get(index, "") + data
 
     def with_key(self) -> list[tuple[str, str, str]]:
-        """Key, raw value and text of each number that says where it comes from."""
+        """Key, raw value and text of each number with a `data-key`, its place in the JSON."""
         return [
             (attrs["data-key"], attrs["data-value"], self.text.get(i, ""))
             for i, (_, attrs) in enumerate(self.elements)
@@ -64,7 +64,7 @@ _read: list[tuple[Report, Page]] = []
 
 
 def rendered(report: Report) -> str:
-    """The page of a report that a session has once."""
+    """The page of a report, rendered once per session."""
     for known, text in _rendered:
         if known is report:
             return text
@@ -73,7 +73,7 @@ def rendered(report: Report) -> str:
 
 
 def page_of(report: Report) -> Page:
-    """The same, read; it is not changed."""
+    """The same, parsed once per session; not to be changed."""
     for known, page in _read:
         if known is report:
             return page

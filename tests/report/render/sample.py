@@ -50,7 +50,7 @@ STAGES = (*_BEFORE, RENDEZVOUS, *_BETWEEN)
 
 
 def simulate(works: list[dict[str, float]], *, gpus: int, names: list[str]) -> list[Node]:
-    """Nodes that do `works` seconds in each stage and wait for each other at the rendezvous and at the end."""
+    """Nodes that work for `works` seconds in each stage and wait for each other at the rendezvous and at the end."""
     first = [sum(work[stage] for stage in _BEFORE) for work in works]
     opened = max(first)
     last = max(opened + sum(work[stage] for stage in _BETWEEN) for work in works)
@@ -201,7 +201,7 @@ def chain(nodes: list[Node]) -> list[Link]:
 
 
 def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **parts: object) -> Report:
-    """A report in which every part has something to show."""
+    """A report in which no part is empty."""
     links = chain(nodes)
     gpus = sum(node.gpus or 0 for node in nodes)
     end = max(node.end_s for node in nodes)
@@ -292,7 +292,7 @@ def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **pa
 
 
 def small(job: str = "moe-8x128", names: tuple[str, str, str] = ("gpu-a-0017", "gpu-a-0018", "gpu-b-0203")) -> Report:
-    """Three nodes of two ranks; the second is slow to install, the third was killed."""
+    """Three nodes with two ranks each; the second installs slowly, the third was killed."""
     base = dict(zip(STAGES, (6.0, 1.5, 11.0, 0.6, 9.0, 0.8, 3.1, 0.0, 2.4, 0.7, 6.5, 4.1), strict=True))
     works = [base, base | {"environment_setup.install": 19.5, "first_step": 3.6}, base | {"image_loading.fetch": 12.2}]
     nodes = simulate(works, gpus=2, names=list(names))
@@ -301,7 +301,7 @@ def small(job: str = "moe-8x128", names: tuple[str, str, str] = ("gpu-a-0017", "
 
 
 def big(num_nodes: int = 1440) -> Report:
-    """The job of 1,440 nodes whose last 1 % of installs end at 92 s while the others end by 60 s."""
+    """A job of 1,440 nodes. The last 1 % of the installs end at 92 s, the others by 60 s."""
     rng = random.Random(20251120)
     late = set(rng.sample(range(num_nodes), max(1, num_nodes // 100)))
     works = []
@@ -391,7 +391,7 @@ def _checkpoint(node: str) -> CheckpointStart:
 
 
 def hostile() -> Report:
-    """A log written by somebody who wants to run a script in the browser of whoever opens the report."""
+    """A log by an attacker who tries to run a script in the browser that opens the report."""
     script, close, image, attribute, svg, binary = HOSTILE
     report = small(job=close, names=(script, image, binary))
     nodes = [

@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it runs without an error, obeys its policy, and does what it offers."""
+"""The HTML report in a real browser: no errors, no violations of its security policy, and its controls work."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Opener = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Any]:
-    """One tab of one browser: the browser's start takes a second of processor time, and a new tab for each page as much
-    as the page."""
+    """One tab of one browser for all tests: starting a browser takes a second of processor time, and a new tab as much
+    as loading a page."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -59,7 +59,7 @@ def opened(tmp_path: Path, tab: Any) -> Opener:
 
 
 def _with_steps(text: str, steps: str) -> str:
-    """The page with one more script, allowed by its hash: what a user's hand would do. `said` goes to the DOM."""
+    """The page with an additional script, allowed by its hash, with the actions of a user. `said` goes to the DOM."""
     script = f"const said = {{}};\n{steps}\ndocument.documentElement.dataset.said = JSON.stringify(said);"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = text.replace("script-src '", f"script-src 'sha256-{digest}' '")
@@ -221,7 +221,7 @@ def test_tooltips_tell_the_segment(opened: Opener, small: Report) -> None:
 
 
 def one_node(**more: Any) -> Report:
-    """What a torch job on one node without GPUs tells: 85 % of it is model_initialization."""
+    """A torch job on one node without GPUs: 85 % of its start is model_initialization."""
     inner = "model_initialization."
     return report(
         span(0, 8.2, "command"),
@@ -329,7 +329,7 @@ def test_the_page_never_scrolls_sideways(
     assert said["window"] == width
     assert said["page"] <= width
     assert said["cut"] == []
-    assert width < 1280 or said["wide"] == []  # the last columns are in sight
+    assert width < 1280 or said["wide"] == []  # the last columns are visible
 
 
 def test_it_reads_without_script(opened: Opener, small: Report) -> None:

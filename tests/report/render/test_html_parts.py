@@ -1,4 +1,4 @@
-"""Text, folding and drawing of the HTML report, piece by piece."""
+"""Text, folding and drawing of the HTML report, separately."""
 
 from __future__ import annotations
 

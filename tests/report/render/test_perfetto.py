@@ -1,4 +1,4 @@
-"""The Chrome trace keeps the format's rules: viewers drop what breaks them, without a word."""
+"""The Chrome trace follows the format's rules: viewers silently drop events that break them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_times_are_microseconds_of_the_segments(small: Report) -> None:
     )
     slices = {e["args"]["stage"]: e for e in events_of(small, "X") if e["pid"] == pid and "kind" in e["args"]}
     for seg in node.segments:
-        if seg.stage != "first_step":  # its work and its wait share the name
+        if seg.stage != "first_step":  # its work and its wait have the same name
             event = slices[seg.stage]
             assert event["ts"] == round(seg.start_s * 1e6)
             assert event["ts"] + event["dur"] == round(seg.end_s * 1e6)

@@ -1,4 +1,4 @@
-"""The report in a terminal, at any width: nothing is cut out of a number, nothing drives the terminal."""
+"""The report in a terminal, at any width: numbers are not cut, and no control sequences reach the terminal."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_no_colour_in_a_file_and_colour_when_forced(monkeypatch):
 
 
 def test_bars_are_to_scale():
-    """60 s of install of 120 s in all: half of the bar."""
+    """60 s of install out of 120 s: half of the bar."""
     result = report(span(0, 60, INSTALL), span(60, 120, "first_step"), began(120))
     (line,) = [line for line in shown(result, 121).splitlines() if line.startswith("n0")]
     assert line.count("▓") == pytest.approx(50, abs=1)
