@@ -1,4 +1,4 @@
-"""What the verbs say and do is tested here, not how their process starts."""
+"""The output and effects of subcommands are tested here, not the start of their process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what: tokens, the proxy's word, loopback; and the program `bootseer serve` itself."""
+"""Access control: tokens, the proxy's headers, loopback; and the program `bootseer serve` itself."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_no_way_to_write_a_line_names_another_team_than_the_tokens(tmp_path):
 
 
 def test_no_name_has_a_nul_character(tmp_path):
-    """PostgreSQL refuses it in texts: it was an error of the server."""
+    """PostgreSQL refuses it in text columns, which would be an error of the server."""
     with running_service(tmp_path / "data") as running:
         for path in ("/api/v1/starts?job=%00", "/?team=%00", "/jobs?q=%00", "/start/0/0/a%00b"):
             assert (path, status(running, path)) == (path, 400)
@@ -156,7 +156,7 @@ def test_without_tokens_only_this_machine_is_served(tmp_path):
     with running_service(tmp_path / "data") as running:
         port = running.settings.listen[1]
         assert status(running, "/nothing") == 404
-        assert status(running, "/nothing", host=f"evil.example:{port}") == 403  # a name that leads to 127.0.0.1
+        assert status(running, "/nothing", host=f"evil.example:{port}") == 403  # a name that resolves to 127.0.0.1
         assert status(running, "/nothing", x_forwarded_for="10.0.0.1") == 403  # a proxy on this machine
         assert status(running, "/v1/lines", method="POST", origin="http://evil.example") == 403
         _check_access(running.settings, running.service)
@@ -208,7 +208,7 @@ def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):
 
 
 def test_tokens_that_could_not_be_read_yet_count_as_there(tmp_path, monkeypatch):
-    """Otherwise the first request, while the database is away, would need none."""
+    """Otherwise requests before the first successful read, while the database is unavailable, would need no token."""
     with running_service(tmp_path / "data") as running:
         running.service.tokens.add(READ)
 
@@ -239,7 +239,7 @@ def test_a_database_that_does_not_answer_holds_up_one_request_only(tmp_path, mon
 
 
 def test_a_token_that_is_given_is_taken_once(run, tmp_path):
-    """As the init container of a Kubernetes deployment does at each start."""
+    """The init container of a Kubernetes deployment passes it at each start."""
     add = ("serve", "token", "add", "--scope", "admin", "--data", "data", "--from")
     for text, code in (("x" * 31, 2), ("x" * 16 + "\n" + "x" * 16, 2), ("a" * 64 + "\n", 0), ("a" * 64, 0)):
         (tmp_path / "token").write_text(text)
@@ -256,7 +256,7 @@ def test_a_place_that_the_verb_would_not_use_is_refused(run, option):
 
 
 def test_tokens_have_no_option_for_the_raw_lines(run):
-    """It did nothing."""
+    """Tokens are not in the raw lines."""
     assert "No such option '--raw'" in run("serve", "token", "list", "--raw", "elsewhere").stderr
 
 
@@ -274,7 +274,7 @@ def test_the_program_serves_and_ends_with_a_signal(run, env, tmp_path):
         assert httpx.post(f"{url[0]}v1/lines", content=b"", headers=headers).status_code == 202
         second = run("serve", "--data", "data", "--listen", "127.0.0.1:0")
         assert (second.returncode, "another service uses" in second.stderr) == (2, True)
-        for _ in range(2):  # an impatient user
+        for _ in range(2):  # a user presses Ctrl-C twice
             server.send_signal(signal.SIGINT)
         assert server.wait(300) == 0
         assert server.stderr.read() == ""
@@ -294,13 +294,13 @@ def test_clients_that_send_no_request_do_not_keep_their_connections(tmp_path, mo
         assert silent.recv(1) == slow.recv(1) == b""
         assert reader.recv(1 << 16).startswith(b"HTTP/1.1 200")
         reader.settimeout(0.3)
-        with pytest.raises(TimeoutError):  # its answer goes on
+        with pytest.raises(TimeoutError):  # its response continues
             while reader.recv(1 << 16):
                 pass
 
 
 def test_there_may_be_more_senders_than_the_usual_limit_of_descriptors(env, tmp_path):
-    """The others waited until one of those that have a connection had not sent for 75 s."""
+    """Otherwise the rest waits until a connected sender has been idle for 75 s."""
     limited = ["sh", "-c", 'ulimit -Sn 128 && exec "$0" "$@"', *BOOTSEER]
     command = [*limited, "serve", "--data", "data", "--listen", "127.0.0.1:0"]
     server = subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Alerts begin, end and are told once; figures for Prometheus are the database's, with bounded labels."""
+"""Alerts begin, end and are sent once; metrics for Prometheus match the database, with bounded labels."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_figures_and_rules_of_a_month(month: Any) -> None:
 
 
 def test_labels_of_stages_stay_whatever_they_cost(month: Any) -> None:
-    """A stage that became cheaper than another one moved to `other`, which Prometheus took for what it had done."""
+    """If a stage that became cheaper than another one moved to `other`, Prometheus would take that for an increase."""
     made, database = month
     with database.write() as connection:
         rare = [{"id": 1000 + number, "name": f"model_initialization.import.m{number}"} for number in range(60)]
@@ -106,7 +106,7 @@ def test_labels_of_stages_stay_whatever_they_cost(month: Any) -> None:
 
 
 def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One fact is changed for each rule; what it finds is gone when the fact is."""
+    """One fact is changed for each rule; its finding disappears with the change."""
     made, database = month
     now_ns, hour_ns = made.now_ns - 1, 3600 * 10**9
 
@@ -146,7 +146,7 @@ def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any, monkeypatch
     num = hits + misses
     assert f"image: ready on {hits / num:.0%} of {num:,} nodes that started today" in all_
     change(start, start.c.id == newest.id, overhead_s=100_000.0, queue_s=0.0)
-    for number in range(5):  # as before, of the same kind and scale
+    for number in range(5):  # earlier ones, of the same kind and scale
         values = {
             **newest._mapping,
             "id": 10**6 + number,
@@ -198,7 +198,7 @@ def test_the_share_of_starts_is_that_of_commands_that_ended_lately_also_of_long_
             values |= {"run_s": run_h * 3600, "gpus": 8, "gpu_s": 8 * 300.0}
             connection.execute(start.insert().values(values))
         found = of_weeks(connection, now_ns)
-    # 10 minutes of 18.5 hours: the command that ended 18 hours ago does not count.
+    # 10 minutes of 18.5 hours: a command that ended 18 hours ago does not count.
     assert [one.text[:18] for one in found if one.rule == "share"] == ["startup took 0.9% "]
 
 
@@ -285,7 +285,7 @@ def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away
 
 
 def test_a_webhook_that_is_away_repeats_nothing_at_the_others(tmp_path: Path) -> None:
-    """Slack had the same message every 15 s while Alertmanager was away."""
+    """Slack must not get the same message every 15 s while Alertmanager is unavailable."""
     server: Any = HTTPServer(("127.0.0.1", 0), Hook)
     server.got, server.status = [], 200
     Thread(target=server.serve_forever, daemon=True).start()
@@ -309,7 +309,7 @@ def test_a_webhook_that_is_away_repeats_nothing_at_the_others(tmp_path: Path) ->
 
 
 def test_alerts_are_left_for_the_service_that_has_webhooks(tmp_path: Path) -> None:
-    """Of two services on one database, one without webhooks marked them as sent."""
+    """With two services on one database, the one without webhooks must not mark them as sent."""
     server: Any = HTTPServer(("127.0.0.1", 0), Hook)
     server.got, server.status = [], 200
     Thread(target=server.serve_forever, daemon=True).start()
@@ -381,7 +381,7 @@ def test_a_service_serves_its_figures(tmp_path: Path) -> None:
         data = b"".join(Fleet(2, job="moe").lines())
         service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence="0")
         service.rows(start, 1)
-        with service.service.database.read() as connection:  # not a reused answer to a request
+        with service.service.database.read() as connection:  # not a cached response
             text = text_of(connection, service.service.over_time, time.time_ns())
         assert "moe" not in text
         assert 0 <= samples(text)["bootseer_silent_seconds"] < 60

@@ -1,4 +1,4 @@
-"""When a start counts as over, whatever was heard of it."""
+"""When a start counts as over, for any events of it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def seen(draw: st.DrawFn) -> Seen:
 def test_every_start_is_over_no_later_than_the_cap(one: Seen, more_ns: int) -> None:
     over_ns = closes_ns(one)
     assert over_ns <= one.first_ns + CAP_NS
-    # A line that comes later never closes it earlier.
+    # Later lines never close it earlier.
     assert closes_ns(replace(one, latest_ns=one.latest_ns + more_ns)) >= over_ns
 
 
 @given(seen())
 def test_a_quiet_start_waits_for_a_node_that_is_missing(one: Seen) -> None:
-    """Below the cap three things end it: training began on all nodes, all commands that began have ended, or some have,
-    or began on all nodes, and nothing is sent for long."""
+    """Before the cap, three conditions end it: training began on all nodes; all commands that began have ended; or some
+    have ended, or commands began on all nodes, and nothing has been sent for long."""
     began = one.nodes_began == one.nodes_heard > 0 and (one.nodes_expected or 0) <= one.nodes_heard
     ended = one.nodes_ended == one.nodes_heard > 0
     lost_ns = max(LOST_NS, (one.latest_ns - one.first_ns) // 4)
@@ -122,7 +122,7 @@ def test_a_start_of_a_log_that_is_sent_later_is_not_in_progress(place: Place) ->
 
 
 def test_a_restart_is_over_with_the_command(place: Place) -> None:
-    """Without training it was in progress for a day."""
+    """Otherwise, without training, it would be in progress for a day."""
     waits = "model_initialization.process_group"
     parts = [span(0, 300, "run", outcome="failed"), span(1, 299, "command", outcome="failed"), span(9, 99, waits),
              span(200, 250, waits, restart=1, outcome="failed")]  # fmt: skip
@@ -134,7 +134,7 @@ def test_a_restart_is_over_with_the_command(place: Place) -> None:
 
 @pytest.mark.parametrize("all_died", [False, True])
 def test_a_start_is_over_when_only_nodes_that_died_have_not_ended(place: Place, all_died: bool) -> None:
-    """It was in progress, and its node late, for a day."""
+    """Otherwise it would be in progress, and its node late, for a day."""
     end_s = None if all_died else 300
     parts = [span(0, end_s, "run", node="n0", outcome="failed"), span(0, end_s, "command", node="n0", outcome="failed"),
              span(0, None, "run", node="n1"), span(10, None, "environment_setup", node="n1")]  # fmt: skip

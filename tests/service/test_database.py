@@ -1,4 +1,4 @@
-"""The database on both engines: it is made once, keeps what it is given, and says what is wrong."""
+"""The database on both engines: it is created once, keeps its data, and reports errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_other_addresses_are_refused_without_their_password(url: str) -> None:
 
 
 def test_a_newline_after_an_address_is_no_part_of_the_name(tmp_path: Path) -> None:
-    """As in a variable that Kubernetes sets from a secret made of a file."""
+    """For example in a variable that Kubernetes sets from a secret created from a file."""
     Database.open(f"sqlite:///{tmp_path / 'db'}\n").close()
     assert (tmp_path / "db").exists()
 

@@ -1,4 +1,4 @@
-"""What is late is judged by earlier starts of the same kind, and by nothing where there are too few."""
+"""Lateness is judged by earlier starts of the same kind, and not at all when there are too few."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_cold_start_is_not_judged_by_warm_ones_where_there_are_cold_ones() -> 
 
 
 def test_the_stack_of_a_replaced_node_is_asked_for_and_counted_in_the_restart_that_it_joined() -> None:
-    """It was in the restart after that, and the report had lost all other events of the node."""
+    """Not in the restart after that, where the report would lose all other events of the node."""
     first = [event for node in "ab" for event in began(60, node=node, rank="ab".index(node))]
     again = span(3700, 3740, "model_initialization", node="a", rank=0, restart=1)
     events = [*first, *again, *span(3710, None, "run", node="c"), *span(3711, None, INSTALL, node="c")]
@@ -65,7 +65,7 @@ def test_the_stack_of_a_replaced_node_is_asked_for_and_counted_in_the_restart_th
 
 
 def test_a_stage_of_hours_is_not_late_before_its_usual_time() -> None:
-    """Days that were summed by an earlier service have shorter histograms."""
+    """Days summed by an earlier version of the service have shorter histograms."""
     short = (2, "full", "hit", INSTALL, [0] * 40 + [1] + [0] * 23)
     deadlines = Deadlines([day(*[7200.0] * 9), short])
     assert deadlines.late(moment(a=7000.0), 2, "full", "hit") == []

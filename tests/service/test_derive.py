@@ -1,4 +1,4 @@
-"""From raw lines to rows: what the report says stands in the tables, once, in whatever order lines came."""
+"""From raw lines to rows: the tables have the report's numbers, once, for any order of lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DAY = EPOCH_S // 86_400
 
 
 class Place:
-    """A service's raw lines and database, without the service."""
+    """The raw lines and database of a service, without the service."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder / "raw"
@@ -70,7 +70,7 @@ def place(tmp_path: Path, database_url: str) -> Any:
 
 
 def contents(place: Place) -> dict[str, list[Any]]:
-    """All that was derived, without what tells when."""
+    """All derived rows, without the times of derivation."""
     found = {}
     for table in (schema.stage_start, schema.node_start, schema.start_report):
         found[table.name] = sorted(map(repr, place.rows(table)))
@@ -82,7 +82,7 @@ def contents(place: Place) -> dict[str, list[Any]]:
 
 
 def test_the_time_of_a_run_is_divided_among_its_starts(place: Place) -> None:
-    """A queue of an hour, and a restart in place; the clock of one node is wrong by ten minutes."""
+    """An hour in the queue, and a restart in place; the clock of one node is wrong by ten minutes."""
     parts = [span(0, 3600, "queue")]
     for node, clock_s in (("n0", 0.0), ("n1", 600.0)):
         at: dict[str, Any] = {"node": node, "clock_s": clock_s}
@@ -103,7 +103,7 @@ def test_the_time_of_a_run_is_divided_among_its_starts(place: Place) -> None:
 
 
 def test_a_run_is_over_when_it_has_ended_on_most_nodes(place: Place) -> None:
-    """Where a node had died, the GPU time of the job was in no share."""
+    """Otherwise, after the death of a node, the job's GPU time would be missing in the shares."""
     parts = [span(0, None, "run", node=f"n{number}", attrs={"gpus": 8}) for number in range(3)]
     for number, run_s in enumerate((None, 1000.0, 1010.0, 1020.0)):
         if run_s is not None:
@@ -116,7 +116,7 @@ def test_a_run_is_over_when_it_has_ended_on_most_nodes(place: Place) -> None:
 
 
 def test_a_start_of_clocks_that_are_years_ahead_is_counted_when_its_lines_arrived(place: Place) -> None:
-    """Otherwise each `--since` would count it until then, and no month."""
+    """Otherwise it would be in each `--since` until then, and in no month."""
     at: dict[str, Any] = {"clock_s": 10 * 365 * 86_400.0}
     parts = [
         span(0, 3600, "run", attrs={"gpus": 8}, **at),
@@ -137,7 +137,7 @@ def test_a_start_of_clocks_that_are_years_ahead_is_counted_when_its_lines_arrive
 
 
 def test_a_time_that_no_database_can_store_is_the_last_one_that_it_can(place: Place) -> None:
-    """It was a traceback of `bootseer fleet`."""
+    """`bootseer fleet` must not fail with a traceback."""
     begin, end = span(0, 100, "environment_setup")
     far = [begin._replace(wall_ns=92 * 10**17, mono_ns=0), end._replace(wall_ns=92 * 10**17, mono_ns=5 * 10**17)]
     derive_found(place.database, Scanned(far), time.time_ns())
@@ -183,7 +183,7 @@ def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> Non
 
 
 def test_a_log_is_of_the_job_it_was_sent_for_whatever_torchrun_calls_it(place: Place) -> None:
-    """With an id of the rendezvous, as all jobs of several nodes have, nothing of it was shown."""
+    """torchrun has a rendezvous id in all jobs of several nodes: it must not hide the job's log."""
     data = (Path(__file__).parents[1] / "golden" / "torchelastic" / "restart.log").read_bytes()
     batches = []
     for number, lines in enumerate((data, data.replace(b"moe-42", b"moe-43"))):
@@ -209,7 +209,7 @@ def test_times_of_logs_without_a_zone_are_those_of_the_services_zone(place: Plac
 
 
 def test_signs_of_life_of_a_job_that_trains_are_not_analysed(place: Place) -> None:
-    """Those of 1,440 nodes took a fifth of a core all day."""
+    """Those of 1,440 nodes would take 20 % of a core all day."""
     attempt, alive = Attempt("fleet", 0), moment(9_000, "alive")._replace(job="fleet", node="node-0000")
     place.put(Fleet(2).lines())
     derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
@@ -239,14 +239,14 @@ def test_batches_in_any_order_and_twice_end_in_the_same_rows(place: Place) -> No
         rng.shuffle(place.batches)
         derive_attempt(place.raw, place.database, attempt, place.batches, time.time_ns())
     again = contents(place)
-    # The report counts what was read, repetitions included.
+    # The report counts the lines read, including repetitions.
     assert once.pop("start_report") != again.pop("start_report")
     assert again == once
     assert place.rows(schema.start)[0].computed_n == 4
 
 
 def test_an_analysis_that_ends_late_does_not_replace_one_of_more_lines(place: Place) -> None:
-    """The worker of a service that was killed goes on, beside that of the next service."""
+    """The worker of a killed service continues, while the next service has another one."""
     lines, attempt = Fleet(3).lines(), Attempt("fleet", 0)
     place.put(lines[: len(lines) // 2])
     before = list(place.batches)

@@ -1,4 +1,4 @@
-"""Which attempts are analysed when, by which service, and what happens to analyses that fail or are killed."""
+"""Which attempts are analysed when, and by which service; analyses that fail or are killed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_many_batches_that_another_service_analyses_hold_up_no_other_attempt(pla
 
 
 def test_attempts_that_another_service_has_claimed_are_not_tried(place: Place, monkeypatch: Any) -> None:
-    """A transaction for each of them, four times a second."""
+    """That would be a transaction for each of them, four times a second."""
     place.put(Fleet(2).lines())
     first, second = (Deriver(place.database, place.url, str(place.folder), name=name) for name in ("a", "b"))
     first._take()
@@ -84,7 +84,7 @@ def test_attempts_that_another_service_has_claimed_are_not_tried(place: Place, m
 
 
 def test_a_poll_of_an_analysed_database_reads_only_batches_that_wait(place: Place) -> None:
-    """SQLite read all 600,000 batches of a month four times a second."""
+    """Otherwise SQLite would read all 600,000 batches of a month four times a second."""
     if place.database.is_postgres:
         pytest.skip("the statement was slow in SQLite only")
     rows = [
@@ -211,7 +211,7 @@ class Ends:
 
 
 def test_an_attempt_whose_workers_are_killed_again_and_again_is_given_up(place: Place) -> None:
-    """One that needed more memory than the machine has was tried for ever."""
+    """Otherwise an attempt that needs more memory than the machine has would be tried forever."""
     place.put(Fleet(2).lines())
     deriver = Deriver(place.database, place.url, str(place.folder), patterns=[Ends()])  # type: ignore[list-item]
     deriver.start()
@@ -232,7 +232,7 @@ def test_a_claim_of_before_the_clock_was_set_back_holds_nothing_up(place: Place)
 
 
 def test_a_claim_of_a_service_whose_clock_is_ahead_is_respected(place: Place) -> None:
-    """Otherwise the other one would take every attempt from it, and both would analyse them."""
+    """Otherwise the other service would take over each attempt, and both would analyse it."""
     first, second = (Deriver(place.database, place.url, str(place.folder), name=name) for name in ("a", "b"))
     attempt = Attempt("fleet", 0)
     assert [first._claim(attempt), second._claim(attempt)] == [True, False]
@@ -248,7 +248,7 @@ def test_a_claim_of_a_service_whose_clock_is_ahead_is_respected(place: Place) ->
 
 
 def test_an_open_start_that_another_service_has_left_is_closed(place: Place) -> None:
-    """It was in progress until this service began again, and in no sum."""
+    """Otherwise it would be in progress, and in no sum, until that service starts again."""
     here = Deriver(place.database, place.url, str(place.folder), name="here")
     here._look()
     lines = Fleet(2).lines()

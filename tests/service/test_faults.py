@@ -1,4 +1,4 @@
-"""What is acknowledged is never lost and never counted twice: kills, full disks, a database that is away."""
+"""Acknowledged lines are never lost and never counted twice: kills, full disks, an unavailable database."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.slow
 
 
 class Program:
-    """`bootseer serve` as a process of its own, always at the same address."""
+    """`bootseer serve` as a separate process, always at the same address."""
 
     def __init__(self, env: dict[str, str], data: Path, *more: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [*BOOTSEER, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}", *more]
-        self._env = {**env, "BOOTSEER_LOG": ""}  # of its standard error only the first line is read
+        self._env = {**env, "BOOTSEER_LOG": ""}  # only the first line of its stderr is read
         self.start()
 
     def start(self) -> None:
@@ -72,7 +72,7 @@ def shipped(folder: Path, link: Link) -> None:
 
 
 def test_a_service_that_is_killed_again_and_again_loses_nothing_and_counts_once(env, tmp_path, monkeypatch):
-    """Four nodes send in small batches meanwhile; the service has what `bootseer report` says of their spools."""
+    """Meanwhile four nodes send small batches; in the end the service agrees with `bootseer report` on their spools."""
     monkeypatch.setattr("bootseer.trace.ship.BATCH_BYTES", 1200)
     fleet = Fleet(4, job="moe")
     root = tmp_path / "spool" / "moe"
@@ -114,8 +114,8 @@ def test_a_service_that_is_killed_again_and_again_loses_nothing_and_counts_once(
 @pytest.mark.postgres
 @pytest.mark.parametrize("seed", range(1, 1 + int(os.environ.get("BOOTSEER_TEST_SEEDS", "1"))))
 def test_whatever_is_killed_at_any_moment_each_line_counts_once(env, tmp_path, seed):
-    """The service, its server of workers, PostgreSQL and senders are killed while nodes write their spools, whose
-    clocks jump by minutes; in the end the service has what `bootseer report` says of the spools."""
+    """The service, its fork server, PostgreSQL and senders are killed while nodes, whose clocks jump by minutes, write
+    their spools; in the end the service agrees with `bootseer report` on the spools."""
     chance = random.Random(seed)
     fleet = Fleet(6, job="moe", seed=seed, clock_step={1: (INSTALL, 300.0), 4: (INSTALL, -200.0)})
     lines = list(zip([event.node for event in fleet.events()], fleet.lines(), strict=True))

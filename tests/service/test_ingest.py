@@ -1,4 +1,4 @@
-"""What senders bring, to a real service over HTTP: it is durable when it is acknowledged, once, and bounded."""
+"""Requests of senders to a real service over HTTP: durable when acknowledged, stored once, and bounded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lines(job: str = "moe", attempt: int = 0, num_nodes: int = 2) -> bytes:
 
 
 def zstd_of_unknown_size(data: bytes) -> bytes:
-    """As `zstd` writes into a pipe."""
+    """Like the output of `zstd` to a pipe."""
     packer = zstandard.ZstdCompressor(level=1).compressobj()
     return packer.compress(data) + packer.flush()
 
@@ -130,7 +130,7 @@ def test_more_than_fits_into_memory_is_asked_for_later(service, monkeypatch):
 
 @pytest.mark.parametrize("form", ["content-length: 8388608\r\n\r\n", "transfer-encoding: chunked\r\n\r\n800000\r\n"])
 def test_a_sender_of_too_much_gets_its_answer_after_the_last_byte(service, form):
-    """It took a closed connection for a fault of the network, and sent the same again and again."""
+    """Otherwise it would take the closed connection for a network error, and send the same data again and again."""
     head = f"POST /v1/lines HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-bootseer-sender: n\r\n{form}"
     with socket.create_connection(service.settings.listen, timeout=60) as connection:
         connection.sendall(head.encode())
@@ -151,13 +151,13 @@ def test_a_log_that_grows_beyond_an_object_by_the_tokens_team_is_not_asked_for_a
 
 
 def test_lines_that_cannot_be_kept_are_not_acknowledged(service):
-    """A full or broken disk: a file stands where the folder of the raw lines is to be."""
+    """Like on a full or broken disk: there is a file in place of the folder of raw lines."""
     (service.settings.data / "raw").write_text("")
     answer = service.post("/v1/lines", lines(), x_bootseer_sender="n")
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) > 0
     assert httpx.get(f"{service.url}/healthz").status_code == 503
-    # What deploy/ probes: a pod that is not ready would get no line with which it could recover.
+    # The probe in deploy/: a pod that is not ready would get no requests, with which it could recover.
     assert httpx.get(f"{service.url}/static/service.css").status_code == 200
     (service.settings.data / "raw").unlink()
     assert service.post("/v1/lines", lines(), x_bootseer_sender="n").status_code == 202
@@ -238,7 +238,7 @@ def test_spans_become_lines_and_unfinished_ones_a_begin(service):
 
 
 def test_lines_of_many_spans_are_divided_into_objects_that_can_be_read(service, monkeypatch):
-    """They are several times as long as the spans: those of 60,000 were one object that no analysis could read."""
+    """They are several times as long as the spans: one object with those of 60,000 spans would be too large to read."""
     one = span("first_step", end_ns=1790000003000000000)
     spans = [{**one["scopeSpans"][0]["spans"][0], "spanId": f"{number:016x}"} for number in range(1, 21)]
     data = json.dumps({"resourceSpans": [{**one, "scopeSpans": [{"spans": spans}]}]}).encode()
@@ -254,7 +254,7 @@ def test_lines_of_many_spans_are_divided_into_objects_that_can_be_read(service, 
 
 
 def test_our_own_export_comes_back_as_the_lines_it_was_made_of(service, tmp_path):
-    """Through OpenTelemetry's own library, in protobuf and gzip."""
+    """Through OpenTelemetry's library, in protobuf with gzip."""
     from bootseer.trace.otlp import OtlpExporter
 
     events = [event for event in Fleet(1).events() if event.stage != "queue"]

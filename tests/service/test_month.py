@@ -1,4 +1,4 @@
-"""Weeks of a small fleet on both engines: each answer is the truth. `benchmarks/service_month.py` times them."""
+"""Weeks of a small fleet on both engines: all query results are correct. `benchmarks/service_month.py` times them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from bootseer.service.database import Database
 from fleet_month import Month
 
-# Put back at once: benchmarks have modules that are called as packages of the tests are.
+# Undone at once: modules of the benchmarks have the same names as packages of the tests.
 with pytest.MonkeyPatch.context() as patched:
     patched.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
     from service_month import wrong

@@ -1,4 +1,4 @@
-"""Slower starts, nodes that come last too often and late nodes, from a service and from a folder alike."""
+"""Slower starts, nodes that are last too often, and late nodes, equally from a service and from a folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTILE = "x;reboot"
 
 
 def fleets(*names: str) -> list[Fleet]:
-    """Eight starts of a job, of which the last is slower; one node is always last. `names`: of the nodes, with the
+    """Eight starts of a job, the last of which is slower; one node is always last. `names` of the nodes have the
     start's number at `{}`."""
     first_s = time.time() - EPOCH_NS / 1e9 - 8 * 3600
     return [
@@ -69,7 +69,7 @@ def test_service_and_folder_tell_the_same(tmp_path: Path) -> None:
         until = time.monotonic() + 30
         while not all(row.done for row in service.rows(batch)) and time.monotonic() < until:  # type: ignore[attr-defined]
             time.sleep(0.1)
-        with service.service.database.write() as connection:  # as half a minute later
+        with service.service.database.write() as connection:  # as if half a minute later
             connection.execute(start.update().values(state=CLOSED))
         for day in {row.day for row in service.rows(start)}:  # type: ignore[attr-defined]
             roll_up(service.service.database, day)
@@ -91,7 +91,7 @@ def test_service_and_folder_tell_the_same(tmp_path: Path) -> None:
 
 
 def test_pods_of_several_starts_are_nodes_of_one_name(tmp_path: Path) -> None:
-    """Unless pods of one start share their machine: then nobody can say which of them is slow because of it."""
+    """Unless pods of one start share their machine: then it is unknown which of them is slow because of it."""
     for machines, expected in ((6, ["gpu-2"]), (3, [])):
         folder = tmp_path / str(machines)
         folder.mkdir()
@@ -104,13 +104,13 @@ def test_pods_of_several_starts_are_nodes_of_one_name(tmp_path: Path) -> None:
 
 
 def test_a_start_in_progress_is_open_in_the_history(tmp_path: Path) -> None:
-    """It was "truncated", as if it had been killed."""
+    """Not "truncated", like a start that was killed."""
     fleet = Fleet(3, job="moe", begin_s=time.time() - EPOCH_NS / 1e9 - 60, killed_in={1: INSTALL})
     (tmp_path / "0.events").write_bytes(b"".join(fleet.lines()))
     env = {name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")}
     shown = warm.bootseer(["history", "moe", str(tmp_path)], cwd=Path.cwd(), env=env).stdout
     assert ("open" in shown, "truncated" in shown) == (True, False)
-    unknown = b"".join(fleet.lines()).replace(b'"gpus"', b'"other"')  # a bill of 0.0 GPU-hours was false
+    unknown = b"".join(fleet.lines()).replace(b'"gpus"', b'"other"')  # not 0.0 GPU-hours
     (tmp_path / "0.events").write_bytes(unknown)
     told_by_team = warm.bootseer(["fleet", str(tmp_path)], cwd=Path.cwd(), env=env).stdout
     assert "; 1 of the starts without a GPU count" in told_by_team

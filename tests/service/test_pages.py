@@ -1,4 +1,4 @@
-"""The pages: what they say is what the questions answer, in HTML and JSON alike, whatever names come in."""
+"""The pages: they show the results of the queries, equally in HTML and JSON, with any names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare")
 
 
 def send(service: RunningService, fleet: Fleet, lines: list[bytes] | None = None) -> None:
-    """The lines of a fleet that starts now."""
+    """Send the lines of a fleet that starts now."""
     shift_ns = time.time_ns() - EPOCH_NS - 600 * NS
     data = b"".join(lines or fleet.lines())
     data = re.sub(rb'"wall_ns":(\d+)', lambda match: b'"wall_ns":%d' % (int(match[1]) + shift_ns), data)
@@ -67,7 +67,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         while not all(row.done for row in running.rows(schema.batch, 6)):
             assert time.monotonic() < until
         began = schema.start.c.outcome == BEGAN
-        with running.service.database.write() as connection:  # as half a minute later
+        with running.service.database.write() as connection:  # as if half a minute later
             connection.execute(schema.start.update().where(began).values(state=schema.CLOSED))
         for day in {row.day for row in running.rows(schema.start)}:
             roll_up(running.service.database, day)
@@ -220,11 +220,11 @@ def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp
     database, today = Database.open(default_url(tmp_path)), day_of(time.time_ns())
     month = Month(num_nodes=400, num_days=2, node_starts=2000, num_jobs=10, num_lemons=3, first_day=today - 1)
     month.fill(database)
-    with database.write() as connection:  # open ones would be derived again, from lines that there are not
+    with database.write() as connection:  # open ones would be derived again, from lines that do not exist
         connection.execute(schema.start.update().values(state=schema.CLOSED))
         failed = schema.start.c.outcome == "failed"
         odd = schema.start.update().where(failed, schema.start.c.id % 2 == 1)
-        connection.execute(odd.values(outcome="unobserved"))  # which may have trained
+        connection.execute(odd.values(outcome="unobserved"))  # may have trained
         num_failed = connection.execute(select(func.count()).where(failed)).scalar_one()
     for day in (today - 1, today):
         roll_up(database, day)
@@ -247,7 +247,7 @@ def test_nodes_that_came_last_too_often_are_listed_and_sums_have_their_price(tmp
         assert 0 < stages < every
         parts = [get(running, f"/api/v1/fleet?team={team}").json()["stages"] for team in teams]
         assert sum(row["gpu_s"] for rows in parts for row in rows) == pytest.approx(every)
-        with running.service.database.write() as connection:  # no node says how many GPUs it has
+        with running.service.database.write() as connection:  # no node reports its number of GPUs
             unknown = {"gpus": None, "gpu_s": 0.0, "wait_gpu_s": 0.0}
             connection.execute(schema.start.update().where(schema.start.c.team != "llm").values(unknown))
         rows = {row["team"]: row for row in get(running, "/api/v1/fleet?since=7d").json()["by_team"]}
@@ -283,7 +283,7 @@ def test_two_starts_are_compared(service: RunningService) -> None:
     assert INSTALL in [row["stage"] for row in both["stages"]]
     assert INSTALL in get(service, "/compare?a=0/0/moe&b=1/0/moe").text
     get(service, "/compare?a=x&b=y", 400)
-    link = f"{service.url}/start/0/0/{quote(HOSTILE, safe='')}"  # as a browser copies it
+    link = f"{service.url}/start/0/0/{quote(HOSTILE, safe='')}"  # as copied from a browser
     both = get(service, f"/api/v1/compare?a={quote(link, safe='')}&b=0/0/moe").json()
     assert both["a"]["job"] == HOSTILE
 
@@ -307,7 +307,7 @@ def test_what_makes_no_sense_is_said_so(service: RunningService, path: str) -> N
 
 
 def test_the_api_is_what_its_document_says(service: RunningService) -> None:
-    import schemathesis  # takes a second, which all runs that collect this file would wait
+    import schemathesis  # takes a second, also for runs that only collect this file
 
     api = schemathesis.openapi.from_url(f"{service.url}/api/v1/openapi.json")
     routes = {getattr(route, "path_format", "") for route in service.service.routes()}

@@ -1,4 +1,4 @@
-"""The questions on both engines, against starts whose truth is known."""
+"""The queries on both engines, with starts whose results are known."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_cost_by_team(place: Place) -> None:
 def test_stages(place: Place) -> None:
     rows = ask(place, questions.stages, ALL)
     install = next(row for row in rows if row["stage"] == INSTALL)
-    assert install["n"] == 5  # three of 32 GPUs, the dead one of 16, and one of more
+    assert install["n"] == 5  # three with 32 GPUs, the dead one with 16, and one with more
     assert install["p50_s"] == pytest.approx(60, rel=0.092)
 
 
@@ -81,7 +81,7 @@ def test_nodes_that_hold_others_back_come_first(place: Place) -> None:
 
 
 def test_a_node_is_suspicious_only_beside_the_nodes_of_the_same_starts(place: Place) -> None:
-    """Alone it is always the last one, and of two every second time. Starts without others show nothing."""
+    """Alone it is always the last one, and of two nodes every second time. Starts without other nodes show nothing."""
     large = [f"large-{number:02}" for number in range(40)]
     with place.database.write() as connection:
         ids = place.database.ids(connection, schema.node, ["alone", "one", "two", *large])
@@ -134,7 +134,7 @@ def test_scales_beside_the_days_before_and_the_paper(place: Place) -> None:
 
 
 def test_the_period_before_is_as_long_as_the_one_until_now(place: Place) -> None:
-    """`fleet` compared with the starts of all time."""
+    """`fleet` must not compare with all earlier starts."""
     for later, known in ((1, 2), (3, 0)):
         now_ns = (DAY + later) * DAY_NS
         found = ask(place, over_time.fleet, Filter(DAY + later), now_ns)["buckets"]
@@ -188,7 +188,7 @@ def test_stragglers_queues_failures_and_coverage(place: Place) -> None:
     values = {"state": schema.OPEN, "nodes_expected": 15, "overhead_s": 20.0, "queue_s": 12.0}
     with place.database.write() as connection:
         connection.execute(update(schema.start).where(schema.start.c.job == "dead").values(values))
-    # Nodes of a start that has just begun are still to come; also if nothing is heard any more of those that came.
+    # A start that has just begun waits for more nodes, also if nothing more is received from the first ones.
     for later_s, share in ((300.0, 1.0), (320.0, 15 / 28)):
         now_ns = EPOCH_NS + round((200.0 + later_s) * NS_PER_S)
         assert ask(place, questions.coverage, ALL, now_ns)["heard_share"] == pytest.approx(share)

@@ -1,4 +1,4 @@
-"""Raw lines: kept once, read back as they came, damage is noticed."""
+"""Raw lines: stored once, read back unchanged, damage is detected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_name_leads_elsewhere(job: str, sender: str, attempt: int, tmp_path_f
 
 def test_objects_of_a_bucket_are_read_in_parallel(tmp_path: Path) -> None:
     class Bucket(FileStore):
-        """Answers a read only once another one waits too."""
+        """Answers a read only when another one is waiting, too."""
 
         def read(self, *of: Any, **more: Any) -> Any:
             both.wait(60)

@@ -33,7 +33,7 @@ def test_the_end_waits_only_so_long_and_the_last_call_is_made(caplog: pytest.Log
     never = Repeated("never", lambda: calls.append(None), 1e6)
     slow.start()
     last.start()
-    never.close()  # was not started
+    never.close()  # never started
     slow.close(0.01)
     last.close(60)
     assert slow.thread.is_alive()

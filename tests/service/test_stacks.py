@@ -1,4 +1,4 @@
-"""Where a late process stands: asked for by a real service, taken by py-spy from a real process."""
+"""Stacks of late processes: requested by a real service, taken by py-spy from a real process."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_
 
 def test_only_who_agreed_is_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     python = (sys.executable, "-uc", "import time; print(); time.sleep(600)")
-    job = f"moe-{uuid.uuid4()}"  # no other process of this machine
+    job = f"moe-{uuid.uuid4()}"  # no other process on this machine
     whose = {"BOOTSEER_JOB": job, "BOOTSEER_NODE": "n1", "BOOTSEER_ATTEMPT": "2"}
 
     def told(sampler: Sampler, pid: int, node: str = "n1", attempt: int = 2) -> list[dict[str, Any]]:

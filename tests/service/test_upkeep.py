@@ -1,4 +1,4 @@
-"""Sums by day, raw lines without a row, and forgetting, on both engines."""
+"""Sums by day, raw lines without a row, and deleting old data, on both engines."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_sums_of_a_day_are_those_of_its_starts_however_often_they_are_computed(p
 
 
 def test_a_start_counts_in_the_sums_once_it_is_closed(place: Place) -> None:
-    """Its numbers may fall until then: Prometheus took that for counters that began again, and the node that was last
-    so far counted as last."""
+    """Until then its numbers may decrease, which Prometheus would take for a counter reset, and the last node so far
+    would count as the last one."""
     lines = Fleet(4, work_of={(1, INSTALL): 100.0}).lines()
     place.put(lines[: len(lines) // 2])
     derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns())
@@ -86,7 +86,7 @@ def test_a_start_counts_in_the_sums_once_it_is_closed(place: Place) -> None:
 
 
 def test_two_services_may_compute_the_same_day_at_once(place: Place) -> None:
-    """One of them failed: its rows were those that the other had just written."""
+    """Neither must fail because the other one has just written the same rows."""
     place.put(Fleet(4).lines(), attempt=0)
     derive_all(place)
 
@@ -103,7 +103,7 @@ def test_two_services_may_compute_the_same_day_at_once(place: Place) -> None:
 def test_a_day_whose_sums_fail_is_tried_again_after_a_pause(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On PostgreSQL a missing table is an error that nothing foresees."""
+    """The table is missing, which is an unexpected error on PostgreSQL."""
     monkeypatch.setattr("bootseer.service.upkeep._SUM_EVERY_S", 0.01)
     monkeypatch.setattr("bootseer.service.upkeep._RETRY_S", 0.01)
     place.put(Fleet(2).lines())
@@ -188,7 +188,7 @@ def test_a_damaged_object_is_told_once(place: Place, caplog: pytest.LogCaptureFi
 
 
 def test_an_abandoned_start_is_over_also_after_its_database_was_lost(place: Place) -> None:
-    """All of the last two weeks were in progress again, for a day."""
+    """Otherwise all those of the last two weeks would be in progress again for a day."""
     place.raw.put(b"".join(Fleet(2, killed_in={1: INSTALL}).lines()), day=DAY, job="fleet", attempt=0, sender="n",
                   sequence=0)  # fmt: skip
     reindex(place.database, place.raw, lambda done, of: None)
@@ -207,7 +207,7 @@ def test_a_log_that_arrived_without_the_database_belongs_to_the_job_it_was_sent_
 
 
 def test_of_a_log_that_had_grown_the_longer_batch_counts_after_its_rows_were_lost(place: Place) -> None:
-    """The order of names decided, which is that of digests."""
+    """And not the later one in the order of names, which are digests."""
     whole = [b"2026-11-24T12:00:%02dZ line\n" % number for number in range(8)]
     for number in range(len(whole)):
         for lines in (whole[: number + 1], [*whole[: number + 1], b"more\n"]):
@@ -230,8 +230,8 @@ attempts = itertools.count()
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEP, min_size=4, max_size=20))
 def test_each_line_counts_once_whatever_happens(place: Place, steps: list[tuple[str, int]]) -> None:
-    """Batches in any order, repeatedly, from several senders, without the database, and with late workers: in the end
-    the rows are those of the lines as a set."""
+    """Batches in any order, repeated, from several senders, without the database, and with late workers: in the end the
+    rows are those of the set of lines."""
     attempt = Attempt("fleet", next(attempts))
     fleet = Fleet(2, attempt=attempt.attempt)
     lines, events = fleet.lines(), fleet.events()
@@ -240,7 +240,7 @@ def test_each_line_counts_once_whatever_happens(place: Place, steps: list[tuple[
 
     def derive() -> None:
         rows = [row for row in place.rows(schema.batch) if row.attempt == attempt.attempt]
-        if all(row.done for row in rows):  # as the deriver does: what is done is looked at no more
+        if all(row.done for row in rows):  # like the deriver, which ignores finished batches
             return
         before.append([(row.raw_key, row.received_ns) for row in rows])
         derive_attempt(place.raw, place.database, attempt, before[-1], time.time_ns())
@@ -286,7 +286,7 @@ def test_starts_outlive_their_raw_lines(place: Place) -> None:
     forget(place.database, place.raw, 1, (DAY + 2) * DAY_NS)
     assert reindex(place.database, place.raw, lambda *done: None)["attempts"] == 0
     whole = contents(place)
-    # A job of weeks ends: its last line is no start of its own.
+    # A job of several weeks ends: its last line is not a separate start.
     late_ns = time.time_ns() + 20 * DAY_NS
     place.put(Fleet(2).lines()[-1:])
     late = [(place.batches[-1][0], late_ns)]
@@ -296,7 +296,7 @@ def test_starts_outlive_their_raw_lines(place: Place) -> None:
 
 
 def test_a_later_run_with_the_same_attempt_number_replaces_a_start_whose_lines_are_gone(place: Place) -> None:
-    """A job of each month, whose attempts are not numbered: only its first run was ever shown."""
+    """A monthly job without attempt numbers: not only its first run is shown."""
     place.put(Fleet(2).lines())
     derive_all(place)
     forget(place.database, place.raw, 14, (DAY + 30) * DAY_NS)
@@ -333,6 +333,6 @@ def test_a_quantile_is_as_exact_as_its_class() -> None:
     assert quantile_s(hist, 0.5) == pytest.approx(50, rel=0.2)
     assert quantile_s(hist, 0.99) == pytest.approx(99, rel=0.2)
     assert quantile_s([0] * CLASSES, 0.5) is None
-    for took_s in (0.06, 20.0, 39.3, 5000.0):  # not always more than it was
+    for took_s in (0.06, 20.0, 39.3, 5000.0):  # not biased upwards
         hist = [int(number == class_of(took_s)) for number in range(CLASSES)]
         assert middle_s(hist, 0.5) == pytest.approx(took_s, rel=0.092)
