@@ -256,7 +256,7 @@ def test_a_place_that_the_verb_would_not_use_is_refused(run, option):
 
 
 def test_tokens_have_no_option_for_the_raw_lines(run):
-    """Tokens are not in the raw lines."""
+    """It would have no effect: tokens are in the database."""
     assert "No such option '--raw'" in run("serve", "token", "list", "--raw", "elsewhere").stderr
 
 
