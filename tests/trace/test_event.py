@@ -1,4 +1,4 @@
-"""The event line by examples: what is written, what is read back, and what is refused with which word."""
+"""Examples of event lines: what is written, what is read back, and what is refused with which reason."""
 
 from __future__ import annotations
 
@@ -195,13 +195,13 @@ def test_lone_surrogates_become_printable() -> None:
     event = decode(line(job="a\ud800b", attrs={"\udfff": "x\udc80"}))
     assert event.job == "a?b"
     assert event.attrs == {"?": "x?"}
-    # A file name that is not UTF-8 comes from Python as surrogates: it is written, too.
+    # Python represents a file name that is not UTF-8 with surrogates: it is written, too.
     assert decode(encode(SMALL._replace(attrs={"file": "a\udcff"}))).attrs == {"file": "a?"}
 
 
 @pytest.mark.parametrize("depth", [100, 900, 980, 985, 990, 995, 1000, 5000, 30_000])
 def test_deep_nesting_is_read_or_refused(depth: int) -> None:
-    """Whatever the depth, and wherever the stack happens to end."""
+    """At any depth, and wherever the stack ends."""
     nested = b"[" * depth + b"]" * depth
     for key in (b'"later":', b'"attrs":{"a":'):
         text = LINE.rstrip(b"}\n") + b"," + key + nested + (b"}}" if key.startswith(b'"attrs') else b"}")
@@ -245,7 +245,7 @@ def test_many_attributes_and_long_names_fit() -> None:
 
 
 def test_longest_stage_name_survives() -> None:
-    """Cut at 256 characters this name would end in a dot, and be refused."""
+    """Cut at 256 characters, this name would end with a dot and be refused."""
     stage = ".".join(["s" * 63] * 8)
     assert decode(encode(SMALL._replace(stage=stage))).stage == stage
 

@@ -1,4 +1,4 @@
-"""The event line under arbitrary events, arbitrary bytes, and valid lines that were damaged."""
+"""The event line with arbitrary events, arbitrary bytes, and damaged valid lines."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ SEEDS = [
 
 @pytest.mark.parametrize("seed", range(8))
 def test_damaged_lines(seed: int) -> None:
-    """Flips, cuts, doublings and splices of valid lines: any event that is found can be written again."""
+    """Flips, cuts, duplications and splices of valid lines: every event found can be written again."""
     rng = random.Random(seed)
     num_found = 0
     for _ in range(500):
@@ -152,4 +152,4 @@ def test_damaged_lines(seed: int) -> None:
             else:
                 text[at:at] = text[: rng.randrange(len(text) + 1)]
         num_found += decode_all(bytes(text))
-    assert num_found > 25  # the damage leaves enough whole: the fuzzer does test the far side of decode
+    assert num_found > 25  # enough lines are intact that the fuzzer covers all of decode

@@ -1,4 +1,4 @@
-"""Who is starting: the order in which launchers are believed, and what damaged variables do."""
+"""Identity of a start: the precedence of launchers, and the effect of invalid variables."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_process_that_srun_started_on_another_node_is_not_on_the_runs(
 
 
 def test_a_job_that_a_runs_command_submits_is_not_part_of_the_run(tmp_path: Path) -> None:
-    """`sbatch` passes the environment of the process that calls it on to the new job."""
+    """`sbatch` passes the environment of its caller to the new job."""
     of_run = {"BOOTSEER_JOB": "first", "BOOTSEER_ATTEMPT": "3", "BOOTSEER_TRACE": f"spool:{tmp_path}", "HOME": "/h"}
     inside = {**of_run, "BOOTSEER_SLURM_JOB": "7", "SLURM_JOB_ID": "7"}
     submitted = {**inside, "SLURM_JOB_ID": "8"}
@@ -102,7 +102,7 @@ def test_a_job_that_a_runs_command_submits_is_not_part_of_the_run(tmp_path: Path
 
 
 def test_the_script_of_a_batch_job_is_no_task() -> None:
-    """sbatch sets SLURM_PROCID and SLURM_NTASKS for it, srun the variables of steps."""
+    """sbatch sets SLURM_PROCID and SLURM_NTASKS for it; srun sets the variables of steps."""
     batch = {"SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}
     assert discover(batch, hostname="box")[5:8] == (-1, 1, None)
     step = {**batch, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}
@@ -110,7 +110,7 @@ def test_the_script_of_a_batch_job_is_no_task() -> None:
 
 
 def test_the_number_of_a_pod_is_not_a_rank() -> None:
-    """Kubeflow's and Volcano's variables, and others'; torchrun gets it as the node's number."""
+    """With the variables of Kubeflow, Volcano and others; torchrun gets it as the node rank."""
     volcano = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "w-0", "MASTER_PORT": "29500"}
     assert discover(volcano, hostname="box").rank == -1
     assert discover({**volcano, "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}, hostname="box").rank == 9
@@ -216,7 +216,7 @@ def test_malformed_host_lists_name_none(text: str) -> None:
     ],
 )
 def test_too_long_host_lists_name_none_and_cost_no_time(text: str) -> None:
-    """They may be in a log, which is not trusted."""
+    """They may come from a log, which is not trusted."""
     began_s = time.process_time()
     assert expand_hosts(text) == []
     assert time.process_time() - began_s < 1

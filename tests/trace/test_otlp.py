@@ -1,4 +1,4 @@
-"""Export to real HTTP servers: one that takes everything, and several that do not."""
+"""Export to real HTTP servers: one that accepts everything, and several that do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT, CHILD = "00f067aa0ba902b7", "b7ad6b7169203331"
 BEGIN = Event(10**18, 500, "moe", "n0", "env", "begin", ROOT, attempt=2, rank=3, pid=77, trace=TRACE)
 END = BEGIN._replace(phase="end", wall_ns=10**18 + 999, mono_ns=1500, outcome="ok")
 LONG_S = 60.0
-"""A deadline that no test waits for: it only ends a test that would hang."""
+"""A deadline that tests do not reach: it only ends a hanging test."""
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_503_is_tried_again_and_retry_after_is_obeyed() -> None:
         assert exporter.close(LONG_S)
         assert (exporter.exported, exporter.lost) == (1, 0)
     first, second, third = server.times
-    assert second - first >= 1.0  # what the server asked for, not how fast we are
+    assert second - first >= 1.0  # the server's Retry-After
     assert third - second >= 1.0
 
 
@@ -194,7 +194,7 @@ def test_an_endpoint_that_is_never_ready_costs_the_deadline_only(answer: tuple[i
 
 @contextmanager
 def silent_server() -> Iterator[str]:
-    """Takes connections and requests, and never says a word."""
+    """Accepts connections and requests, and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -229,7 +229,7 @@ print(exporter.close(), exporter.exported, exporter.lost)
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", [silent_server, no_server])
 def test_a_dead_endpoint_does_not_hold_the_end_of_a_process(endpoint: Callable[[], Iterator[str]]) -> None:
-    """Nothing on stderr either: it belongs to the job."""
+    """Without output on stderr: it belongs to the job."""
     with endpoint() as url:
         ended = subprocess.run(
             [sys.executable, "-c", EXIT, url], capture_output=True, text=True, timeout=60, check=True

@@ -1,4 +1,4 @@
-"""Begin and end become spans: times, ids, bounds, and what happens when one of the two is missing."""
+"""Begin and end events become spans: times, ids, limits, and missing events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = BEGIN._replace(phase="end", wall_ns=9, mono_ns=60, outcome="ok", attrs={"b
 
 
 def test_duration_comes_from_the_monotonic_clock() -> None:
-    """The wall clock was set back between the two; the span is 50 ns long all the same."""
+    """The wall clock was set back between the two; the span still has 50 ns."""
     pairing = Pairing()
     assert pairing.feed([BEGIN]) == []
     (span,) = pairing.feed([END])
@@ -56,7 +56,7 @@ def test_a_begin_read_twice_is_one_span() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outer stages, which came first, are the ones that stay."""
+    """The first ones, which are the outer stages, are kept."""
     monkeypatch.setattr(otlp_spans, "MAX_OPEN", 3)
     pairing = Pairing()
     pairing.feed(BEGIN._replace(span=str(number), node=str(number)) for number in range(10))

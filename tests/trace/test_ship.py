@@ -1,4 +1,4 @@
-"""The sending side, against a real service and against ones that fail: nothing is lost, and only events are sent."""
+"""The sender, with a real service and with failing ones: nothing is lost, and only events are sent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_spool_arrives_once_while_it_grows_and_the_folders_time_stays(service,
     os.utime(folder, (1, 1))
     shipper = Shipper(str(folder), link(service.url))
     until_sent(shipper)
-    assert folder.stat().st_mtime == 1  # by it the latest attempt is known
+    assert folder.stat().st_mtime == 1  # it identifies the latest attempt
     path = next(folder.glob("*.events"))
     more = lines[0].replace(b'"span":"', b'"span":"f')
     with path.open("ab") as file:
@@ -101,7 +101,7 @@ def test_only_events_leave_the_node(service, tmp_path, link):
 
 
 def test_killed_at_any_point_nothing_is_lost_or_counted_twice(service, tmp_path, monkeypatch, link):
-    """A crash before or after each step of a batch: another sender goes on with what lies on the disk."""
+    """A crash before or after each step of a batch: another sender continues from the files on the disk."""
     folder, lines = spool(tmp_path / "spool", num_nodes=6)
     rng = random.Random(3)
 
@@ -186,7 +186,7 @@ def test_a_damaged_position_or_a_folder_without_any_costs_nothing_but_work(servi
     (folder / ".shipped").unlink()
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (folder / ".shipped").hardlink_to(victim)  # planted in a user's folder for an agent of root
+    (folder / ".shipped").hardlink_to(victim)  # put into a user's folder, for an agent that runs as root
     shipper = Shipper(str(folder), link(service.url))
     until_sent(shipper)
     shipper.close()
@@ -208,7 +208,7 @@ def test_answers_decide_when_the_next_request_comes(tmp_path, link):
         waits = []
         for _ in answers:
             shipper.step()
-            assert not shipper.step()  # nothing is asked before its time
+            assert not shipper.step()  # no request before its time
             waits.append(sender.not_before - time.monotonic())
             refused, sender.not_before = sender.is_refused, 0.0
             assert refused == (len(waits) == 3)
@@ -228,7 +228,7 @@ def test_answers_decide_when_the_next_request_comes(tmp_path, link):
     ],
 )
 def test_a_page_of_another_server_is_not_taken_for_the_answer_of_a_service(answer, said, tmp_path, link):
-    """The events were marked as sent, and lost for the service."""
+    """Otherwise the events would be marked as sent, and lost for the service."""
     folder, _ = spool(tmp_path / "spool", num_nodes=1)
     with collector(lambda _: answer) as server:
         sender = link(server.url)
@@ -276,7 +276,7 @@ def test_a_tokens_file_is_for_its_owner_alone(tmp_path):
 
 
 def test_a_token_that_is_replaced_in_its_file_is_read_again(tmp_path, monkeypatch):
-    """An agent runs for months: it sent nothing more once its first token was revoked."""
+    """An agent runs for months, and must still send after its first token was revoked."""
     path = tmp_path / "token"
     path.write_text("bst_old")
     path.chmod(0o600)
@@ -314,7 +314,7 @@ def test_more_folders_than_a_process_may_have_open_are_sent_once(service, env, t
 
 
 def test_many_folders_that_take_no_position_are_sent_once(service, run, tmp_path):
-    """As those of a read-only archive."""
+    """For example folders of a read-only archive."""
     for number in range(ship._MOST_OPEN + 3):
         (spool(tmp_path / "spool", f"job-{number}", num_nodes=1)[0] / ".shipped").mkdir()
     done = run("ship", "--json", "--to", service.url, "--within", "5", str(tmp_path / "spool"))
@@ -349,7 +349,7 @@ def test_a_run_arrives_with_its_end_and_the_command_sees_no_token(service, run, 
 
 
 def test_what_a_short_command_of_a_slurm_step_did_has_arrived_at_its_end(service, run):
-    """Slurm ends the processes of a step with it: a sender that goes on would be killed."""
+    """Slurm ends all processes of a step with it: a sender that continues would be killed."""
     more = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "moe"}
     assert run("run", "--trace-to", f"service={service.url}", "--", "true", more=more).returncode == 0
     assert any(b'"command"' in line and b'"end"' in line for line in service.raw_lines())
@@ -357,7 +357,7 @@ def test_what_a_short_command_of_a_slurm_step_did_has_arrived_at_its_end(service
 
 @pytest.fixture
 def hung() -> Iterator[str]:
-    """Takes connections and never answers."""
+    """Accepts connections and never answers."""
     listener = socket.create_server(("127.0.0.1", 0))
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
@@ -365,7 +365,7 @@ def hung() -> Iterator[str]:
 
 @pytest.mark.parametrize("fault", ["hung", "gone", "wrong token", "no address"])
 def test_a_service_that_fails_costs_the_job_nothing_and_the_spool_stays(fault, run, env, hung, tmp_path):
-    """The end of the run waits for nothing: its 10 s request timeout would show, beside a run that sends nothing."""
+    """The end of the run does not wait: the request timeout of 10 s would show, compared with a run without a service."""
     url = {"hung": hung, "gone": "http://127.0.0.1:9", "no address": "nonsense"}.get(fault, "")
     began = time.monotonic()
     run("run", "--job", "plain", "--", "true", more={"BOOTSEER_SPOOL": str(tmp_path / "plain")})
@@ -396,7 +396,7 @@ def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, 
     assert (quiet.returncode, quiet.stdout + quiet.stderr) == (1, ""), "a script may delete what was sent"
     done = run("ship", "--to", service.url, "--json")
     assert json.loads(done.stdout)["waiting"] == 0
-    every = run("ship", "--to", service.url, "--job", "moe")  # all spools, as the log of this job
+    every = run("ship", "--to", service.url, "--job", "moe")  # all spools, as this job's log
     assert (every.returncode, "--job needs the files" in every.stderr) == (2, True)
     assert service.raw_lines() == lines
     assert run("ship", "--to", service.url, "nothing-here").returncode == 2
@@ -410,7 +410,7 @@ def test_the_verb_sends_what_is_left_and_says_what_it_cannot(service, run, env, 
 
 
 def test_a_file_is_given_up_if_the_service_wants_it_only_after_the_time_is_over(run, tmp_path):
-    """It slept for as long as `Retry-After` says."""
+    """It must not sleep for the time in `Retry-After`."""
     (tmp_path / "job.log").write_bytes(b"".join(Fleet(1).lines()))
     with collector(lambda _: (503, {"Retry-After": "600"}, b"{}")) as server:
         done = run("ship", "--to", server.url, "--within", "5", "job.log")
@@ -418,7 +418,7 @@ def test_a_file_is_given_up_if_the_service_wants_it_only_after_the_time_is_over(
 
 
 def test_a_service_that_never_answers_holds_the_verb_no_longer_than_the_limit(run, env, hung):
-    """It was 10 s, however short the limit."""
+    """Not for 10 s when the limit is shorter."""
     spool(Path(env["BOOTSEER_SPOOL"]), num_nodes=1)
     began = time.monotonic()
     done = run("ship", "--to", hung, "--within", "1")
@@ -427,7 +427,7 @@ def test_a_service_that_never_answers_holds_the_verb_no_longer_than_the_limit(ru
 
 
 def test_a_file_is_tried_again_for_as_long_after_a_part_as_at_first(run, tmp_path):
-    """A service that was busy for a moment, minutes after the file's first batch, got no second try."""
+    """A short failure of the service, minutes after the file's first batch, must not end the attempts."""
     (tmp_path / "job.log").write_bytes(b"x" * 79 + b"\n" + b"y" * (2 << 20) + b"\n")
 
     def answer(number: int) -> tuple[int, dict[str, str], bytes]:

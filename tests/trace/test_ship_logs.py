@@ -1,4 +1,4 @@
-"""Logs that grow reach the service whole, in order and once: across rotation, truncation, kills and restarts."""
+"""Growing logs reach the service completely, in order and once: despite rotation, truncation, kills and restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from running_service import RunningService, running_service
 pytestmark = pytest.mark.slow
 
 OWN = """
-# What our loader says.
+# Output of our loader.
 model_initialization.corpus=(?P<begin>corpus: reading)|(?P<end>corpus: ready)
 
 model_initialization.vocabulary=vocabulary of (?P<key>\\S+) took (?P<s>[0-9.]+) s
@@ -41,11 +41,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing is done after it."""
+    """Simulates SIGKILL: nothing is done after it."""
 
 
 class Mortal(Link):
-    """A link whose process is killed now and then, before the service has a batch or after it."""
+    """A link whose process is killed occasionally, before or after the service has received a batch."""
 
     chance = random.Random()
 
@@ -153,7 +153,7 @@ def test_what_was_rotated_several_times_between_two_looks_arrives_whole(service,
 
 
 def looked(logs: Logs, started: Callable[[], Logs]) -> Logs:
-    """Looks until nothing is new; with the next process where one was killed."""
+    """Calls `step` until nothing is new, and continues with the next process when one was killed."""
     while True:
         try:
             while logs.step():

@@ -1,4 +1,4 @@
-"""Spool files under what really happens to them: threads, forks, SIGKILL, full disks, folders that take nothing."""
+"""Spool files under real conditions: threads, forks, SIGKILL, full disks, unwritable folders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_program_that_closes_all_descriptors_gets_no_event_in_its_own_file(tmp
     sink = SpoolSink(str(tmp_path), "n")
     os.close(probe := os.open("/dev/null", os.O_RDONLY))
     sink.write(encode(EVENT))
-    os.close(probe)  # the number of the spool file, as `os.closerange` does
+    os.close(probe)  # the descriptor of the spool file, like `os.closerange`
     own = os.open(tmp_path / "own", os.O_WRONLY | os.O_CREAT)
     assert own == probe
     sink.write(encode(EVENT._replace(mono_ns=1)))
@@ -108,7 +108,7 @@ sink = SpoolSink(sys.argv[1], "n")
 number = 0
 while True:
     sink.write(encode(Event(1, number, "j", "n", "s", "instant", "a", attrs={"x": "y" * (number % 3000)})))
-    sys.stdout.write(f"{number}\\n")  # after the write: what was told is in the file
+    sys.stdout.write(f"{number}\\n")  # after the write: printed numbers are in the file
     sys.stdout.flush()
     number += 1
 """
@@ -116,7 +116,7 @@ while True:
 
 @pytest.mark.parametrize("wanted", [1, 500, 3000])
 def test_sigkill_in_mid_stream(tmp_path: Path, wanted: int) -> None:
-    """Everything that `write` returned from is there, in order; at most the line in flight is not."""
+    """All lines for which `write` returned are there, in order; at most the current line is missing."""
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         for _ in range(wanted):
@@ -232,7 +232,7 @@ def test_the_folder_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_spool_file_is_never_a_link(tmp_path: Path) -> None:
-    """The name holds the time in ns, so that nobody can lay a link in its place beforehand; it is opened as new."""
+    """The name contains the time in ns, so no link can be put in its place beforehand; it is opened with O_EXCL."""
     sink = SpoolSink(str(tmp_path), "n")
     before = time.monotonic_ns()
     sink.write(encode(EVENT))

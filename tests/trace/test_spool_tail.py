@@ -1,4 +1,4 @@
-"""Following a spool folder while its files appear, grow, tear and go."""
+"""Following a spool folder while its files appear, grow, get damaged and disappear."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_files_that_go_shrink_or_are_replaced(tmp_path: Path) -> None:
 
 
 def test_only_regular_spool_files_are_opened(tmp_path: Path) -> None:
-    """A pipe of that name would hang the reader, a link could lead anywhere."""
+    """A pipe with such a name would block the reader, and a link could point anywhere."""
     os.mkfifo(tmp_path / "pipe.events")
     (tmp_path / "folder.events").mkdir()
     append(tmp_path / "elsewhere", line(1))

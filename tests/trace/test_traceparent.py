@@ -1,4 +1,4 @@
-"""TRACEPARENT as the W3C wants it read."""
+"""Parsing TRACEPARENT as specified by the W3C."""
 
 from __future__ import annotations
 

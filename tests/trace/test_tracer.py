@@ -1,4 +1,4 @@
-"""The public API and the tracer below it: what lands in the spool when code runs through stages."""
+"""The public API and the tracer below it: the spool's contents when code runs in stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Spool:
-    """A folder that the process's tracer writes to, and what stands in it."""
+    """A folder to which the process's tracer writes, and its contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -160,7 +160,7 @@ def test_tasks_keep_their_own_parents(spool: Spool) -> None:
 
 
 def test_decorated_generators_are_left_alone(spool: Spool) -> None:
-    """Their call does no work, so that a span around it would say 0 s; not observed is not 0."""
+    """Their call does no work, so a span around it would have 0 s; not observed is not 0."""
 
     @bootseer.stage("numbers")
     def numbers() -> Generator[int]:
@@ -179,7 +179,7 @@ def test_decorated_generators_are_left_alone(spool: Spool) -> None:
 
 
 def test_stage_inside_a_generator(spool: Spool) -> None:
-    """The span covers the time between, and lets go of the consumer's stages when both are done."""
+    """The span covers the time in between, and is not the parent of later stages."""
 
     def numbers() -> Generator[int]:
         with bootseer.stage("produce"):
@@ -227,7 +227,7 @@ def test_threads_start_at_the_root(spool: Spool) -> None:
 
 
 def test_one_stage_object_in_many_threads(spool: Spool) -> None:
-    """A decorator is shared by all callers; their spans are not."""
+    """All callers share a decorator, but not their spans."""
     start = threading.Barrier(4)
 
     @bootseer.stage("shared")
@@ -254,7 +254,7 @@ def test_past_moments_keep_both_clocks_together(spool: Spool) -> None:
     tracer.emit("s", "instant", mono_ns=spool.events()[0].mono_ns - 500_000_000_000)
     tracer.emit("s", "instant", wall_ns=7, mono_ns=8)
     now, by_wall, by_mono, both = spool.events()
-    tolerance_ns = 20_000_000_000  # the two clocks are read one after the other, and one of them may be set meanwhile
+    tolerance_ns = 20_000_000_000  # the two clocks are read one after the other, and one may be set in between
     for past in (by_wall, by_mono):
         assert abs((now.wall_ns - past.wall_ns) - (now.mono_ns - past.mono_ns)) < tolerance_ns
     assert (both.wall_ns, both.mono_ns) == (7, 8)
@@ -358,7 +358,7 @@ def test_sink_words(tmp_path: Path) -> None:
 
 
 def test_fork_in_the_middle_of_a_stage(spool: Spool) -> None:
-    """What a forked worker does belongs to the stage that forked it, and lands in a file of its own."""
+    """A forked worker's stages belong to the stage that forked it, and are written to a separate file."""
     tracer = module.process_tracer()
     assert isinstance(tracer, Tracer)
     script = (
