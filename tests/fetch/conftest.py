@@ -14,13 +14,13 @@ from store_doubles import FaultyStore, MemoryStore
 
 
 def _threads() -> set[threading.Thread]:
-    """Those of fetchers; others may be left from other tests for a while."""
+    """Threads of fetchers; other threads may remain from other tests for a while."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("bootseer-fetch")}
 
 
 @pytest.fixture
 def origin(request):
-    """A store of this test alone."""
+    """A store for one test."""
     return MemoryStore(request.node.nodeid)
 
 
@@ -42,7 +42,7 @@ def cache(tmp_path) -> Cache:
 
 @pytest.fixture
 def fetching(cache, origin, index):
-    """Makes a fetcher for the file `index` with some faults; gives fetcher, store and cached file."""
+    """Creates a fetcher for the file `index` with some faults. Returns fetcher, store and cached file."""
     undo = []
 
     def make(plan=(), settings=None, **options):

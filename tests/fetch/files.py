@@ -1,4 +1,4 @@
-"""Block files for the fetcher's tests, and what their child processes do: they can import it from here."""
+"""Block files for the fetcher's tests, and the program of their child processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 4096
 
 
 def content(num_blocks: int, seed: int = 1) -> bytes:
-    """Noise, zeros, text and noise in turn, and 100 bytes more."""
+    """Noise, zeros, text and noise in turn, and 100 additional bytes."""
     rng = random.Random(seed)
     kinds = (rng.randbytes, bytes, lambda size: b"%07d " % rng.randrange(10**7) * (size // 8), rng.randbytes)
     return b"".join(kinds[number % 4](BLOCK) for number in range(num_blocks)) + rng.randbytes(100)
@@ -39,7 +39,7 @@ def written(store: Store, data: bytes, num_stripes: int = 1) -> BlockFile:
 
 
 def _in_stripes(store: Store, block_file: BlockFile, num_stripes: int) -> BlockFile:
-    """The same blocks in several stripes, which the format has and `BlockWriter` does not write."""
+    """The same blocks in several stripes, which the format allows but `BlockWriter` does not write."""
     index = read_index(store, block_file)
     stored = b"".join(store.read(block_file.stripes[0].name))
     places = [index.place(block) for block in range(index.num_blocks)]

@@ -1,4 +1,4 @@
-"""Which other blocks a request brings: neighbours, gaps between hot blocks, and what readers will need next."""
+"""Additional blocks of a request: adjacent ones, gaps between hot blocks, and those that readers will need next."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_hot_requests_span_small_gaps_on_links_known_to_be_fast() -> None:
         return [block for block in fetched(w, Purpose.HOT) if block % 3]
 
     assert len(gaps(150e6)) > 100  # 256 KiB are two blocks
-    assert gaps(25e6) == []  # 2 ms of it are less than a block
+    assert gaps(25e6) == []  # 2 ms at this rate are less than a block
 
 
 def test_what_lies_in_a_gap_is_not_fetched_twice() -> None:

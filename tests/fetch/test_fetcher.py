@@ -1,4 +1,4 @@
-"""Reads and prefetches of a real file through a real cache, from a sound origin."""
+"""Reads and prefetches of a real file through a real cache, from an intact origin."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_requests_whose_blocks_other_processes_fetch_are_not_counted(fetching, d
 def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching):
     fetcher, _, cached = fetching()
     hot = [50, 51, 7, 8, 10]
-    before = cached.num_ready  # blocks of zeros are there from the beginning
+    before = cached.num_ready  # blocks of zeros are ready from the beginning
     fetcher.prefetch([*((0, block) for block in hot), (0, 10**6), (3, 0), (0, -1)])
     until(lambda: all(cached.ready(block) for block in hot))
     assert cached.num_ready == before + len(hot)
@@ -207,7 +207,7 @@ def test_a_cancelled_read_is_not_answered(fetching):
 
 
 def test_the_first_block_of_a_long_answer_does_not_wait_for_the_last(fetching, data):
-    # The answer comes in pieces of one block, and stops after the first.
+    # The response comes in pieces of one block, and stops after the first.
     stop = threading.Event()
 
     def sleep(seconds):
@@ -278,7 +278,7 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(fetching, data, c
 
 
 class Neighbour:
-    """Another node that has the plain bytes of some blocks, one of them damaged, and not the others."""
+    """Another node with the uncompressed bytes of some blocks, one of them damaged."""
 
     uri, sends_plain, run_blocks, turn = "peer://neighbour", True, 4, 0.5
     steps, may_ask_origin = ("neighbour",), True

@@ -1,4 +1,4 @@
-"""What the fetcher does when its origin, its disk or its neighbours fail."""
+"""The fetcher when its origin, its disk or other processes fail."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_wrong_bytes_once_or_twice_are_fetched_again(fetching, data):
 
 
 def test_wrong_bytes_each_time_are_an_error_that_names_file_block_and_source(fetching, index, origin):
-    settings = replace(QUICK, max_hedges=0)  # on a busy machine a hedge would be one request more
+    settings = replace(QUICK, max_hedges=0)  # on a busy machine a hedge would be an additional request
     fetcher, store, cached = fetching(lambda request: Fault(corrupt_at=5), settings)
     with pytest.raises(
         CorruptError, match=f"{origin.uri}: {index.stripes[0].name}: block 0 of file {index.identity[:16]}"
@@ -172,7 +172,7 @@ def test_a_full_disk_serves_readers_from_memory_says_so_once_and_fails_a_pull(sm
     before = store.bytes_read.total()
     assert fetcher.read_blocking(0, 3 * BLOCK, BLOCK) == data[3 * BLOCK : 4 * BLOCK]
     until(lambda: fetcher._scheduler.idle)
-    assert store.bytes_read.total() - before == index.place(3).length  # what is read ahead could not be kept
+    assert store.bytes_read.total() - before == index.place(3).length  # blocks read ahead would not fit
     assert len(problems) == 1
     assert "No space left" in problems[0]
     with pytest.raises(CacheFull):

@@ -1,4 +1,4 @@
-"""Several processes of a node with one cache: each block is fetched once, and nobody waits for the dead."""
+"""Several processes of a node with one cache: each block is fetched once, and none waits for dead ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from waiting import until
 
 @pytest.fixture
 def place(tmp_path, data):
-    """A store in a folder, with a block file of three stripes in it."""
+    """A store in a folder, with a block file with three stripes."""
     store = open_store(str(tmp_path / "store"))
     return store, files.written(store, data, num_stripes=3)
 

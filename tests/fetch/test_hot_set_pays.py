@@ -1,4 +1,4 @@
-"""The two cases that decide whether hot sets are worth having, in virtual time: the right set and a wrong one.
+"""The two cases that decide whether hot sets are worth it, in virtual time: the right set and a wrong one.
 
 The reader is a Python interpreter that imports modules: one thread, which waits for one block after the other and
 computes a little in between.
@@ -21,7 +21,7 @@ LINES = [(0.001, 1e9), (0.02, 100e6), (0.02, 25e6), (0.1, 400e6), (0.005, 12e6)]
 
 
 def imports(seed: int, start: int = 0, num_runs: int = 300, think_s: float = 0.004) -> list[tuple[float, int, range]]:
-    """Short runs of adjacent blocks, at scattered places of a part of the image."""
+    """Short runs of adjacent blocks, at scattered places in a part of the image."""
     rng = Random(seed)
     places = rng.sample(range(start, start + NUM_BLOCKS // 2, 8), num_runs)
     return [(rng.expovariate(1 / think_s), 0, range(at, at + rng.randint(1, 4))) for at in places]
@@ -33,7 +33,7 @@ def startup(line: tuple[float, float], steps: list[tuple[float, int, range]], ho
     world = World([Layout([BLOCK] * NUM_BLOCKS)], latency_s=latency_s, bytes_per_s=bytes_per_s)
     world.prefetch((0, block) for block in hot)
     ends: list[float] = []
-    # The mount takes a moment, in which the prefetch runs already.
+    # The mount takes a moment, while the prefetch already runs.
     world.at(0.05, lambda: void(world.reader(iter(steps), lambda: ends.append(world.now))))
     world.run(until=1e4)
     world.now = ends[0]
@@ -42,7 +42,7 @@ def startup(line: tuple[float, float], steps: list[tuple[float, int, range]], ho
 
 @functools.cache
 def without_hot_set(line: tuple[float, float], seed: int) -> float:
-    """When `imports(seed)` are over."""
+    """When `imports(seed)` end."""
     return startup(line, imports(seed), []).now
 
 
@@ -94,7 +94,7 @@ def test_a_workload_that_parts_from_its_hot_set_stops_paying_for_it() -> None:
 
 def test_a_library_that_both_share_does_not_bring_the_rest_of_a_wrong_set() -> None:
     line = LINES[2]
-    library = imports(5, num_runs=60, think_s=0.03)  # takes so long that the line could bring everything
+    library = imports(5, num_runs=60, think_s=0.03)  # so slow that meanwhile the link could transfer everything
     own = imports(2, start=NUM_BLOCKS // 2)
     hot = [*blocks_of(library), *blocks_of(imports(3, num_runs=200))]
     world = startup(line, [*own[:100], *library, *own[100:]], hot)

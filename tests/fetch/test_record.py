@@ -20,7 +20,7 @@ FILE, OTHER = "ab" * 32, "cd" * 32
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that stands still until it is set."""
 
     def __init__(self) -> None:
         self.now = 1000.0

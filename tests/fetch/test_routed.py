@@ -1,4 +1,4 @@
-"""A scheduler with routes: which places are asked for which blocks, and when the store is; in virtual time."""
+"""A scheduler with routes: which blocks are requested from which peers, and when from the store; in virtual time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Way:
 
 @dataclass
 class Ring:
-    """As `peers.choice`: run r is owned by place r modulo the number, then by the next one that is not absent."""
+    """Like `peers.choice`: run r is owned by place r modulo the number of places, then by the next one not absent."""
 
     places: Sequence[str]
     own: str = "me"
@@ -51,7 +51,7 @@ def world(routes: Ring, sizes: Sequence[int] = (BLOCK,) * 64, **options: object)
 
 
 def asked(w: World) -> dict[int, list[Hashable]]:
-    """For each block whom it was asked from, in order; None is the store."""
+    """For each block the places from which it was requested, in order; None is the store."""
     found: dict[int, list[Hashable]] = defaultdict(list)
     for _, fetch in w.launched:
         for block in fetch.blocks:
@@ -98,7 +98,7 @@ def test_after_a_wrong_set_only_blocks_near_the_readers_come_in_advance_and_the_
     ahead = SETTINGS.min_window_bytes // BLOCK
     come = {block for _, block in w.here}
     assert {*range(ahead), *range(300, 300 + ahead)} <= come <= {*range(2 * ahead), *range(300, 300 + 2 * ahead)}
-    assert w.scheduler.tick(w.now).wake_at is None  # for weeks, if the rest is not to come
+    assert w.scheduler.tick(w.now).wake_at is None  # possibly for weeks, if the rest is not wanted
     w.scheduler.want_cold(0, range(600), w.now)
     w.run()
     assert len(w.here) == 600
@@ -358,7 +358,7 @@ def test_only_the_first_two_in_rank_ask_the_store_while_any_place_answers(
     places.insert(own, "me")
     ring = Ring(places)
     w = world(ring, fault=failing(*gone))
-    # As `peers.health` does it: a place that fails is known to be away a moment later.
+    # Like `peers.health`: a place that fails is known to be unavailable a moment later.
     w.at(0.05, lambda: ring.absent.update(gone))
     w.prefetch((0, block) for block in hot)
     pull(w)
@@ -378,7 +378,7 @@ def naive(fetch: Fetch, earlier: int) -> Fault | None:
 def test_owners_that_are_given_up_though_they_fill_turn_nodes_to_the_store(
     fault: Callable[[Fetch, int], Fault | None] | None, expected: float
 ) -> None:
-    """What a limit of 0.5 s does while owners wait for the store: this is why they say that they fill."""
+    """The effect of a limit of 0.5 s while owners wait for the store: therefore owners report that they are filling."""
     w = world(Ring(FOUR), fault=fault, bytes_per_s=20e6)
     pull(w)
     w.run()

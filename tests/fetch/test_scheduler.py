@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one, in virtual time. What must hold for any load is in `test_scheduler_properties`."""
+"""The scheduler's rules, one by one, in virtual time. Invariants for any load are in `test_scheduler_properties`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_hedges_that_hang_too_are_followed_by_others_while_the_prefetch_hangs() 
     answers = Answers()
     w.read(0, [5], answers)
     w.run(until=SETTINGS.demand_timeout_s + 2 * SETTINGS.hedge_s)
-    assert answers == [b""]  # the prefetch has three times as long
+    assert answers == [b""]  # a prefetch has three times this timeout
 
 
 def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
@@ -359,7 +359,7 @@ def test_an_origin_that_is_known_to_be_dead_costs_further_readers_one_attempt() 
     w.read(0, [3], answers)
     w.run(until=36.0)
     assert answers[2] == b""
-    # It has answered since, and nobody has waited in vain: two seconds of trouble are waited for.
+    # It has answered since, and no later read has failed: the read waits out two seconds of failures.
     w.run(until=100.0)
     w.read(0, [4], answers)
     w.run()
@@ -384,7 +384,7 @@ def test_a_dead_origin_that_names_a_time_beyond_their_deadline_is_not_waited_for
     w = world(fault=lambda fetch, earlier: Fault(error=busy))
     w.read(0, [1], Answers())
     w.run(until=20.0)
-    assert w.scheduler.outage(0, w.now + 30, w.now) is None  # none has waited as long as readers do
+    assert w.scheduler.outage(0, w.now + 30, w.now) is None  # no read has waited for the full time yet
     w.run(until=31.0)
     assert w.scheduler.outage(0, w.now + 30, w.now) is busy
     assert w.scheduler.outage(0, w.now + 400, w.now) is None
@@ -453,7 +453,7 @@ def test_hedges_stay_within_their_credit_when_everything_is_slow() -> None:
     for block in range(0, 6, 3):
         w.read(0, [block], Answers())
     w.run(until=9.0)
-    assert w.scheduler.stats.hedges == SETTINGS.first_hedge_credit  # of four that were wanted
+    assert w.scheduler.stats.hedges == SETTINGS.first_hedge_credit  # of four that were needed
 
 
 def test_a_second_hedge_waits_twice_as_long_as_the_first() -> None:

@@ -1,4 +1,4 @@
-"""Files that a peer may have: when it is asked for a block, and when the store. In virtual time."""
+"""Files that a peer may have: when a block is requested from it, and when from the store. In virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fetch.virtual import BLOCK, Fault, Layout, Near, World
 
 
 def from_two(refuses: Callable[[Fetch, int], BootseerError | None]) -> World:
-    """A world with a peer before the store; a request that `refuses` breaks off before any block."""
+    """A world with a peer before the store; `refuses` may end a request with an error before any block."""
 
     def fault(fetch: Fetch, earlier: int) -> Fault | None:
         error = refuses(fetch, earlier)
@@ -23,7 +23,7 @@ def from_two(refuses: Callable[[Fetch, int], BootseerError | None]) -> World:
 
 
 def asked(w: World) -> list[Hashable]:
-    """Whom blocks were asked from, in order."""
+    """The origins from which blocks were requested, in order."""
     return [fetch.step for _, fetch in w.launched]
 
 

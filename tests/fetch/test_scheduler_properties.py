@@ -1,5 +1,5 @@
-"""Whatever the files, readers, hot sets and faults: what must hold for any load, checked by `virtual.World` at each
-step and here at the end."""
+"""Invariants for any files, readers, hot sets and faults, checked by `virtual.World` at each step and here at the
+end."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_with_a_sound_origin_a_reader_waits_for_its_own_request_and_never_for_a_
 
     def check() -> None:
         world.tick()
-        # The only reader's block is on its way or here.
+        # The only reader's block is in flight or here.
         assert all(world.scheduler.in_flight(0, block) for block in waiting)
 
     waiting: set[int] = set()

@@ -72,7 +72,7 @@ def test_the_oldest_need_leaves_the_window():
 
 def test_a_set_that_was_wrong_is_fetched_only_shortly_after_the_block_that_was_needed_last():
     trust = HotSetTrust(SETTINGS)
-    for block in (*range(10), 3):  # listed twice, it counts once
+    for block in (*range(10), 3):  # listed twice, counts once
         trust.add_block((0, block), 1 << 20)
 
     here: set[int] = set()
@@ -81,7 +81,7 @@ def test_a_set_that_was_wrong_is_fetched_only_shortly_after_the_block_that_was_n
         return [block for _, block in trust.near(ahead_bytes, lambda key: key[1] not in here)]
 
     assert near(2 << 20) == []
-    for block in (7, 4):  # the latest one counts, and nothing that was recorded between the two
+    for block in (7, 4):  # the latest one counts, not the blocks in between
         trust.note_need(True, (0, block))
         assert near(2 << 20) == [block, block + 1, block + 2]
     assert near((2 << 20) + 1) == [4, 5, 6, 7]
@@ -89,7 +89,7 @@ def test_a_set_that_was_wrong_is_fetched_only_shortly_after_the_block_that_was_n
     assert near(99 << 20) == near(99 << 20) == [6, 8, 9]
     trust.note_need(True, (0, 5))
     assert near(2 << 20) == [6]
-    trust.note_need(True, (0, 2))  # back
+    trust.note_need(True, (0, 2))  # an earlier block
     here.clear()
     assert near(1 << 20) == [2, 3]
     for number in range(SETTINGS.diverged_needs):

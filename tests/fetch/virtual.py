@@ -1,7 +1,7 @@
-"""A world in virtual time for the scheduler: an origin with latency, shared bandwidth and faults, and its readers.
+"""A simulation for the scheduler in virtual time: an origin with latency, shared bandwidth and faults, and its readers.
 
-The line is shared evenly by all requests that are past their latency. The world drives `Scheduler` and `PendingReads`
-as the fetcher does, and checks at each step what must always hold.
+All requests past their latency share the link evenly. The world drives `Scheduler` and `PendingReads` like the fetcher,
+and checks the invariants at each step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bootseer.store.store import Stored
 
 BLOCK = 128 << 10
 EXACT = FetchSettings(first_ahead_bytes=0, max_ahead_bytes=0)
-"""Requests for readers bring no other blocks."""
+"""Requests for readers fetch no additional blocks."""
 _EPSILON = 1e-9
 
 
 class Layout:
-    """A block file of given stored sizes, its blocks one behind the other in each stripe."""
+    """A block file with given stored sizes, its blocks contiguous in each stripe."""
 
     def __init__(self, sizes: Sequence[int], num_stripes: int = 1) -> None:
         self.sizes = sizes
@@ -47,17 +47,17 @@ class Layout:
 
 @dataclass
 class Fault:
-    """What happens to one request. Bytes flow until `after_blocks` have arrived."""
+    """The fault of one request. Bytes flow until `after_blocks` have arrived."""
 
     error: BootseerError | None = None
-    """Breaks off with this."""
+    """Ends the request with this error."""
     after_blocks: int = 0
     corrupt: frozenset[int] = frozenset()
-    """Arrive, but with other bytes."""
+    """Blocks that arrive with wrong bytes."""
     hang: bool = False
-    """Brings nothing more; ends by its timeout."""
+    """Receives nothing more; ends with its timeout."""
     claimed_elsewhere: dict[int, tuple[float, bool]] = field(default_factory=dict)
-    """Blocks that another process has claimed: for how long, and whether it brings them."""
+    """Blocks that another process has claimed: for how long, and whether it delivers them."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Transfer:
     flows_at: float
     ends_at: float
     blocks: list[tuple[int, float]]
-    """Block and bytes still to come."""
+    """Block and remaining bytes."""
     fault: Fault
     arrived: int = 0
 
@@ -78,7 +78,7 @@ class Transfer:
 
 
 class Near:
-    """Routes of a file that one peer may have, and after its failure the store. Its own only route."""
+    """Routes of a file that one peer may have: the peer, and after its failure the store. Also its only route."""
 
     run_blocks, turn = 1 << 20, 0.0
     steps, may_ask_origin = ("near",), True
@@ -116,7 +116,7 @@ class World:
         self.here: set[tuple[int, int]] = set()
         self.asked: Counter[tuple[int, int]] = Counter()
         self._asked_now: set[tuple[int, int]] = set()
-        """Asked for since the last check."""
+        """Blocks requested since the last check."""
         self.excused: Counter[tuple[int, int]] = Counter()
         """Requests for a block that failed, were hedges or lost to another process."""
         self.seen: set[tuple[int, int]] = set()
@@ -126,7 +126,7 @@ class World:
         self._next = 0
         self._wake_at: float | None = None
 
-    # What happens in it
+    # Actions
 
     def at(self, time: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, self._next, call))
@@ -154,7 +154,7 @@ class World:
         return ticket
 
     def reader(self, steps: Iterator[tuple[float, int, Sequence[int]]], finished: Callable[[], None]) -> None:
-        """Somebody who thinks for a while, reads, waits for it, and so on."""
+        """A reader that thinks for a while, reads, waits for the data, and repeats."""
 
         def step(answer: Buffer | BootseerError = b"") -> None:
             assert not isinstance(answer, BootseerError), answer
@@ -210,7 +210,7 @@ class World:
         elif (file, block) not in self.here:
             self.scheduler.claim_released(file, block)
 
-    # The passing of time
+    # Time
 
     def tick(self) -> None:
         for ticket, missing in self.tickets.take_expired(self.now):
@@ -235,7 +235,7 @@ class World:
         self._wake_at = plan.wake_at
 
     def check(self) -> None:
-        """What always holds."""
+        """Check the invariants."""
         left = sum(
             self.layouts[transfer.fetch.file].sizes[block]
             for transfer in self.transfers.values()
@@ -244,12 +244,12 @@ class World:
         assert self.scheduler.inflight_bytes <= max(self.settings.inflight_bytes, self._largest)
         assert self.scheduler.inflight_bytes <= left
         assert len(self.transfers) <= self.settings.max_requests + self.settings.reserved_requests
-        for key in self._asked_now:  # what was excused stays so
+        for key in self._asked_now:  # excused requests stay excused
             assert self.asked[key] <= 1 + self.excused[key], f"{key} was fetched {self.asked[key]} times"
         self._asked_now.clear()
 
     def run(self, until: float = 1e6) -> None:
-        """Let time pass until nothing is left to happen, or until then."""
+        """Run until no event is left, or until this time."""
         self.tick()
         while (upcoming := self._upcoming()) is not None and upcoming <= until:
             self._pass(upcoming)
@@ -287,7 +287,7 @@ class World:
         self.now = time
 
     def _move(self) -> None:
-        """Blocks that are complete now arrive; requests that are over end."""
+        """Deliver complete blocks, and end finished requests."""
         for number, transfer in list(self.transfers.items()):
             fetch = transfer.fetch
             while transfer.flows(self.now) and transfer.blocks[0][1] <= 1e-3:
@@ -324,7 +324,7 @@ def world(num_blocks: int = 1000, **options: object) -> World:
 
 
 class Answers(list[Buffer | BootseerError]):
-    """Collects what readers get."""
+    """Collects the readers' results."""
 
     def __call__(self, answer: Buffer | BootseerError) -> None:
         self.append(answer)
