@@ -191,7 +191,7 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
 
 
 def test_neither_a_deleted_pod_nor_a_line_without_time_hides_the_next_begin(read: Any) -> None:
-    """A job was deleted in the queue and submitted again with its name. Output of `kubectl describe job` comes first."""
+    """A job was deleted in the queue and submitted again with its name, after output of `kubectl describe job`."""
     event = '{{"involvedObject":{{"kind":"Pod","name":"moe-0"}},"message":"{}","lastTimestamp":"2026-11-20T{}Z"}}'
     pulling, pulled = 'Pulling image \\"a/b:1\\"', 'Successfully pulled image \\"a/b:1\\"'
     lines = [
