@@ -365,7 +365,7 @@ def hung() -> Iterator[str]:
 
 @pytest.mark.parametrize("fault", ["hung", "gone", "wrong token", "no address"])
 def test_a_service_that_fails_costs_the_job_nothing_and_the_spool_stays(fault, run, env, hung, tmp_path):
-    """The end of the run does not wait: the request timeout of 10 s would show, compared with a run without a service."""
+    """The end of the run does not wait for the service: its request timeout of 10 s would show in the comparison."""
     url = {"hung": hung, "gone": "http://127.0.0.1:9", "no address": "nonsense"}.get(fault, "")
     began = time.monotonic()
     run("run", "--job", "plain", "--", "true", more={"BOOTSEER_SPOOL": str(tmp_path / "plain")})
