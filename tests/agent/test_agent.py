@@ -89,7 +89,7 @@ def test_it_keeps_the_cache_within_its_limit_and_says_so(env: dict[str, str], st
     assert said(env)["cache"]["files"] == 0  # type: ignore[index]
     metrics = get(port, "/metrics")
     assert get(port, "/healthz") == (200, "ok\n")
-    assert get(port, "/v1/status")[0] == 404, "what names images and folders is on the socket alone"
+    assert get(port, "/v1/status")[0] == 404, "names of images and folders are only on the socket"
     lines = metrics[1].splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert values["bootseer_up"] == "1"

@@ -174,7 +174,7 @@ def test_stat_shows_parts_and_verify_shows_wrong_bytes(ckpt: Run, job: str, sour
     part.unlink()
     assert "missing, or of the wrong length" in ckpt("stat", f"{job}/step-10/model", code=1).stdout
     said = ckpt("verify", f"{job}/step-10", code=1).stdout
-    assert said.count(part.name) == 2, "one line, in which the reason names it too"
+    assert said.count(part.name) == 2, "one line; the reason also names it"
     assert "more places in it" in said
     assert "nothing is lost" in said
 

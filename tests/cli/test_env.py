@@ -64,7 +64,7 @@ def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
     leaving = place.counting_script(f"sleep 300 > /dev/null 2>&1 &\necho $! > {place.outside}/left\n")
     assert place.bootseer("env", "verify", key[:8], "--tier", "oracle", "--setup", leaving).returncode == 1
     left = int((place.outside / "left").read_text())
-    until(lambda: process(left) is None, "the setup's process runs on")
+    until(lambda: process(left) is None, "the setup's process is still running")
 
     target = place.root / "look"
     as_json(place, "bootseer.environment-restored/1", "restore", key[:8], str(target))

@@ -206,7 +206,7 @@ def test_restarts_attempts_and_ends_replace_what_was_before():
     assert said(again, after).startswith("7 of 8 nodes at process_group")
     ranks = [event._replace(restart=1) for event in before if event.stage.startswith("model_") and event.rank != 4]
     assert said(before, after, ranks).startswith("6 of 8 nodes at process_group; missing: node-0003")
-    assert said(before, ranks, before).startswith("7 of 8 nodes at process_group"), "the attempt was started again"
+    assert said(before, ranks, before).startswith("7 of 8 nodes at process_group"), "the attempt was restarted"
     run = next(event for event in before if event.stage == "run" and event.node == "node-0003")
     ended = run._replace(phase="end", outcome="failed", attrs={"exit_code": 7})
     assert "node-0003 (ended with exit code 7" in said(before, [ended])

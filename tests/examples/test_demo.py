@@ -31,9 +31,7 @@ NAMES = ("full-pull", "lazy", "recorded", "again", "hot-update")
 SIZE = 40 << 20
 PROGRAMS = ("docker-registry", "skopeo", "containerd", "ctr", "runc")
 
-needs_venv = pytest.mark.skipif(
-    not (ROOT / ".venv/bin/bootseer").exists(), reason="needs the .venv that make setup makes"
-)
+needs_venv = pytest.mark.skipif(not (ROOT / ".venv/bin/bootseer").exists(), reason="needs the .venv of `make setup`")
 
 _no_hdfs = hadoop.missing() or links_missing()
 needs_hdfs = pytest.mark.skipif(bool(_no_hdfs), reason=_no_hdfs)

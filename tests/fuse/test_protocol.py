@@ -87,7 +87,7 @@ def test_a_listing_holds_what_the_kernel_expects() -> None:
         assert struct.unpack_from("=QQII", packed, len(packed) - 32) == (8, 4, 4, 8)
     assert struct.unpack_from("=Q", packed) == (7,)
     unknown = protocol.listed(Listed(b"name", 8, stat.S_IFREG), 3, 1, plus=True)
-    assert struct.unpack_from("=Q", unknown) == (0,), "a node that the kernel does not hold"
+    assert struct.unpack_from("=Q", unknown) == (0,), "a node without a reference of the kernel"
 
 
 def test_answers_hold_for_as_long_as_is_said() -> None:
@@ -110,7 +110,7 @@ def test_a_file_system_that_can_be_changed_agrees_on_large_writes_and_not_on_a_w
     major, minor, _, flags, background, _, max_write, _, pages = struct.unpack_from("=IIIIHHIIH", answer)
     assert (major, minor, max_write, pages) == (7, 31, 1 << 20, 256)
     assert not flags & (1 << 16), "write-back cache"
-    assert not flags & (1 << 15), "a reader that waits could not be killed"
+    assert not flags & (1 << 15), "a waiting reader could not be killed"
     assert flags & (1 << 3), "O_TRUNC comes with the open"
     assert background == protocol.WRITABLE_BACKGROUND
     assert protocol.init_out(init_in(8, 1, 0, 0), writable=True) == protocol.init_out(init_in(8, 1, 0, 0))

@@ -101,7 +101,7 @@ def test_requests_are_as_large_as_the_kernel_makes_them(mounted: Mount) -> None:
     before = session.requests
     # Not with Python's `open`, which checks each file for a terminal.
     subprocess.run(["cmp", session.target / "big", session.target / "big"], check=True)
-    assert session.requests == before, "the second reading comes from the kernel's cache, open and close included"
+    assert session.requests == before, "the second read is served by the kernel's cache, including open and close"
 
 
 @settings(
@@ -146,7 +146,7 @@ def test_many_readers_at_once(mounted: Mount) -> None:
         got = list(pool.map(lambda name: (session.target / name.decode()).read_bytes(), names))
     assert got == [contents[name] for name in names]
     assert session.num_pending == 0
-    assert len(tree.threads) == 1, "the tree is only ever asked on one thread"
+    assert len(tree.threads) == 1, "all calls of the tree are on one thread"
 
 
 class Held:
@@ -192,7 +192,7 @@ def test_a_killed_reader_ends_at_once_and_its_read_is_cancelled(mounted: Mount) 
     until(lambda: session.num_pending == 1, "the read has arrived")
     reader.send_signal(signal.SIGKILL)
     assert reader.wait(DEADLINE_S) == -signal.SIGKILL
-    until(hold.cancelled.is_set, "the tree heard that nobody waits any more")
+    until(hold.cancelled.is_set, "the tree got the cancellation")
     assert session.num_pending == 0
     hold.replies[0][0](hold.replies[0][1])  # too late, but harmless
     assert (session.target / "g").read_bytes() == b"other"
@@ -212,7 +212,7 @@ def test_a_signal_that_does_not_kill_leaves_a_read_alone(mounted: Mount) -> None
         until(lambda: session.num_pending == 1, "the read has arrived")
         before = session.requests
         reader.send_signal(signal.SIGUSR1)
-        until(lambda: session.requests > before, "the kernel tells of the signal")
+        until(lambda: session.requests > before, "the kernel reports the signal")
         os.statvfs(session.target)  # answered after the INTERRUPT
         assert not hold.cancelled.is_set()
         hold.replies[0][0](hold.replies[0][1])
@@ -251,7 +251,7 @@ def test_errors_of_a_tree_reach_the_reader_and_nobody_else(mounted: Mount, fault
         assert caught.value.errno == number, name
     assert (session.target / "good").read_bytes() == b"content"
     assert any("ValueError: surprise" in fault for fault in faults)
-    assert any("answered with 6" in fault for fault in faults), "a short answer would be filled with zeros"
+    assert any("answered with 6" in fault for fault in faults), "a short answer would be padded with zeros"
 
 
 def test_unmounting_while_somebody_reads(mounted: Mount) -> None:
@@ -343,7 +343,7 @@ def test_a_killed_server_means_errors_and_never_zeros(tmp_path: Path) -> None:
             assert os.pread(file, 10, 0) == bytes(range(1, 11))
             with ThreadPoolExecutor(1) as pool:
                 waits = pool.submit((target / "g").read_bytes)
-                until(lambda: not waits.done(), "the read is on its way")
+                until(lambda: not waits.done(), "the read has been sent")
                 server.kill()
                 server.wait(DEADLINE_S)
                 with pytest.raises(OSError):

@@ -188,7 +188,7 @@ def test_calls_that_wait_hold_up_nobody_else(shown: Mount, num_writers: int) -> 
     files.before_write = wait
     with ThreadPoolExecutor(num_writers) as pool:
         writers = [pool.submit((root / f"w{number}").write_bytes, b"x") for number in range(num_writers)]
-        until(lambda: len(files.nodes) == 2 + num_writers, "all files made")
+        until(lambda: len(files.nodes) == 2 + num_writers, "all files created")
         assert (root / "read").read_bytes() == b"content"
         assert not any(writer.done() for writer in writers)
         gate.set()
@@ -213,7 +213,7 @@ def test_a_killed_reader_ends_and_its_read_is_called_off(shown: Mount) -> None:
             session.target / "f",
         ]
     )
-    until(lambda: session.num_pending > 0, "the read has come")
+    until(lambda: session.num_pending > 0, "the read has arrived")
     child.send_signal(signal.SIGKILL)
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     assert called_off.wait(DEADLINE_S)
@@ -233,13 +233,13 @@ def test_a_signal_that_does_not_kill_leaves_a_read_alone(shown: Mount) -> None:
     """
     argv = [sys.executable, "-c", code, session.target / "f"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
-        until(lambda: len(replies) == 1, "the read has come")
+        until(lambda: len(replies) == 1, "the read has arrived")
         before = session.requests
         child.send_signal(signal.SIGUSR1)
-        until(lambda: session.requests > before, "the kernel tells of the signal")
-        until(lambda: session._idle == session._threads, "it was handled")
+        until(lambda: session.requests > before, "the kernel reports the signal")
+        until(lambda: session._idle == session._threads, "the signal was handled")
         replies[0](b"0123456789")
-        until(lambda: child.poll() is not None or len(replies) > 1, "answered, or asked again")
+        until(lambda: child.poll() is not None or len(replies) > 1, "answered or repeated")
         for reply in replies[1:]:
             reply(b"asked anew")
         assert child.communicate(timeout=DEADLINE_S)[0] == "hit\n0123456789\n"

@@ -69,7 +69,7 @@ def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) ->
     os.close(handle)
     assert num_writers(me, number)
     path.unlink()
-    assert num_writers(me, number), "whatever became of its name"
+    assert num_writers(me, number), "even if it has no name"
     os.close(copy)
     assert not num_writers(me, number)
 

@@ -84,7 +84,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int,
     if os.geteuid() == 0:
         os.chown(folder, 0, OTHER)  # a group other than root's
     elif mode == 0o775:
-        pytest.skip("its group may be this user's alone")
+        pytest.skip("its group may have only this user")
     folder.chmod(mode)
     with pytest.raises(AccessError, match=f"{folder} can be changed by other users .*: chmod go-w {folder}, or set"):
         trusted(folder / "below" if above else folder)

@@ -172,11 +172,11 @@ def test_the_rest_waits_until_training_began(
         return int(served.status()["files"][0]["ready_blocks"])  # type: ignore[index]
 
     threading.Thread(target=served.run_background, daemon=True).start()
-    until(lambda: ready() == 1, "the hot block is here")
+    until(lambda: ready() == 1, "the hot block is ready")
     time.sleep(0.5)
     assert ready() == 1
     served.end_startup()
-    until(lambda: ready() == stored.index.num_blocks, "the rest is here")
+    until(lambda: ready() == stored.index.num_blocks, "the rest is ready")
 
 
 def test_an_origin_without_the_blocks_means_an_error_and_a_line_in_the_log(
@@ -266,7 +266,7 @@ def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: S
         check=False,
     )
     if "Operation not permitted" in listed.stderr:
-        pytest.skip("this user may not make user namespaces with overlays")
+        pytest.skip("this user may not create user namespaces with overlays")
     assert "hidden" not in listed.stdout
     assert "inner" in listed.stdout
     assert "No such file or directory" in listed.stderr, "what the image deletes is gone"

@@ -59,8 +59,8 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
     assert (place / "at" / "big").read_bytes() == BIG
     said = daemon.status()
     assert (said["pid"], said["figure"], said["recording"]) == (daemon.process.pid, 42, True)
-    assert program.communicate("\n", timeout=DEADLINE_S)[0] == "", "no stream of the program is held open"
-    assert daemon.process.alive, "it outlives who started it"
+    assert program.communicate("\n", timeout=DEADLINE_S)[0] == "", "no stream of the program stays open"
+    assert daemon.process.alive, "it outlives its parent"
     with opened(daemon.folder) as folder:  # below /tmp, systemd-tmpfiles deletes old files that are not locked
         assert not try_flock(folder)
     assert Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
@@ -176,12 +176,12 @@ def test_readers_of_a_killed_daemon_wait_for_the_next_one(place: Path, image: Pa
         waits = pool.submit(os.pread, file, 4096, size - 4096)
         until(lambda: recovered.status()["waiting"] != 0, "the read waits")
         _kill(recovered)
-        assert waits.result(DEADLINE_S) == b"\1" * 4096, "what the dead one had taken is answered by the next one"
-        until(lambda: _restarts(recovered) == 1, "it was started again")
+        assert waits.result(DEADLINE_S) == b"\1" * 4096, "requests read by the dead daemon are answered by the next one"
+        until(lambda: _restarts(recovered) == 1, "it was restarted")
         assert (place / "at" / "big").read_bytes() == BIG
         _kill(recovered)
         assert sorted(path.name for path in (place / "at").iterdir()) == ["a", "big"]
-    until(lambda: _restarts(recovered) == 2, "it was started again")
+    until(lambda: _restarts(recovered) == 2, "it was restarted")
     kernel.unmount(place / "at")
     until(lambda: _stops(recovered), "the kernel has released the files")
     assert not recovered.process.alive
@@ -192,7 +192,7 @@ def test_a_daemon_that_dies_again_and_again_ends_its_mount(image: Path, recovere
     for restarts in range(3):
         until(lambda wanted=restarts: _restarts(recovered) == wanted, "it serves")
         _kill(recovered)
-    until(lambda: not recovered.process.alive, "it is not started again")
+    until(lambda: not recovered.process.alive, "it is not restarted")
     with pytest.raises(OSError), opened(recovered.folder / "files" / "image") as file:
         os.pread(file, 4096, image.stat().st_size - 4096)
 
@@ -238,7 +238,7 @@ def test_a_start_that_hangs_is_ended(place: Path, image: Path, start: Start) -> 
     with pytest.raises(CannotStart, match="TransientError: the mount daemon did not serve within 1 s"):
         start(image)
     folder = str(place / "daemon0")
-    until(lambda: not _running_in(folder), "nothing is left of it")
+    until(lambda: not _running_in(folder), "nothing of it is left")
 
 
 def test_a_start_that_hangs_is_ended_even_if_nobody_waits_for_it(place: Path, image: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_start_that_hangs_is_ended_even_if_nobody_waits_for_it(place: Path, im
     until(lambda: _running_in(str(folder)), "the daemon was forked")
     program.kill()
     program.wait(DEADLINE_S)
-    until(lambda: not _running_in(str(folder)), "nothing is left of it")
+    until(lambda: not _running_in(str(folder)), "nothing of it is left")
 
 
 def _running_in(folder: str) -> bool:

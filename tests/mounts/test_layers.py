@@ -25,7 +25,7 @@ def made(folder: Path) -> Path:
 @pytest.mark.parametrize("loop", [None, True])
 def test_an_image_is_mounted_from_its_file_or_through_a_loop_device(place: Path, loop: bool | None) -> None:
     if loop and not Path("/dev/loop-control").exists():
-        pytest.skip("there are no loop devices")
+        pytest.skip("no loop devices")
     image = write_image(place / "image", {b"a": b"alpha" * 5000, b"d": {b"x": b"y"}, b"l": "d/x"})
     target = made(place / "at")
     mount_erofs(image, target, loop=loop)

@@ -55,7 +55,7 @@ def test_the_status_of_a_child_that_ended_or_was_killed() -> None:
     if pid == 0:
         signal.pause()
     assert os.waitstatus_to_exitcode(end_child(pid, 60)) == -signal.SIGKILL
-    assert end_child(pid) is None, "it was waited for already"
+    assert end_child(pid) is None, "it was already waited for"
 
 
 @needs_fuse

@@ -114,8 +114,8 @@ def test_a_dead_daemon_is_noticed_and_its_mount_can_be_removed(place: Path, star
     runtime.write(state)
     assert runtime.health(state) == "mounted"
     daemon.process.signal(signal.SIGKILL)
-    until(lambda: runtime.health(state) == "daemon dead", "its death is seen")
-    assert runtime.remove_stale() == [], "it is still there, and its readers get errors"
+    until(lambda: runtime.health(state) == "daemon dead", "its end is detected")
+    assert runtime.remove_stale() == [], "it is still mounted, and its readers get errors"
     kernel.unmount(target, lazy=True)
     assert runtime.remove_stale() == [state]
 
@@ -137,7 +137,7 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
     daemon.folder.rename(runtime.mounts / "0123456789ab")  # as if it had been started there
     folder = runtime.mounts / "0123456789ab"
     assert runtime.remove_stale() == []
-    assert daemon.process.alive, "somebody may be mounting just now"
+    assert daemon.process.alive, "a mount may be in progress"
     os.utime(folder, (0, 0))
     runtime.remove_stale()
     assert not folder.exists()

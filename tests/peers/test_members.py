@@ -101,7 +101,7 @@ def test_many_dead_nodes_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch)
         num_asked = len(asked) - before
         assert 0 < num_asked < len(dead)
         num_new = len(set(asked) - known)
-        assert num_new == min(num_asked, len(dead) - len(known)), "one was asked again before all had been asked"
+        assert num_new == min(num_asked, len(dead) - len(known)), "a node was probed again before all had been probed"
     assert rounds >= 2
 
 

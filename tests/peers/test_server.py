@@ -153,7 +153,7 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
     client.read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), on_progress=heard)
     client.close()
     assert into == DATA[2 << 20 : (2 << 20) + 4096]
-    assert signs[:5] == [0, 0, 0, -1, -1], "it lives, and gets nothing"
+    assert signs[:5] == [0, 0, 0, -1, -1], "it is alive, but receives nothing"
 
 
 def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) -> None:
@@ -410,7 +410,7 @@ def test_ipv6_has_low_priority_too(file: File) -> None:
     try:
         listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError:
-        pytest.skip("there is no IPv6 here")
+        pytest.skip("no IPv6 on this machine")
     server, client = Server([listening], SECRET, {FILE: file}.get), Client(SECRET)
     client.probe(f"[::1]:{listening.getsockname()[1]}")
     for sock in server._connections:
