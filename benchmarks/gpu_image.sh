@@ -1,11 +1,11 @@
 #!/bin/bash
-# An image of this machine's CUDA environment, started lazily with the GPU. As root, on a machine with a GPU whose
-# driver's libraries are in one folder:
+# Starts an image of this machine's CUDA environment lazily, with the GPU. Run as root, on a machine with a GPU whose
+# driver libraries are in one folder:
 #
 #     benchmarks/gpu_image.sh FOLDER DRIVER_FOLDER PYTHON_ENVIRONMENT
 #
 # It needs room for three copies of the environment in FOLDER, writes /etc/cdi/nvidia.json, and empties the page cache
-# before each start. Prints seconds from the command, by the stopwatch of gpu_job.py.
+# before each start. Prints seconds since the command, from the stopwatch of gpu_job.py.
 set -eu
 work=$1 driver=$2 environment=$3
 here=$(cd "$(dirname "$0")" && pwd)

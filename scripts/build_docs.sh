@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The documents as a site in build/site, from their places in the repository, without a network. Called by `make docs`.
+# Builds the site of the documents in build/site, without network access. Called by `make docs`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 rm -rf build/docs

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# containerd's own tests of snapshotters, run against `bootseer snapshotter` through containerd's proxy plugin client.
+# Runs containerd's own snapshotter tests with `bootseer snapshotter`, through containerd's proxy plugin client.
 #
-# Needs root, Go and Debian's packages of Go libraries (57 MB), which are downloaded to a temporary folder and not installed. Takes about a minute.
+# Needs root and Go. Downloads Debian's packages of Go libraries (57 MB) to a temporary folder; they are not installed.
+# Takes about a minute.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export BOOTSEER_COMMAND="${BOOTSEER_COMMAND:-$PWD/.venv/bin/bootseer}"
@@ -17,6 +18,6 @@ mapfile -t packages < <(
 (cd "$work/debs" && apt-get -o APT::Sandbox::User=root download --quiet --quiet "${packages[@]}")
 for package in "$work"/debs/*.deb; do dpkg-deb --extract "$package" "$work"; done
 (cd "$suite" && GOPATH="$work/usr/share/gocode" GO111MODULE=off GOFLAGS='' go test -c -o "$work/suite" .)
-# In mounts of its own: what a failed test leaves mounted goes with it.
+# In a separate mount namespace, so that leftover mounts of failed tests are removed with it.
 TMPDIR="$work/tmp" BOOTSEER_CACHE="$work/tmp/cache" unshare --mount "$work/suite" -test.root -test.v "$@" |
   grep -E '^ *(---|PASS|FAIL|[a-z_]+\.go:[0-9]+: (assertion|Failed))'

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Takes a bare Debian 12 to everything that `make demo`, `make check` and `make test` need: system packages, and
-# .venv with BootSeer, its tools and PyTorch. Says what it installs; quick when there is nothing to do.
+# Installs everything that `make demo`, `make check` and `make test` need on a bare Debian 12: system packages, and
+# .venv with BootSeer, its tools and PyTorch. Reports what it installs; fast if nothing is missing.
 #
-# PYTHON=python3.12 chooses the interpreter of a new .venv. Safe to interrupt and to run twice at once.
+# PYTHON=python3.12 sets the interpreter of a new .venv. Safe to interrupt and to run concurrently.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PATH:/usr/sbin:/sbin"
@@ -14,7 +14,7 @@ stamp="$venv/.setup-stamp"
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# One setup at a time. The lock is on this file, so that nothing has to be cleaned up after an interrupt.
+# One setup at a time. The lock is on this file: nothing has to be cleaned up after an interrupt.
 exec 9<scripts/setup.sh
 flock --nonblock 9 || { say "another setup is running, waiting for it"; flock 9; }
 
@@ -77,14 +77,14 @@ install_packages() {
   elif [[ $EUID -ne 0 ]]; then
     command -v sudo >/dev/null || { say "neither root nor sudo; $by_hand"; return; }
     as_root=(sudo)
-    # Nobody is there to type a password.
+    # No terminal for a password.
     [[ -t 0 ]] || as_root=(sudo --non-interactive)
   fi
   say "installing with apt: ${missing[*]}"
   as_root+=(env DEBIAN_FRONTEND=noninteractive)
   local apt=("${as_root[@]}" apt-get --quiet --yes -o DPkg::Lock::Timeout=300)
   {
-    # Ends what an interrupted run left half done.
+    # Completes an interrupted run.
     "${as_root[@]}" dpkg --configure -a &&
       "${apt[@]}" update &&
       "${apt[@]}" install --no-install-recommends "${missing[@]}"
@@ -105,8 +105,8 @@ make_venv() {
 
 pip_install() { "$venv/bin/python" -m pip install --progress-bar off "$@" >&2; }
 
-# The default build of PyTorch for x86 brings gigabytes of CUDA libraries. What pip is configured to look at may hold
-# the CPU build; if not, uv knows where it is.
+# The default build of PyTorch for x86 includes gigabytes of CUDA libraries. pip's configured indexes may have the CPU
+# build; otherwise uv has its address.
 install_torch() {
   local pin
   pin="$(grep '^torch==' scripts/requirements.txt)"
@@ -124,14 +124,14 @@ CHECK
     die "cannot get the CPU build of $pin; install it into .venv by hand, then make setup again"
 }
 
-# Not behind the stamp: without the network it is tried again the next time.
+# Regardless of the stamp: after a failure without a network, the next run retries it.
 get_hadoop() {
   [[ -n ${HADOOP_HOME:-} || ${BOOTSEER_WITHOUT_HDFS:-} == 1 ]] && return
-  scripts/hadoop.sh || say "no Hadoop: tests of HDFS fail, unless BOOTSEER_WITHOUT_HDFS=1 says that they shall be skipped"
+  scripts/hadoop.sh || say "no Hadoop: tests of HDFS fail, unless BOOTSEER_WITHOUT_HDFS=1 skips them"
 }
 
-# pip compiles what it copies, and this it does not copy; a program that runs in front of others must not compile itself.
-# After each change of a source too: tests start the program thousands of times.
+# pip does not compile editable installs, and a program that starts others must not spend time compiling itself. Also
+# after each change of a source: tests start the program thousands of times.
 compile_sources() { "$venv/bin/python" -m compileall -q src; }
 
 check_python

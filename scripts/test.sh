@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs the tests side by side, as arguments say, then the few that failed a second time, alone: thousands of tests that
-# saturate two cores for a quarter of an hour now and then make one wait longer than it allows. What fails alone too
-# fails the run; what does not is named as unstable, to be looked at. More than three failures are no accident.
+# Runs the tests in parallel, with arguments for pytest, then up to three failed ones again, alone: with all cores busy
+# for a quarter of an hour, now and then a test exceeds its time limit. A test that also fails alone fails the run;
+# others are listed as unstable, to be investigated. More than three failures are not repeated.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 failed() { "$python" -c 'import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")' 2>/dev/null; }
 
-# In a new clone one process would rewrite the assertions of all test modules, for all workers: two do it before, side by
-# side.
+# In a new clone a single process would rewrite the assertions of all test modules for all workers: two parallel
+# processes do it before.
 if [ -z "$(find tests -name '*-pytest-*.pyc' -print -quit)" ]; then
   "$python" -m pytest -q -n 0 --collect-only tests/[a-g]*/ &
   "$python" -m pytest -q -n 0 --collect-only tests/[h-z]*/
@@ -20,7 +20,7 @@ rm -f .pytest_cache/v/cache/lastfailed
 status=$?
 mapfile -t tests < <(failed)
 [ $status = 1 ] && [ ${#tests[@]} -ge 1 ] && [ ${#tests[@]} -le 3 ] || exit $status
-printf '\nFailed beside other tests, now once more alone:\n'
+printf '\nFailed in the parallel run, now repeated alone:\n'
 printf '  %s\n' "${tests[@]}"
 "$python" -m pytest -n 0 "${tests[@]}" || exit
-printf '\nUNSTABLE: %s passed alone and failed beside other tests (above)\n' "${tests[@]}"
+printf '\nUNSTABLE: %s passed alone but failed in the parallel run (above)\n' "${tests[@]}"

@@ -9,7 +9,7 @@ folder=${BOOTSEER_SLURM_RUN:-/run/bootseer-slurm}/$SLURM_JOB_ID
 timeout 60 setpriv --reuid "$SLURM_JOB_UID" --regid "$SLURM_JOB_GID" --init-groups --reset-env \
   env ${BOOTSEER_CACHE:+"BOOTSEER_CACHE=$BOOTSEER_CACHE"} ${BOOTSEER_RUNTIME:+"BOOTSEER_RUNTIME=$BOOTSEER_RUNTIME"} \
   "${BOOTSEER:-bootseer}" image umount "$folder/image" </dev/null >/dev/null 2>&1
-# What is still mounted is not deleted with it.
+# If the image is still mounted, its folder stays.
 rm -f "$folder/log"
 rmdir "$folder/image" "$folder" 2>/dev/null
 exit 0

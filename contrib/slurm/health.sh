@@ -1,7 +1,7 @@
 #!/bin/sh
-# HealthCheckProgram of slurm.conf: drains this node when it arrived last too often in the starts of the last week. It needs
-# BOOTSEER_SERVICE and BOOTSEER_SERVICE_TOKEN_FILE (scope read) in bootseer.env. While the service is unreachable no node is
-# drained, and slurmd logs why.
+# HealthCheckProgram of slurm.conf: drains this node if it was the last one too often in the starts of the last week.
+# Needs BOOTSEER_SERVICE and BOOTSEER_SERVICE_TOKEN_FILE (scope read) in bootseer.env. While the service is unreachable
+# no node is drained, and slurmd logs the reason.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environment=$(dirname "$0")/bootseer.env
 [ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prolog of slurm.conf, with PrologFlags=Alloc. A job that names its image, and the hot set of its program, by
 #   sbatch --comment bootseer-image=registry.example/team/train:7,bootseer-workload=NAME
-# gets these blocks into the cache of its user while Slurm still sets up the job. It never fails a node.
+# gets these blocks into its user's cache while Slurm sets up the job. It never fails a node.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 environment=$(dirname "$0")/bootseer.env
 [ ! -r "$environment" ] || { set -a; . "$environment"; set +a; }
@@ -22,8 +22,8 @@ run=${BOOTSEER_SLURM_RUN:-/run/bootseer-slurm}
 folder=$run/$SLURM_JOB_ID
 mkdir -p -m 0711 "$run" && mkdir -m 0700 "$folder" && mkdir -m 0700 "$folder/image" || exit 0
 chown -R "$SLURM_JOB_USER" "$folder" || exit 0
-# As the job's user: with that user's logins and cache, and without the rights of root. slurmd kills the prolog's process
-# group when the prolog ends; the log is there once the mount has a session of its own.
+# As the job's user: with that user's logins and cache, and without root's rights. slurmd kills the prolog's process
+# group when the prolog ends; the log exists once the mount has its own session.
 # shellcheck disable=SC2016,SC2086 # expanded by the inner shell; several options
 setsid -f setpriv --reuid "$SLURM_JOB_UID" --regid "$SLURM_JOB_GID" --init-groups --reset-env \
   env ${BOOTSEER_CACHE:+"BOOTSEER_CACHE=$BOOTSEER_CACHE"} ${BOOTSEER_RUNTIME:+"BOOTSEER_RUNTIME=$BOOTSEER_RUNTIME"} \

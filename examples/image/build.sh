@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Builds the container image of examples/moe as an OCI layout: five layers, about 400 MB compressed, 1.3 GB unpacked;
+# Builds the container image of examples/moe as an OCI layout (five layers, about 400 MB compressed, 1.3 GB unpacked),
 # and the wheels that the job installs when it starts.
 #
-#   examples/image/build.sh [FOLDER]      FOLDER, by default .demo-cache/image of the checkout; the image is FOLDER/oci:latest,
-#                                     the wheels are in FOLDER/wheels
+#   examples/image/build.sh [FOLDER]      FOLDER: by default .demo-cache/image in the checkout. The image is
+#                                         FOLDER/oci:latest, the wheels are in FOLDER/wheels
 #
-# No Docker: debootstrap makes the base from the Debian mirror that apt is configured with, buildah does the rest. Needs
-# root. About four minutes; quick when the image is there and nothing that it is made of has changed.
+# Without Docker: debootstrap creates the base from apt's Debian mirror, buildah does the rest. Needs root. Takes about
+# four minutes; fast if the image exists and its inputs have not changed.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
 out="${1:-$root/.demo-cache/image}"
 suite=bookworm
-python_version=3.11 # of Debian bookworm: the wheels in the image are for it, whatever Python .venv has
+python_version=3.11 # of Debian bookworm: the wheels in the image are for it, not for .venv's Python
 
 say() { printf 'image: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -34,13 +34,13 @@ made_of() {
     examples/moe/requirements.txt scripts/requirements.txt)
 }
 [[ -e $out/made-of && "$(<"$out/made-of")" == "$(made_of)" ]] && { say "$out/oci is there"; exit 0; }
-# Checkpoints in it (demo.sh) are of a script that has changed.
+# The checkpoints in it (of demo.sh) were written by the old script.
 rm -rf "$out"/made-of "$out"/checkpoints-*
 
 storage=(--root "$out/storage" --runroot "$out/storage-run" --storage-driver overlay)
 work="$out/work"
 forget() {
-  # What a stopped build left mounted goes with its containers.
+  # Removing the containers also removes an interrupted build's mounts.
   [[ -d $out/storage ]] && buildah "${storage[@]}" rm --all >/dev/null 2>&1
   rm -rf "$work" "$out/storage" "$out/storage-run"
 }
@@ -57,8 +57,8 @@ debootstrap --variant=minbase "$suite" "$work/base" ${mirror:+"$mirror"} >"$work
   { tail -3 "$work/debootstrap.log" >&2; die "debootstrap failed"; }
 rm -rf "$work"/base/var/cache/apt/* "$work"/base/var/lib/apt/lists/* "$work"/base/var/log/*.log
 
-# The wheels of the image's Python. PyTorch's CPU build is where pip is configured to look, or where uv knows it to be,
-# as in scripts/setup.sh.
+# Wheels for the image's Python. PyTorch's CPU build is in pip's configured indexes or at the address that uv has, as
+# in scripts/setup.sh.
 pip=("$root/.venv/bin/python" -m pip)
 for_image=(--quiet --only-binary :all: --python-version "$python_version" --implementation cp
   --platform manylinux2014_x86_64)
@@ -67,7 +67,7 @@ install=("${pip[@]}" install --no-compile "${for_image[@]}")
 pin="$(grep '^torch==' "$root/scripts/requirements.txt")"
 
 say "libraries, $pin and the job's requirements for Python $python_version"
-# What pip warns of concerns .venv or this machine's settings, and not the image.
+# pip's warnings concern .venv or this machine's settings, not the image.
 quietly() { "$@" >>"$work/pip.log" 2>&1; }
 failed() { tail -3 "$work/pip.log" >&2; die "$1"; }
 quietly "${install[@]}" --target "$work/context/libraries" --requirement "$here/libraries.txt" ||
@@ -80,7 +80,7 @@ quietly "${install[@]}" --target "$work/context/torch" "$pin+cpu" || {
 rm -rf "$out/wheels"
 quietly "${pip[@]}" download "${for_image[@]}" --dest "$out/wheels" --requirement "$root/examples/moe/requirements.txt" ||
   failed "cannot get the job's requirements"
-# A package belongs to the lowest layer that brings it, and console scripts name an interpreter of this machine.
+# A package belongs to the lowest layer that has it. Console scripts would name this machine's interpreter.
 rm -rf "$work"/context/{libraries,torch}/bin
 above() { # layer, the layers below it
   local layer="$1" name
