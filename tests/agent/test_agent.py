@@ -72,7 +72,7 @@ def said(env: dict[str, str]) -> dict[str, object]:
     return document
 
 
-def test_it_keeps_the_cache_within_its_limit_and_says_so(env: dict[str, str], start: Start, tmp_path: Path) -> None:
+def test_it_keeps_and_reports_the_limit_of_the_cache(env: dict[str, str], start: Start, tmp_path: Path) -> None:
     data = content(12)
     index = index_of(data)
     cached = Cache(tmp_path / "cache" / "blocks").open(index)
@@ -131,7 +131,7 @@ def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(
     assert not Path(env["BOOTSEER_RUNTIME"], "agent").exists()
 
 
-def test_connections_that_say_little_or_nothing_do_not_keep_others_out(env: dict[str, str], start: Start) -> None:
+def test_slow_and_silent_connections_do_not_block_others(env: dict[str, str], start: Start) -> None:
     start()
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(20)]
@@ -153,7 +153,7 @@ def test_connections_that_say_little_or_nothing_do_not_keep_others_out(env: dict
                 refused = not request(runtime, STATUS)
 
 
-def test_a_request_without_a_thread_keeps_no_later_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_a_thread_does_not_block_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_read_is_named(gone: str, named: str, tmp_path: 
         server.shutdown()
 
 
-def test_the_journal_has_why_the_node_is_not_cleaned_up(start: Start, tmp_path: Path) -> None:
+def test_the_journal_has_the_reason_for_a_failed_cleanup(start: Start, tmp_path: Path) -> None:
     port = free_port()
     agent = start("--listen", f"127.0.0.1:{port}")
     shutil.rmtree(tmp_path / "run" / "mounts")
@@ -207,7 +207,7 @@ def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:
     assert [line for line in ran.stderr.splitlines() if "bootseer-agent" in line] == []
 
 
-def test_the_agent_sends_spools_of_all_jobs_and_says_how_that_goes(start, env, tmp_path):
+def test_the_agent_sends_spools_of_all_jobs_and_reports_its_progress(start, env, tmp_path):
     """Also while the service is down: the events are sent when it is back."""
     root = tmp_path / "spool"
     for job in ("a", "b"):

@@ -60,7 +60,7 @@ def test_starts_go_on_after_one_that_filled_the_disk(start: Start) -> None:
         assert (ran.returncode, ran.stdout) == (0, f"{2 * (6 << 20)}\n"), ran.stderr
 
 
-def test_a_pull_that_does_not_fit_is_served_lazily_and_that_is_said(start: Start) -> None:
+def test_a_pull_that_does_not_fit_is_served_lazily_and_reported(start: Start) -> None:
     ran = start("pull")
     assert (ran.returncode, ran.stdout) == (0, f"{2 * (6 << 20)}\n"), ran.stderr
     assert "serving it lazily" in ran.stderr
@@ -75,7 +75,7 @@ def test_where_others_fill_the_disk_what_is_here_still_starts(start: Start, disk
     assert ran.returncode == 0 or ran.stderr.endswith("cannot be prepared: No space left on device\n"), ran.stderr
 
 
-def test_room_is_made_of_what_nobody_uses_and_only_when_that_is_enough(disk: Path) -> None:
+def test_unused_entries_are_evicted_only_if_that_is_enough(disk: Path) -> None:
     cache = Cache(disk / "cache")
     data = content(600, zeros=False)
     old = cache.open(index_of(data))

@@ -96,7 +96,7 @@ def test_more_bytes_than_allowed_are_not_parsed() -> None:
 
 
 @pytest.mark.parametrize("schema", ["bootseer.test/2", None, 5])
-def test_another_version_is_told_apart_from_damage(schema: object) -> None:
+def test_another_version_is_distinguished_from_damage(schema: object) -> None:
     with pytest.raises(OtherVersionError, match="another version"):
         read({"schema": schema, "key": "ab"})
 

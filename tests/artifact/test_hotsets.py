@@ -70,7 +70,7 @@ def test_runs_of_both_places_count_once(tmp_path: Path) -> None:
     assert [run.started_s for run in found.records] == [1, 2]
 
 
-def test_who_may_only_read_keeps_the_set_on_the_node_and_says_so_once(tmp_path: Path) -> None:
+def test_without_write_access_the_set_stays_on_the_node_with_one_message(tmp_path: Path) -> None:
     known, said = sets(tmp_path, ReadOnly(tmp_path / "store"))
     known.add_record(WORKLOAD, record(1, 5), publish=True)
     assert len(said) == 1
@@ -78,7 +78,7 @@ def test_who_may_only_read_keeps_the_set_on_the_node_and_says_so_once(tmp_path: 
     assert known.load(WORKLOAD) is not None
 
 
-def test_without_the_word_nothing_is_published(tmp_path: Path) -> None:
+def test_without_the_option_nothing_is_published(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     known, _ = sets(tmp_path, store)
     known.add_record(WORKLOAD, record(1, 5), publish=False)
@@ -95,7 +95,7 @@ def test_a_store_that_is_away_costs_the_set_and_nothing_else(tmp_path: Path) -> 
     "data",
     [b"", b"nonsense", encode_hot_set(HotSet(DIGEST, "other")), encode_hot_set(HotSet("other", WORKLOAD))],
 )
-def test_a_set_that_is_none_or_another_s_is_not_used(tmp_path: Path, data: bytes) -> None:
+def test_invalid_and_foreign_sets_are_not_used(tmp_path: Path, data: bytes) -> None:
     store = FileStore(tmp_path / "store")
     upload = store.upload()
     upload.write(data)

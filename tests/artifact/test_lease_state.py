@@ -32,12 +32,12 @@ def looks(watch: Watch, sights: list[LeaseObservation], every_s: float = 1.0, st
     return steps
 
 
-def test_a_holder_who_beats_lives_for_ever() -> None:
+def test_a_holder_with_heartbeats_never_expires() -> None:
     sights = [held(number // 10) for number in range(3000)]
     assert set(looks(Watch(1e9), sights)) == {Next.LOOK}
 
 
-def test_a_holder_who_is_silent_for_longer_than_he_may_is_dead() -> None:
+def test_a_holder_silent_for_too_long_is_dead() -> None:
     steps = looks(Watch(1e9), [held(7)] * 40)
     assert steps.index(Next.DEAD) == TTL_S + 1
     assert set(steps[: int(TTL_S)]) == {Next.LOOK}
@@ -50,14 +50,14 @@ def test_another_holder_begins_anew() -> None:
     assert Next.DEAD not in looks(watch, [held(7, nonce="cd" * 16, taken=True)] * 25, start_s=32)
 
 
-def test_a_holder_who_did_not_take_over_from_a_dead_one_tells_that_the_first_gave_up() -> None:
+def test_a_new_holder_without_a_takeover_means_that_the_first_gave_up() -> None:
     watch = Watch(1e9)
     assert watch.see(held(7), 0) is Next.LOOK
     assert watch.see(held(8), 1) is Next.LOOK
     assert watch.see(held(0, nonce="cd" * 16), 2) is Next.LEFT
 
 
-def test_time_in_which_nobody_could_look_is_not_silence() -> None:
+def test_time_without_observations_is_not_silence() -> None:
     away = [held(7)] * 20 + [UNKNOWN] * 500 + [held(7)] * 9
     assert Next.DEAD not in looks(Watch(1e9), away)
     assert Next.DEAD in looks(Watch(1e9), [*away, *[held(7)] * 20])
@@ -79,7 +79,7 @@ def test_a_lease_decides_within_bounds_how_long_it_may_be_silent(ttl_s: float, d
     assert steps.index(Next.DEAD) == dead_after + 1
 
 
-def test_a_lease_that_nobody_can_read_is_dead_after_a_while() -> None:
+def test_an_unreadable_lease_is_dead_after_a_while() -> None:
     broken = LeaseObservation("held", "of its bytes")
     assert looks(Watch(1e9, ttl_s=10), [broken] * 20).index(Next.DEAD) == 11
 
@@ -145,7 +145,7 @@ def test_a_lease_reads_back_as_it_was_written() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_lease_is_corrupt(change: dict[str, Any]) -> None:
+def test_an_invalid_lease_is_corrupt(change: dict[str, Any]) -> None:
     with pytest.raises(CorruptError):
         LeaseRecord.parse(json.dumps({**json.loads(RECORD.encode()), **change}).encode())
 

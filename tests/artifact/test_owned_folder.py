@@ -63,7 +63,7 @@ def test_what_was_left_before_it_had_a_name_goes_when_it_is_old(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [young]
 
 
-def test_a_folder_that_somebody_else_deleted_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_already_deleted_is_no_error(tmp_path: Path) -> None:
     folder = OwnedFolder.made(tmp_path, "run-")
     shutil.rmtree(folder.path)
     folder.remove()
@@ -100,7 +100,7 @@ def test_a_place_that_takes_no_folder_is_named(tmp_path: Path) -> None:
         OwnedFolder.made(tmp_path / "file" / "runs", "run-")
 
 
-def test_who_is_waited_for_and_since_when_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_waited_for_and_the_time_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_LONG_S", 0.0)
     monkeypatch.setattr(owned_folder, "_WORK_S", 0.05)
     path, said = tmp_path / "lock", list[str]()

@@ -41,7 +41,7 @@ def test_a_run_that_is_cut_keeps_the_rounds_that_it_has(results: Path) -> None:
     assert [path.name for path in results.iterdir()] == ["long.json"]
 
 
-def test_a_quick_look_does_not_take_the_place_of_a_measurement(results: Path) -> None:
+def test_a_quick_run_does_not_replace_a_measurement(results: Path) -> None:
     one = Benchmark("one", "?", lambda quick: outcome(1.0 if quick else 2.0))
     harness.run(one, False)
     harness.run(one, True)
@@ -55,5 +55,5 @@ def test_rounds_are_given_only_where_they_are_made(results: Path) -> None:
     assert not results.exists()
 
 
-def test_what_is_left_is_told_before_anything_was_measured() -> None:
+def test_the_remaining_time_is_shown_before_the_first_measurement() -> None:
     assert str(Left([300.0, 60.0, 60.0])) == "round 1 of 3, about 7 min are left"

@@ -55,7 +55,7 @@ def test_links_count_each_node_s_bytes_and_a_killed_node_leaves_nothing(tmp_path
     assert not any(name.startswith(f"{site.name}-") for name in os.listdir("/run/netns"))  # noqa: PTH208
 
 
-def test_a_node_that_ends_early_says_why(tmp_path: Path) -> None:
+def test_a_node_that_ends_early_has_its_reason_reported(tmp_path: Path) -> None:
     script = nodes_site.Script(steps=[["sh", "-c", "echo it broke >&2; exit 3"]])
     with nodes_site.Site(1) as site, nodes_site.nodes(site, tmp_path, [script]) as running:
         nodes_site.start(running)

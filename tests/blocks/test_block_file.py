@@ -25,7 +25,7 @@ def test_a_description_survives_json(block_file):
     assert msgspec.json.decode(msgspec.json.encode(block_file), type=BlockFile) == block_file
 
 
-def test_the_index_is_read_from_what_a_description_says(store, block_file):
+def test_the_index_is_read_from_its_description(store, block_file):
     index = read_index(store, block_file)
     assert (index.identity, index.size_bytes) == (block_file.identity, 10_000)
 

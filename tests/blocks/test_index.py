@@ -34,7 +34,7 @@ def sealed(body: bytes) -> bytes:
     return body + blake3(body).digest()
 
 
-def test_an_index_says_where_each_block_lies():
+def test_an_index_has_the_place_of_each_block():
     index = Index.parse(build())
     assert (index.num_blocks, index.block_size, index.size_bytes) == (3, 4096, 8292)
     assert [index.place(i) for i in range(3)] == [
@@ -66,7 +66,7 @@ def test_blocks_outside_the_file_have_no_place():
     ("offset", "length", "blocks"),
     [(0, 1, [0]), (4095, 2, [0, 1]), (4096, 4096, [1]), (0, 10**9, [0, 1, 2]), (8292, 5, []), (5, 0, []), (-1, 9, [])],
 )
-def test_a_range_of_the_file_lies_in_these_blocks(offset, length, blocks):
+def test_a_range_of_the_file_has_these_blocks(offset, length, blocks):
     assert list(Index.parse(build()).blocks_of(offset, length)) == blocks
 
 
@@ -98,7 +98,7 @@ def test_an_empty_file_has_no_blocks():
         pytest.param({"stripes": []}, id="no stripes"),
     ],
 )
-def test_what_cannot_be_is_refused(changes):
+def test_impossible_values_are_refused(changes):
     with pytest.raises(CorruptError):
         Index.parse(build(**changes))
 
@@ -153,7 +153,7 @@ def test_random_bytes_end_in_an_error_of_ours(data, begin, seal):
 
 
 @given(st.lists(st.tuples(st.integers(0, len(build()) - 33), st.integers(0, 255)), min_size=1, max_size=8))
-def test_an_index_that_someone_changed_and_sealed_is_refused_or_consistent(changes):
+def test_a_changed_index_with_a_valid_trailer_is_refused_or_consistent(changes):
     body = bytearray(build()[:-32])
     for position, value in changes:
         body[position] = value

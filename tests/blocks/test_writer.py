@@ -143,7 +143,7 @@ def test_the_store_failing_at_any_step_leaves_no_index(store):
             time.sleep(0.001)
 
 
-def test_a_writer_that_failed_says_so(store):
+def test_calls_of_a_failed_writer_are_errors(store):
     store.fail_at, store.failure = 0, TransientError("gone")
     writer = BlockWriter(store, block_size=BLOCK)
     with pytest.raises(TransientError):
@@ -163,7 +163,7 @@ def test_leaving_the_block_without_finish_leaves_nothing(store):
     assert all(upload.ended for upload in store.uploads)
 
 
-def test_a_store_that_names_an_object_otherwise_is_not_believed(store):
+def test_a_store_that_returns_another_name_is_an_error(store):
     real = store.upload
 
     def upload():

@@ -176,7 +176,7 @@ def test_a_spoiled_file_never_keeps_the_entry_from_being_used(cache, index, data
 
 
 @pytest.mark.parametrize("spoil", [shutil.rmtree, lambda path: (shutil.rmtree(path), path.touch())])
-def test_an_entry_that_is_no_folder_is_replaced(cache, index, data, full, spoil):
+def test_a_file_in_place_of_an_entry_is_replaced(cache, index, data, full, spoil):
     spoil(full)
     cached = cache.open(index)
     assert cached.num_ready == ZEROS
@@ -210,7 +210,7 @@ def test_processes_that_have_a_damaged_entry_open_keep_their_files(cache, index,
     new.close()
 
 
-def test_what_a_killed_process_left_behind_goes(cache, index):
+def test_leftovers_of_a_killed_process_are_removed(cache, index):
     (cache.root / "new" / f"{BOOT[:8]}-half").mkdir()
     (cache.root / "trash" / "gone").mkdir()
     cache.open(index).close()
@@ -326,7 +326,7 @@ def test_a_root_that_cannot_be_made_is_named(tmp_path, name):
         Cache(tmp_path / name)
 
 
-def test_nobody_else_can_read_the_cache(cache, index, full):
+def test_other_users_cannot_read_the_cache(cache, index, full):
     for folder in (cache.root, cache.root / "files", full):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for file in full.iterdir():

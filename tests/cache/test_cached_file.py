@@ -79,7 +79,7 @@ def test_the_data_file_is_the_file(cached, data):
     assert cached.path.read_bytes() == data
 
 
-def test_a_read_behind_the_end_or_of_nothing_is_empty(cached, data):
+def test_a_read_past_the_end_or_of_nothing_is_empty(cached, data):
     assert cached.read(len(data), 10) == cached.read(0, 0) == cached.read(10**12, 1) == b""
 
 
@@ -178,7 +178,7 @@ def test_a_claim_and_a_lease_fall_with_their_process(root, cache, cached, index)
     assert cached.claim(7)
 
 
-def test_a_closed_file_says_so(cached, data):
+def test_calls_of_a_closed_file_are_errors(cached, data):
     put(cached, data)
     cached.close()
     cached.close()
@@ -274,7 +274,7 @@ def test_where_files_may_not_grow_only_the_blocks_that_fit_are_there(root):
     cached.close()
 
 
-def test_verifying_everything_drops_damage_and_says_which(cached, data):
+def test_verifying_everything_drops_and_reports_damage(cached, data):
     put(cached, data)
     flip(cached.path, 2 * BLOCK)
     flip(cached.path, 12 * BLOCK + 99)

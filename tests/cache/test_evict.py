@@ -36,7 +36,7 @@ def test_a_file_that_something_reads_without_a_lease_stays(cache, index, data):
 
 
 @pytest.mark.parametrize("is_network", [True, False])
-def test_who_reads_an_evicted_file_reads_all_of_it(cache, index, data, monkeypatch, is_network):
+def test_a_reader_of_an_evicted_file_reads_all_of_it(cache, index, data, monkeypatch, is_network):
     """Also if the reader is not visible: on another machine, or without a lease file."""
     fill(cache, index, data)
     path = cache.entries()[0].path / "data"
@@ -93,7 +93,7 @@ def test_a_lease_of_another_process_keeps_an_entry(root, cache, index, data):
     assert cache.prune(0).freed_bytes > 0
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(cache, index, data):
+def test_a_dry_run_reports_what_it_would_do_and_does_nothing(cache, index, data):
     fill(cache, index, data)
     told = cache.prune(0, dry_run=True)
     assert here(cache, index) == list(range(13))
@@ -124,7 +124,7 @@ def replaced(cache, index, data):
         cached.close()
 
 
-def test_a_lease_on_an_entry_that_has_moved_is_none(cache, index, data, replaced):
+def test_a_lease_on_an_entry_that_has_moved_is_not_valid(cache, index, data, replaced):
     fill(cache, index, data)
     replace, opened = replaced
     with before("flock", replace):

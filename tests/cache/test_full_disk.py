@@ -146,7 +146,7 @@ def test_evicting_makes_room_on_a_full_disk(disk):
     cached.close()
 
 
-def test_blocks_that_fill_the_disk_leave_room_for_what_says_where_they_are(disk):
+def test_blocks_that_fill_the_disk_leave_space_for_their_states(disk):
     data = content(200, zeros=False)
     cached = Cache(disk / "cache", boot=BOOT).open(index_of(data))
     with pytest.raises(CacheFull, match="cache prune"):

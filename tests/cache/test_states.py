@@ -42,7 +42,7 @@ def test_the_snapshot_of_another_file_is_unknown(index):
 
 
 @given(data=st.binary(max_size=300))
-def test_random_bytes_are_no_snapshot(index, data):
+def test_random_bytes_are_not_a_snapshot(index, data):
     assert Durable.parse(data, index) is None
 
 

@@ -18,7 +18,7 @@ def test_names_and_exit_code_are_those_of_the_benchmarks(run: Run) -> None:
     assert "no such benchmark: no-such; there are run_overhead" in ran.stderr
 
 
-def test_an_installed_package_says_that_benchmarks_come_with_the_source(run: Run, tmp_path: Path) -> None:
+def test_without_the_source_there_are_no_benchmarks(run: Run, tmp_path: Path) -> None:
     installed = tmp_path / "site-packages"
     shutil.copytree(Path(bootseer.__file__).parent, installed / "bootseer")
     ran = run("bench", more={"PYTHONPATH": str(installed)})

@@ -133,7 +133,9 @@ def test_names_that_are_taken_need_replace(ckpt: Run, job: str, source: Path, tm
     assert ckpt("latest", job).stdout == "step-10\n"
 
 
-def test_latest_that_names_nothing_says_what_is_whole(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+def test_a_dangling_latest_is_an_error_with_the_newest_whole_checkpoint(
+    ckpt: Run, job: str, source: Path, tmp_path: Path
+) -> None:
     ckpt("put", str(source), job)
     (tmp_path / "jobs/moe/latest").write_text("step-99")
     ran = ckpt("latest", job, "--json", code=1)
@@ -237,7 +239,7 @@ def test_a_mistyped_address_makes_no_folder(ckpt: Run, source: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10"]
 
 
-def test_a_policy_that_is_none_is_removed_as_its_error_says(ckpt: Run, source: Path, tmp_path: Path) -> None:
+def test_an_invalid_policy_is_removed_as_its_error_suggests(ckpt: Run, source: Path, tmp_path: Path) -> None:
     policy = tmp_path / "job" / ".stripes" / "policy.json"
     policy.parent.mkdir(parents=True)
     for text in ("nonsense", '{"schema": "bootseer.stripes/2"}'):
@@ -299,14 +301,14 @@ def test_an_address_without_a_name_is_refused(uri: str) -> None:
         split(uri)
 
 
-def test_a_fallback_is_told_once_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fallback_is_reported_once_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
     assert tell_fallback({"fallback": ""}) == tell_fallback({}) == ""
     assert capfd.readouterr().err == ""
     assert tell_fallback({"fallback": "it wants Kerberos"}) == "it wants Kerberos"
     assert capfd.readouterr().err == "bootseer: reads use hdfs-native and are slower: it wants Kerberos\n"
 
 
-def test_links_that_a_copy_lacks_are_told(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_links_missing_in_a_copy_are_reported(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with contextlib.closing(FolderPlace(source.parent)) as place:
         tell_left_out(Files(place), source.name)
         assert capfd.readouterr().err == ""
@@ -339,12 +341,12 @@ def test_a_file_can_go_to_standard_output(ckpt: Run, job: str, source: Path, tmp
     assert "cannot be written" in refused.stderr
 
 
-def test_a_file_is_no_job(ckpt: Run, source: Path, tmp_path: Path) -> None:
+def test_a_file_is_not_a_job(ckpt: Run, source: Path, tmp_path: Path) -> None:
     for words in (("list", "step-10/model"), ("put", str(source), "step-10/model"), ("latest", "step-10/model")):
         assert "is not a folder" in ckpt(*words, code=1).stderr
 
 
-def test_an_hdfs_that_does_not_answer_is_told_and_ctrl_c_ends_the_wait(env: dict[str, str]) -> None:
+def test_an_hdfs_that_does_not_answer_is_reported_and_ctrl_c_ends_the_wait(env: dict[str, str]) -> None:
     pytest.importorskip("hdfs_native", reason="the extra hdfs is not installed")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"hdfs://127.0.0.1:{silent.getsockname()[1]}/jobs"

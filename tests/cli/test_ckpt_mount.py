@@ -78,7 +78,7 @@ def test_a_bundle_for_a_bug_report_has_states_and_logs_and_no_secrets(tmp_path: 
     assert (again.returncode, "File exists" in again.stderr) == (2, True)
 
 
-def test_what_cannot_be_mounted_or_unmounted_is_said_in_a_line(tmp_path: Path, ckpt: Ckpt) -> None:
+def test_failed_mounts_and_unmounts_are_errors_in_one_line(tmp_path: Path, ckpt: Ckpt) -> None:
     (tmp_path / "file").touch()
     for words, part in (
         (("mount", "ftp://bucket", tmp_path / "m"), "not a place for checkpoints"),
@@ -108,7 +108,7 @@ def test_a_mount_in_use_stays_unless_it_is_forced(tmp_path: Path, ckpt: Ckpt) ->
         os.close(handle)
 
 
-def test_a_read_only_mount_is_told(tmp_path: Path, ckpt: Ckpt) -> None:
+def test_a_read_only_mount_is_an_error(tmp_path: Path, ckpt: Ckpt) -> None:
     said = ckpt("mount", tmp_path / "place", tmp_path / "m", "--read-only", "--json")
     assert json.loads(said.stdout)["access"] == "ro"
 

@@ -71,7 +71,7 @@ def test_json_and_widths(run, logs):
         ("fast.log@" + "1" * 5000, 2, "no such file"),
     ],
 )
-def test_a_side_that_is_none(run, logs, place, code, words):
+def test_an_invalid_side(run, logs, place, code, words):
     for sides in ((place, "fast.log"), ("fast.log", place)):
         result = run("diff", *sides)
         assert (result.returncode, result.stdout) == (code, "")

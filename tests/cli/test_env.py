@@ -155,7 +155,7 @@ def test_a_wait_may_be_none_at_all() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1y", "none", "1e9", "9999999999"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a duration"):
         parse_duration(text, "--env-wait")
 

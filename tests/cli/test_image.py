@@ -111,7 +111,7 @@ def test_convert_inspect_mount_list_and_umount(bootseer: Run, node: Node) -> Non
 @pytest.mark.root
 @pytest.mark.fuse
 @pytest.mark.usefixtures("converted")
-def test_a_mount_whose_daemon_died_is_told_and_can_be_taken_away(bootseer: Run, node: Node) -> None:
+def test_a_mount_with_a_dead_daemon_is_reported_and_can_be_unmounted(bootseer: Run, node: Node) -> None:
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target), "--loading", "lazy")
     (row,) = json.loads(bootseer("image", "list", "--json").stdout)["mounts"]
@@ -282,7 +282,7 @@ def test_sizes_are_read_in_binary_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "g", "-1", "1x", "1e9", "٣"])
-def test_what_is_no_size_is_a_usage_error(text: str) -> None:
+def test_an_invalid_size_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError):
         parse_size(text, "--to")
 
@@ -311,7 +311,7 @@ def test_every_verb_has_help_for_itself_and_for_each_option(name: str, command: 
 @pytest.mark.root
 @pytest.mark.fuse
 @pytest.mark.usefixtures("converted")
-def test_a_mount_in_use_tells_how_to_find_who_uses_it(bootseer: Run, node: Node) -> None:
+def test_a_mount_in_use_is_an_error_with_the_command_to_find_its_users(bootseer: Run, node: Node) -> None:
     target = node.folder / "mnt"
     bootseer("image", "mount", node.reference, str(target))
     with (target / "hot").open("rb"):
@@ -349,7 +349,7 @@ def test_a_registry_that_does_not_give_its_blobs_is_named_once(bootseer: Run, no
 @pytest.mark.root
 @pytest.mark.fuse
 @pytest.mark.usefixtures("converted")
-def test_reads_that_fail_while_the_command_runs_are_told_with_their_cause(bootseer: Run, node: Node) -> None:
+def test_reads_that_fail_while_the_command_runs_are_reported_with_their_cause(bootseer: Run, node: Node) -> None:
     gone = node.folder / "gone"
     with FaultProxy(node.registry.host) as proxy:
         proxy.plan = lambda request: Fault(status=403) if gone.exists() else None

@@ -70,7 +70,7 @@ def test_a_log_gets_one_line_once_it_takes_long() -> None:
     assert log.getvalue() == "bootseer: still fetching x 1 of 4 blocks\nbootseer: still waiting for y for 0 s\n"
 
 
-def test_what_is_quick_is_not_told() -> None:
+def test_short_work_shows_no_progress() -> None:
     log = io.StringIO()
     with written_to(log), shown("fetching x", "bytes") as heard:
         heard(1, 4)
@@ -111,7 +111,7 @@ class _Closed(io.StringIO):
 
 @pytest.mark.usefixtures("long_at_once")
 @pytest.mark.parametrize("stderr", [None, _Closed()])
-def test_where_nobody_reads_the_work_goes_on(stderr: TextIO | None) -> None:
+def test_without_a_reader_the_work_continues(stderr: TextIO | None) -> None:
     with written_to(stderr), shown("fetching x", "blocks") as heard:
         heard(1, 4)
 

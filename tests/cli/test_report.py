@@ -64,11 +64,11 @@ def test_a_log_gives_a_report(run, log):
     ],
     ids=["empty", "binary", "other", "broken", "future", "cut"],
 )
-def test_nothing_to_tell_is_said(run, log, content, words):
+def test_nothing_to_report_is_an_error(run, log, content, words):
     assert words in one_line(run("report", log(content)), 1)
 
 
-def test_places_that_are_none(run, tmp_path):
+def test_invalid_places(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "circle").symlink_to("circle")
     assert "no such file" in one_line(run("report", "nowhere"), 2)
@@ -121,7 +121,7 @@ def test_no_login_of_an_address_is_echoed(run, log, words):
         (("convert", "x"), "did you mean `bootseer image convert`?"),
     ],
 )
-def test_a_verb_that_is_none_brings_the_one_that_was_meant(run, words, meant):
+def test_an_unknown_command_suggests_the_closest_one(run, words, meant):
     result = run(*words)
     assert result.returncode == 2
     assert meant in result.stderr
@@ -171,7 +171,7 @@ def test_several_jobs_ask_for_a_choice_without_driving_the_terminal(run, log):
     assert "300 jobs" in one_line(run("report", many), 2)
 
 
-def test_the_log_says_what_was_read_and_which_startup_was_chosen(run, log):
+def test_the_log_has_the_inputs_and_the_chosen_startup(run, log):
     told = run("--debug", "report", log()).stderr
     assert "report.log_scan [" in told
     assert "read 1 files, " in told
@@ -226,7 +226,7 @@ def test_torchrun_logs_without_bootseer(run, name):
         (4, ["gpu001"]),
     ],
 )
-def test_each_node_of_a_slurm_job_is_told(run, job, nodes):
+def test_each_node_of_a_slurm_job_is_reported(run, job, nodes):
     result = run("report", str(GOLDEN / "slurm" / "node_lists.log"), "--job", str(job), "--json")
     told = json.loads(result.stdout)
     assert [node["node"] for node in told["nodes"]] == nodes
@@ -302,7 +302,7 @@ def test_output_that_cannot_be_written(run, log, form):
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_a_reader_that_leaves_is_no_traceback(env, log, tmp_path, form):
+def test_a_closed_pipe_causes_no_traceback(env, log, tmp_path, form):
     name = log(b"".join(Fleet(200).lines()))
     reading, writing = os.pipe()
     os.close(reading)
@@ -327,7 +327,7 @@ def test_control_c_while_it_reads(env, tmp_path):
     assert process.returncode == 130
 
 
-def test_files_that_cannot_be_written_are_told(run, log):
+def test_files_that_cannot_be_written_are_errors(run, log):
     result = run("report", log(), "--html", "no/such/folder.html")
     assert result.stderr == "bootseer: no/such/folder.html: cannot be written: No such file or directory\n"
     assert result.returncode == 1
@@ -391,7 +391,7 @@ def test_local_times_have_the_offset_of_their_own_date(run, log):
     assert (summer, winter) == (1_784_534_400 * 10**9, 1_768_899_600 * 10**9)  # 08:00 and 09:00 UTC
 
 
-def test_restarts_that_failed_before_are_told_from_the_launchers_start(run):
+def test_failed_restarts_have_times_since_the_launchers_start(run):
     """At torchrun's default log level the log has only its start and the failures: 1.2 s, 2.4 s and 3.0 s."""
     ran = run("report", str(GOLDEN / "torchelastic" / "restarts.log"))
     told = " ".join(ran.stdout.split())
@@ -454,7 +454,7 @@ def test_the_page_of_a_report_without_nodes_is_complete():
 
 
 @pytest.mark.parametrize("words", [["fleet"], ["history", "moe"], ["watch", "moe"]])
-def test_the_address_of_a_service_is_no_folder(run, words):
+def test_the_address_of_a_service_is_not_a_folder(run, words):
     result = run(*words, "http://starts.example:8765")
     assert result.returncode == 2
     assert result.stderr == (

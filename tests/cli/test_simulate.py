@@ -75,7 +75,7 @@ def test_values_are_compared(run: Run) -> None:
         (["--what-if", "name.of=1"], "name is not a table"),
     ],
 )
-def test_what_cannot_be_simulated_is_said_in_a_line(run: Run, words: list[str], said: str) -> None:
+def test_what_cannot_be_simulated_is_an_error_in_one_line(run: Run, words: list[str], said: str) -> None:
     ran = run("simulate", *words)
     assert ran.returncode == 2, ran.stderr
     assert said in ran.stderr

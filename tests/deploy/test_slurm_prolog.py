@@ -54,7 +54,7 @@ def test_the_image_and_hot_set_of_the_comment_are_mounted(
     assert given == ["image", "mount", *words, f"{tmp_path}/7/image"]
 
 
-def test_a_health_check_says_why_it_knows_nothing(tmp_path: Path) -> None:
+def test_a_health_check_reports_why_it_failed(tmp_path: Path) -> None:
     """slurmd logs the output of a failing program. It was discarded, so that a wrong token was not noticed."""
     health, program = tmp_path / "health.sh", tmp_path / "bootseer"
     health.write_bytes((PROLOG.parent / "health.sh").read_bytes())

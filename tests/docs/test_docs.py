@@ -144,7 +144,7 @@ def test_each_field_of_the_report_is_documented(kind: type) -> None:
     assert not missing, f"docs/formats/report.md, {kind.__name__}: {sorted(missing)}"
 
 
-def test_the_report_s_words_are_documented() -> None:
+def test_the_values_in_reports_are_documented() -> None:
     said = text("formats/report.md")
     buckets = [verdict.bucket(gpus) for gpus in (1, 11, 101, 501, 1001, 2001, 3001)]
     for word in (model.SCHEMA, model.WORK, model.WAIT, model.UNTRACKED, *buckets):

@@ -93,7 +93,7 @@ def test_an_image_that_ends_early_is_corrupt() -> None:
         _read_all(_image()[:-BLOCK])
 
 
-def test_no_image_at_all_is_corrupt() -> None:
+def test_an_empty_file_is_corrupt() -> None:
     with pytest.raises(CorruptError):
         _reader(b"")
 

@@ -242,7 +242,7 @@ def test_another_process_writes_the_same_bytes(seed: str, tmp_path: Path) -> Non
     assert (tmp_path / "own").read_bytes() == (tmp_path / "other").read_bytes()
 
 
-def test_what_lost_its_name_is_not_in_the_image(tmp_path: Path) -> None:
+def test_unlinked_files_are_not_in_the_image(tmp_path: Path) -> None:
     def fill(writer: ErofsWriter) -> None:
         tree = writer.tree
         gone = tree.add(DIRECTORY)
@@ -257,7 +257,7 @@ def test_what_lost_its_name_is_not_in_the_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [b"", b".", b"..", b"a/b", b"a\0", b"n" * 256])
-def test_what_is_not_a_name_is_refused(name: bytes) -> None:
+def test_invalid_names_are_refused(name: bytes) -> None:
     tree = ErofsWriter(_Nowhere()).tree
     with pytest.raises(PermanentError, match="not the name of a file"):
         tree.link(ROOT, name, tree.add(FILE))

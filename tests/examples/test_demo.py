@@ -38,7 +38,7 @@ needs_hdfs = pytest.mark.skipif(bool(_no_hdfs), reason=_no_hdfs)
 
 
 @needs_venv
-def test_never_empties_a_folder_of_somebody_else(tmp_path: Path) -> None:
+def test_a_folder_of_others_is_never_emptied(tmp_path: Path) -> None:
     kept = tmp_path / "thesis.txt"
     kept.write_text("years of work")
     result = subprocess.run([EXAMPLES / "demo.sh", tmp_path], capture_output=True, text=True, check=False)
@@ -196,7 +196,7 @@ def test_an_interrupt_ends_the_hdfs_too(tmp_path: Path, short: Path, checkpoints
 
 
 @needs_venv
-def test_without_an_hdfs_one_line_says_what_is_not_shown(tmp_path: Path, checkpoints: Path) -> None:
+def test_without_an_hdfs_one_line_names_the_omitted_part(tmp_path: Path, checkpoints: Path) -> None:
     words = [
         EXAMPLES / "with_hdfs.sh",
         tmp_path / "out",

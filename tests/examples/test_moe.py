@@ -174,7 +174,7 @@ def test_damaged_checkpoint_is_named(
     assert str(copy) in line
 
 
-def test_full_disk_is_said_and_keeps_the_last_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_keeps_the_last_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
     copy = tmp_path / "checkpoints"
     shutil.copytree(checkpoints, copy)
     assert "cannot save" in error_of(run(copy, "--steps 1", max_file_bytes=512 * 1024))
@@ -189,7 +189,7 @@ def test_full_disk_is_said_and_keeps_the_last_checkpoint(checkpoints: Path, tmp_
         ("--text no/such/file", "cannot read the text: No such file or directory: no/such/file"),
     ],
 )
-def test_what_cannot_run_is_said_in_one_line(checkpoints: Path, flags: str, said: str) -> None:
+def test_what_cannot_run_is_an_error_in_one_line(checkpoints: Path, flags: str, said: str) -> None:
     assert said in error_of(run(checkpoints, flags))
 
 

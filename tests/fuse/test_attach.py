@@ -40,7 +40,7 @@ def test_mounting_through_the_helper(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @needs_device
 @pytest.mark.parametrize("helper", [False, True])
-def test_a_mount_that_fails_says_why_and_leaves_no_descriptor(
+def test_a_mount_that_fails_has_a_reason_and_leaves_no_descriptor(
     tmp_path: Path, helper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if helper:

@@ -90,18 +90,18 @@ def test_a_listing_holds_what_the_kernel_expects() -> None:
     assert struct.unpack_from("=Q", unknown) == (0,), "a node without a reference of the kernel"
 
 
-def test_answers_hold_for_as_long_as_is_said() -> None:
+def test_answers_have_their_validity() -> None:
     assert struct.unpack_from("=QQQQ", protocol.entry_out(7, Attributes(8, 0), 5)) == (7, 0, 5, 5)
     assert struct.unpack_from("=Q", protocol.attr_out(Attributes(8, 0), 5)) == (5,)
 
 
 @pytest.mark.parametrize(("keep", "flags"), [(True, 2), (False, 0)])
-def test_an_open_file_says_whether_pages_stay(keep: bool, flags: int) -> None:
+def test_an_open_file_has_the_flag_to_keep_pages(keep: bool, flags: int) -> None:
     assert struct.unpack("=QII", protocol.open_out(9, keep_pages=keep)) == (9, flags, 0)
     assert struct.unpack("=QII", protocol.open_out(9, keep_pages=keep, writes=False)) == (9, flags | 32, 0)
 
 
-def test_room_is_told_in_whole_blocks() -> None:
+def test_space_is_reported_in_whole_blocks() -> None:
     assert struct.unpack_from("=QQQ", protocol.space_out(Space(5 << 20, (2 << 20) + 1))) == (5, 2, 2)
 
 

@@ -219,7 +219,7 @@ def test_a_signal_that_does_not_kill_leaves_a_read_alone(mounted: Mount) -> None
         assert reader.communicate(timeout=DEADLINE_S)[0] == "4096\n"
 
 
-def test_errors_of_a_tree_reach_the_reader_and_nobody_else(mounted: Mount, faults: list[str]) -> None:
+def test_errors_of_a_tree_reach_only_the_reader(mounted: Mount, faults: list[str]) -> None:
     def broken(name: bytes, data: bytes, reply: Reply) -> Cancel | None:
         match name:
             case b"refused":
@@ -254,7 +254,7 @@ def test_errors_of_a_tree_reach_the_reader_and_nobody_else(mounted: Mount, fault
     assert any("answered with 6" in fault for fault in faults), "a short answer would be padded with zeros"
 
 
-def test_unmounting_while_somebody_reads(mounted: Mount) -> None:
+def test_unmounting_during_a_read(mounted: Mount) -> None:
     hold = Held(b"f")
     session = mounted(MemoryTree({b"f": b"late"}, hold))
     with ThreadPoolExecutor(1) as pool:

@@ -123,7 +123,7 @@ def test_an_error_at_close_reaches_the_program(shown: Mount) -> None:
     assert raised.value.errno == errno.EDQUOT
 
 
-def test_fsync_and_close_are_told_apart(shown: Mount) -> None:
+def test_fsync_and_close_are_distinguished(shown: Mount) -> None:
     files = MemoryFiles()
     root = shown(files).target
     handle = os.open(root / "f", os.O_WRONLY | os.O_CREAT)
@@ -176,7 +176,7 @@ def test_nodes_that_the_kernel_forgets_are_not_held(shown: Mount) -> None:
 
 
 @pytest.mark.parametrize("num_writers", [12, 100])
-def test_calls_that_wait_hold_up_nobody_else(shown: Mount, num_writers: int) -> None:
+def test_calls_that_wait_hold_up_no_others(shown: Mount, num_writers: int) -> None:
     files = MemoryFiles()
     root = shown(files).target
     (root / "read").write_bytes(b"content")

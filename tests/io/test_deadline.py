@@ -42,7 +42,7 @@ def test_a_call_that_hangs_ends_with_its_deadline() -> None:
         gate.set()
 
 
-def test_items_come_in_order_and_errors_behind_them() -> None:
+def test_items_come_in_order_and_errors_after_them() -> None:
     def produce() -> Iterator[int]:
         yield from range(20)
         raise ValueError("at the end")

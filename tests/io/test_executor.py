@@ -95,7 +95,7 @@ def test_a_job_that_comes_while_the_last_thread_clears_up_is_run(gate):
     until(lambda: done == [1, 2])
 
 
-def test_closing_leaves_a_thread_that_hangs_behind_and_says_so(gate):
+def test_closing_abandons_a_hanging_thread_and_reports_it(gate):
     pool = Executor("test-pool")
     pool.submit(lambda: gate.wait(120))
     assert not pool.close(0.01)

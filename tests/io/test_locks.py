@@ -56,7 +56,7 @@ def test_a_long_wait_is_explained_once(pair, tmp_path, monkeypatch):
     assert told == [[os.getpid()]]
 
 
-def test_who_waits_for_a_moment_asks_as_often_as_who_comes_later(pair, tmp_path, monkeypatch):
+def test_short_waits_poll_at_equal_intervals(pair, tmp_path, monkeypatch):
     locks.lock(pair[0], tmp_path / "file", 0.0)
     pauses, sleep = [], locks.time.sleep
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: pauses.append(seconds) or sleep(seconds))

@@ -74,7 +74,7 @@ def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) ->
     assert not num_writers(me, number)
 
 
-def test_readers_are_no_writers(tmp_path: Path) -> None:
+def test_readers_are_not_writers(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     with (tmp_path / "f").open("rb") as file:
         assert not num_writers(os.getpid(), os.fstat(file.fileno()).st_ino)
@@ -95,7 +95,7 @@ def test_a_thread_belongs_to_its_process() -> None:
     assert found == [os.getpid()]
 
 
-def test_a_process_that_was_killed_is_told_from_one_that_ended() -> None:
+def test_killed_and_ended_processes_are_distinguished() -> None:
     for code, killed in (("import os; os.kill(os.getpid(), 15)", True), ("", False)):
         child = subprocess.Popen([sys.executable, "-c", code])
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

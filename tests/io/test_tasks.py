@@ -79,7 +79,7 @@ def test_what_is_no_exception_is_raised_where_the_result_is_asked_for():
         tasks.submit(call).result()
 
 
-def test_what_is_done_is_told_by_one_thread_at_a_time_and_the_end_always_is(gate):
+def test_progress_is_reported_by_one_thread_at_a_time_and_the_end_always_is(gate):
     told, hangs = [], threading.Event()
 
     def progress(done, total):
@@ -100,14 +100,14 @@ def test_what_is_done_is_told_by_one_thread_at_a_time_and_the_end_always_is(gate
     assert told == [(1, 10), (10, 10)]
 
 
-def test_no_lock_is_held_while_it_is_told():
+def test_no_lock_is_held_during_the_callback():
     count = Count(2, lambda done, total: free.append(not count._lock.locked()))
     free = []
     count.add(2)
     assert free == [True]
 
 
-def test_what_the_callback_raises_is_raised_and_the_next_step_is_told():
+def test_errors_of_the_callback_are_raised_and_the_next_step_is_reported():
     told = []
 
     def progress(done, total):

@@ -30,7 +30,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_unusable_spool_is_exit_1_and_says_what_to_do(tmp_path: Path) -> None:
+def test_unusable_spool_is_exit_1_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(command, ["--spool", str(tmp_path / "file")])
     assert result.exit_code == 1

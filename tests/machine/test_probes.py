@@ -115,7 +115,7 @@ def test_version_of_a_program(
     assert (check.status, check.found) == ("ok", found)
 
 
-def test_program_that_tells_no_version_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_a_version_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path, "runc", "echo 'cannot allocate memory' >&2; exit 137")
     monkeypatch.setenv("PATH", str(tmp_path))
     check = probes.check_runtimes()
@@ -224,7 +224,7 @@ def test_files_that_describe_devices_are_named(tmp_path: Path) -> None:
     assert probes.check_devices([tmp_path]).found == str(tmp_path / "nvidia.yaml")
 
 
-def test_a_trial_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_process_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trial.py").write_text("import os; os.abort()")
     monkeypatch.setattr(kernel, "_SCRIPT", tmp_path / "trial.py")
     trial = kernel.attempt("fuse")

@@ -135,7 +135,7 @@ def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: Stored, shown
     assert (second.target / stored.index.identity).read_bytes() == image
 
 
-def test_a_cache_that_is_deleted_under_a_mount_is_told_once(place: Path, stored: Stored, shown: Shown) -> None:
+def test_a_cache_deleted_under_a_mount_is_reported_once(place: Path, stored: Stored, shown: Shown) -> None:
     """The log is in memory, and would grow by a line every 30 s."""
     session = shown.show(BlockFileService((stored.index,), stored.store, place / "cache", rest=False))
     shutil.rmtree(place / "cache")
@@ -272,7 +272,7 @@ def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: S
     assert "No such file or directory" in listed.stderr, "what the image deletes is gone"
 
 
-def test_files_that_are_no_images_are_refused(place: Path, shown: Shown) -> None:
+def test_other_files_than_images_are_refused(place: Path, shown: Shown) -> None:
     store = FileStore(place)
     with BlockWriter(store, block_size=65_536) as writer:
         writer.write(b"no image" * 100_000)

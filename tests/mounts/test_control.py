@@ -16,7 +16,7 @@ from waiting import until
 
 
 @pytest.mark.parametrize("said", [RuntimeError("can't start new thread"), {"figure": object()}])
-def test_an_answer_that_goes_wrong_is_told_and_does_not_end_the_daemon(
+def test_a_failed_answer_is_reported_and_does_not_end_the_daemon(
     tmp_path: Path, said: Exception | control.Answer
 ) -> None:
     def answer(question: str) -> control.Answer:

@@ -124,9 +124,7 @@ def test_a_read_that_hangs_holds_up_no_other(image: Path, start: Start) -> None:
     assert not kernel.is_mount(daemon.folder / "files")
 
 
-def test_killed_while_somebody_reads_means_errors_at_once_and_never_zeros(
-    place: Path, image: Path, start: Start
-) -> None:
+def test_a_kill_during_reads_means_errors_at_once_and_never_zeros(place: Path, image: Path, start: Start) -> None:
     daemon, _ = start(image)
     (place / "at").mkdir()
     mount_erofs(daemon.folder / "files" / "image", place / "at")
@@ -211,7 +209,7 @@ def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
-def test_one_that_does_not_end_is_killed_and_that_is_told(image: Path, start: Start) -> None:
+def test_a_daemon_that_does_not_end_is_killed_and_reported(image: Path, start: Start) -> None:
     """Otherwise an unmount would end as if all data had been sent."""
     daemon, _ = start(image)
     daemon.process.signal(signal.SIGSTOP)
@@ -219,7 +217,7 @@ def test_one_that_does_not_end_is_killed_and_that_is_told(image: Path, start: St
     assert not daemon.process.alive
 
 
-def test_with_a_lifeline_it_ends_with_who_started_it(image: Path, start: Start) -> None:
+def test_with_a_lifeline_it_ends_with_its_parent(image: Path, start: Start) -> None:
     daemon, program = start(image, lifeline=True)
     assert (daemon.folder / "files" / "image").exists()
     program.kill()
@@ -241,7 +239,7 @@ def test_a_start_that_hangs_is_ended(place: Path, image: Path, start: Start) -> 
     until(lambda: not _running_in(folder), "nothing of it is left")
 
 
-def test_a_start_that_hangs_is_ended_even_if_nobody_waits_for_it(place: Path, image: Path) -> None:
+def test_a_start_that_hangs_is_ended_even_without_a_waiter(place: Path, image: Path) -> None:
     (image.parent / "hang").touch()
     folder = place / "daemon"
     program = subprocess.Popen([sys.executable, str(JOB), str(folder), str(image)])
@@ -272,7 +270,7 @@ def test_many_daemons_at_once(place: Path, image: Path, start: Start) -> None:
 
 
 @pytest.mark.parametrize("question", [b"", b"nonsense\n", b"[]\n", b'{"do": "dance"}\n', b'{"do"', b"x" * 100_000])
-def test_nonsense_on_the_control_socket_harms_nobody(image: Path, start: Start, question: bytes) -> None:
+def test_nonsense_on_the_control_socket_does_no_harm(image: Path, start: Start, question: bytes) -> None:
     import socket
 
     daemon, _ = start(image)

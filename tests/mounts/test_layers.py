@@ -45,7 +45,7 @@ def test_a_mount_directly_below_the_root_is_seen() -> None:
     assert not kernel.is_mount(Path("/nothing-of-this-name"))
 
 
-def test_what_is_no_image_is_refused_by_name(place: Path) -> None:
+def test_an_invalid_image_is_named_in_the_error(place: Path) -> None:
     (place / "text").write_bytes(b"x" * 8192)
     with pytest.raises(BootseerError, match=r"text: mount erofs"):
         mount_erofs(place / "text", made(place / "at"))

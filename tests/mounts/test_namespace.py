@@ -199,7 +199,7 @@ def test_an_overlay_in_place_lets_nested_mounts_through(place: Path, user: bool)
     assert (changes / "work/work/incompat/volatile").exists()  # the kernel's mark: unmounting synced nothing
 
 
-def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:
+def test_a_mount_without_a_target_in_the_new_folder_is_reported(place: Path) -> None:
     root, layer = place / "root", place / "layer"
     (root / "nested").mkdir(parents=True)
     layer.mkdir()

@@ -39,7 +39,7 @@ def test_a_child_whose_parent_was_faster_dies_at_once() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_number_alone_is_no_process() -> None:
+def test_a_process_is_more_than_its_number() -> None:
     own = ProcessId.of(os.getpid())
     assert own is not None
     assert own.alive

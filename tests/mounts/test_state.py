@@ -120,7 +120,7 @@ def test_a_dead_daemon_is_noticed_and_its_mount_can_be_removed(place: Path, star
     assert runtime.remove_stale() == [state]
 
 
-def test_files_that_are_no_records_are_no_mounts(place: Path) -> None:
+def test_other_files_than_records_are_not_mounts(place: Path) -> None:
     runtime = Runtime(place / "run")
     for number, text in enumerate(["", "[]", '{"schema": "bootseer.mount/2"}', "null", "{" * 100, '{"schema": 1}']):
         folder = runtime.mounts / f"{number:012x}"
@@ -149,7 +149,7 @@ def cache_at(root: Path) -> Any:
     return SimpleNamespace(root=root)
 
 
-def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
+def test_a_kept_layer_is_left_alone_during_mounts(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "image", {b"a": b"alpha"})
     layer = mount_shared(runtime, Layer(image))
@@ -200,7 +200,7 @@ def test_a_folder_of_the_runtime_that_others_can_change_is_not_used(place: Path,
 
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("what", ["folder", "file", "link", "pipe"])
-def test_a_record_that_another_user_wrote_is_no_mount(place: Path, what: str) -> None:
+def test_a_record_of_another_user_is_ignored(place: Path, what: str) -> None:
     runtime = Runtime(place / "run")
     sleeper = subprocess.Popen(["sleep", "60"])
     try:

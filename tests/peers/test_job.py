@@ -51,7 +51,7 @@ def test_a_file_of_blocks_is_found_by_its_identity(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("identity", ["", "../secret", "AB" * 32, "ab" * 32 + "\n"])
-def test_what_is_no_identity_names_no_file(folder: Path, identity: str) -> None:
+def test_an_invalid_identity_names_no_file(folder: Path, identity: str) -> None:
     with pytest.raises(ValueError, match="identity"):
         JobPeers.open(folder).registered(identity)
 

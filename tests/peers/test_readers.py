@@ -53,7 +53,7 @@ def test_chunks_that_nodes_do_not_share_are_all_read_by_themselves() -> None:
     assert readers.answer(asked("c", 0x0180), 0, "owner") == {"a": 0x0080, "b": 0x0100}
 
 
-def test_a_node_that_asks_again_is_told_the_same() -> None:
+def test_a_repeated_question_has_the_same_answer() -> None:
     readers = Readers()
     for _ in range(2):
         assert [readers.answer(asked(name), 0, "owner") for name in "abc"] == [{}, {"a": 1}, {"b": 1}]
@@ -69,7 +69,7 @@ def test_a_node_that_did_not_give_it_is_replaced_by_the_first_that_says_so() -> 
     assert readers.answer(asked("f", unit=1), 0, "owner") == {}
 
 
-def test_what_the_owner_has_itself_is_had_from_it() -> None:
+def test_blocks_that_the_owner_has_are_read_from_it() -> None:
     readers = Readers()
     assert readers.answer(asked("a", 3, without="owner"), 3, "owner") == {}
     assert readers.answer(asked("b", 7, keeps=False), 4, "owner") == {"a": 3, "owner": 4}

@@ -62,7 +62,7 @@ def test_a_malformed_answer_is_refused(body: bytes) -> None:
         Readiness.of(body)
 
 
-def test_a_report_is_signed_with_all_that_it_says() -> None:
+def test_all_of_a_report_is_signed() -> None:
     keys = bytes(32), "0" * 32, "1" * 32
     sent = Signer.of(*keys).encode(StartReport("a", READY), "host").rstrip(b"\r\n")
     assert Signer.of(*keys).decode(parse_head(sent)) == StartReport("a", READY)

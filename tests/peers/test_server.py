@@ -156,7 +156,7 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
     assert signs[:5] == [0, 0, 0, -1, -1], "it is alive, but receives nothing"
 
 
-def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) -> None:
+def test_an_origin_that_fails_is_reported(server: tuple[Server, str], file: File) -> None:
     def fail() -> None:
         while not file.waiting:
             time.sleep(0.001)
@@ -303,7 +303,7 @@ def test_a_block_of_the_largest_size_may_be_asked_for() -> None:
     assert Signer(b"key").decode(head) == request
 
 
-def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str], file: File) -> None:
+def test_a_connection_over_the_limit_is_asked_to_retry(server: tuple[Server, str], file: File) -> None:
     held = [threading.Thread(target=ask, args=(server[1], 1 << 20, 4096)) for _ in range(MAX_CONNECTIONS)]
     for thread in held:
         thread.start()

@@ -84,7 +84,7 @@ def test_a_file_that_another_machine_replaces_on_nfs_is_read_again(
     assert place.read_bytes("latest", 10) == b"step-2"
 
 
-def test_a_checkpoint_mount_that_refuses_our_names_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_mount_that_refuses_our_names_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: Any, **folder: int) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -273,7 +273,7 @@ def test_a_root_that_is_a_link_is_followed(tmp_path: Path) -> None:
         "a\0b",
     ],
 )
-def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
+def test_invalid_places_are_refused_with_a_hint(uri: str) -> None:
     with pytest.raises(UsageError) as caught:
         open_place(uri)
     assert caught.value.hint

@@ -44,7 +44,7 @@ class TestHdfsPlace(PlaceContract):
     """The contract."""
 
 
-def test_parts_that_are_begun_together_lie_on_different_nodes(place: Place) -> None:
+def test_parts_begun_together_are_on_different_nodes(place: Place) -> None:
     writers = place.begin_parts([f"parts/{number}" for number in range(3)], part_bytes=1 << 20)
     for writer in writers:
         writer.write(bytes(1 << 20))

@@ -58,7 +58,7 @@ def test_a_checkpoint_that_replaces_one_of_another_tool_stays_when_that_is_remov
     assert content(place, "step-1") == {"step-1/weights": b"new"}
 
 
-def test_a_folder_that_another_tool_has_copied_into_itself_is_told(place: ObjectPlace) -> None:
+def test_a_folder_that_another_tool_has_copied_into_itself_is_an_error(place: ObjectPlace) -> None:
     place.make_folder("job")
     place.write_bytes("job/file", b"x")
     for key in ("job/file", f"{TEMPORARY_PREFIX}links/job"):
@@ -67,7 +67,7 @@ def test_a_folder_that_another_tool_has_copied_into_itself_is_told(place: Object
         content(place)
 
 
-def test_an_address_that_names_a_file_is_no_empty_folder(place: ObjectPlace) -> None:
+def test_an_address_that_names_a_file_is_not_an_empty_folder(place: ObjectPlace) -> None:
     """A job started with `s3://…/latest` found no checkpoint, and trained from the beginning."""
     assert place.stat("").is_folder
     obstore.put(place._bucket.writer, "jobs", b"step-1")

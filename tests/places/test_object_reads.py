@@ -145,7 +145,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> N
             read(file, 0, 11)
 
 
-def test_a_bucket_in_another_region_is_called_so_at_once(proxy: FaultProxy, uri: str) -> None:
+def test_a_bucket_in_another_region_is_an_error_at_once(proxy: FaultProxy, uri: str) -> None:
     """It was reported after a minute."""
     proxy.plan = lambda _: Fault(status=301)
     with closing(open_place(uri)) as place, pytest.raises(PermanentError, match="set AWS_REGION"):

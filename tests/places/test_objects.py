@@ -94,7 +94,7 @@ def test_what_other_tools_have_put_is_found_under_its_key(place: Place, uri: str
     assert place.stat("run/ck-6/weights.safetensors").size_bytes == len(data)
 
 
-def test_keys_that_are_no_paths_are_skipped_and_told_of(
+def test_keys_other_than_paths_are_skipped_and_reported(
     place: Place, server: S3Server, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = f"/jobs/{uri.rpartition('/')[2]}"
@@ -346,7 +346,7 @@ def test_a_name_that_is_asked_for_in_vain_is_asked_for_again_soon(
         assert place.stat("file").size_bytes == 1
 
 
-def test_of_what_was_made_though_its_answer_was_lost_it_is_known_who_made_it(proxy: FaultProxy, uri: str) -> None:
+def test_a_create_whose_answer_was_lost_is_recognized(proxy: FaultProxy, uri: str) -> None:
     with closing(open_place(uri)) as place:
         assert place.create_bytes("first", b"")
         for name, there in (("own", b"own"), ("others", b"another's")):
@@ -367,7 +367,7 @@ def test_of_what_was_made_though_its_answer_was_lost_it_is_known_who_made_it(pro
         (400, "AuthorizationHeaderMalformed", "AWS_REGION is not"),
     ],
 )
-def test_a_refused_login_is_said_in_the_servers_words(
+def test_a_refused_login_has_the_servers_message(
     proxy: FaultProxy, uri: str, status: int, code: str, said: str
 ) -> None:
     answer = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code></Error>".encode()
@@ -465,7 +465,7 @@ def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(
     assert "Credential=file/" in proxy.requests[-1].headers["authorization"]
 
 
-def test_objects_behind_one_that_was_removed_meanwhile_are_removed_too(tmp_path: Path) -> None:
+def test_objects_after_one_removed_meanwhile_are_removed_too(tmp_path: Path) -> None:
     removed_from = bucket.Bucket("s3://jobs")
     removed_from.reader = LocalStore(tmp_path)  # stops at a missing object, like Azure and Google Cloud
     keys = [f"{number:02}" for number in range(40)]
@@ -475,9 +475,7 @@ def test_objects_behind_one_that_was_removed_meanwhile_are_removed_too(tmp_path:
     assert removed_from.objects("") == []
 
 
-def test_google_cloud_is_told_generations_in_place_of_entity_tags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_google_cloud_gets_generations_instead_of_entity_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"etag": '"tag"', "x-goog-generation": "17", "last-modified": "Thu, 26 Nov 2026 08:00:00 GMT"}
     with FaultProxy("", lambda _: Fault(status=200, headers=headers, body=b"some/prefix/")) as server:
         account = {"gcs_base_url": f"http://{server.host}", "disable_oauth": True}

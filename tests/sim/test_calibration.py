@@ -55,7 +55,7 @@ def test_a_scenario_is_found_again_in_the_reports_of_its_starts(run: Run, tmp_pa
         (json.dumps({"startup": {"num_nodes": 4}, "stages": [SNAIL]}), "slow-factor"),
     ],
 )
-def test_what_is_no_report_is_said_in_a_line(run: Run, tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_report_is_an_error_in_one_line(run: Run, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "report.json").write_text(text)
     ran = run("simulate", "--calibrate", str(tmp_path / "report.json"))
     assert ran.returncode == 2

@@ -188,7 +188,7 @@ def test_ranks_that_are_forked_do_not_import() -> None:
     assert stages[1]["max_s"] < 1 < stages[0]["median_s"]
 
 
-def test_an_owner_whose_answers_are_all_slow_holds_nothing_up_though_none_is_late() -> None:
+def test_an_owner_whose_answers_are_all_slow_delays_nothing_though_none_is_late() -> None:
     changes = ["image.gb=6", "environment.gb=0.1", "checkpoint.gb=0", "rest.import-s=1", "nodes=[8]"]
     scenario = read_scenario("moe", changes)
     slow = msgspec.structs.replace(scenario, fault=[Fault(node=3, upload_factor=0.05)])
@@ -197,7 +197,7 @@ def test_an_owner_whose_answers_are_all_slow_holds_nothing_up_though_none_is_lat
     assert outcome.registry_bytes < 1.2 * healthy.registry_bytes
 
 
-def test_a_registry_that_refuses_is_asked_again() -> None:
+def test_a_refused_request_to_the_registry_is_retried() -> None:
     scenario = read_scenario("moe", [*SMALL, "links.registry-requests-per-s=40"])
     outcome = simulate(scenario, 2, "without peers")
     assert outcome.began_s > 0

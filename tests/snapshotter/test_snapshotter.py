@@ -150,7 +150,7 @@ def protocol(node: Containerd, name: str) -> list[Any]:
     return heard
 
 
-def test_the_doctor_says_whether_containerd_would_be_answered(tmp_path: Path) -> None:
+def test_the_doctor_checks_whether_the_snapshotter_answers(tmp_path: Path) -> None:
     assert check(tmp_path).status == "missing"
     with containerd(tmp_path / "c", {"BOOTSEER_RUNTIME": str(tmp_path / "r")}, "none", plugin_alone=True) as node:
         (tmp_path / SOCKET).symlink_to(node.socket)
@@ -263,7 +263,7 @@ def test_calls_wait_on_a_passed_socket_while_no_snapshotter_runs(node: Node) -> 
 @pytest.mark.parametrize(
     ("number", "wrong"), [("2", "LISTEN_FDS=2"), ("1", "not a socket"), ("1", "passed no Unix socket")]
 )
-def test_a_passed_socket_that_is_none_is_one_line(tmp_path: Path, number: str, wrong: str) -> None:
+def test_an_invalid_passed_socket_is_an_error_in_one_line(tmp_path: Path, number: str, wrong: str) -> None:
     with socket.socket() as inet, (tmp_path / "file").open("w") as file:
         given = inet if "Unix" in wrong else file
         words = [sys.executable, "-P", "-m", "bootseer", "snapshotter", "--root", str(tmp_path / "root")]

@@ -120,7 +120,7 @@ class StoreContract:
             with pytest.raises(TooShortError, match="were asked for"):
                 get(store, stored.name, size - before_end, length)
 
-    def test_no_bytes_are_no_bytes(self, store: Store) -> None:
+    def test_an_empty_range_is_empty(self, store: Store) -> None:
         assert get(store, put(store, DATA).name, 5, 0) == b""
         assert get(store, put(store, DATA, "named").name, 5, 0) == b""
 
@@ -165,12 +165,12 @@ class StoreContract:
         assert outside.get(sha256(b"something else")) is None
         assert outside.get(sha256(DATA)) is None
 
-    def test_a_content_name_may_be_said_beforehand(self, store: Store) -> None:
+    def test_a_content_name_may_be_given_in_advance(self, store: Store) -> None:
         upload = store.upload()
         upload.write(DATA)
         assert upload.commit(sha256(DATA)) == Stored(sha256(DATA), len(DATA))
 
-    def test_nobody_sees_an_object_before_its_commit(self, store: Store, outside: Outside) -> None:
+    def test_an_object_is_not_visible_before_its_commit(self, store: Store, outside: Outside) -> None:
         put(store, b"before", "a/name")
         upload = store.upload()
         for _ in range(30):
@@ -189,7 +189,7 @@ class StoreContract:
         assert list(store.list()) == []
         assert outside.unfinished() == []
 
-    def test_nothing_stays_beside_a_committed_upload(self, store: Store, outside: Outside) -> None:
+    def test_a_committed_upload_leaves_nothing_else(self, store: Store, outside: Outside) -> None:
         upload = store.upload()
         upload.write(bytes(20_000_000))
         upload.commit("big")
@@ -243,7 +243,7 @@ class StoreContract:
         assert store.create("small/object", data, refs=[needed])
         assert get(store, "small/object") == data
 
-    def test_create_refuses_names_that_are_no_paths(self, store: Store) -> None:
+    def test_create_refuses_names_other_than_paths(self, store: Store) -> None:
         assert _taken([*HOSTILE, sha256(b"")], lambda name: store.create(name, b"")) == []
 
     def test_create_refuses_large_objects(self, store: Store, outside: Outside) -> None:

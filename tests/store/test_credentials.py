@@ -48,7 +48,7 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def test_without_a_file_there_is_no_login(config: object) -> None:
+def test_no_file_means_no_login(config: object) -> None:
     assert find_credentials(HOST) == Credentials()
 
 
@@ -61,7 +61,7 @@ def test_a_file_without_our_host_has_no_login(config: Callable[[Any], None], con
 
 
 @pytest.mark.parametrize("key", [HOST, f"https://{HOST}", f"https://{HOST}/v1/", f"http://{HOST}/"])
-def test_a_login_lies_in_the_file(config: Callable[[Any], None], key: str) -> None:
+def test_a_login_is_found_in_the_file(config: Callable[[Any], None], key: str) -> None:
     config({"auths": {key: {"auth": encoded("me:pass:word")}}})
     assert find_credentials(HOST) == Credentials("me", "pass:word")
     assert find_credentials("registry.example") == Credentials()
@@ -75,7 +75,7 @@ def test_a_login_of_a_path_is_for_what_is_below(config: Callable[[Any], None]) -
 
 
 @pytest.mark.parametrize("path", ["v1/", "v2/"])
-def test_only_the_path_of_an_old_login_says_nothing(config: Callable[[Any], None], path: str) -> None:
+def test_a_login_for_another_path_is_not_used(config: Callable[[Any], None], path: str) -> None:
     """With another team's login, a registry refused reads that it permits without any."""
     config({"auths": {f"{HOST}/team": {"auth": encoded("me:word")}}})
     assert find_credentials(HOST, "public/a") == Credentials()
@@ -126,7 +126,7 @@ def test_a_password_of_enroot_may_have_any_bytes(tmp_path: Path, monkeypatch: py
     assert base64.b64decode(find_credentials("nvcr.io").basic.removeprefix("Basic ")) == b"me:pass\xe9"
 
 
-def test_user_and_password_may_be_written_out(config: Callable[[Any], None]) -> None:
+def test_user_and_password_may_be_plain(config: Callable[[Any], None]) -> None:
     config({"auths": {HOST: {"username": "me", "password": "word"}}})
     assert find_credentials(HOST) == Credentials("me", "word")
 

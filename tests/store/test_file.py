@@ -77,7 +77,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_full_disk_is_said_and_nothing_stays(small_disk: Path) -> None:
+def test_a_full_disk_is_an_error_and_nothing_stays(small_disk: Path) -> None:
     store = FileStore(small_disk / "store")
     put(store, b"x" * 1000, "before")
     upload = store.upload()
@@ -224,7 +224,7 @@ def test_a_read_ends_at_its_deadline(tmp_path: Path) -> None:
         list(store.read(name, timeout_s=-1))
 
 
-def test_a_folder_in_place_of_an_object_is_no_object(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_an_object_is_not_found(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     put(store, b"x", "a/b")
     for name in ("a", "a/b/c"):
@@ -237,13 +237,13 @@ def test_a_folder_in_place_of_an_object_is_no_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(AccessError, match="Permission denied"):
         FileStore(tmp_path / "store").upload()
 
 
-def test_content_lies_in_folders_by_its_first_digits(tmp_path: Path) -> None:
+def test_content_is_in_folders_by_its_first_digits(tmp_path: Path) -> None:
     put(FileStore(tmp_path), DATA)
     digits = sha256(DATA)[7:]
     assert (tmp_path / "sha256" / digits[:2] / digits).read_bytes() == DATA

@@ -80,7 +80,7 @@ class TestHdfsStore(SharedStoreContract):
         return Outside(uri)
 
 
-def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> None:
+def test_an_object_may_have_many_blocks(cluster: HdfsCluster, uri: str) -> None:
     outside = Outside(uri)
     data = os.urandom(1024 * 1024) * 5
     with closing(PlaceStore(open_place(uri))) as store:
@@ -207,6 +207,6 @@ def test_the_rest_of_a_killed_writer_is_removed_after_a_day(cluster: HdfsCluster
 
 
 @pytest.mark.parametrize("uri", ["hdfs://", "hdfs:///dir", "hdfs://host/a/../b"])
-def test_addresses_that_are_none_are_refused(uri: str) -> None:
+def test_invalid_addresses_are_refused(uri: str) -> None:
     with pytest.raises(UsageError):
         PlaceStore(open_place(uri))

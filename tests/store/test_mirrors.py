@@ -135,7 +135,7 @@ def test_a_conversion_reads_the_registry_itself(node: Node, configure: Configure
         assert mirror.requests == []
 
 
-def test_a_web_page_is_no_manifest(registry: Registry, repository: str, configure: Configure) -> None:
+def test_a_web_page_is_not_taken_for_a_manifest(registry: Registry, repository: str, configure: Configure) -> None:
     page = Fault(status=200, body=b"<html>")
     with closing(open_store(f"oci://{registry.host}/{repository}")) as direct, FaultProxy("", lambda _: page) as mirror:
         put(direct, b"index", "images/one")
@@ -160,7 +160,9 @@ def test_logins_of_docker_hub_are_looked_up_by_its_own_name(configure: Configure
     assert [each.host for each, _ in servers_of("another")] == ["another"]
 
 
-def test_whether_nobody_has_it_or_nobody_answers(registry: Registry, repository: str, configure: Configure) -> None:
+def test_missing_and_unreachable_are_different_errors(
+    registry: Registry, repository: str, configure: Configure
+) -> None:
     origin = away()
     configure(origin, f'[host."http://{registry.host}"]\n')
     error = refusal(origin, repository)
@@ -186,7 +188,7 @@ def test_a_mirror_gets_its_own_login_alone(
         assert mirror.requests[-1].headers["authorization"] == f"Basic {auth}"
 
 
-def test_whom_a_file_says_to_trust(tmp_path: Path, repository: str, configure: Configure) -> None:
+def test_the_certificate_options_of_a_file(tmp_path: Path, repository: str, configure: Configure) -> None:
     with Registry(tmp_path, tls=True) as mirror:
         for line, words in (("", "not trusted"), ('ca = "ca.crt"', "status 404"), ("skip_verify = true", "status 404")):
             origin = away()

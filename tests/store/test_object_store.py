@@ -227,7 +227,7 @@ def test_an_endpoint_without_encryption_must_be_wanted(bucket: str, monkeypatch:
 
 
 @pytest.mark.parametrize("uri", ["s3://", "s3://b/a/../c", "az://container/x"])
-def test_addresses_that_are_none_are_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_addresses_are_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(UsageError):
         object_store.ObjectStore(uri)

@@ -186,7 +186,7 @@ def test_hostile_manifests_hold_no_object(store: OciStore) -> None:
         assert all(found.name in ("blob", "another") for found in store.list())
 
 
-def test_a_registry_that_forbids_removing_says_so(registry: Registry, repository: str) -> None:
+def test_a_registry_that_forbids_deletion_is_an_error(registry: Registry, repository: str) -> None:
     refused = Fault(status=405, body=b'{"errors":[{"code":"UNSUPPORTED"}]}')
     with FaultProxy(registry.host, lambda request: refused if request.method == "DELETE" else None) as proxy:
         store = OciStore(open_registry(proxy.host, repository))

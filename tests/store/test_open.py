@@ -54,7 +54,7 @@ def test_a_store_is_opened_again_by_its_uri(uri: str) -> None:
         "://x",
     ],
 )
-def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
+def test_invalid_uris_are_refused_with_a_hint(uri: str) -> None:
     with pytest.raises(UsageError) as caught:
         open_store(uri)
     assert caught.value.hint

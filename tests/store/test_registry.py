@@ -190,7 +190,7 @@ def test_an_answer_that_was_not_read_gives_up_its_connection_alone(client: Clien
     ],
 )
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_server_under_load_says_when_to_come_back(
+def test_retry_after_of_a_loaded_server_is_used(
     client: Client, proxy: FaultProxy, status: int, value: str | timedelta, least: float, most: float
 ) -> None:
     if isinstance(value, timedelta):  # from now, not from when the tests were collected
@@ -203,7 +203,7 @@ def test_a_server_under_load_says_when_to_come_back(
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-5", "1e9", "9" * 5000])
-def test_a_retry_after_that_makes_no_sense_is_none(client: Client, proxy: FaultProxy, value: str) -> None:
+def test_an_invalid_retry_after_is_ignored(client: Client, proxy: FaultProxy, value: str) -> None:
     proxy.plan = once(Fault(status=429, headers={"Retry-After": value}))
     with pytest.raises(TransientError) as caught:
         read(client)
@@ -367,7 +367,7 @@ class TestManifests:
         assert proxy.requests == []
 
     @pytest.mark.parametrize("reference", ["", "../x", "a/b", "a b", "x" * 129, "sha256:1", ".x", "a?b"])
-    def test_references_that_are_none_are_refused(self, client: Client, reference: str) -> None:
+    def test_invalid_references_are_refused(self, client: Client, reference: str) -> None:
         with pytest.raises(UsageError):
             client.manifest(reference)
 

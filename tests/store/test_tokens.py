@@ -215,7 +215,7 @@ class TestBearer:
                 get(store, name)
                 assert (len(asked), len(proxy.requests)) == (before[0] + 1, before[1] + 1)
 
-    def test_who_is_not_logged_in_is_told_what_to_do(
+    def test_a_missing_login_is_an_error_with_a_hint(
         self, guarded: Registry, asked: list[object], repository: str
     ) -> None:
         with (
@@ -256,7 +256,7 @@ class TestBearer:
             b'{"token":' + 60_000 * b"[",
         ],
     )
-    def test_an_answer_that_is_no_token_is_transient(self, answer: bytes) -> None:
+    def test_an_answer_without_a_token_is_transient(self, answer: bytes) -> None:
         with FaultProxy("") as proxy:
             challenge = {"WWW-Authenticate": f'Bearer realm="http://{proxy.host}/token",service="s",scope="x"'}
             proxy.plan = lambda request: (
@@ -271,7 +271,7 @@ class TestBearer:
                 store.stat(sha256(DATA))
 
     @pytest.mark.parametrize("challenge", ['{}, Basic realm="x"', 'Basic realm="x",{}', "Negotiate, {}"])
-    def test_challenges_that_a_proxy_has_joined_in_one_header_are_told_apart(self, challenge: str) -> None:
+    def test_challenges_joined_in_one_header_by_a_proxy_are_separated(self, challenge: str) -> None:
         """One challenge's realm was mistaken for the other's."""
         with FaultProxy("") as proxy:
             bearer = f'Bearer realm="http://{proxy.host}/token",service="s",scope="repository:a/b:pull,push"'

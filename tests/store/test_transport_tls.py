@@ -85,7 +85,7 @@ def test_a_certificate_goes_to_its_own_host_alone(tls: Registry, certificates: P
     assert transport.certificates(name, 443) == certificates / name
 
 
-def test_plain_http_to_a_registry_with_tls_says_what_to_write(tmp_path: Path) -> None:
+def test_plain_http_to_a_registry_with_tls_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with Registry(tmp_path, tls=True) as registry:
         error = asked(registry.host, plain_http=True)
         assert isinstance(error, PermanentError)
@@ -105,7 +105,7 @@ def test_a_server_that_ends_plain_connections_may_want_tls() -> None:
         assert "TLS" not in str(caught.value), "an answer has begun"
 
 
-def test_tls_to_a_registry_without_says_what_to_write(tmp_path: Path) -> None:
+def test_tls_to_a_registry_without_it_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with Registry(tmp_path) as registry, closing(Client(registry.host, "a/b")) as client:
         refused = pytest.raises(PermanentError, match=f"--plain-http, or BOOTSEER_PLAIN_HTTP={registry.host}")
         with refused:
