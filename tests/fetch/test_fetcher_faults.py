@@ -47,7 +47,7 @@ def test_answers_that_end_early_without_an_error_are_tried_again(fetching, data)
 
 
 @pytest.mark.slow
-def test_an_answer_that_drips_is_asked_for_a_second_time(fetching, data):
+def test_a_request_with_a_very_slow_response_is_hedged(fetching, data):
     fetcher, _, _ = fetching([Fault(piece_bytes=16, bytes_per_s=100)], replace(QUICK, hedge_s=0.5, demand_timeout_s=4))
     assert fetcher.read_blocking(0, 0, BLOCK, deadline_s=30) == data[:BLOCK]
     assert fetcher.stats().hedges == 1
@@ -197,7 +197,7 @@ def test_each_read_of_a_corrupt_block_is_an_error_that_names_it(fetching, data, 
     assert fetcher.read_blocking(0, BLOCK, BLOCK) == data[BLOCK : 2 * BLOCK]
 
 
-def test_a_cache_that_raises_what_nobody_foresaw_fails_the_read_and_those_behind_it_are_answered(
+def test_a_cache_that_raises_an_unexpected_error_fails_the_read_and_later_ones_are_answered(
     fetching, data, monkeypatch
 ):
     fetcher, _, cached = fetching(settings=QUICK)

@@ -61,7 +61,7 @@ def test_three_processes_that_pull_the_same_file_fetch_each_block_once(other, pl
     assert sum(end["bytes"] for end in ends) == sum(stripe.size_bytes for stripe in place[1].stripes)
 
 
-def test_the_block_of_a_killed_process_is_fetched_by_whoever_waits_for_it(other, place, cache, data):
+def test_the_block_of_a_killed_process_is_fetched_by_a_process_that_waits_for_it(other, place, cache, data):
     store, block_file = place
     child = other("hang")
     assert child.stdout.readline() == "request\n"

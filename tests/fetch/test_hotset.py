@@ -54,7 +54,7 @@ def test_a_stale_block_disappears_after_runs_without_it():
     assert 99 not in planned(merged(*runs, *gone))
 
 
-def test_a_run_that_ended_early_has_no_say_about_later_blocks():
+def test_a_run_that_ended_early_does_not_count_for_later_blocks():
     whole = [run(number, range(10)) for number in range(2)]
     crashed = [run(number, [0, 1], duration_ms=15) for number in range(2, 6)]
     assert planned(merged(*whole, *crashed)) == list(range(10))

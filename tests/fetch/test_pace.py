@@ -72,7 +72,7 @@ def test_prefetch_has_a_quarter_of_a_second_of_the_throughput_in_flight(pace):
     assert pace.window_bytes() == 20 * MIB
 
 
-def test_idle_time_does_not_make_a_line_thin(pace):
+def test_idle_time_does_not_lower_the_estimated_throughput(pace):
     pace.request_started(0, 0.0)
     pace.arrived(40 * MIB, 0.5)
     pace.request_started(0, 100.0)
@@ -80,7 +80,7 @@ def test_idle_time_does_not_make_a_line_thin(pace):
     assert pace.window_bytes() == 20 * MIB
 
 
-def test_a_long_way_needs_a_larger_window_but_a_full_line_does_not_widen_it(pace):
+def test_latency_needs_a_larger_window_but_a_full_link_does_not_widen_it(pace):
     pace.request_started(0, 0.0)
     pace.arrived(40 * MIB, 0.5)
     pace.first_block(0.2)

@@ -115,7 +115,7 @@ def test_a_wrong_set_that_is_read_to_its_end_is_fetched_in_advance_although_more
     assert sum(len(fetch.blocks) for _, fetch in w.launched if fetch.purpose is Purpose.DEMAND) < 30
 
 
-def test_zeros_are_asked_of_no_place() -> None:
+def test_blocks_of_zeros_are_not_requested() -> None:
     w = world(Ring(["a", "b"]), [BLOCK, 0] * 16)
     pull(w)
     w.run()
@@ -178,7 +178,7 @@ def failing(*names: str) -> Callable[[Fetch, int], Fault | None]:
     return lambda fetch, earlier: Fault(error=TransientError("gone")) if fetch.step in names else None
 
 
-def test_what_an_owner_does_not_give_the_second_in_rank_is_asked_for() -> None:
+def test_blocks_that_an_owner_lacks_are_requested_from_the_second_in_rank() -> None:
     w = world(Ring(FOUR), fault=failing("a"))
     pull(w)
     w.run()
@@ -315,7 +315,7 @@ faults = st.one_of(
     reads=st.lists(st.tuples(st.floats(0, 4), st.integers(0, 59)), max_size=10),
     rest=st.booleans(),
 )
-def test_whatever_places_do_all_that_is_wanted_comes_and_each_read_is_answered_once(
+def test_whatever_places_do_all_wanted_blocks_arrive_and_each_read_is_answered_once(
     sizes: list[int],
     script: list[Fault | None],
     places: list[str],

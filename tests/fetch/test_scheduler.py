@@ -177,7 +177,7 @@ def test_the_rest_includes_a_suspended_hot_block_whose_request_fails_later() -> 
     assert w.scheduler.idle
 
 
-def test_a_rush_does_not_wait_for_silence() -> None:
+def test_a_pull_at_once_does_not_wait_until_readers_are_idle() -> None:
     w = world(100)
     w.scheduler.want_cold(0, range(100), w.now)
     w.scheduler.fetch_all_now()

@@ -74,7 +74,7 @@ def test_the_rank_for_which_all_others_waited_is_named() -> None:
     ]
 
 
-def test_what_is_known_to_be_slow_for_so_many_ranks_is_told() -> None:
+def test_settings_known_to_be_slow_for_many_ranks_are_reported() -> None:
     many = ("rank_known", 0, {"world_size": 1440})
     first = {"libuv": True, "nccl": "2.21.5", "somaxconn": 1024, "open_files": 1024}
     assert connection_lines(startup(many, ("ranks_connected", 0, first), torch="2.3.1+cu121")) == [
@@ -88,7 +88,7 @@ def test_what_is_known_to_be_slow_for_so_many_ranks_is_told() -> None:
     assert connection_lines(startup(("rank_known", 0, {"world_size": 8}), ("ranks_connected", 0, first))) == []
 
 
-def test_events_with_anything_in_their_place_are_read() -> None:
+def test_events_with_invalid_attributes_are_read() -> None:
     odd = {"seconds": "x", "groups": [1], "groups_s": True, "nccl": 7, "somaxconn": -1, "world_size": "8", "keys": None}
     stages = ("store_connected", "reverse_dns", "ranks_connected", "rank_known")
     assert connection_lines(startup(*((stage, 0, odd) for stage in stages), torch="new")) == []

@@ -126,7 +126,7 @@ def test_nothing_is_left_behind(trained):
     assert done.stdout.count("left behind [] [0, 0, 0] path [] SourceFileLoader") == 2, done.stdout
 
 
-def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
+def test_long_imports_are_stages_without_visible_effects(run, events, tmp_path):
     (tmp_path / "slow_module.py").write_text("import time, json.tool\ntime.sleep(0.3)\nvalue = 7\n")
     source = (
         "import importlib.util, safetensors\n"  # imports are watched from this one on, as with torch

@@ -82,7 +82,7 @@ def test_the_loader_answers_like_the_real_one(run, tmp_path):
     ],
     ids=["broken", "warns", "stub"],
 )
-def test_a_torch_that_is_none_looks_as_without_us(run, env, tmp_path, source):
+def test_a_package_torch_that_is_not_pytorch_runs_as_without_us(run, env, tmp_path, source):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     (tmp_path / "job.py").write_text("import torch\nprint(torch.__file__)\n")

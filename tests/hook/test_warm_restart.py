@@ -135,7 +135,7 @@ def test_without_a_warm_parent_that_lives_the_launcher_starts_by_exec(job: Job) 
     until_none_is_left(job.folder)
 
 
-def test_killed_in_a_warm_restart_it_leaves_nothing(job: Job) -> None:
+def test_a_run_killed_in_a_warm_restart_leaves_nothing(job: Job) -> None:
     with job.start("on", "wait") as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(4)]

@@ -76,6 +76,6 @@ def test_a_file_that_is_none_ends_in_one_line(tmp_path: Path, text: str) -> None
         edits_for(["x/y=0"], [tmp_path])
 
 
-def test_no_gpu_is_no_answer() -> None:
+def test_an_empty_list_of_gpus_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
         gpu_names(" , ")

@@ -396,7 +396,7 @@ def test_a_program_that_is_not_there_is_told_with_a_shell_s_exit_code(run: Run, 
 
 
 @pytest.mark.parametrize(("program", "code"), [("plain", 126), ("folder", 126), ("nothing", 127)])
-def test_so_is_one_below_a_mount(run: Run, tmp_path: Path, program: str, code: int) -> None:
+def test_a_missing_program_below_a_mount_is_reported(run: Run, tmp_path: Path, program: str, code: int) -> None:
     (tmp_path / "tools" / "folder").mkdir(parents=True)
     (tmp_path / "tools" / "plain").write_text("#!/bin/sh\n")
     ran = run(f"/tools/{program}", options=Options(binds=(Bind(str(tmp_path / "tools"), "/tools"),)))

@@ -223,7 +223,7 @@ def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_stack_of_them(
     convert(_unreadable(_source(tmp_path / "4", BASE, NEEDY, MORE)), store)
 
 
-def test_a_list_of_questions_that_an_earlier_version_stored_for_a_layer_is_passed_over(tmp_path: Path) -> None:
+def test_a_list_of_questions_that_an_earlier_version_stored_for_a_layer_is_ignored(tmp_path: Path) -> None:
     expected = convert(_source(tmp_path / "1", BASE, NEEDY), MemoryStore(f"{tmp_path}/other"))
     store = MemoryStore(str(tmp_path))
     options = ConvertOptions()

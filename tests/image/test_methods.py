@@ -280,7 +280,7 @@ def test_a_copy_of_a_mount_in_another_namespace_survives_eviction(
             assert other.communicate(b"\n")[0] == content
 
 
-def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Image) -> None:
+def test_a_way_that_fails_although_it_seemed_usable_is_followed_by_the_next(image: Image) -> None:
     """A cache on tmpfs: EROFS cannot be mounted from its files."""
     said: list[str] = []
     cache = image.folder / "cache"
@@ -315,7 +315,7 @@ def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> No
     assert list(unpacked_folder(cache).iterdir()) == []
 
 
-def test_a_written_out_tree_is_left_alone_while_somebody_is_mounting(image: Image) -> None:
+def test_a_written_out_tree_is_left_alone_while_it_is_being_mounted(image: Image) -> None:
     mount_image(image.request(), image.folder / "mnt", refused=WAYS[MountMethod.UNPACK]).close()
     folder = image.runtime.new_folder()
     assert delete_idle_trees(image.request().cache, image.runtime, idle_s=0) == []

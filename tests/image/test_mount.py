@@ -188,7 +188,7 @@ def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why
     assert (above / "new" / "file").read_text() == "new"
 
 
-def test_a_node_that_has_everything_asks_nobody_for_a_digest(converted: Node, mount: Mount) -> None:
+def test_a_node_that_has_everything_makes_no_request_for_a_digest(converted: Node, mount: Mount) -> None:
     by_digest = parse_reference(f"{converted.reference}@{converted.digest}")
     mount(reference=by_digest, loading="pull").close()
     before = len(converted.requests())
@@ -416,7 +416,7 @@ def test_a_hot_set_that_cannot_be_published_is_kept_here(converted: Node, mount:
         assert [stored.name for stored in store.list("hotsets/")] == []
 
 
-def test_without_root_there_is_a_clear_word(converted: Node) -> None:
+def test_without_root_there_is_a_clear_error(converted: Node) -> None:
     def as_nobody() -> None:
         os.setuid(65534)
         with pytest.raises(UsageError, match="without root"):

@@ -46,7 +46,7 @@ def test_the_image_tells_user_folder_and_variables(tmp_path: Path) -> None:
     assert found.env == {"PATH": "/opt/bin:/bin", "A": "image", "HOME": "/"}
 
 
-def test_the_user_s_words_outrank_the_image_s(tmp_path: Path) -> None:
+def test_options_of_the_user_take_precedence_over_the_image_s(tmp_path: Path) -> None:
     words = ProcessOptions(env=("A=mine", "HOST", "NOT_SET"), workdir="/elsewhere", user="0")
     found = process(words, tmp_path, {"HOST": "h", "OTHER": "o"})
     assert found.env["A"] == "mine"
@@ -55,7 +55,7 @@ def test_the_user_s_words_outrank_the_image_s(tmp_path: Path) -> None:
     assert (found.cwd, found.user.uid) == ("/elsewhere", 0)
 
 
-def test_who_starts_and_where_events_go_pass_and_nothing_else(tmp_path: Path) -> None:
+def test_identity_and_destination_of_events_pass_and_nothing_else(tmp_path: Path) -> None:
     host = {
         "BOOTSEER_JOB": "moe",
         "TRACEPARENT": "00-x",

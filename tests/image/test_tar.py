@@ -82,7 +82,7 @@ def test_xattrs_are_those_that_runtimes_read() -> None:
     assert found[0][0].xattrs == {b"user.a": b"y\xff"}
 
 
-def test_names_are_those_that_go_gives() -> None:
+def test_names_are_those_of_go() -> None:
     """A GNU name takes precedence over a pax name, and records of an unknown sparse format are ignored."""
     long_name = layer(file("g" * 200), dialect=tarfile.GNU_FORMAT)[:1024]
     assert [one.name for one, _ in _read(long_name + layer(file("f", pax={"path": "p"})))] == [b"g" * 200]
@@ -188,7 +188,7 @@ def test_a_damaged_archive_is_corrupt(data: bytes) -> None:
         {"path": "a\0b"},
     ],
 )
-def test_lying_records_are_corrupt(pax: dict[str, str]) -> None:
+def test_forged_records_are_corrupt(pax: dict[str, str]) -> None:
     with pytest.raises(CorruptError):
         _read(layer(file("f", b"0123456789", pax=pax)))
 

@@ -56,7 +56,7 @@ unpack(MergedLayers(layers), Path(sys.argv[3]))
 
 @needs_root
 @pytest.mark.root
-def test_anybody_gets_the_files_if_not_their_owners(tmp_path: Path) -> None:
+def test_an_ordinary_user_gets_the_files_without_their_owners(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     write_layout(tmp_path / "layout", LAYERS)

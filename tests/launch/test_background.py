@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_it_tells_is_heard_in_order(tmp_path: Path) -> None:
+def test_messages_arrive_in_order(tmp_path: Path) -> None:
     def work(send: Send) -> None:
         os.write(1, b"a word for the log\n")
         for number in range(3):
@@ -40,7 +40,7 @@ def test_what_it_tells_is_heard_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "a word for the log\n"
 
 
-def test_no_answer_is_lost_when_two_come_at_once(tmp_path: Path) -> None:
+def test_no_message_is_lost_when_two_arrive_at_once(tmp_path: Path) -> None:
     def work(send: Send) -> None:
         send({"number": 1})
         send({"number": 2})
@@ -52,7 +52,7 @@ def test_no_answer_is_lost_when_two_come_at_once(tmp_path: Path) -> None:
         helper.next_message(DEADLINE_S)
 
 
-def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
+def test_its_error_keeps_its_type(tmp_path: Path) -> None:
     def work(send: Send) -> None:
         raise PermanentError("the disk is full")
 
@@ -61,7 +61,7 @@ def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
     assert helper.messages() == [{"error": "the disk is full", "kind": "PermanentError", "hint": ""}]
 
 
-def test_one_that_ends_without_a_word_is_an_error_for_who_waits(tmp_path: Path) -> None:
+def test_a_helper_that_ends_without_a_message_is_an_error(tmp_path: Path) -> None:
     helper = start_background(lambda send: None, name="test-helper", log=tmp_path / "log")
     with pytest.raises(TransientError, match="without an answer"):
         helper.next_message(DEADLINE_S)
@@ -84,7 +84,7 @@ def test_stopping_it_lets_it_undo_what_it_began(tmp_path: Path) -> None:
     assert ProcessId.of(helper.pid) is None
 
 
-def test_it_holds_no_pipe_of_who_started_us_and_has_no_terminal(tmp_path: Path) -> None:
+def test_it_holds_no_pipe_of_our_parent_and_has_no_terminal(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.set_inheritable(write, True)
 

@@ -17,7 +17,7 @@ from bootseer.mounts import kernel
 
 
 @pytest.mark.root
-def test_what_works_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+def test_working_environments_are_reported_and_leave_nothing_behind(tmp_path: Path) -> None:
     found = check_environments(tmp_path / "cache")
     assert (found.name, found.status) == (ENVIRONMENTS, "ok")
     assert "overlay" in found.found
@@ -77,7 +77,7 @@ os._exit(0)  # the look-up continues for seconds
 
 
 @pytest.mark.root
-def test_a_resolver_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_a_resolver_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     words = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$0" -u -c "$1"', sys.executable, DEAD]
     said = subprocess.check_output(words, env={**os.environ, "CONF": str(tmp_path / "conf")}, text=True)
     assert said.startswith("limited reverse DNS")

@@ -57,6 +57,6 @@ def test_settings_of_installers_pass_unless_they_name_a_place_of_this_machine() 
     assert passed_settings(env, ["FLAVOUR", "MISSING"]) == ("PIP_INDEX_URL", "PIP_NO_INDEX", "FLAVOUR")
 
 
-def test_words_of_the_user_outrank_the_machine_s_variables() -> None:
+def test_options_of_the_user_take_precedence_over_the_machine_s_variables() -> None:
     env = {"PIP_NO_INDEX": "1", "FLAVOUR": "dev", "SECRET": "x"}
     assert setup_variables(["PIP_NO_INDEX=0", "FLAVOUR", "MISSING"], env, []) == {"PIP_NO_INDEX": "0", "FLAVOUR": "dev"}

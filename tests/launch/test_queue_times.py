@@ -57,7 +57,7 @@ def test_kubernetes_tells_when_the_node_saw_the_pod(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", 'kubernetes.io/config.seen="soon"', "\x00" * 100, None])
-def test_annotations_that_say_nothing_are_unobserved(tmp_path, content):
+def test_annotations_without_a_time_are_unobserved(tmp_path, content):
     if content is not None:
         (tmp_path / "annotations").write_text(content)
     assert told({"BOOTSEER_PODINFO": str(tmp_path)}).started_ns is None
@@ -118,7 +118,7 @@ def test_a_pod_that_may_read_itself_learns_when_it_was_made(api, tmp_path):
 @pytest.mark.parametrize(
     "answer", [None, b"", b"[]", b'{"status": 7}', b'{"metadata": {"uid": "u"}}', pod(restarts=1), pod(uid="other")]
 )
-def test_an_api_server_that_does_not_say_leaves_them_unobserved(api, answer):
+def test_times_are_unobserved_without_an_answer_of_the_api_server(api, answer):
     env, pods = api
     if answer is not None:
         pods["/api/v1/namespaces/train/pods/moe-0"] = answer

@@ -249,7 +249,7 @@ def test_what_only_a_mount_can_show_or_the_user_wants_mounted_is_mounted(
 
 
 @pytest.mark.parametrize("uri", ["job", "hdfs://127.0.0.1:1/x"])
-def test_asked_to_read_plainly_what_cannot_be_it_says_so(run: Run, job: Path, uri: str) -> None:
+def test_a_checkpoint_that_cannot_be_read_plainly_is_an_error(run: Run, job: Path, uri: str) -> None:
     ran = run("run", "--checkpoint", uri, "--checkpoint-read", "plain", "--", "touch", "began")
     assert (ran.returncode, "the checkpoint cannot be read plainly: " in ran.stderr) == (2, True)
     assert not (job.parent / "began").exists()

@@ -71,9 +71,7 @@ def test_a_place_that_does_not_answer_is_told_and_ctrl_c_ends_the_wait(
     nothing_is_left(tmp_path)
 
 
-def test_a_quiet_run_waits_in_silence_and_ends_when_it_is_told_to(
-    env: dict[str, str], silent: str, tmp_path: Path
-) -> None:
+def test_a_quiet_run_waits_silently_and_ends_with_a_signal(env: dict[str, str], silent: str, tmp_path: Path) -> None:
     with start(env, tmp_path, "run", "-q", "--checkpoint", silent, "--", "touch", "began") as process:
         folder = mounts_folder(tmp_path)
         until(lambda: folder.is_dir() and any(folder.glob("*/log")))

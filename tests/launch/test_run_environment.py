@@ -166,7 +166,7 @@ def test_a_restore_writes_what_another_node_lacks(place: Place) -> None:
     assert (place.project / "data" / "deep" / "vocab").read_text() == "words\n"
 
 
-def test_somebody_s_own_file_in_the_way_makes_the_setup_run(place: Place) -> None:
+def test_a_user_s_own_file_in_the_way_makes_the_setup_run(place: Place) -> None:
     script = place.counting_script("mkdir -p data; echo words > data/vocab")
     words = ("--setup", script, "--", "cat", "data/vocab")
     place.run(*words)
@@ -415,7 +415,7 @@ def test_what_is_installed_from_a_scratch_folder_and_leads_there_is_in_no_snapsh
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_what_is_said_of_a_snapshot_is_so_when_it_is_said(place: Place) -> None:
+def test_a_snapshot_is_announced_only_when_it_is_published(place: Place) -> None:
     """A home below /tmp is captured like any other: the second start finds what the first one created."""
     home = Path(tempfile.mkdtemp(prefix="bootseer-home-"))
     script = place.counting_script("[ -f ~/.tool ] || echo words > ~/.tool\n")
@@ -447,7 +447,7 @@ def test_the_working_folder_may_be_in_the_environment(place: Place) -> None:
     assert not Path("/opt/bootseer-test-tool").exists()
 
 
-def test_a_python_in_a_scratch_folder_is_as_good_as_any(place: Place, tmp_path: Path) -> None:
+def test_a_python_in_a_scratch_folder_works_like_any_other(place: Place, tmp_path: Path) -> None:
     """Either its packages are captured there, or the start reports why not: never a snapshot without them."""
     copy(place.venv, tmp_path / "venv")
     place.write("requirements.txt", "alpha==1.0\n")

@@ -99,7 +99,7 @@ def test_of_a_setup_that_is_not_snapshot_safe_no_further_start_waits_for_a_build
 
 
 @pytest.mark.parametrize("wait", ["0s", "1s"])
-def test_who_waits_too_long_installs(place: Place, wait: str) -> None:
+def test_a_start_that_waits_too_long_installs(place: Place, wait: str) -> None:
     script, gate = gated(place)
     one = place.begin("--setup", script, "--", "cat", "made")
     wait_for(lambda: place.num_setups)
@@ -147,7 +147,7 @@ def test_a_signal_ends_the_wait_for_a_builder(place: Place, number: int) -> None
     assert not (place.project / "started").exists()
 
 
-def test_a_killed_builder_is_cleaned_up_behind_and_replaced(place: Place) -> None:
+def test_a_killed_builder_is_cleaned_up_and_replaced(place: Place) -> None:
     script, gate = gated(place)
     words = ("--setup", script, "--", "cat", "made")
     run = place.begin(*words)

@@ -123,7 +123,7 @@ def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node) -> No
     os.close(master)
 
 
-def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, str], node: Node) -> None:
+def test_a_killed_run_leaves_neither_command_nor_mounts(image: str, env: dict[str, str], node: Node) -> None:
     """Nor processes that the command started, whatever their parents and sessions."""
     words = ["run", "-q", "--image", image, "--loading", "lazy", "--"]
     script = ["sh", "-c", "(busybox setsid sleep 600.99 &) ; (sleep 600.99 &) ; echo up; exec sleep 600.99"]
@@ -440,7 +440,7 @@ def test_a_damaged_store_is_told_at_the_end(run: Run, node: Node) -> None:
     assert str(store) in ran.stderr
 
 
-def test_interrupted_while_the_image_comes_it_ends_at_once(node: Node, env: dict[str, str]) -> None:
+def test_an_interrupt_while_the_image_is_loaded_ends_the_run_at_once(node: Node, env: dict[str, str]) -> None:
     """The registry does not answer; Ctrl-C does not wait for it."""
     import socket
 
@@ -473,7 +473,7 @@ def test_image_run_runs_the_image_s_own_command(run: Run, image: str) -> None:
     assert (ran.returncode, ran.stdout) == (3, "from the shell\n")
 
 
-def test_python_versions_do_not_matter_to_the_quick_path() -> None:
+def test_options_of_runs_import_no_modules_for_images() -> None:
     """The options for images must not make a plain run import the modules for images."""
     code = "import sys; from bootseer.cli.run_options import OPTIONS; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -254,7 +254,7 @@ def test_a_damaged_snapshot_is_made_anew(job: Callable[..., Any], node: Node, tm
         assert (ran.stdout, start["mode"], start["code"]) == (SAID, mode, code), ran.stderr
 
 
-def test_required_and_not_there_it_starts_nothing(job: Callable[..., Any]) -> None:
+def test_a_required_snapshot_that_is_missing_starts_nothing(job: Callable[..., Any]) -> None:
     ran, _ = job("--env", "require", "--", "echo", "started", code=1)
     assert "started" not in ran.stdout
     assert "no environment snapshot" in ran.stderr

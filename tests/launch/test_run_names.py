@@ -81,7 +81,7 @@ def test_without_root_the_resolver_gives_up_early_unless_the_user_says_otherwise
 
 
 @pytest.mark.root
-def test_names_that_cannot_be_shown_cost_a_line_and_no_job(env: dict[str, str], tmp_path: Path) -> None:
+def test_names_that_cannot_be_mounted_cost_only_a_message(env: dict[str, str], tmp_path: Path) -> None:
     """A sandbox in which nothing can be mounted: root without CAP_SYS_ADMIN."""
     words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *BOOTSEER, "run", "--num-nodes", "2"]
     words += ["--peers", str(tmp_path / "meet"), "--", "sh", "-c", "echo $RES_OPTIONS"]

@@ -206,7 +206,7 @@ def test_a_job_does_not_wait_for_nodes_when_its_peer_service_has_ended(env: dict
         (["--spool", "/dev/null"], "2", 1),  # unmeasured
     ],
 )
-def test_a_node_that_does_not_come_is_told_and_the_command_starts_with_enough_nodes(
+def test_a_missing_node_is_reported_and_the_command_starts_with_enough_nodes(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, known: list[str], least: str, code: int
 ) -> None:
     words = ["--job", "two", "--node", "a", *known, "--peers-interface", "lo"]
@@ -311,7 +311,7 @@ def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) 
         (["--peers", "/meet", "--peers-interface", "none0"], "there are: "),
     ],
 )
-def test_what_cannot_work_is_said_at_once(
+def test_options_that_cannot_work_are_an_error_at_once(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, words: list[str], said: str
 ) -> None:
     ran = run("run", *words, "--", "true", more={"BOOTSEER_RUNTIME": str(tmp_path / "runtime")})

@@ -97,7 +97,7 @@ def test_what_cannot_begin_is_not_tried_again(run: Run, tmp_path: Path, words: l
     assert (ran.stdout + ran.stderr).count("setup\n") == ("true" in words)
 
 
-def test_a_delay_without_restarts_is_a_mistake(run: Run) -> None:
+def test_a_delay_without_restarts_is_a_usage_error(run: Run) -> None:
     ran = run("run", "--restart-delay", "3", "--", "true")
     assert (ran.returncode, "give --restarts N too" in ran.stderr) == (2, True)
 
@@ -125,7 +125,7 @@ def test_other_runs_of_the_same_job_are_left_alone(env: dict[str, str], run: Run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_that_asked_for_the_end_is_obeyed(env: dict[str, str], number: signal.Signals) -> None:
+def test_nothing_is_restarted_after_a_signal_that_ends_the_run(env: dict[str, str], number: signal.Signals) -> None:
     with started(env, "--restarts", "5", "--", "sh", "-c", "echo up; exec sleep 600.78") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -144,7 +144,7 @@ def test_a_signal_ends_the_delay(env: dict[str, str]) -> None:
     assert "interrupted by SIGINT before the command was started again" in err
 
 
-def test_killed_in_a_later_start_it_leaves_nothing(env: dict[str, str]) -> None:
+def test_a_run_killed_in_a_later_start_leaves_nothing(env: dict[str, str]) -> None:
     script = "[ $BOOTSEER_RESTART = 1 ] || kill -9 $$; echo up; exec sleep 600.79"
     with started(env, "--restarts", "5", "--", "sh", "-c", script) as process:
         assert process.stdout is not None
@@ -253,7 +253,7 @@ def test_what_a_command_leaves_running_is_reaped_where_restarts_are_warm(run: Ru
     assert children.split() == [own]
 
 
-def test_what_says_that_a_launcher_restarts() -> None:
+def test_options_and_variables_with_which_a_launcher_restarts() -> None:
     assert is_elastic(["torchrun", "--max-restarts=3", "x"], {})
     assert is_elastic(["torchrun", "x"], {"PET_MAX_RESTARTS": "1"})
     assert not is_elastic(["torchrun", "--max_restarts", "0", "x"], {"PET_MAX_RESTARTS": "1"})

@@ -94,7 +94,7 @@ def test_a_submission_in_the_past_is_exported_too(run):
         assert "queue" in server.spans()
 
 
-def test_a_requirements_file_that_may_not_be_read_is_said(run, tmp_path):
+def test_a_requirements_file_that_may_not_be_read_is_reported(run, tmp_path):
     (tmp_path / "folder").mkdir()
     done = run("run", "-r", "folder", "--", "echo", "never")
     assert (done.returncode, done.stdout) == (2, "")

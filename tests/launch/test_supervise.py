@@ -53,7 +53,7 @@ def test_a_long_reason_is_cut_and_not_lost() -> None:
         supervise.spawn(["true"], dict(os.environ), own_group=True, enter=fail)
 
 
-def test_a_command_that_is_not_there_is_told_as_ever() -> None:
+def test_a_missing_command_is_reported_as_usual() -> None:
     with pytest.raises(supervise.StartError, match="command not found") as raised:
         supervise.spawn(["no-such-program"], dict(os.environ), own_group=True, enter=lambda: None)
     assert raised.value.code == supervise.NOT_FOUND

@@ -125,14 +125,14 @@ def test_without_a_folder_for_records_a_start_is_not_warm(
 @pytest.mark.parametrize(
     ("words", "said"), [(["--trace-to", "stderr"], "not warm: there is no"), (["--no-hook"], "not warm: the hook")]
 )
-def test_where_nothing_can_be_recorded_that_is_told(run, words: list[str], said: str) -> None:
+def test_a_start_that_cannot_be_recorded_is_reported(run, words: list[str], said: str) -> None:
     done = run("run", "-q", "--warm", "auto", *words, "--", "sh", "-c", "echo $BOOTSEER_WARM")
     assert (done.returncode, done.stdout) == (0, "\n")
     assert said in done.stderr
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"schema": SCHEMA, "launcher": 3}), "x" * ((1 << 20) + 1)])
-def test_a_record_that_is_none_costs_a_line_and_no_start(run, env: dict[str, str], tmp_path: Path, text: str):
+def test_an_invalid_record_costs_only_a_message(run, env: dict[str, str], tmp_path: Path, text: str):
     env["BOOTSEER_CACHE"] = str(tmp_path / "cache")
     (tmp_path / "record").write_text(text)
     words = ["sh", "-c", f"cp record $BOOTSEER_WARM/{RECORD}x.json"]

@@ -86,7 +86,7 @@ def test_leaving_nodes_out_is_what_the_job_without_them_takes(job, data):
 
 
 @given(jobs())
-def test_the_last_to_come_waits_for_nobody(job):
+def test_the_last_to_arrive_does_not_wait(job):
     job.play()
     found = barriers_of(job.lanes)
     assert [barrier.name for barrier in found][-1] == "training_began"
@@ -116,7 +116,7 @@ def test_different_stragglers_hide_behind_each_other():
     assert saved == [30, 20, 50, 0]
 
 
-def test_who_never_leaves_a_barrier_waits_to_its_end():
+def test_a_node_that_never_leaves_a_barrier_waits_to_its_end():
     span = Span("s", "n0", 0, 1, 10, 90, TRUNCATED, {"barrier": "b"})
     other = Span("s", "n1", 1, 1, 20, 90, TRUNCATED, {"barrier": "b"})
     lanes = [Lane(s.node, s.rank, 0, 90, "truncated", "last_event", "s", [s], []) for s in (span, other)]

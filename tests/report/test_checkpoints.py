@@ -45,7 +45,7 @@ def test_each_node_has_a_row_with_those_that_served_it() -> None:
     assert (told["place_bytes"], told["datanodes"][0]["name"]) == (384 << 20, "dn2:9866")
 
 
-def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
+def test_facts_of_a_wrong_type_are_unknown() -> None:
     (row,) = starts(event("n0", read_bytes="much", retries=-1, hedges=True, seconds=-2, uri=None))
     assert (row.read_bytes, row.retries, row.hedges, row.seconds, row.uri) == (0, 0, 0, None, "")
     assert len(checkpoint_summary([row])) == 1
@@ -71,7 +71,7 @@ def test_datanodes_that_serve_more_than_their_share_are_named() -> None:
     assert alone[1] == "one DataNode served all of 1.0 MiB: dn0:1"
 
 
-def test_trouble_is_told_and_silence_is_not() -> None:
+def test_failures_of_reads_are_reported() -> None:
     trouble = {**READ, "retries": 2, "hedges": 3, "rebuilt": 4, "refused": 1, "fallback": "it wants Kerberos"}
     lines = checkpoint_summary(starts(event("n0", **trouble), datanode("n0", "dn0:1", 9, failures=7)))
     assert (

@@ -53,6 +53,6 @@ def test_a_barrier_that_failed_ties_nothing():
     assert {clock.offset_ns for clock in clocks.values()} == {0}
 
 
-def test_a_barrier_that_everybody_stays_long_at_says_how_little_it_knows():
+def test_a_barrier_at_which_all_nodes_wait_long_has_a_large_error():
     clocks = found(barrier("a", 1, 11, 0), barrier("b", 1, 12, 0))
     assert all(clock.error_ns >= 10 * 10**9 and clock.offset_ns == 0 for clock in clocks.values())

@@ -42,7 +42,7 @@ def rows(*events: Event) -> list[EnvironmentStart]:
     return environment_starts(startup)
 
 
-def test_each_node_s_last_word_is_its_row() -> None:
+def test_each_node_s_last_event_is_its_row() -> None:
     events = [event("n1", **RESTORED), event("n0", 1, **REFUSED), event("n0", 2, **RESTORED)]
     found = rows(*events)
     assert [row.node for row in found] == ["n0", "n1"]
@@ -65,7 +65,7 @@ def test_what_became_of_the_snapshot_is_part_of_the_row() -> None:
     assert why == "no snapshot was published: the setup left a process behind"
 
 
-def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
+def test_facts_of_a_wrong_type_are_unknown() -> None:
     odd = {"seconds": -1, "age_s": "old", "num_files": True, "size_bytes": -5, "mode": None, "coverage": []}
     (row,) = rows(event("n0", **odd))
     assert (row.seconds, row.age_s, row.num_files, row.size_bytes, row.mode) == (None, None, 0, 0, "")

@@ -31,7 +31,7 @@ def event(node: str, at_s: int = 1, **attrs: Any) -> Event:
     return Event(at_s * 10**9, at_s * 10**9, "moe", node, "image_start", "instant", f"{node}{at_s}", attrs=attrs)
 
 
-def test_each_node_s_last_word_is_its_row() -> None:
+def test_each_node_s_last_event_is_its_row() -> None:
     events = [event("n1", **HOT), event("n0", 1, **{**HOT, "demand_bytes": 7}), event("n0", 2, **HOT)]
     (startup,) = startups(events)
     rows = image_starts(startup)
@@ -40,7 +40,7 @@ def test_each_node_s_last_word_is_its_row() -> None:
     assert analyse(events, Options()).to_json()["images"][0]["mode"] == "hot"
 
 
-def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
+def test_facts_of_a_wrong_type_are_unknown() -> None:
     odd = {"coverage": "much", "seconds": -1, "layers": True, "stored_bytes": -5, "requests": 1.5, "mode": None}
     (startup,) = startups([event("n0", **odd)])
     (row,) = image_starts(startup)

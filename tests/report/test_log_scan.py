@@ -143,7 +143,7 @@ def test_an_event_of_ten_megabytes_is_counted_and_costs_no_other(found):
     assert (result.events, result.skipped) == ([EVENTS[3]], {"oversized": 1})
 
 
-def test_a_pattern_outranks_what_the_hook_concluded(found):
+def test_a_pattern_takes_precedence_over_the_hook(found):
     """The user's `--began-pattern` has precedence; the hook's mark in the spool must not hide it."""
     spool = b"".join(line for line in Fleet(1).lines())
     own = [event for event in (decode(line) for line in Fleet(1).lines()) if event.stage == "training_began"]
@@ -163,7 +163,7 @@ def test_of_lines_that_end_the_startup_the_first_counts_and_needs_a_time(found):
     assert [fact.text for fact in result.facts] == ["the line that ends the first step has no time"]
 
 
-def test_words_of_every_day_wake_no_parser():
+def test_ordinary_words_trigger_no_parser():
     """Each was a word that the scan stopped at: 8 MB/s on lines that hold one, where others are read at 360."""
     words = (b"Successfully saved shard 3", b"12 packages left", b" nranks 8 ", b"Collecting garbage", b"elastic.net")
     words += (

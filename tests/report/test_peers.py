@@ -26,7 +26,7 @@ def node(name: str, *, late: str = "", wrong: str = "", unreachable: int = 0) ->
     ]
 
 
-def test_the_report_says_where_bytes_came_from_and_who_was_slow() -> None:
+def test_the_report_shows_the_sources_of_bytes_and_slow_peers() -> None:
     told = analyse([*node("n0", late="n1 n2"), *node("n1", late="n2", wrong="n3", unreachable=1)], Options())
     row = told.to_json()["peers"][0]
     assert (row["node"], row["cache_bytes"], row["peer_bytes"], row["origin_bytes"]) == (
@@ -50,7 +50,7 @@ def test_without_peers_there_is_no_row() -> None:
     assert analyse([event("n0", "image_start", hot_bytes=5)], Options()).peers == []
 
 
-def test_facts_of_a_wrong_type_are_not_believed() -> None:
+def test_facts_of_a_wrong_type_are_ignored() -> None:
     marks = [event("n0", "peers_start", peers="x", interfaces="eth0 =7 a=b", sent_bytes=-1), event("n0", "x")]
     (row,) = analyse(marks, Options()).peers
     assert (row.peers, row.sent_bytes) == (0, 0)

@@ -224,7 +224,7 @@ def test_the_mark_of_a_pattern_does_not_make_run_the_training_process():
         ({"api": 25, "pattern": 23}, 23),
     ],
 )
-def test_what_the_user_marks_outranks_the_hook(marks, end_s):
+def test_marks_of_the_user_take_precedence_over_the_hook(marks, end_s):
     parts = [began(at, by=by) for by, at in marks.items()]
     result = report(span(0, 30_000, "run"), span(0, 15, INSTALL), span(15, 20, "first_step"), *parts)
     assert result.overhead.startup_s == pytest.approx(end_s)
@@ -367,7 +367,7 @@ def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
     assert any("1 node stopped before training: n0 in model_initialization" in line for line in result.headlines)
 
 
-def test_a_node_that_outlives_the_failure_of_the_others_holds_nobody_back():
+def test_a_node_that_outlives_the_failure_of_the_others_delays_none():
     ends = (*range(10, 17), 600)
     parts = [span(0, end, "command", node=f"n{end}", outcome="failed", **GPUS) for end in ends]
     result = report(*parts, gpus_per_node=8)

@@ -295,7 +295,7 @@ def test_an_empty_export_gets_an_empty_answer(service):
     assert ExportTraceServiceResponse.FromString(answer.content) == ExportTraceServiceResponse()
 
 
-def test_where_many_send_each_is_told_to_come_less_often(service, monkeypatch):
+def test_where_many_send_each_is_told_to_send_less_often(service, monkeypatch):
     monkeypatch.setattr(ingest, "_RATE", 1)
     told = [service.post("/v1/lines", b"", x_bootseer_sender=f"n{n}").headers["x-bootseer-next"] for n in range(5)]
     assert told == ["2.0", "2.0", "3.0", "4.0", "5.0"]

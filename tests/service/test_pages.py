@@ -301,7 +301,7 @@ def test_names_are_shown_as_they_are_and_nothing_more(service: RunningService) -
 
 
 @pytest.mark.parametrize("path", ["/?since=1", "/?kind=odd", "/api/v1/starts?limit=-1", "/api/v1/starts?offset=1e9"])
-def test_what_makes_no_sense_is_said_so(service: RunningService, path: str) -> None:
+def test_requests_that_make_no_sense_are_errors(service: RunningService, path: str) -> None:
     answer = get(service, path, 400)
     assert path.partition("?")[2].partition("=")[0] in answer.text
 

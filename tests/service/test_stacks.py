@@ -94,7 +94,7 @@ def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_
     assert b"hunter2" not in told and "hunter2" not in page
 
 
-def test_only_who_agreed_is_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_processes_that_agreed_are_sampled_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     python = (sys.executable, "-uc", "import time; print(); time.sleep(600)")
     job = f"moe-{uuid.uuid4()}"  # no other process on this machine
     whose = {"BOOTSEER_JOB": job, "BOOTSEER_NODE": "n1", "BOOTSEER_ATTEMPT": "2"}

@@ -40,7 +40,7 @@ VARIABLES = [
 ]
 
 
-def test_nothing_told() -> None:
+def test_without_variables_the_identity_is_unknown() -> None:
     who = discover({}, hostname="box")
     assert (who.job, who.attempt, who.restart, who.kind, who.node, who.rank) == ("", None, 0, "full", "box", -1)
     assert (who.num_nodes, who.world_size, who.gpus, who.source) == (None, None, None, "host")

@@ -107,7 +107,7 @@ def test_odd_events_do_not_cost_the_batch() -> None:
     assert server.spans()["env"]
 
 
-def test_spans_come_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_are_exported_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "_GATHER_S", 0.01)
     arrived = threading.Event()
 

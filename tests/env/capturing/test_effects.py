@@ -185,7 +185,7 @@ def test_a_setup_that_only_writes_files_has_no_effects(machine: Machine) -> None
     assert said["unsafe"] == []
 
 
-def test_where_nobody_watched_only_an_environment_or_what_is_used_later_counts(tmp_path: Path) -> None:
+def test_without_observation_only_an_environment_or_what_is_used_later_counts(tmp_path: Path) -> None:
     baseline = Baseline.take(lambda: None)
     names = [Path(f"/var/tmp/bootseer-{tmp_path.name}-{number}") for number in range(3)]
     for name in names:

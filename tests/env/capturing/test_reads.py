@@ -96,7 +96,7 @@ def test_a_setup_without_mounts_of_its_own_is_unobserved(tmp_path: Path) -> None
     assert watch.end() == watch.end() == not_watched("the setup has no mounts of its own")
 
 
-def test_a_user_without_rights_is_told_that_nobody_watched(tmp_path: Path) -> None:
+def test_reads_of_a_user_without_rights_are_unobserved(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     code = (

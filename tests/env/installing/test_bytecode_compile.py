@@ -97,7 +97,7 @@ def test_valid_bytecode_is_left_alone_and_stale_bytecode_is_replaced(python, lib
     assert sum(first[path] != second[path] for path in first) == 1
 
 
-def test_start_up_files_of_the_environment_have_no_say(python, library, job_env, tmp_path):
+def test_start_up_files_of_the_environment_have_no_effect(python, library, job_env, tmp_path):
     (Path(library[0].record).parent / "sitecustomize.py").write_text("raise SystemExit(9)\n")
     (tmp_path / "csv.py").write_text("raise SystemExit(9)\n")
     done = subprocess.run(

@@ -57,7 +57,7 @@ def test_a_command_beyond_its_deadline_is_killed_with_what_it_started(tmp_path):
         time.sleep(0.02)
 
 
-def test_what_was_left_behind_keeps_nobody_waiting():
+def test_remaining_processes_do_not_delay_the_result():
     assert _run("sh", "-c", "setsid sleep 5 & echo done").stdout == "done\n"
 
 
@@ -80,7 +80,7 @@ def test_an_entrance_that_is_closed_is_an_error():
     assert not _run("pwd", enter=closed).started
 
 
-def test_a_python_answers_behind_what_its_start_up_files_print(tmp_path):
+def test_output_of_start_up_files_does_not_hide_the_answer_of_a_python(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('hello')\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     python = ask(sys.executable, env, runner())

@@ -165,7 +165,7 @@ def test_damaged_facts_are_none(tmp_path: Path, damage: bytes) -> None:
     assert FactCache(tmp_path).get("digest", "x", []) is None
 
 
-def test_facts_that_others_may_write_are_not_believed(tmp_path: Path) -> None:
+def test_facts_that_other_users_may_write_are_not_used(tmp_path: Path) -> None:
     facts = FactCache(tmp_path)
     facts.put("digest", "x", [1], "y")
     facts.save()

@@ -44,7 +44,7 @@ def test_indexes_of_pip_come_in_order_and_without_credentials(home: Path) -> Non
     )
 
 
-def test_what_only_changes_the_manners_of_pip_is_left_out(home: Path) -> None:
+def test_settings_without_effect_on_the_installation_are_left_out(home: Path) -> None:
     _write(
         home, ".pip/pip.conf", "[global]\ncache-dir=/test\ntimeout=3\ndisable-pip-version-check=test\nonly-binary=x\n"
     )

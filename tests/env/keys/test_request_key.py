@@ -442,7 +442,7 @@ def test_the_base_of_the_host_is_the_same_after_a_program_ran(project: Project) 
     assert before["distributions"] == project.key().components["distributions"]
 
 
-def test_a_repository_of_this_machine_is_in_the_key_by_its_commit_and_read_by_nobodys_surprise(
+def test_a_repository_of_this_machine_is_in_the_key_by_its_commit_and_its_git_folder_is_accounted_for(
     project: Project,
 ) -> None:
     accounted = project.key().accounted

@@ -77,7 +77,7 @@ def test_what_an_installation_leaves_in_a_tree_is_no_change_of_it(tmp_path: Path
         "cpp/more.cpp",
     ],
 )
-def test_files_of_somebodys_own_making_count_wherever_they_are(tmp_path: Path, name: str) -> None:
+def test_files_written_by_users_count_wherever_they_are(tmp_path: Path, name: str) -> None:
     write(tmp_path, "setup.py")
     write(tmp_path, "build/lib.linux/x")
     write(tmp_path, "dist/a.whl")

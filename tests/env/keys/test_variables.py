@@ -43,7 +43,7 @@ def test_what_changes_an_installation_is_always_seen(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["PIP_CACHE_DIR", "UV_CONCURRENT_BUILDS", "CUDA_VISIBLE_DEVICES", "MAX_JOBS", "PYTHONUNBUFFERED"]
 )
-def test_manners_and_places_are_not_seen_even_when_they_are_named(name: str) -> None:
+def test_variables_about_output_and_places_are_left_out_even_when_named(name: str) -> None:
     assert not is_allowed(name)
     found = choose_variables({name: "x"}, referenced=[name])
     assert not found.values

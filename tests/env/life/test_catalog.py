@@ -52,7 +52,7 @@ def test_what_was_published_is_found_by_its_key(catalog: Catalog) -> None:
     assert catalog.find(OTHER_KEY) is None
 
 
-def test_the_first_who_publishes_wins(catalog: Catalog, store: Store) -> None:
+def test_the_first_publication_wins(catalog: Catalog, store: Store) -> None:
     published(catalog)
     store_objects(store, "other")
     assert not catalog.publish(document(content="other"), now_s=BUILT_S)
@@ -77,7 +77,7 @@ def test_a_snapshot_is_replaced_when_that_is_wanted_and_its_objects_are_remember
     assert tombstones(store) == [ENVIRONMENTS.tombstone(document(), BUILT_S + 5)]
 
 
-def test_nobody_finds_a_snapshot_whose_objects_are_missing(catalog: Catalog, store: Store) -> None:
+def test_a_snapshot_with_missing_objects_is_not_found(catalog: Catalog, store: Store) -> None:
     names = store_objects(store)
     store.delete(names[1])
     for again in (False, True):
@@ -86,7 +86,7 @@ def test_nobody_finds_a_snapshot_whose_objects_are_missing(catalog: Catalog, sto
         assert catalog.find(KEY) is None
 
 
-def test_an_answer_that_was_lost_does_not_make_the_publisher_a_loser(catalog: Catalog, store: Store) -> None:
+def test_a_lost_response_does_not_make_a_publication_fail(catalog: Catalog, store: Store) -> None:
     store_objects(store)
     faulty = FaultyStore(store, [Fault(cut_after=0)])
     assert Catalog(faulty).publish(document())
@@ -222,7 +222,7 @@ def test_it_is_known_when_a_snapshot_of_a_key_was_removed(catalog: Catalog) -> N
     assert not catalog.has_removed(OTHER_KEY, 0.0)
 
 
-def test_what_nobody_can_read_can_be_removed(catalog: Catalog, store: Store) -> None:
+def test_an_unreadable_document_can_be_removed(catalog: Catalog, store: Store) -> None:
     put(store, document_name(KEY), b"{")
     assert catalog.remove(KEY, 1.0) is None
     with pytest.raises(NotFoundError):

@@ -105,7 +105,7 @@ def test_beats_change_what_others_see(store: Store) -> None:
     assert len(set(marks)) == 4
 
 
-def test_who_lost_his_lease_gives_nothing_back(store: Store) -> None:
+def test_a_lost_lease_is_not_released(store: Store) -> None:
     lease = held(store)
     taken = take_over(store, NAME, "node-2", look(store, NAME), sleep=lambda seconds: None)
     assert isinstance(taken, Lease)
@@ -151,7 +151,7 @@ def test_a_lease_whose_answer_did_not_come_in_time_is_ours(store: Store, monkeyp
     assert isinstance(acquire(store, NAME, "node-1"), Lease)
 
 
-def test_a_store_that_stumbles_once_is_asked_again(store: Store) -> None:
+def test_a_request_that_fails_once_is_repeated(store: Store) -> None:
     stumble = Fault(status=500)
     assert isinstance(acquire(FaultyStore(store, [stumble]), lease_name(KEY), "node-1"), Lease)
     found = acquire(FaultyStore(store, [stumble, stumble]), lease_name(OTHER_KEY), "node-1")

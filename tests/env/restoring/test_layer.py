@@ -126,7 +126,7 @@ def test_on_a_full_disk_a_start_keeps_the_mount_that_it_needs(bring: BringIt, tm
         kernel.unmount(cache, lazy=True)  # the kernel may still be closing the layer's file
 
 
-def test_nobody_can_write_into_the_one_copy(bring: BringIt) -> None:
+def test_the_shared_copy_cannot_be_written(bring: BringIt) -> None:
     layer = bring(loading="pull")
     with pytest.raises(OSError, match="Read-only"):
         layer.at("/opt/env/hot").write_bytes(b"poison")

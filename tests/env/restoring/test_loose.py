@@ -239,7 +239,7 @@ def test_folders_of_the_system_are_written_over_in_an_extraction(machine: Machin
     assert not machine.at("/usr/lib/old").exists()
 
 
-def test_bytecode_that_differs_is_pythons_own_affair(machine: Machine) -> None:
+def test_bytecode_that_differs_is_left_to_python(machine: Machine) -> None:
     machine.setup.write("/home/u/p/__pycache__/m.cpython-311.pyc", "theirs")
     entries = [
         Entry("/home/u/p/__pycache__/m.cpython-311.pyc", "file", 0o644, size=4, digest="blake3:" + 64 * "0"),

@@ -36,7 +36,7 @@ def test_files_that_are_lost_with_the_systems_folders_are_told(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("name", ["ld.so.cache", "lib/__pycache__/a.pyc", "share/fontconfig/cache/x", "Cache/y"])
-def test_caches_are_missed_by_nobody(tmp_path: Path, name: str) -> None:
+def test_lost_caches_are_not_reported(tmp_path: Path, name: str) -> None:
     assert settled(tmp_path, "/usr", name) == []
 
 

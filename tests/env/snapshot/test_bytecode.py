@@ -55,9 +55,7 @@ def _run(code: str, *paths: Path, options: tuple[str, ...] = ()) -> subprocess.C
 
 
 @pytest.mark.parametrize("mode", FLAGS)
-def test_bytecode_that_python_believes_is_believed_with_its_new_header(
-    mode: PycInvalidationMode, tmp_path: Path
-) -> None:
+def test_valid_bytecode_stays_valid_with_its_new_header(mode: PycInvalidationMode, tmp_path: Path) -> None:
     path = _module(tmp_path)
     before = _compiled(path, mode)
     for shown_s, flags in ((1_700_000_000.0, 0), (None, 3)):
@@ -73,7 +71,7 @@ def test_bytecode_that_python_believes_is_believed_with_its_new_header(
         os.utime(path, (BEGAN_S + 5, BEGAN_S + 5))
 
 
-def test_what_python_would_not_believe_is_dropped(tmp_path: Path) -> None:
+def test_bytecode_that_python_would_not_load_is_dropped(tmp_path: Path) -> None:
     path = _module(tmp_path)
     for mode in FLAGS:
         data = _compiled(path, mode)

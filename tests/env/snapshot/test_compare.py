@@ -130,7 +130,7 @@ def _entries_of(folder: Path):
     return [item.entry for item in items]
 
 
-def test_bytecode_that_only_one_has_is_chance(sides):
+def test_bytecode_that_only_one_has_is_no_difference(sides):
     _, fresh = sides
     (fresh / "m" / "__pycache__").mkdir(parents=True)
     (fresh / "m" / "__pycache__" / "one.cpython-311.pyc").write_bytes(b"")

@@ -120,7 +120,7 @@ def test_a_layer_without_its_whiteout_is_no_layer(tmp_path: Path) -> None:
     assert verify(str(root), entries, "quick", layer=True) == []
 
 
-def test_only_so_many_differences_are_told(tmp_path: Path) -> None:
+def test_the_number_of_reported_differences_is_bounded(tmp_path: Path) -> None:
     entries = [Entry(f"/{number:06}", "fifo") for number in range(5 * MAX_DIFFERENCES)]
     told: list[tuple[int, int]] = []
     found = verify(

@@ -103,7 +103,7 @@ def test_an_announced_restart_counts_before_its_rendezvous_completes(read: Any) 
 
 
 @pytest.mark.parametrize("run_id", ["none", "0127649f-4eb9-4c0f-82f0-e554a9f7c3e8"])
-def test_a_run_id_that_nobody_gave_names_no_job(read: Any, run_id: str) -> None:
+def test_a_generated_run_id_names_no_job(read: Any, run_id: str) -> None:
     line = "W1120 17:54:26.000000 1 torch/distributed/launcher/api.py:254]   run_id                   : " + run_id
     assert read(line)["torchelastic"]["events"][0]["job"] == "(unknown)"
     assert read(line.replace(run_id, "moe"))["torchelastic"]["events"][0]["job"] == "moe"

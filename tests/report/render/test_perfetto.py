@@ -97,7 +97,7 @@ def test_processes_have_names_and_an_order(small: Report) -> None:
 
 
 @pytest.mark.slow
-def test_a_big_startup_says_what_it_left_out(big: Report) -> None:
+def test_a_big_startup_shows_what_was_left_out(big: Report) -> None:
     about = perfetto.trace(big)["otherData"]
     shown = {event["pid"] for event in events_of(big, "X")} - {1}
     assert len(shown) <= perfetto.NUM_OUTLIERS + 4 * perfetto.SAMPLE_PER_BAND

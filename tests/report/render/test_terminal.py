@@ -80,7 +80,7 @@ def test_markup_of_a_log_is_no_markup():
     assert "[red]a[/red]" in text
 
 
-def test_what_was_not_observed_is_said_and_not_zero():
+def test_what_was_not_observed_is_not_shown_as_zero():
     result = report(span(0, 5, INSTALL, node="a"), span(0, 6, INSTALL, node="b"))
     text = shown(result, 120)
     assert "job-level" in text
