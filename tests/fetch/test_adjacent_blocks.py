@@ -37,7 +37,7 @@ def test_hot_requests_span_small_gaps_on_links_known_to_be_fast() -> None:
     assert gaps(25e6) == []  # 2 ms at this rate are less than a block
 
 
-def test_what_lies_in_a_gap_is_not_fetched_twice() -> None:
+def test_blocks_in_a_gap_are_not_fetched_twice() -> None:
     w = World([Layout([16 << 10] * 100)])
     w.scheduler.origins["origin"].pace.rate = 100e6
     w.read(0, [11], Answers())

@@ -226,7 +226,7 @@ def test_the_first_block_of_a_long_answer_does_not_wait_for_the_last(fetching, d
     stop.set()
 
 
-def test_closing_answers_all_who_wait_and_ends_the_threads(fetching):
+def test_closing_answers_all_waiting_readers_and_ends_the_threads(fetching):
     gate = threading.Event()
     fetcher, store, _ = fetching(lambda request: Fault(gate=gate))
     answers = []

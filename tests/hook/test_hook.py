@@ -194,7 +194,7 @@ def test_a_spare_launcher_asks_as_seldom_as_without_us(hooked):
 
 
 @pytest.mark.parametrize("how", ["no_gradients", "zero_gradients", "closure"])
-def test_a_step_counts_behind_a_backward_that_gave_it_gradients(hooked, events, how):
+def test_a_step_counts_after_a_backward_that_gave_it_gradients(hooked, events, how):
     done = hooked(STEPS_BEFORE, how)
     before_ns, first_ns, second_ns, _ = map(int, done.stdout.split())
     found = [event for event in events() if event.stage in ("first_step", "training_began")]

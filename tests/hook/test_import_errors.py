@@ -41,7 +41,7 @@ def test_a_shared_library_that_is_missing_is_told(run, events):
     assert "libno_such_library.so.3" in _failed(events)[0].attrs["message"]
 
 
-def test_an_import_behind_another_exception_is_told(run, events):
+def test_a_failed_import_that_caused_another_exception_is_reported(run, events):
     program = """
     try:
         import no_such_module

@@ -43,7 +43,7 @@ def test_isolated_interpreters_run_without_the_hook(run):
     assert run("run", "--", sys.executable, "-I", "-c", "print(1)").stdout == "1\n"
 
 
-def test_pythonpath_of_the_user_stays_behind_ours(run, tmp_path):
+def test_pythonpath_of_the_user_stays_after_ours(run, tmp_path):
     (tmp_path / "mine.py").write_text("value = 42\n")
     done = run("run", "--", sys.executable, "-c", "import mine; print(mine.value)", more={"PYTHONPATH": str(tmp_path)})
     assert done.stdout == "42\n"
@@ -58,7 +58,7 @@ def test_a_shell_that_ran_programs_before_its_exec_is_not_the_interpreters_start
     assert (end.mono_ns > begin.mono_ns) == shell.startswith("exec")
 
 
-def test_a_folder_of_our_name_beside_the_program_does_not_hide_us(tmp_path):
+def test_a_folder_of_our_name_next_to_the_program_does_not_hide_us(tmp_path):
     (tmp_path / "safetensors.py").write_text("")
     (tmp_path / "job.py").write_text("import safetensors")
     (tmp_path / "bootseer").mkdir()

@@ -138,7 +138,7 @@ def test_limits_of_the_process_are_those_asked_for(run: Run) -> None:
     assert ran.stdout.split() == ["64", "128", "0"]
 
 
-def test_a_folder_in_memory_lies_below_mounts_in_it_and_above_those_around_it(run: Run, tmp_path: Path) -> None:
+def test_a_folder_in_memory_is_mounted_before_mounts_in_it_and_after_those_around_it(run: Run, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "file").write_text("content")
     options = Options(

@@ -302,7 +302,7 @@ def unpacked_name(image: Image) -> str:
     return tree_name(list(dict.fromkeys(layer.file.identity for layer in document.layers)))
 
 
-def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> None:
+def test_written_out_trees_are_deleted_when_unused_for_long(image: Image) -> None:
     mounted = mount_image(image.request(), image.folder / "mnt", refused=WAYS[MountMethod.UNPACK])
     cache = image.request().cache
     assert delete_idle_trees(cache, image.runtime, idle_s=0) == []

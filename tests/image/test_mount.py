@@ -159,7 +159,7 @@ def test_what_one_start_needed_the_next_node_fetches_first(converted: Node, moun
 
 
 @pytest.mark.parametrize("why", ["", "not here"])
-def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why: str) -> None:
+def test_a_layer_above_an_image_adds_replaces_and_deletes(converted: Node, why: str) -> None:
     above = converted.folder / "above"
     for folder in ("bin", "etc", "new"):
         (above / folder).mkdir(parents=True)

@@ -45,7 +45,7 @@ def passed(output: bytes, pattern: bytes, found: Callable[[], None]) -> bytes:
     return b"".join(pieces)
 
 
-def test_an_error_behind_the_pattern_does_not_hold_up_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_after_the_pattern_does_not_hold_up_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     def found() -> None:
         raise OSError("no space left")
 

@@ -204,7 +204,7 @@ def test_a_container_has_the_checkpoints_too(
     assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
 
 
-def test_a_folder_on_a_local_disk_is_read_as_it_lies_there_and_the_report_says_why(
+def test_a_folder_on_a_local_disk_is_read_in_place_and_the_report_shows_why(
     run: Run, events: Events, ordinary: Path, tmp_path: Path
 ) -> None:
     script = 'echo "$BOOTSEER_CHECKPOINT"; cp -r "$BOOTSEER_CHECKPOINT/step-1" copy'

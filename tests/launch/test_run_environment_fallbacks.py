@@ -66,7 +66,7 @@ def test_a_cache_without_room_for_files_costs_the_snapshot_alone(place: Place, d
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_the_exit_code_is_the_command_s_whatever_goes_wrong_behind_it(place: Place) -> None:
+def test_the_exit_code_is_the_command_s_whatever_fails_after_it(place: Place) -> None:
     setup = ("--setup", place.alpha_script())
     print_it = "python -c 'import alpha; print(alpha.VERSION)'"
     delete = f"{print_it}; rm -rf {place.root}/cache/environments/runs {place.root}/cache/environments/changes; exit 7"

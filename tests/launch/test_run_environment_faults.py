@@ -333,7 +333,7 @@ def test_a_full_disk_makes_no_snapshot_and_no_harm(place: Place) -> None:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_anew(place: Place) -> None:
+def test_a_job_that_dies_at_import_after_a_restore_has_its_environment_made_anew(place: Place) -> None:
     words = ("--setup", place.alpha_script(), "--")
     place.run(*words, "true")
     ran = place.run("--env", "require", *words, "python", "-c", "import alpha, no_such_module", code=1)

@@ -207,7 +207,7 @@ def test_a_command_that_ignores_sigterm_is_killed_for_a_restart(monkeypatch: pyt
     assert (code, requested) == (137, [True])
 
 
-def test_roots_own_run_is_restarted_not_that_of_a_user_who_has_a_job_of_this_name(
+def test_roots_own_run_is_restarted_not_that_of_a_user_with_a_job_of_this_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or of a process that claims to be one, for which the request would time out."""

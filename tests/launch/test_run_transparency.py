@@ -119,7 +119,7 @@ def test_a_script_without_interpreter_line_runs_as_in_a_shell(run, tmp_path, mor
 
 
 @pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
-def test_no_signal_stays_blocked_behind_a_setup(run, tmp_path, more):
+def test_no_signal_stays_blocked_after_a_setup(run, tmp_path, more):
     (tmp_path / "setup.sh").write_text("true\n")
     done = run("run", "--setup", "setup.sh", "--", "grep", "SigBlk", "/proc/self/status", more=more)
     assert int(done.stdout.split()[1], 16) == 0

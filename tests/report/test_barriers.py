@@ -106,7 +106,7 @@ def test_leaving_out_everybody_leaves_no_end():
     assert Replay(found).savings_ns(frozenset({"n0", "n1"})) == 0
 
 
-def test_different_stragglers_hide_behind_each_other():
+def test_different_stragglers_mask_each_other():
     """n0 is late by 30 at the first barrier, n1 by 20 at the second: without one of them, only its delay is saved."""
     job = Job([0, 0, 0, 0], [[40, 5, 5], [10, 25, 5], [10, 5, 5], [10, 5, 5]], [[0, 1, 2, 3], [0, 1, 2, 3]])
     job.play()

@@ -194,7 +194,7 @@ def test_a_stage_of_one_side_is_no_change_from_zero():
     assert (row.a_s, row.b_s, row.delta_s, row.verdict) == (5, None, None, SAME)
 
 
-def test_a_part_of_a_stage_stands_behind_it_when_one_side_alone_has_it():
+def test_a_part_of_a_stage_follows_it_when_only_one_side_has_it():
     a = report(span(0, 5, "image_loading"), span(5, 8, "first_step"), began(8))
     b = report(span(0, 3, "image_loading.mount"), span(3, 6, "first_step"), began(6))
     assert [row.stage for row in pair(a, b).stages] == ["image_loading", "image_loading.mount", "first_step"]

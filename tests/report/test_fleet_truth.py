@@ -244,7 +244,7 @@ def test_duplicates_are_dropped_and_order_is_free():
 READ = "model_initialization.checkpoint_read"
 
 
-def test_groups_that_hide_behind_each_other_are_told_together():
+def test_groups_that_mask_each_other_are_shown_together():
     """Seven nodes lose 53 s in one stage, fourteen 38 s in another: without one group, 15 s or nothing is saved."""
     work = {(n, "image_loading"): 83.0 for n in range(100, 107)} | {(n, INSTALL): 98.0 for n in range(200, 214)}
     report = report_of(Fleet(288, work_of=work), price_per_gpu_hour=2.0)

@@ -36,7 +36,7 @@ def test_compression_is_told_by_content(tmp_path, name, pack):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
-def test_members_behind_each_other_in_tiny_reads(tmp_path, monkeypatch, pack, size):
+def test_consecutive_members_in_tiny_reads(tmp_path, monkeypatch, pack, size):
     monkeypatch.setattr(inputs, "_READ_BYTES", size)
     path = tmp_path / "rotated"
     path.write_bytes(pack(LOG[:999]) + pack(b"") + pack(LOG[999:]))
@@ -51,13 +51,13 @@ def test_an_archive_comes_in_large_blocks(tmp_path):
     assert len(list(inputs.blocks(inputs.Source("log", path)))) <= 8
 
 
-def test_padding_between_and_behind_members_is_no_damage(tmp_path):
+def test_padding_between_and_after_members_is_no_damage(tmp_path):
     path = tmp_path / "padded.gz"
     path.write_bytes(gzip.compress(LOG[:999]) + bytes(5000) + gzip.compress(LOG[999:]) + bytes(1000))
     assert read(path) == LOG
 
 
-def test_plain_text_behind_gzip_is_counted(tmp_path):
+def test_plain_text_after_gzip_is_counted(tmp_path):
     path = tmp_path / "mixed.gz"
     path.write_bytes(gzip.compress(LOG) + b"a line that somebody appended\n")
     found = scan(inputs.sources([str(path)]))

@@ -90,7 +90,7 @@ def test_the_slow_rank_of_a_node_is_blamed():
     assert link.waited_gpu_hours == pytest.approx(4 * 40 * 8 / 3600)
 
 
-def test_a_late_bound_node_is_found_behind_clocks_that_are_more_wrong():
+def test_a_late_bound_node_is_found_although_clocks_are_more_wrong():
     """Two barriers relate the clocks; n5 was bound 30 s late, and its clock is 100 s ahead."""
     parts = []
     for index, node in enumerate(node_names(8)):
@@ -148,7 +148,7 @@ def test_background_work_is_shown_and_never_summed():
     assert "image_loading" not in [row.stage for row in result.stages]
 
 
-def test_helpers_beside_the_training_process_are_not_its_work():
+def test_helpers_next_to_the_training_process_are_not_its_work():
     """A data loader imports torch for 8 s while the model is read: that does not make the lane longer."""
     result = report(
         span(0, 4, TORCH, rank=0, pid=5),
@@ -230,7 +230,7 @@ def test_marks_of_the_user_take_precedence_over_the_hook(marks, end_s):
     assert result.overhead.startup_s == pytest.approx(end_s)
 
 
-def test_a_command_that_fails_behind_other_stages_is_where_the_node_stopped():
+def test_a_command_that_fails_after_other_stages_is_where_the_node_stopped():
     """Not in the loading of the image, which ended; the text has the singular for one GPU and one node."""
     parts = [span(0, 10, "image_loading"), span(10, 40, "command", outcome="failed")]
     result = report(span(0, 40, "run", outcome="failed", attrs={"gpus": 1}), *parts)

@@ -103,7 +103,7 @@ def test_a_file_that_is_no_database_is_told_in_one_line(tmp_path: Path) -> None:
         Database.open(f"sqlite:///{tmp_path / 'derived.sqlite'}")
 
 
-def test_a_user_who_may_not_make_tables_is_told_so(database_url: str) -> None:
+def test_a_user_without_the_right_to_create_tables_gets_a_clear_error(database_url: str) -> None:
     database = Database(database_url)
     if not database.is_postgres:
         pytest.skip("SQLite has no users")

@@ -138,7 +138,7 @@ def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.floats(1, 1e4), min_size=5, max_size=20))
-def test_what_is_usual_lies_within_the_band(values: list[float]) -> None:
+def test_usual_values_are_within_the_band(values: list[float]) -> None:
     middle, limit = band(values)
     assert min(values) <= middle <= max(values)
     assert limit >= middle * 1.1 * (1 - 1e-9)

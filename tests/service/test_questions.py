@@ -80,7 +80,7 @@ def test_nodes_that_hold_others_back_come_first(place: Place) -> None:
     assert rows[0]["last_share"] == 0.75
 
 
-def test_a_node_is_suspicious_only_beside_the_nodes_of_the_same_starts(place: Place) -> None:
+def test_a_node_is_suspicious_only_in_comparison_with_nodes_of_the_same_starts(place: Place) -> None:
     """Alone it is always the last one, and of two nodes every second time. Starts without other nodes show nothing."""
     large = [f"large-{number:02}" for number in range(40)]
     with place.database.write() as connection:
@@ -119,7 +119,7 @@ def test_starts_are_listed_with_what_they_had(place: Place) -> None:
     assert ask(place, questions.stages_of, rows[0]["id"])[0]["max_s"] > 60
 
 
-def test_scales_beside_the_days_before_and_the_paper(place: Place) -> None:
+def test_scales_next_to_the_days_before_and_the_paper(place: Place) -> None:
     (row, other) = ask(place, questions.buckets, Filter(DAY, DAY))
     assert (row["bucket"], row["starts"], row["paper_s"], row["p50_before_s"]) == ("1-10", 1, 44, None)
     took = sorted(start.overhead_s - 12.0 for start in place.rows(schema.start) if start.job == "big")

@@ -105,7 +105,7 @@ def test_found_within_any_line(prefix: bytes, suffix: bytes) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"\xff", b"\xe2\x82", b"\xed\xa0\x80", "é☃🚀".encode()])
-def test_the_event_behind_invalid_utf8_is_not_lost(junk: bytes) -> None:
+def test_the_event_after_invalid_utf8_is_not_lost(junk: bytes) -> None:
     broken = LINE.rstrip(b"\n").replace(b'"moe"', b'"m' + junk * 20 + b'"')
     event = decode(broken + LINE)
     assert event.job.startswith("m")

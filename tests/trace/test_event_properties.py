@@ -86,7 +86,7 @@ def test_every_line_is_short_ascii_and_one_line(event: Event) -> None:
 
 
 def decode_all(text: bytes) -> int:
-    """Look for an event behind each tag. Returns how many there were."""
+    """Look for an event after each tag. Returns the number of events."""
     num_events = 0
     for tag in re.finditer(rb"@bootseer\d", text):
         try:

@@ -80,7 +80,7 @@ def test_the_owner_leaves_out_and_keeps_by_patterns() -> None:
     assert Exclusions(keep=["/proc/*"]).rule_on_path("/proc/1/status") is not None
 
 
-def test_what_lies_in_a_scratch_folder_is_not_forbidden_for_that() -> None:
+def test_files_in_a_scratch_folder_are_left_out_but_not_forbidden() -> None:
     assert RULE.rule_on_path("/tmp/project/file") is not None
     assert RULE.forbidding_rule("/tmp/project/file") is None
     assert RULE.forbidding_rule("/root/.azure/deep/file") is not None

@@ -54,7 +54,7 @@ def test_what_a_setup_made_or_changed_itself_is_accounted_for(machine: Machine) 
     assert look_at(machine, script)["unaccounted"] == []
 
 
-def test_a_file_that_somebody_else_wrote_is_not_accounted_for_unless_it_is_declared(machine: Machine) -> None:
+def test_a_file_of_another_program_is_not_accounted_for_unless_it_is_declared(machine: Machine) -> None:
     (machine.work / "data").mkdir()
     (machine.work / "data" / "choice").write_text("2.0")
     script = "cat /srv/data/choice >&2"
@@ -63,7 +63,7 @@ def test_a_file_that_somebody_else_wrote_is_not_accounted_for_unless_it_is_decla
     assert look_at(machine, script, accounted=["/srv/data/choice"])["unaccounted"] == []
 
 
-def test_what_is_written_beside_the_capture_and_stays_is_told(machine: Machine) -> None:
+def test_files_written_past_the_capture_that_stay_are_reported(machine: Machine) -> None:
     script = (
         "mkdir /var/tmp/data; echo x > /var/tmp/data/stays; echo y > /var/tmp/goes; rm /var/tmp/goes; echo z > /srv/z"
     )

@@ -132,7 +132,7 @@ def test_a_containers_changes_are_found_without_its_image(layer: Layer) -> None:
     assert left_out.paths == {"history": ["/root/.bash_history"]}
 
 
-def test_secrets_are_withheld_with_all_that_lies_in_their_folder(layer: Layer) -> None:
+def test_secrets_are_withheld_with_all_files_in_their_folder(layer: Layer) -> None:
     write(layer.lower, "home/.netrc", "old")
     for name in (".netrc", ".azure/a/token", ".kube/config", ".kube/kubens"):
         write(layer.upper, f"home/{name}", "new")

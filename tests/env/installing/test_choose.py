@@ -179,7 +179,7 @@ def test_a_uv_that_is_of_no_use_is_passed_over(no_uv, job_env, python, tmp_path,
     assert _choose(_requirements(tmp_path, "app\n"), job_env, python, tmp_path).why_not_uv == why
 
 
-def test_a_uv_beside_the_job_s_python_is_found(uv, no_uv, job_env, python, tmp_path):
+def test_a_uv_next_to_the_job_s_python_is_found(uv, no_uv, job_env, python, tmp_path):
     shutil.copy(uv, Path(python.scripts) / "uv")
     installation = _choose(_requirements(tmp_path, "app\n"), job_env, python, tmp_path)
     assert installation.commands[0].argv[0] == str(Path(python.scripts) / "uv")

@@ -52,7 +52,7 @@ def test_a_record_without_a_version_in_its_name_is_read(tmp_path):
     assert _found(tmp_path) == {("plain", "3.1"), ("single", "4")}
 
 
-def test_what_pip_left_behind_half_way_is_not_installed(tmp_path):
+def test_remains_of_an_interrupted_pip_are_not_installed(tmp_path):
     (_library(tmp_path) / "~umpy-1.0.dist-info").mkdir()
     assert _found(tmp_path) == set()
 

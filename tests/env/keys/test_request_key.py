@@ -247,7 +247,7 @@ def test_git_gets_the_login_of_a_private_repository_and_no_one_else(empty: Proje
     assert not [each for each in arguments if b"pass%20word" in each or b"pass word" in each]
 
 
-def test_a_job_that_lies_elsewhere_has_the_same_key_when_nothing_remembers_the_place(empty: Project) -> None:
+def test_a_job_in_another_folder_has_the_same_key_when_nothing_depends_on_the_path(empty: Project) -> None:
     empty.write("requirements.txt", "-r base.txt\n")
     empty.write("base.txt", "click==8.1.7\n")
     empty.write("setup.sh", "pip install -r requirements.txt\nmkdir -p /opt/data\n")

@@ -109,7 +109,7 @@ def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text:
         'pip install -r "$(git rev-parse --show-toplevel)/scripts/reqs/a.txt"',
     ],
 )
-def test_files_are_found_beside_the_script(folder: Path, text: str) -> None:
+def test_files_are_found_next_to_the_script(folder: Path, text: str) -> None:
     assert str(folder / "scripts/reqs/a.txt") in _read(folder, text).requirement_files
 
 

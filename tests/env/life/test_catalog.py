@@ -191,7 +191,7 @@ def test_any_number_of_snapshots_can_be_listed() -> None:
     assert Catalog(Full(uuid.uuid4().hex)).all() == Listing((), (), ())  # meanwhile removed by another node
 
 
-def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read_them(
+def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_current_readers(
     catalog: Catalog, store: Store
 ) -> None:
     published(catalog)
@@ -245,7 +245,7 @@ class TestSigned:
             assert catalog.all().documents == (document(),)
         published(Catalog(store, signatures=signs))  # again, with the same content
 
-    def test_a_snapshot_without_a_signature_is_found_by_those_who_do_not_ask_for_one(
+    def test_a_snapshot_without_a_signature_is_found_where_none_is_required(
         self, store: Store, signs: Signatures
     ) -> None:
         published(Catalog(store))

@@ -232,7 +232,7 @@ def test_a_builder_whose_clock_is_wrong_lives_as_long_as_he_beats(catalog: Catal
         lease.release()
 
 
-def test_one_of_those_who_waited_builds_when_the_builder_gave_up(catalog: Catalog, store: Store) -> None:
+def test_one_of_the_waiting_nodes_builds_when_the_builder_gave_up(catalog: Catalog, store: Store) -> None:
     clock, lease = Clock(), held(store)
     clock.at(5, lease.release)
     ended = waited(catalog, clock)
@@ -240,7 +240,7 @@ def test_one_of_those_who_waited_builds_when_the_builder_gave_up(catalog: Catalo
     assert ended.lease.beat()  # type: ignore[attr-defined]
 
 
-def test_nobody_waits_for_a_second_builder_who_may_give_up_as_the_first_did(catalog: Catalog, store: Store) -> None:
+def test_no_node_waits_for_a_second_builder_after_the_first_gave_up(catalog: Catalog, store: Store) -> None:
     clock, lease = Clock(), held(store)
     clock.at(5, lambda: (lease.release(), held(store, node="node-2")))
     ended = waited(catalog, clock)
@@ -248,7 +248,7 @@ def test_nobody_waits_for_a_second_builder_who_may_give_up_as_the_first_did(cata
     assert clock.now_s < 10
 
 
-def test_who_waits_for_a_dead_builder_waits_for_the_one_who_took_his_place(catalog: Catalog, store: Store) -> None:
+def test_a_node_that_waits_for_a_dead_builder_waits_for_its_successor(catalog: Catalog, store: Store) -> None:
     clock = Clock()
     held(store)
 
@@ -271,7 +271,7 @@ def test_waiting_ends_at_its_deadline(catalog: Catalog, store: Store) -> None:
     assert 45 <= clock.now_s < 50
 
 
-def test_a_store_that_goes_away_while_somebody_waits_makes_no_builder_dead(catalog: Catalog, store: Store) -> None:
+def test_a_store_that_is_unavailable_during_a_wait_makes_no_builder_dead(catalog: Catalog, store: Store) -> None:
     clock, lease = Clock(), held(store)
     away: list[Fault | None] = [None]
     clock.at(5, lambda: away.__setitem__(0, DOWN))
@@ -285,7 +285,7 @@ def test_a_store_that_goes_away_while_somebody_waits_makes_no_builder_dead(catal
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"x" * 100_000], ids=["empty", "no JSON", "huge"])
-def test_a_forged_lease_holds_nobody_up_for_longer_than_a_dead_one(catalog: Catalog, store: Store, data: bytes) -> None:
+def test_a_forged_lease_delays_no_node_for_longer_than_a_dead_one(catalog: Catalog, store: Store, data: bytes) -> None:
     put(store, NAME, data)
     found = elect(catalog, KEY, "node-1")
     assert isinstance(found, Held)
@@ -301,7 +301,7 @@ def test_a_forged_time_to_live_is_bounded(catalog: Catalog, store: Store) -> Non
     assert clock.now_s < 320
 
 
-def test_of_two_who_take_over_one_has_it(store: Store) -> None:
+def test_of_two_takeovers_one_succeeds(store: Store) -> None:
     held(store)
     dead = look(store, NAME)
     looked, written = threading.Barrier(2), threading.Barrier(2)
@@ -318,7 +318,7 @@ def test_of_two_who_take_over_one_has_it(store: Store) -> None:
     assert sorted(type(one).__name__ for one in taken) == ["Held", "Lease"]
 
 
-def test_a_holder_who_comes_back_before_the_takeover_keeps_his_lease(store: Store) -> None:
+def test_a_holder_that_is_back_before_the_takeover_keeps_its_lease(store: Store) -> None:
     lease = held(store)
     seen = look(store, NAME)
     assert lease.beat()

@@ -78,7 +78,7 @@ def test_what_was_replaced_is_replaced_here(store: Store, local: NodeCatalog, aw
     assert local.look_up(away, KEY).document == document(content="new")
 
 
-def test_what_somebody_removed_is_not_used_when_the_store_is_away(
+def test_a_removed_snapshot_is_not_used_when_the_store_is_unavailable(
     store: Store, local: NodeCatalog, away: Catalog
 ) -> None:
     catalog = published(store)

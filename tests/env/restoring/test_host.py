@@ -61,7 +61,7 @@ def bring(setup: Setup, tmp_path: Path, *roots: Path) -> Layer:
     return mount_layer(setup.document(changes, roots), setup.store, wanted)
 
 
-def test_a_job_finds_the_environment_where_it_was_and_nobody_else_does(
+def test_a_job_finds_the_environment_where_it_was_and_no_other_process_does(
     setup: Setup, tmp_path: Path, venv: Path, show: Show
 ) -> None:
     with closing(bring(setup, tmp_path, venv)) as layer:
@@ -115,7 +115,7 @@ def test_owners_and_modes_of_a_root_are_those_of_the_setup(
         view.close()
 
 
-def test_a_job_that_destroys_its_environment_destroys_nobody_elses(
+def test_a_job_that_destroys_its_environment_destroys_no_other(
     setup: Setup, tmp_path: Path, venv: Path, show: Show
 ) -> None:
     with closing(bring(setup, tmp_path, venv)) as layer:
@@ -221,7 +221,7 @@ def test_what_a_killed_run_left_is_settled_by_the_next(
     assert not venv.exists()
 
 
-def test_a_folder_that_a_killed_run_left_is_the_users_who_fills_it(setup: Setup, venv: Path, show: Show) -> None:
+def test_a_folder_that_a_killed_run_left_belongs_to_the_user_who_fills_it(setup: Setup, venv: Path, show: Show) -> None:
     pid = os.fork()
     if pid == 0:
         show(setup.at, venv)

@@ -107,7 +107,7 @@ def test_a_file_that_is_as_the_setup_found_it_is_replaced(machine: Machine) -> N
 
 
 @pytest.mark.parametrize("theirs", ["their own\n", None])
-def test_a_file_that_somebody_changed_or_has_not_is_a_conflict(machine: Machine, theirs: str | None) -> None:
+def test_a_file_that_was_changed_or_is_missing_is_a_conflict(machine: Machine, theirs: str | None) -> None:
     machine.setup.write("/home/u/.bashrc", "old\nnew\n")
     machine.setup.write("/home/u/fine", "")
     if theirs is not None:

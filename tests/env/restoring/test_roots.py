@@ -67,7 +67,7 @@ def test_a_venv_that_was_there_is_mounted_by_its_parts() -> None:
     assert found == Division((f"{VENV}/bin", f"{VENV}/lib"), (f"{VENV}/note",))
 
 
-def test_what_packages_put_beside_their_code_is_mounted_in_a_venv_that_was_there() -> None:
+def test_files_of_packages_outside_their_code_are_mounted_in_an_existing_venv() -> None:
     shared = [f"{VENV}/{name}/x" for name in ("share/man", "share/jupyter", "etc", "opt", "man")]
     found = divided(*shared, "/home/u/.local/share/x", kinds={VENV: "venv", "/home/u/.local": "python"})
     assert found == Division(
@@ -215,7 +215,7 @@ def test_a_deletion_inside_an_environment_belongs_to_it() -> None:
     assert found == Division(("/usr/local",), ("/home/u/note",))
 
 
-def test_a_loose_path_inside_somebody_elses_root_goes_with_it() -> None:
+def test_a_loose_path_inside_another_root_is_part_of_it() -> None:
     kinds: dict[str, Environment] = {"/data/env": "conda", "/data/env/x/y": "venv"}
     found = divided("/data/env/a", "/data/env/x/y/note", kinds=kinds)
     assert found == Division(("/data/env",), ())

@@ -119,7 +119,7 @@ def test_no_bytes_make_it_fail(data: bytes) -> None:
         ("/a/__pycache__/sub/m.cpython-311.pyc", None),
     ],
 )
-def test_the_source_of_a_cached_file_is_beside_the_cache(path: str, source: str | None) -> None:
+def test_the_source_of_a_cached_file_is_next_to_the_cache(path: str, source: str | None) -> None:
     assert source_of(path) == source
 
 

@@ -98,7 +98,7 @@ def test_everything_that_a_job_can_see_counts(change: dict[str, Any]) -> None:
     assert Manifest((entry,)).digest != Manifest((replace(entry, **change),)).digest
 
 
-def test_a_manifest_lies_in_a_store_under_its_content_name() -> None:
+def test_a_manifest_is_in_a_store_under_its_content_name() -> None:
     store = MemoryStore("manifests")
     manifest = Manifest((Entry("/a", "file", 0o644, size=3, digest=DIGEST),))
     stored = store_manifest(store, manifest)

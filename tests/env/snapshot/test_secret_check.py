@@ -49,7 +49,7 @@ def test_nothing_of_a_snapshot_with_a_secret_is_stored_and_all_are_named(tmp_pat
     assert not list(store.list())
 
 
-def test_a_secret_across_pieces_of_a_large_file_is_found_and_one_far_behind_is_not(tmp_path: Path) -> None:
+def test_a_secret_across_pieces_of_a_large_file_is_found_and_one_far_into_it_is_not(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
     check = check_of(variables={"MY_TOKEN": SECRET})

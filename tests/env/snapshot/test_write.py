@@ -214,7 +214,7 @@ def test_any_tree_comes_back(tmp_path: Path, tree: dict[tuple[str, ...], bytes |
 
 
 @needs_root
-def test_deletions_and_replaced_directories_hide_what_lies_below(tmp_path: Path) -> None:
+def test_deletions_and_replaced_directories_hide_the_files_below(tmp_path: Path) -> None:
     below, upper = tmp_path / "below", tmp_path / "upper"
     for path in ("kept/stays", "kept/goes", "replaced/old"):
         (below / path).parent.mkdir(parents=True, exist_ok=True)

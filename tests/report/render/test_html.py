@@ -197,7 +197,7 @@ def end_of(report: Report) -> float:
     return max(seg.end_s for node in report.nodes for seg in (*node.segments, *node.background))
 
 
-def test_how_good_the_clocks_are_stands_behind_the_finding(small: Report) -> None:
+def test_the_precision_of_the_clocks_follows_the_finding(small: Report) -> None:
     lines = ["The nodes' clocks differ by up to 5.0 s.", "Only 1 of 2 nodes were seen."]
     text = html.render(replace(small, headlines=lines))
     places = [text.index(line.replace("'", "&#39;")) for line in lines]
