@@ -26,6 +26,7 @@ RUN = 4
 class Way:
     steps: tuple[Hashable, ...]
     may_ask_origin: bool
+    may_read_ahead: bool = True
 
 
 @dataclass
@@ -86,6 +87,20 @@ def test_readers_and_hot_blocks_go_the_same_ways() -> None:
     for block, steps in asked(w).items():
         assert steps == [{"me": None}.get(FOUR[block // RUN % 4], FOUR[block // RUN % 4])]
     assert {fetch.purpose for _, fetch in w.launched} == {Purpose.DEMAND, Purpose.HOT}
+
+
+def test_readers_read_ahead_only_what_the_same_node_fetches_from_the_store() -> None:
+    def requests(fault: Callable[[Fetch, int], Fault | None] | None = None) -> list[tuple[Hashable, range]]:
+        w = world(Ring(FOUR), settings=FetchSettings(first_ahead_bytes=16 * BLOCK), fault=fault)
+        for block in (1, 10, 5):  # of a, me and b
+            void(w.read(0, [block], void))
+            w.run()
+        return [(fetch.step, fetch.blocks) for _, fetch in w.launched]
+
+    assert requests() == [("a", range(1, 4)), (None, range(10, 12)), ("b", range(5, 8))]
+    lost = Fault(TransientError("lost"))
+    after_a = requests(lambda fetch, earlier: lost if fetch.step == "a" else None)
+    assert after_a[:2] == [("a", range(1, 4)), ("b", range(1, 2))]
 
 
 def test_after_a_wrong_set_only_blocks_near_the_readers_come_in_advance_and_the_others_as_cold_ones() -> None:

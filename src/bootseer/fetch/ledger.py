@@ -217,24 +217,31 @@ class Ledger:
         return not (self.wanted or self.running or any(origin.cold for origin in self.origins.values()))
 
     def _adjacent(
-        self, key: Key, most_bytes: int, eligible: Callable[[Key], bool], gap_bytes: int = 0, *, ahead: bool = False
+        self,
+        key: Key,
+        most_bytes: int,
+        eligible: Callable[[Key], bool],
+        gaps: range = range(0),
+        gap_bytes: int = 0,
+        *,
+        ahead: bool = False,
     ) -> tuple[range, list[int]]:
         """The block with its neighbours in the same stripe whose stored bytes are adjacent, and their stored sizes.
 
         At least the block itself, then those behind it and those before it that are `eligible` and fit into
-        `most_bytes`. Gaps of up to `gap_bytes` between two of them are included, if all their blocks are missing and
-        not wanted. With `ahead`, such blocks behind the last one are included, too, and none before the first: a reader
-        waits for it.
+        `most_bytes`. Gaps of up to `gap_bytes` between two of them are included, if all their blocks are in `gaps`,
+        missing and not wanted. With `ahead`, such blocks behind the last one are included, too, and none before the
+        first: a reader waits for it.
         """
         number, first = key
         geometry = self.files[number].geometry
         step = len(geometry.stripes)
         places = {first: geometry.place(first)}
-        gap = self._extend(number, places, step, most_bytes, eligible, gap_bytes)
+        gap = self._extend(number, places, step, most_bytes, eligible, gaps, gap_bytes)
         if ahead:
             places |= gap
         else:
-            self._extend(number, places, -step, most_bytes, eligible, gap_bytes)
+            self._extend(number, places, -step, most_bytes, eligible, gaps, gap_bytes)
         blocks = range(min(places), max(places) + 1, step)
         return blocks, [places[block].length for block in blocks]
 
@@ -245,6 +252,7 @@ class Ledger:
         step: int,
         most_bytes: int,
         eligible: Callable[[Key], bool],
+        gaps: range,
         gap_bytes: int,
     ) -> dict[int, Place]:
         """Extend a run at its end, or at its start if `step` is negative. Returns what could follow as a gap."""
@@ -258,7 +266,7 @@ class Ledger:
         while 0 <= block < file.geometry.num_blocks and len(places) < _MAX_RUN and len(gap) < _MAX_GAP:
             key = number, block
             belongs = eligible(key)
-            if not belongs and (not gap_bytes or file.done[block] or key in self.wanted):
+            if not belongs and (block not in gaps or file.done[block] or key in self.wanted):
                 break
             place = file.geometry.place(block)
             if place.length:

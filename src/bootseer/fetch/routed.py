@@ -55,6 +55,11 @@ class Route(Protocol):
         """The peers to ask, in order; empty if the store is to be asked at once."""
 
     @property
+    def may_read_ahead(self) -> bool:
+        """Whether the first peer, or this node if there is none, fetches missing blocks from the store for all, so that
+        readers may read ahead."""
+
+    @property
     def may_ask_origin(self) -> bool:
         """Whether to ask the store after all peers failed. Otherwise they are asked again, or other ones."""
 
@@ -176,6 +181,18 @@ class Routed(Ledger):
             if step not in wanted.tried:
                 return step
         return None if route.may_ask_origin else route.steps[0]
+
+    def _may_read_ahead(self, key: Key, step: Hashable, now: float) -> range:
+        """The blocks that a reader's request with this route step may read ahead: with peers those of the same run."""
+        number, block = key
+        file, routes = self.files[number], self._routes.get(number)
+        if routes is None:
+            return range(file.geometry.num_blocks if file.reads_ahead and self._peers is None else 0)
+        route, first = routes.route(block, now), block // routes.run_blocks * routes.run_blocks
+        # Blocks of several stripes are separate requests to a peer.
+        is_one = step == next(iter(route.steps), None) and len(file.geometry.stripes) == 1
+        may_read_ahead = file.reads_ahead and route.may_read_ahead and is_one
+        return range(first, first + routes.run_blocks) if may_read_ahead else range(0)
 
     def _may_ask(self, step: Hashable, purpose: Purpose, now: float) -> bool:
         """Whether the peer of this step, if any, can be asked now."""

@@ -218,11 +218,10 @@ class Scheduler(Routed):
                 continue
             room = self._settings.inflight_bytes - self.inflight_bytes
             goes_along = partial(self._goes_along, origin, Purpose.DEMAND, step, now)
-            # With peers, not the blocks that another node fetches from the store for all.
-            reads_ahead = self._peers is None and self.files[key[0]].reads_ahead
-            ahead_bytes = origin.pace.ahead_bytes() if reads_ahead else 0
-            most_bytes = min(self._settings.demand_bytes, room)
-            blocks, sizes = self._adjacent(key, most_bytes, goes_along, ahead_bytes, ahead=True)
+            # A peer may have to fetch them from the store, too.
+            ahead_bytes = min(each.pace.ahead_bytes() for each in self.files[key[0]].origins)
+            most_bytes, gaps = min(self._settings.demand_bytes, room), self._may_read_ahead(key, step, now)
+            blocks, sizes = self._adjacent(key, most_bytes, goes_along, gaps, ahead_bytes, ahead=True)
             if sum(sizes) > room and self.inflight_bytes:
                 return
             self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, step=step)
@@ -234,7 +233,7 @@ class Scheduler(Routed):
         if origin.pauses and now < max(origin.pace.paused_until, origin.pace.prefetch_after):
             return
         may_bridge = purpose is Purpose.HOT and self._peers is None and not self._only_near
-        gap_bytes = min(int(origin.pace.rate * settings.request_cost_s), settings.gap_bytes) if may_bridge else 0
+        gap_bytes = min(int(origin.pace.rate * settings.request_cost_s), settings.gap_bytes)
         for key, step in self._ahead(origin, purpose, now):
             if self._is_full(origin, window_bytes):
                 return
@@ -242,7 +241,8 @@ class Scheduler(Routed):
                 continue
             most_bytes, room, left = self._prefetch_bytes(origin, window_bytes)
             goes_along = partial(self._goes_along, origin, purpose, step, now)
-            blocks, sizes = self._adjacent(key, min(most_bytes, room), goes_along, gap_bytes)
+            gaps = range(self.files[key[0]].geometry.num_blocks if may_bridge else 0)
+            blocks, sizes = self._adjacent(key, min(most_bytes, room), goes_along, gaps, gap_bytes)
             # A single block may always go, however small the window: an origin with a window below a block would get no
             # prefetch at all. Then only the memory limits it, and with nothing in flight not even that.
             if sum(sizes) > (room if origin.num_prefetch else left) and self.inflight_bytes:

@@ -87,7 +87,8 @@ class PeerGroup:
         if self._levels is not None:
             steps = tuple(step for step in route.steps if step.level in self._levels)
             # A node asked as an owner may ask the origin, whatever its own list says.
-            return Route(steps or members.holders(file, run, ahead - absent), route.may_ask_origin or not steps)
+            may_ask_origin = route.may_ask_origin or not steps
+            return Route(steps or members.holders(file, run, ahead - absent), may_ask_origin, may_read_ahead=False)
         return route
 
     def begin(self, peer: Peer, length: int) -> tuple[Watch, Sent, str]:

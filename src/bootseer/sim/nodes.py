@@ -182,7 +182,8 @@ class _Routes:
         if self._levels is None and loader.job.patience:
             return route
         steps = tuple(step for step in route.steps if self._levels is None or step.level in self._levels)
-        return Route(steps, route.may_ask_origin or not loader.job.patience)
+        may_ask_origin = route.may_ask_origin or not loader.job.patience
+        return Route(steps, may_ask_origin, may_read_ahead=self._levels is None)
 
 
 @dataclass(eq=False)
