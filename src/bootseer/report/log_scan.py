@@ -49,6 +49,7 @@ _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _POD = re.compile(rb"\[pod/([a-z0-9.-]{1,253})/")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
 _MAX_TAG = 16
+_MAX_SEEN = 1 << 16
 _DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
 """Their log files often have the node after the program: `slurmd.gpu-17.log`."""
 _SLOW_S = 10.0
@@ -171,8 +172,8 @@ class _FileScan:
         names = source.path.name.split(".") if source.path is not None else ["stdin"]
         self.node = encodable(names[names[0] in _DAEMONS and len(names) > 2])
         self.near_ns = source.modified_ns
-        self.told: set[int] = set()
-        """Hashes of the lines that were passed to parsers."""
+        self.seen: set[int] = set()
+        """Hashes of the latest lines that were passed to parsers."""
         self.pods: dict[bytes, _FileScan] = {}
         """The scans of the lines that `kubectl logs --prefix` labels with a pod."""
 
@@ -231,9 +232,11 @@ class _FileScan:
             if wanted and TAG_STEM not in raw:
                 of = self._of(raw)
                 line = of._line(raw, self.lines + 1)
-                if line.wall_ns is not None and hash(raw) in self.told:
+                if line.wall_ns is not None and hash(raw) in self.seen:
                     continue  # collectors repeat lines: a stage would begin twice, and end once
-                self.told.add(hash(raw))
+                if len(self.seen) == _MAX_SEEN:  # a word that parsers search for may be in each line of a long log
+                    self.seen.clear()
+                self.seen.add(hash(raw))
                 for index in wanted:
                     (*of.parsers, *of.sites)[index].feed(line)
         self.lines += text.count(b"\n", counted)
