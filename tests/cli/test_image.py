@@ -158,7 +158,12 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
     assert "mounted over it" in bootseer("image", "umount", str(target), code=1).stderr
     subprocess.run(["umount", target], check=True)
     (target / "new").write_text("x")
-    second, third = node.folder / "second", node.folder / "third"
+    shared = node.folder / "shared"
+    second, third = node.folder / "second", shared / "third"
+    shared.mkdir()
+    for _ in range(2):  # as container engines do; mounts in it are listed twice
+        subprocess.run(["mount", "--bind", shared, shared], check=True)
+        subprocess.run(["mount", "--make-shared", shared], check=True)
     bootseer("image", "mount", node.reference, str(second), "--rw")
     kernel.unmount(second)  # like umount: its changes are deleted by the next mount
     bootseer("image", "mount", node.reference, str(third), "--rw")
@@ -166,6 +171,7 @@ def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
     assert len(list((node.cache / "containers").iterdir())) == 2
     bootseer("image", "umount", str(target))
     bootseer("image", "umount", str(third))
+    subprocess.run(["umount", shared, shared], check=True)
     assert list((node.cache / "containers").iterdir()) == []
 
 

@@ -71,10 +71,10 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
     If other mount namespaces have copies of the mount, its daemon ends with the last one; with `force` it ends at once,
     and their reads fail. Raises `TransientError` while a process uses a file of the mount, unless `force`.
     """
-    num_mounts = kernel.num_mounts(Path(state.target))
-    if num_mounts > 1 and not force:
+    devices = kernel.devices_at(Path(state.target))
+    if len(devices) > 1 and not force:
         raise TransientError(f"{state.target}: another file system is mounted over it; unmount that before")
-    if num_mounts:
+    if devices:
         dead = state.daemon is not None and not state.daemon.alive
         if may_mount():
             try:
