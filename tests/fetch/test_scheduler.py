@@ -125,6 +125,14 @@ def test_hedges_that_hang_too_are_followed_by_others_while_the_prefetch_hangs() 
     assert answers == [b""]  # a prefetch has three times this timeout
 
 
+def test_a_hedge_of_many_blocks_that_fails_gives_back_what_it_cost() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(TransientError("reset")) if fetch.hedge else Fault(hang=True))
+    w.read(0, range(6), Answers())
+    w.run(until=2 * SETTINGS.hedge_s)
+    assert w.scheduler.stats.hedges
+    assert w.scheduler._hedge_credit <= SETTINGS.first_hedge_credit
+
+
 def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
     w = world(fault=lambda fetch, earlier: None if fetch.hedge else Fault(hang=True))
     w.read(0, [5, 6], Answers())

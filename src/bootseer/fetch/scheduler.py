@@ -405,7 +405,8 @@ class Scheduler(Routed):
             if request.fetch.hedge and wanted.readers:  # what it was to overtake may hang for longer than readers wait
                 wanted.hedges -= 1
                 wanted.attempts += 1
-                self._hedge_credit = min(self._hedge_credit + 1, self._settings.max_hedge_credit)
+                refund = 0 if request.left else 1  # with its last block: it cost one for all of them
+                self._hedge_credit = min(self._hedge_credit + refund, self._settings.max_hedge_credit)
                 wanted.late_at = now + self._backoff_s(wanted)
             return
         purpose = wanted.purpose
