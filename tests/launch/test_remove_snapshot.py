@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from bootseer.artifact.signatures import Signatures
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Action, decide
 from bootseer.errors import PermanentError
 from bootseer.launch.environment import restore
 from bootseer.store.file import FileStore
 from env.life.samples import KEY, document, store_objects
+from signing_keys import make_key, trust
 
 
 def test_what_another_start_makes_while_the_removed_ones_are_listed_stays(
@@ -43,7 +45,9 @@ def test_of_a_store_without_deletion_the_next_start_makes_it_anew(
 ) -> None:
     store = FileStore(tmp_path)
     store_objects(store)
-    catalog, damaged = Catalog(store), document(built_s=time.time() - 100)
+    key = make_key(tmp_path / "key")
+    signatures = Signatures(signing=(str(key),), trusted=trust(tmp_path / "trusted", key))
+    catalog, damaged = Catalog(store, signatures=signatures), document(built_s=time.time() - 100)
     catalog.publish(damaged)
 
     def refuse(self: FileStore, name: str) -> None:
@@ -52,7 +56,7 @@ def test_of_a_store_without_deletion_the_next_start_makes_it_anew(
     monkeypatch.setattr(FileStore, "delete", refuse)
     tracer = SimpleNamespace(emit=lambda *_, **__: None)
     options, session = SimpleNamespace(plain_http=False), SimpleNamespace(span="", tracer=tracer)
-    task: Any = SimpleNamespace(store_uri=store.uri, options=options, session=session)
+    task: Any = SimpleNamespace(store_uri=store.uri, options=options, session=session, signatures=signatures)
     restore.remove_damaged(task, damaged, "parts are missing")
     assert "is removed from its store: the next start makes it anew" in capfd.readouterr().err
     decision = decide("auto", catalog.look(KEY), now_s=time.time())

@@ -219,7 +219,8 @@ def _remove(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: 
         try:
             catalog.remove(document.key, time.time())
         except PermanentError:  # many registries do not support deletion; an expired snapshot is made anew, too
-            put(store, document.name, replace(document, max_age_s=0.0).encode())
+            expired = replace(document, max_age_s=0.0).encode()
+            put(store, document.name, task.signatures.seal(document.name, expired))
         say(f"{label} is removed from its store: the next start makes it anew")
         return True
 
