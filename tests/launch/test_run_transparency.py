@@ -93,7 +93,7 @@ def test_a_script_with_line_ends_of_windows_is_told_from_a_missing_one(run, tmp_
     script.write_bytes(b"#!/bin/sh\r\ntrue\r\n")
     script.chmod(0o755)
     done = run("run", "--", str(script))
-    reason = "the interpreter in its first line is missing (or CRLF line ends)"
+    reason = "its loader, or the interpreter in its first line, is missing (or CRLF line ends)"
     assert (done.returncode, done.stderr) == (127, f"bootseer: {script}: {reason}\n")
 
 

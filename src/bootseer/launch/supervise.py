@@ -106,7 +106,7 @@ class StartError(Exception):
         missing = not reason and error.errno in (errno.ENOENT, errno.ENOTDIR)
         if missing:
             is_there = "/" in command and os.access(command, os.F_OK)
-            lost = "the interpreter in its first line is missing (or CRLF line ends)"
+            lost = "its loader, or the interpreter in its first line, is missing (or CRLF line ends)"
             reason = lost if is_there else "command not found"
         super().__init__(f"{command or repr(command)}: {reason or error.strerror}")
         self.code = NOT_FOUND if missing else NOT_EXECUTABLE
