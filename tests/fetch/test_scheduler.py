@@ -117,20 +117,13 @@ def test_a_hedge_that_cannot_start_yet_starts_at_the_end_of_the_pause() -> None:
 
 def test_hedges_that_hang_too_are_followed_by_others_while_the_prefetch_hangs() -> None:
     w = world(fault=lambda fetch, earlier: Fault(hang=True) if w.now < 3 else None)
-    w.prefetch([(0, 5)])
+    w.prefetch([(0, 5), (0, 6), (0, 7)])
     w.tick()
     answers = Answers()
-    w.read(0, [5], answers)
+    w.read(0, [5, 6, 7], answers)
     w.run(until=SETTINGS.demand_timeout_s + 2 * SETTINGS.hedge_s)
     assert answers == [b""]  # a prefetch has three times this timeout
-
-
-def test_a_hedge_of_many_blocks_that_fails_gives_back_what_it_cost() -> None:
-    w = world(fault=lambda fetch, earlier: Fault(TransientError("reset")) if fetch.hedge else Fault(hang=True))
-    w.read(0, range(6), Answers())
-    w.run(until=2 * SETTINGS.hedge_s)
-    assert w.scheduler.stats.hedges
-    assert w.scheduler._hedge_credit <= SETTINGS.first_hedge_credit
+    assert w.scheduler._hedge_credit < 1  # a failed hedge gives back what it cost, not one for each block
 
 
 def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
