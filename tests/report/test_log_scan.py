@@ -237,8 +237,17 @@ BOUND = b"".join(  # the job was created again, and its pod has the same name as
         (b"17:53:59", b"Successfully assigned train/moe-0 to gpu-1"),
     )
 )
+
+
+def containerd(day: int, begin: str, end: str, image: str) -> bytes:
+    line = 'time="2026-11-{:02d}T{}Z" level=info msg="{}"\n'
+    whole = line.format(day, begin, f'PullImage \\"{image}\\"')
+    return (whole + line.format(day, end, f'Pulled image \\"{image}\\" with image id \\"x\\"')).encode()
+
+
 BOTH = a_start(("gpu-1", 1), ("gpu-2", 2), ranks=3)
 WITHOUT_NCCL = b"".join(line for line in BOTH.splitlines(keepends=True) if b"NCCL" not in line)
+PULLED = containerd(7, "08:00:00", "08:01:00", "other:1") + containerd(20, "16:54:00", "16:55:00", "moe:1")
 PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(keepends=True)[8:])
 
 
@@ -258,8 +267,11 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
         ({"stdin": b"".join(b"[pod/moe-%d/train] " % n + line for line in WITHOUT_NCCL.splitlines(keepends=True)
                             for n in (0, 1))}, {"moe-0": 99, "moe-1": 99}),
         ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND}, {"moe-0": 101}),
+        ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND, "containerd.gpu-1.log": PULLED},
+         {"moe-0": 101}),
     ],
-    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs", "pods", "host network"],
+    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs", "pods", "host network",
+         "earlier pod"],
 )  # fmt: skip
 def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
     """NCCL's lines contain the host, those of torchrun and Megatron do not, and the file name is arbitrary."""
@@ -296,12 +308,6 @@ def test_a_log_of_several_launchers_tells_how_many_nodes_are_missing(found):
     report = analyse(result.events, Options(restart=0), read=result.input())
     assert report.coverage.nodes_expected == 8
     assert report.headlines[0].startswith("Only 1 of 8 nodes were seen")
-
-
-def containerd(day: int, begin: str, end: str, image: str) -> bytes:
-    line = 'time="2026-11-{:02d}T{}Z" level=info msg="{}"\n'
-    whole = line.format(day, begin, f'PullImage \\"{image}\\"')
-    return (whole + line.format(day, end, f'Pulled image \\"{image}\\" with image id \\"x\\"')).encode()
 
 
 @pytest.mark.parametrize("has_own", [True, False])

@@ -60,12 +60,10 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         _name_nodes(result, jobs)
     if len(jobs) == 1:
         _assign(result, own, jobs.pop())
-    if other := _of_other_runs(result.events):
-        result.skipped["other_run"] += len(other)
-    if earlier := _of_earlier_pods(result.events):
-        result.skipped["earlier_pod"] += len(earlier)
-    dropped = other | earlier
-    result.events = [event for event in result.events if event.span not in dropped]
+    for reason, find in (("earlier_pod", _of_earlier_pods), ("other_run", _of_other_runs)):
+        if found := find(result.events):  # what an earlier pod did is not around the job
+            result.skipped[reason] += len(found)
+            result.events = [event for event in result.events if event.span not in found]
 
 
 def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
@@ -158,7 +156,7 @@ def _of_earlier_pods(events: Sequence[Event]) -> set[str]:
         pod = event.job, event.attempt, event.node
         if event.attrs.get(FOREIGN) == "kubelet":
             pods[pod].append(event)
-        elif event.stage != "queue":
+        elif event.stage != "queue" and event.attrs.get(FOREIGN) not in _OF_MACHINE:
             first[pod] = min(first.get(pod, event.wall_ns), event.wall_ns)
     found = set()
     for pod, of_pod in pods.items():
