@@ -248,6 +248,8 @@ def containerd(day: int, begin: str, end: str, image: str) -> bytes:
 BOTH = a_start(("gpu-1", 1), ("gpu-2", 2), ranks=3)
 WITHOUT_NCCL = b"".join(line for line in BOTH.splitlines(keepends=True) if b"NCCL" not in line)
 PULLED = containerd(7, "08:00:00", "08:01:00", "other:1") + containerd(20, "16:54:00", "16:55:00", "moe:1")
+RUN_ID = b"I1120 17:54:00.000000 1 torch/distributed/launcher/api.py:195]   run_id           : moe\n"
+LAUNCHED = b"[2026-11-20T17:53:55.000] launch task StepId=42.0 request from UID:1000 GID:1000 HOST:10.0.0.1 PORT:1\n"
 PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(keepends=True)[8:])
 
 
@@ -261,6 +263,12 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
         ({f"rank{n}.log": a_start(("gpu-1", n), ranks=3) for n in (1, 2)}, {"gpu-1": 99}),
         ({"slurm-42.out": WITHOUT_NCCL, "slurmctld.log": SUBMITTED.format(job=42, nodes="gpu-[1-2]").encode()},
          {"gpu-1": 99, "gpu-2": 109}),
+        ({"slurm-42.out": RUN_ID + WITHOUT_NCCL,
+          "slurmctld.log": SUBMITTED.format(job=42, nodes="gpu-[1-2]").encode()}, {"gpu-1": 99, "gpu-2": 109}),
+        ({"slurm-42.out": WITHOUT_NCCL, "slurmctld.log": SUBMITTED.format(job=42, nodes="gpu-1").encode(),
+          "slurmd.log": LAUNCHED}, {"gpu-1": 105}),
+        ({"slurm-42.out": WITHOUT_NCCL, "slurmctld.log": SUBMITTED.format(job=42, nodes="gpu-[1-2]").encode(),
+          "slurmd.gpu-2.log": LAUNCHED}, {"gpu-1": 99, "gpu-2": 105}),
         ({"slurm-42.out": BOTH, "slurmctld.log": (SUBMITTED.format(job=42, nodes="gpu-[1-2]")
                                                   + SUBMITTED.format(job=43, nodes="gpu-3")).encode()},
          {"gpu-1": 99, "gpu-2": 80}),
@@ -270,15 +278,15 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
         ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND, "containerd.gpu-1.log": PULLED},
          {"moe-0": 101}),
     ],
-    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "several jobs", "pods", "host network",
-         "earlier pod"],
+    ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "run id", "slurmd", "slurmd of a node",
+         "several jobs", "pods", "host network", "earlier pod"],
 )  # fmt: skip
 def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
     """NCCL's lines contain the host, those of torchrun and Megatron do not, and the file name is arbitrary."""
     for name, log in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(log)
-    job = "42" if "slurmctld.log" in files else None
+    job = "42" if "slurmctld.log" in files and RUN_ID not in files["slurm-42.out"] else None
     found = scan(inputs.sources([str(tmp_path)]), job=job)
     report = analyse(found.events, Options(job=job, gpus_per_node=8), read=found.input())
     assert {node.node: node.end_s - node.start_s for node in report.nodes} == node_seconds

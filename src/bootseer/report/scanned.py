@@ -6,6 +6,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import itemgetter
 
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
@@ -19,6 +20,8 @@ _WITHIN = frozenset({"torchelastic", "nccl", "megatron", "transformers", "steps"
 _OF_MACHINE = frozenset({"containerd", "crio", "docker", "pip", "uv", "conda", "ray"})
 """Programs whose logs are about all jobs of a machine, maybe for months, and name none."""
 _SLACK_NS = 60 * NS_PER_S
+_MAX_LISTED = 1 << 19
+"""Nodes of a scheduler's lists: a short line can name thousands."""
 _APART_NS = 900 * NS_PER_S
 """What they did so long before or after everything else was for another job."""
 
@@ -107,9 +110,11 @@ def _name_nodes(result: Scanned, jobs: set[str]) -> None:
     for event in result.events:
         if event.stage == "bound" and isinstance(event.attrs.get("host"), str):
             pods[event.attrs["host"]].add(event.node)
-    by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm" and event.job in jobs]
-    listed = [node for event in by_slurm for node in expand_hosts(event.attrs.get(NODES, event.node))]
-    of_job = dict.fromkeys(listed if len(jobs) == 1 else ())
+    by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm"] if len(jobs) == 1 else []
+    # slurmd's lines are named by their file, and so are slurmctld's about a job that waits.
+    listing = [one for one in by_slurm if one.stage != "bound" and (NODES in one.attrs or one.node not in result.hosts)]
+    lists = dict.fromkeys(event.attrs.get(NODES, event.node) for event in listing or by_slurm)
+    of_job = dict.fromkeys(islice((node for names in lists for node in expand_hosts(names)), _MAX_LISTED))
 
     def named(node: str) -> str:
         hosts = result.hosts.get(node, {node: None}) or of_job
