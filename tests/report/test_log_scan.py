@@ -275,11 +275,13 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
         ({"stdin": b"".join(b"[pod/moe-%d/train] " % n + line for line in WITHOUT_NCCL.splitlines(keepends=True)
                             for n in (0, 1))}, {"moe-0": 99, "moe-1": 99}),
         ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND}, {"moe-0": 101}),
+        ({"train.log": a_start(("ip-1", 1), ranks=2), "events.json": BOUND.replace(b"gpu-1", b"ip-1.ec2.internal")},
+         {"moe-0": 101}),
         ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND, "containerd.gpu-1.log": PULLED},
          {"moe-0": 101}),
     ],
     ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "run id", "slurmd", "slurmd of a node",
-         "several jobs", "pods", "host network", "earlier pod"],
+         "several jobs", "pods", "host network", "domain", "earlier pod"],
 )  # fmt: skip
 def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
     """NCCL's lines contain the host, those of torchrun and Megatron do not, and the file name is arbitrary."""

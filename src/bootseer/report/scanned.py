@@ -106,10 +106,10 @@ def _name_nodes(result: Scanned, jobs: set[str]) -> None:
     Of the hosts in a log of several, the first is taken; of a job in a scheduler's log, which lists all of its nodes,
     the node of the batch script.
     """
-    pods = defaultdict(set)  # with the host's network, NCCL names the machine of a pod
+    pods = defaultdict(set)  # with the host's network, NCCL names a pod's machine, without its domain
     for event in result.events:
         if event.stage == "bound" and isinstance(event.attrs.get("host"), str):
-            pods[event.attrs["host"]].add(event.node)
+            pods[event.attrs["host"].partition(".")[0]].add(event.node)
     by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm"] if len(jobs) == 1 else []
     # slurmd's lines are named by their file, and so are slurmctld's about a job that waits.
     listing = [one for one in by_slurm if one.stage != "bound" and (NODES in one.attrs or one.node not in result.hosts)]
