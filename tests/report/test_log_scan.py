@@ -295,20 +295,22 @@ def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node
     assert report.overhead.gpu_hours == pytest.approx(8 * sum(node_seconds.values()) / 3600)
 
 
-def test_events_of_kubernetes_find_the_nodes_that_are_named_by_machine_and_uid(found):
+@pytest.mark.parametrize("num", [1, 2])
+def test_events_of_kubernetes_find_the_nodes_that_are_named_by_machine_and_uid(found, num):
     """As in the documented manifest: the events name the pod. Those of other pods are left out."""
     begin_s, log = 1_795_197_241 - EPOCH_S, b""
-    for pod, uid in (("moe-0", "u-0"), ("moe-1", "u-1"), ("dense-0", "u-2")):
+    for pod, uid in [*[("moe-0", "u-0"), ("moe-1", "u-1")][:num], ("dense-0", "u-2")]:
         about = {"involvedObject": {"kind": "Pod", "name": pod, "uid": uid}, "eventTime": "2026-11-20T17:53:51Z"}
         log += json.dumps(about | {"message": f"Successfully assigned train/{pod} to gpu-7"}).encode() + b"\n"
-    for node in ("gpu-7/u-0", "gpu-7/u-1"):
+    nodes = ["gpu-7/u-0", "gpu-7/u-1"][:num]
+    for node in nodes:
         own = [*span(begin_s, begin_s + 60, "run"), *began(begin_s + 30)]
         log += b"".join(encode(event._replace(node=node)) for event in own)
     result = found(log)
     bound = {event.node for event in result.events if event.stage == "bound"}
-    assert (bound, result.skipped) == ({"gpu-7/u-0", "gpu-7/u-1"}, {"other_node": 1})
+    assert (bound, result.skipped) == (set(nodes), {"other_node": 1})
     report = analyse(result.events, Options())
-    assert [node.end_s for node in report.nodes] == [40, 40]  # 10 of them before `bootseer run`
+    assert [node.end_s for node in report.nodes] == [40] * num  # 10 of them before `bootseer run`
     assert not any("uid" in fact for node in report.nodes for fact in node.attrs)
 
 

@@ -76,6 +76,9 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
     nodes = {event.node.partition("/")[0]: event.node for event in own}
     uids = {event.node.partition("/")[2]: event.node for event in own}
     nodes |= {event.node: uids[uid] for event in result.events if (uid := event.attrs.get("pod_uid")) in uids}
+    # A list of events of a whole cluster includes pods of other jobs.
+    told = {event.node for event in result.events if event.attrs.get(FOREIGN) == "kubelet"}
+    others = set() if told.isdisjoint(nodes) else told - nodes.keys()
     only = set(nodes.values())
     begins = _begins(own)
     events = []
@@ -84,7 +87,8 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
             events.append(event)
         # The hook's events are more accurate, but the user's own patterns take precedence.
         elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
-            node = next(iter(only)) if len(only) == 1 else nodes.get(event.node, "" if own else event.node)
+            lone = next(iter(only)) if len(only) == 1 and event.node not in others else ""
+            node = nodes.get(event.node, lone or ("" if own else event.node))
             if node:
                 attrs = event.attrs
                 if own:  # own events show the job's nodes better than the scheduler's list
@@ -92,7 +96,7 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
                 _, attempt, restart = begins[max(bisect(begins, event.wall_ns, key=itemgetter(0)) - 1, 0)]
                 restart = event.restart if attrs[FOREIGN] == "torchelastic" else restart  # its lines have it
                 events.append(event._replace(job=job, attempt=attempt, restart=restart, node=node, attrs=attrs))
-            else:  # a list of events of a whole cluster includes pods of other jobs
+            else:
                 result.skipped["other_node"] += 1
     wrong = _of_another_zone(events)
     result.events = [event for event in events if (event.node, event.attrs.get(FOREIGN)) not in wrong]
