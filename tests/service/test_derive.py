@@ -194,6 +194,24 @@ def test_a_log_is_of_the_job_it_was_sent_for_whatever_torchrun_calls_it(place: P
         assert {(row.job, row.nodes_heard) for row in place.rows(schema.start)} == {("llama", number + 1)}
 
 
+def test_a_log_beside_that_of_a_scheduler_names_no_machine(place: Place) -> None:
+    """As in `bootseer report --job 42`: the lines of a file that names no node are of the job's first one."""
+    lines = "".join(
+        f"[2026-11-20T18:10:00.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=42 usec=3\n"
+        f"[2026-11-20T18:17:00.000] sched: Allocate JobId={job} NodeList={node} #CPUs=2 Partition=gpu\n"
+        for job, node in ((42, "gpu-1"), (43, "gpu-2"))
+    )
+    data = (
+        (Path(__file__).parents[1] / "golden" / "torchelastic" / "restart.log").read_bytes().replace(b"moe-42", b"none")
+    )
+    batches = []
+    for sender, sent in (("slurmctld", lines.encode()), ("slurm-42", data)):
+        kept = place.raw.put(sent, day=DAY, job="42", attempt=0, sender=sender, sequence=0, suffix=LOG)
+        batches.append((kept.name, time.time_ns()))
+    derive_attempt(place.raw, place.database, Attempt("42", 0), batches, time.time_ns())
+    assert {row.name for row in place.rows(schema.node)} == {"gpu-1"}
+
+
 def test_times_of_logs_without_a_zone_are_those_of_the_services_zone(place: Place, monkeypatch: Any) -> None:
     data = (Path(__file__).parents[1] / "golden" / "torchelastic" / "restart.log").read_bytes()
     kept = place.raw.put(data, day=DAY, job="j", attempt=0, sender="n", sequence=0, suffix=LOG)

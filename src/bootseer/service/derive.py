@@ -94,7 +94,7 @@ def derive_attempt(
     """
     gone: set[str] = set()
     arrived = dict(sorted(batches))
-    found = scan(_sources(raw, arrived, gone), patterns=patterns)
+    found = scan(_sources(raw, arrived, gone), patterns=patterns, job=attempt.job)
     events, duplicates = unique(_own(found, attempt))
     rows, closes = _analysed(events, duplicates, attempt, found, list(arrived.values()), now_ns)
     live = Live(attempt.job, attempt.attempt, None)
