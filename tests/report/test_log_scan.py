@@ -345,6 +345,12 @@ def test_what_a_machine_did_for_other_jobs_is_not_billed(tmp_path, has_own):
     assert analyse(alone.events, Options(), read=alone.input()).overhead.startup_s == pytest.approx(60)
 
 
+def test_a_pattern_may_name_the_machine_of_a_pod_in_full(found):
+    log = BOUND.replace(b"gpu-1", b"ip-1.ec2.internal") + b"2026-11-20T17:54:30Z warmed up on ip-1.ec2.internal\n"
+    patterns = [("environment_setup.warm", re.compile(rb"warmed up on (?P<host>\S+)"))]
+    assert {event.node for event in found(log, patterns=patterns).events} == {"moe-0"}
+
+
 def test_lines_that_a_collector_repeats_count_once(found):
     once = a_start(("gpu-1", 1), ranks=2)
     lines = once.splitlines(keepends=True)

@@ -112,8 +112,9 @@ def _name_nodes(result: Scanned, jobs: set[str]) -> None:
     """
     pods = defaultdict(set)  # with the host's network, NCCL names a pod's machine, without its domain
     for event in result.events:
-        if event.stage == "bound" and isinstance(event.attrs.get("host"), str):
-            pods[event.attrs["host"].partition(".")[0]].add(event.node)
+        if event.stage == "bound" and isinstance(machine := event.attrs.get("host"), str):
+            for name in (machine, machine.partition(".")[0]):
+                pods[name].add(event.node)
     by_slurm = [event for event in result.events if event.attrs[FOREIGN] == "slurm"] if len(jobs) == 1 else []
     # slurmd's lines are named by their file, and so are slurmctld's about a job that waits.
     listing = [one for one in by_slurm if one.stage != "bound" and (NODES in one.attrs or one.node not in result.hosts)]
