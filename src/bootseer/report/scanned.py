@@ -130,7 +130,8 @@ def _name_nodes(result: Scanned, jobs: set[str]) -> None:
 
 
 def _of_other_runs(events: Sequence[Event]) -> set[str]:
-    """The spans in logs of whole machines that are far from what else happened for the job on the node."""
+    """The spans in logs of whole machines that are far from what else happened for the job on the node, and do not
+    follow each other closely up to it, as a pull and an installation of half an hour do."""
     around: dict[tuple[str, int, str], list[int]] = defaultdict(list)
     spans: dict[tuple[str, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -144,13 +145,14 @@ def _of_other_runs(events: Sequence[Event]) -> set[str]:
     for (job, attempt, node), of_node in spans.items():
         known = around.get((job, attempt, node)) or around.get((job, attempt, "")) or max(of_node.values(), key=max)
         first_ns, last_ns = min(known), max(known)
+        from_ns, until_ns = first_ns - _APART_NS, last_ns + _APART_NS
         for span, times in sorted(of_node.items(), key=lambda one: -max(one[1])):
-            if max(times) < first_ns - _APART_NS:
+            if max(times) < min(first_ns - _SLACK_NS, from_ns):
                 found.add(span)
             else:
                 first_ns = min(first_ns, *times)
         for span, times in sorted(of_node.items(), key=lambda one: min(one[1])):
-            if min(times) > last_ns + _APART_NS:
+            if min(times) > max(last_ns + _SLACK_NS, until_ns):
                 found.add(span)
             else:
                 last_ns = max(last_ns, *times)

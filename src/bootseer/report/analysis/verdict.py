@@ -42,8 +42,8 @@ _SKIPPED = (
     (
         "other_run",
         "stage",
-        "of other programs ignored: more than 15 minutes before or after all else, so of another job on the machine, "
-        "or with times of another zone.",
+        "of other programs ignored: more than 15 minutes before or after the job's other events, so of another job on "
+        "the machine, or with times of another zone.",
     ),
     (
         "other_zone",
