@@ -63,10 +63,13 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         _name_nodes(result, jobs)
     if len(jobs) == 1:
         _assign(result, own, jobs.pop())
-    for reason, find in (("earlier_pod", _of_earlier_pods), ("other_run", _of_other_runs)):
-        if found := find(result.events):  # what an earlier pod did is not around the job
-            result.skipped[reason] += len(found)
-            result.events = [event for event in result.events if event.span not in found]
+    earlier = _of_earlier_pods(result.events)
+    result.skipped["earlier_pod"] += len(earlier)
+    result.events = [event for event in result.events if event.span not in earlier]
+    other = _of_other_runs(result.events)  # what an earlier pod did is not around the job
+    result.skipped["other_run"] += len(other)
+    result.events = [event for event in result.events if event.span not in other]
+    result.skipped = +result.skipped  # without zeros
 
 
 def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
