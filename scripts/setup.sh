@@ -57,6 +57,15 @@ promtool prometheus the check of the rules over its metrics
 LIST
 }
 
+# Ubuntu has no package chromium, for example, and apt installs all packages or none.
+install_each() {
+  local package code=0
+  for package in "${missing[@]}"; do
+    "${apt[@]}" install --no-install-recommends "$package" || code=1
+  done
+  return "$code"
+}
+
 install_packages() {
   local missing=() program package reason
   while read -r program package reason; do
@@ -87,7 +96,7 @@ install_packages() {
     # Completes an interrupted run.
     "${as_root[@]}" dpkg --configure -a &&
       "${apt[@]}" update &&
-      "${apt[@]}" install --no-install-recommends "${missing[@]}"
+      { "${apt[@]}" install --no-install-recommends "${missing[@]}" || install_each; }
   } </dev/null >&2 9<&- || say "apt failed; $by_hand"
 }
 
