@@ -343,7 +343,8 @@ def test_on_a_node_that_runs_it_starts_and_ends(booted: Callable[..., subprocess
     done = booted(*pod)
     assert done.returncode == 0, done.stderr
     assert active() == ["active"] * 3
-    assert json.loads(booted("bootseer", "agent", "status", "--json").stdout)
+    status = booted("bootseer", "agent", "status", "--json")
+    assert status.returncode == 0 and json.loads(status.stdout), status.stderr
     # A call while the snapshotter is stopped waits until systemd has started it.
     before = pid()
     booted("systemctl", "stop", "bootseer-snapshotter.service")  # containerd may call at once
