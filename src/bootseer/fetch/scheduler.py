@@ -134,7 +134,7 @@ class Scheduler(Routed):
         key = request.fetch.file, block
         wanted = self._detach(number, key)
         if wanted is not None and wanted.purpose is None and not wanted.requests:
-            self._forget(key)  # it would be polled for nobody
+            self._forget(key)  # no reader waits for it: its claim is not polled
         elif wanted is not None:
             wanted.claimed_elsewhere, wanted.tried = True, ()
             self.claims.setdefault(key, now)
