@@ -18,7 +18,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 from bootseer.errors import AccessError, TransientError
 from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.protobuf import Message, delimited, field
+from bootseer.hdfs.protobuf import delimited, field
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.whole_files import read_all, read_ranges
 
@@ -86,8 +86,7 @@ def test_a_delegation_token_survives_a_failover_and_is_refused_at_once_when_canc
 ) -> None:
     service, kind = field(4, f"ha-hdfs:{pair.service}"), field(3, "HDFS_DELEGATION_TOKEN")
     with closing(_client(pair)) as client, pytest.MonkeyPatch.context() as as_job:
-        answer = client._namenode.ask("getDelegationToken", field(1, "nn"), "/", None)
-        given = Message(answer).message(1)
+        given = client._namenode.ask("getDelegationToken", field(1, "nn")).message(1)
         token = field(1, given.data(1)) + field(2, given.data(2)) + kind + service
         file = tmp_path / "tokens"
         file.write_bytes(b"HDTS\1" + delimited(field(1, field(1, "any") + field(2, token))))
@@ -100,7 +99,7 @@ def test_a_delegation_token_survives_a_failover_and_is_refused_at_once_when_canc
                 job._namenode._active = first
                 job.put(f"/of-job-{first}", DATA)
                 assert read_all(job, f"/of-job-{first}") == DATA
-        client._namenode.ask("cancelDelegationToken", field(1, token), "/", None)
+        client._namenode.ask("cancelDelegationToken", field(1, token))
         for first in range(2):
             with closing(_client(pair)) as job, pytest.raises(AccessError, match="token is not valid"):
                 job._namenode._active = first

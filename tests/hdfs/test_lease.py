@@ -20,7 +20,7 @@ from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
 from bootseer.hdfs.lease import Lease, NoNodesError, ask_defaults
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.protobuf import field
+from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError
 from hdfs.peers import node
 
@@ -66,7 +66,7 @@ def test_a_lost_answer_does_not_take_the_name_from_its_writer(
     namenode: NameNode, client: HdfsClient, folder: str
 ) -> None:
     class AskedTwice(NameNode):
-        def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
+        def ask(self, method: str, request: bytes = b"", path: str = "/", timeout_s: float | None = None) -> Message:
             super().ask(method, request, path, timeout_s)
             return super().ask(method, request, path, timeout_s)
 
@@ -101,13 +101,13 @@ class _Answering(NameNode):
         super().__init__(cluster)
         self._answers = answers
 
-    def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
+    def ask(self, method: str, request: bytes = b"", path: str = "/", timeout_s: float | None = None) -> Message:
         if method not in self._answers:
             return super().ask(method, request, path, timeout_s)
         answer = self._answers[method]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return Message(answer)
 
 
 def test_full_nodes_are_distinguished_from_busy_ones(namenode: NameNode, folder: str) -> None:

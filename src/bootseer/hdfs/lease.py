@@ -92,7 +92,7 @@ class NewBlock:
 def ask_defaults(namenode: NameNode) -> WriteDefaults:
     """Ask the NameNode for its defaults for new files; the client's `dfs.replication` takes precedence."""
     with namenode.parsing("/"):
-        answer = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
+        answer = namenode.ask("getServerDefaults").message(1)
         wanted = namenode.cluster.settings.get("dfs.replication", "")
         found = WriteDefaults(
             block_size=answer.number(1),
@@ -141,7 +141,7 @@ class Lease:
             status = self._create(request).message(1)
             self._file_id = status.number(13, 0)
         if 15 in status or 17 in status:
-            namenode.ask("delete", field(1, path) + field(2, False), path, None)
+            namenode.ask("delete", field(1, path) + field(2, False), path)
             raise UnsupportedError(
                 f"{path}: its bytes would be erasure-coded or encrypted, which BootSeer's HDFS client does not support"
             )
@@ -264,7 +264,7 @@ class Lease:
 
     def _ask(self, method: str, request: bytes, timeout_s: float | None = None) -> Message:
         try:
-            return Message(self._namenode.ask(method, request, self.path, timeout_s))
+            return self._namenode.ask(method, request, self.path, timeout_s)
         except BootseerError as error:
             # Errors that only concern writers.
             kind = _kind(error.__cause__)

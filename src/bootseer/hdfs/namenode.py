@@ -103,23 +103,22 @@ class NameNode:
         `NotFoundError`, `AccessError`, `TransientError`."""
         request = field(1, path) + field(2, 0) + field(3, _EVERYTHING)
         answer = self.ask("getBlockLocations", request, path, timeout_s)
+        if 1 not in answer:
+            raise NotFoundError(f"{self._uri_of(path)} does not exist")
         with self.parsing(path):
-            message = Message(answer)
-            if 1 not in message:
-                raise NotFoundError(f"{self._uri_of(path)} does not exist")
-            return parse_located(path, message.data(1), self._known_nodes)
+            return parse_located(path, answer.data(1), self._known_nodes)
 
     def space(self) -> tuple[int, int]:
         """Total and free bytes of all DataNodes."""
         with self.parsing("/"):
-            message = Message(self.ask("getFsStats", b"", "/", None))
-            return message.number(1), message.number(3)
+            answer = self.ask("getFsStats")
+            return answer.number(1), answer.number(3)
 
     def free_bytes_by_node(self) -> dict[str, int]:
         """Free bytes of each live DataNode in service, by `host:port`. Raises `AccessError` where only operators may
         ask."""
         with self.parsing("/"):
-            answer = Message(self.ask("getDatanodeReport", field(1, _LIVE), "/", None))
+            answer = self.ask("getDatanodeReport", field(1, _LIVE))
             nodes = [Message(node) for node in answer.every(1)]
             return {
                 parse_node(node.message(1)).host_port: node.number(4, 0)
@@ -142,7 +141,7 @@ class NameNode:
     def _uri_of(self, path: str) -> str:
         return f"hdfs://{self.cluster.authority}{path}"
 
-    def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
+    def ask(self, method: str, request: bytes = b"", path: str = "/", timeout_s: float | None = None) -> Message:
         """Send a request to the NameNodes, with retries and failover; returns the answer."""
         num_namenodes = len(self.cluster.namenodes)
         call = next(self._numbers) & _MAX_NUMBER
@@ -157,8 +156,6 @@ class NameNode:
                 number = self._active
                 try:
                     answer = self._ask_one(number, method, request, call, until)
-                    self._has_answered = True
-                    return answer
                 except RemoteError as error:
                     self._has_answered = True
                     if error.kind not in _RETRIED_KINDS:
@@ -170,6 +167,10 @@ class NameNode:
                     if number not in failed or time.monotonic() < until:
                         failed[number] = error
                     errors.append(error)
+                else:
+                    self._has_answered = True
+                    with self.parsing(path):
+                        return Message(answer)
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
             self._raise_if_final(path, errors)
@@ -277,7 +278,7 @@ class NameNode:
     def _ask_key(self) -> bytes:
         """The key for logins to DataNodes of a cluster that encrypts its data."""
         with self.parsing("/"):
-            answer = Message(self.ask("getDataEncryptionKey", b"", "/", None))
+            answer = self.ask("getDataEncryptionKey")
             if 1 not in answer:
                 raise PermanentError(
                     f"hdfs://{self.cluster.authority} encrypts its data (dfs.encrypt.data.transfer), but gives out no"
@@ -324,7 +325,7 @@ class Names:
 
     def stat(self, path: str) -> FileStatus:
         with self._namenode.parsing(path):
-            answer = self._ask("getFileInfo", field(1, path), path)
+            answer = self._namenode.ask("getFileInfo", field(1, path), path)
             if 1 not in answer:
                 raise self._not_found(path)
             return parse_status(path, answer.message(1))
@@ -336,13 +337,13 @@ class Names:
             with contextlib.suppress(NotFoundError):
                 self.stat(path)
                 raise AlreadyExistsError(f"{self.uri}{path} already exists")
-        self._ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
+        self._namenode.ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
         `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
         try:
-            self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
+            self._namenode.ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
         except NotFoundError:
             # Routers have call ids of their own, so a NameNode does not recognise a repeated rename.
             with contextlib.suppress(NotFoundError):
@@ -354,26 +355,26 @@ class Names:
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
         with self._namenode.parsing(path):
-            if not self._ask("delete", field(1, path) + field(2, recursive), path).number(1):
+            if not self._namenode.ask("delete", field(1, path) + field(2, recursive), path).number(1):
                 raise self._not_found(path)
 
     def set_permission(self, path: str, mode: int) -> None:
-        self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
+        self._namenode.ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
         """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
         fields = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
-        self._ask("setOwner", field(1, path) + fields, path)
+        self._namenode.ask("setOwner", field(1, path) + fields, path)
 
     def set_mtime(self, path: str, mtime_ms: int) -> None:
-        self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
+        self._namenode.ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
 
     def list(self, path: str) -> Iterator[FileStatus]:
         """The entries of a folder, page by page; for a file, the file itself. Raises `NotFoundError`."""
         after = b""
         is_more = True
         while is_more:
-            answer = self._ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
+            answer = self._namenode.ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
             with self._namenode.parsing(path):
                 if 1 not in answer:
                     raise self._not_found(path)
@@ -385,14 +386,10 @@ class Names:
                 is_more = bool(page.number(2)) and bool(found)
                 after = found[-1].data(2) if found else b""
 
-    def _ask(self, method: str, request: bytes, path: str) -> Message:
-        with self._namenode.parsing(path):
-            return Message(self._namenode.ask(method, request, path, None))
-
     def _is_router(self) -> bool:
         """Whether a router answers: NameNodes support this call, routers do not."""
         try:
-            self._namenode.ask("getEditsFromTxid", field(1, 1 << 62), "/", None)
+            self._namenode.ask("getEditsFromTxid", field(1, 1 << 62))
         except BootseerError as error:
             return getattr(error.__cause__, "kind", "") == "UnsupportedOperationException"
         return False
