@@ -32,7 +32,7 @@ def test_an_authority_with_a_host_needs_no_files(authority: str, expected: tuple
     assert Cluster.of(authority).namenodes == (expected,)
 
 
-@pytest.mark.parametrize("authority", ["", "nn:", "nn:x", "nn:0", "nn:99999"])
+@pytest.mark.parametrize("authority", ["", "nn:", "nn:x", "nn:0", "nn:99999", "nn..cluster", f"{'n' * 64}:8020"])
 def test_invalid_addresses_are_refused(authority: str) -> None:
     with pytest.raises(UsageError):
         Cluster.of(authority)

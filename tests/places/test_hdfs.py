@@ -109,6 +109,8 @@ def test_names_that_hdfs_cannot_have_are_known_before_and_never_found(place: Pla
     for ask in (place.stat, place.open, place.delete, place.make_folder):
         with pytest.raises(NotFoundError):
             ask("bad\udcff")
+    with closing(open_place(f"{place.uri}/bad\udcff")) as below, pytest.raises(NotFoundError):
+        below.stat("")
 
 
 def test_versions_of_the_same_length_and_time_differ(place: Place) -> None:

@@ -162,9 +162,14 @@ def _host_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or "]" in port:
         host, port = address, str(DEFAULT_PORT)
-    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    try:
+        host.encode("idna")  # as `getaddrinfo` does: refuses labels that are empty or too long
+        number = int(port) if port.isdecimal() else 0
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 16:
         raise UsageError(f"{address!r} is not the address of a NameNode", hint="write host:port")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def _user() -> str:

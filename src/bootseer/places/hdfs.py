@@ -194,9 +194,10 @@ class HdfsPlace(SmallReads):
         )
 
     def _full(self, path: str) -> str:
-        if not is_utf8(path):
-            raise NotFoundError(f"{path!r} is not a valid path: names in HDFS are UTF-8")
-        return "/".join([self._root, *names_of(path)]) or "/"
+        full = "/".join([self._root, *names_of(path)]) or "/"
+        if not is_utf8(full):
+            raise NotFoundError(f"{full!r} is not a valid path: names in HDFS are UTF-8")
+        return full
 
     def _uri_of(self, path: str) -> str:
         return f"{self._client.uri}{self._full(path)}"
