@@ -330,12 +330,17 @@ def test_a_read_ends_also_when_the_timer_gets_no_thread(
             assert (outcomes.get(timeout=60).error is None) == (fault is None)
 
 
-def test_a_server_that_refuses_some_requests_is_not_taken_for_silent(proxy: FaultProxy, uri: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error"), [(Fault(status=503), "503"), (Fault(hang=True), "no complete answer")], ids=["refused", "hung"]
+)
+def test_a_server_that_answers_only_some_requests_is_not_taken_for_silent(
+    proxy: FaultProxy, uri: str, fault: Fault, error: str
+) -> None:
     with closing(open_place(uri)) as place:
         assert isinstance(place, ObjectPlace)
         place.write_bytes("file", b"x")
         key = place._key("file")
-        proxy.plan = lambda request: Fault(status=503) if request.path.endswith("/busy") else None
-        with pytest.raises(TransientError, match="503"):
+        proxy.plan = lambda request: fault if request.path.endswith("/busy") else None
+        with pytest.raises(TransientError, match=error):
             place._bucket.retry("busy", lambda: obstore.head(place._bucket.reader, f"{key}/busy"), 2.0)
         assert place.read_bytes("file", 1) == b"x"

@@ -132,8 +132,9 @@ class Bucket:
             raise UsageError(f"{self.uri}: {_first_line(error)}", hint=hint) from error
         self._skipped: set[str] = set()
         """Keys that have been logged."""
-        self._silent_at_s: float | None = None
-        """When a request or a probe last ended without an answer; None while the server answers."""
+        self._fails_until_s: float | None = None
+        """After a request without an answer: until then calls fail at once, and the next one probes the server. None
+        while the server answers."""
 
     def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
         """The result of `call`, with a deadline and with its errors mapped; `name` is used in messages."""
@@ -158,25 +159,26 @@ class Bucket:
             raise
 
     def note_silence(self) -> None:
-        """A request got no answer before its deadline: calls fail at once until a probe is answered."""
-        self._silent_at_s = time.monotonic()
+        """A request got no answer before its deadline: the next call probes the server. A server that answers other
+        requests, as during a long list, fails none of them."""
+        self._fails_until_s = self._fails_until_s or 0.0
 
     def _probe(self) -> None:
         """Raise `SilentError` while the server does not answer. Calls in one folder of a mount are serialized: without
         this, each would wait for its whole deadline."""
-        silent_at_s = self._silent_at_s
-        if silent_at_s is None:
+        fails_until_s = self._fails_until_s
+        if fails_until_s is None:
             return
-        if time.monotonic() <= silent_at_s + _PROBE_EVERY_S:
+        if time.monotonic() < fails_until_s:
             raise SilentError(f"{self.uri}: the server did not answer a moment ago; try again in a second")
         try:
             within(_PROBE_TIMEOUT_S, self.uri, partial(obstore.head, self.reader, _PROBE_KEY))
         except Exception as error:
             failure = error if isinstance(error, BootseerError) else self._mapped(error, _PROBE_KEY)
             if isinstance(failure, TransientError) and status_of(error) is None:
-                self.note_silence()
+                self._fails_until_s = time.monotonic() + _PROBE_EVERY_S
                 raise SilentError(f"{self.uri}: the server still does not answer: {failure}") from error
-        self._silent_at_s = None  # any answer counts
+        self._fails_until_s = None  # any answer counts
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; missing ones are ignored."""
@@ -245,8 +247,6 @@ class Bucket:
             except SilentError:
                 raise
             except TransientError:  # such as a folder of 100,000 names, which obstore returns as a whole
-                time.sleep(_PROBE_EVERY_S)
-                self._probe()
                 return self.call(prefix, ask, _LONG_LIST_S)
         except InvalidKeyError:
             from bootseer.places.uploads import Uploads  # imports this module
@@ -282,7 +282,7 @@ class Bucket:
         self._probe()
         try:
             yield
-            self._silent_at_s = None
+            self._fails_until_s = None
         except BootseerError:
             raise
         except Exception as error:

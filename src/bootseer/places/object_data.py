@@ -383,15 +383,12 @@ class ObjectReads:
         if not is_alone:
             return
         is_wrong = isinstance(error, OtherRangeError) and request.num_failures >= _MAX_WRONG_RANGES
+        is_final = is_wrong or not isinstance(error, TransientError) or isinstance(error, ChangedError | SilentError)
         wait_s = pause_s(request.num_failures, error)
-        if (
-            is_wrong
-            or isinstance(error, ChangedError | SilentError)
-            or not isinstance(error, TransientError)
-            or time.monotonic() + wait_s > request.until_s
-        ):
-            if time.monotonic() + wait_s > request.until_s:
-                self._note_silence(request)
+        is_late = time.monotonic() + wait_s > request.until_s
+        if is_late:
+            self._note_silence(request)
+        if is_late or is_final:
             request.finish(error)
             return
         with self._lock:
