@@ -194,6 +194,10 @@ class Bucket:
         with contextlib.suppress(NotFoundError):
             self.retry(key, partial(obstore.delete, self.reader, key), WRITE_S)
 
+    def copy(self, key: str, new: str) -> None:
+        """Copy an object on the server. One attempt: some GB take a minute."""
+        self.call(new, partial(obstore.copy, self.writer, key, new), WRITE_S)
+
     def head(self, key: str) -> Any:
         try:
             return self.retry(key, partial(obstore.head, self.reader, key))

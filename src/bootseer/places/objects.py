@@ -481,7 +481,7 @@ class ObjectPlace(SmallReads):
             if self._put(new, data, create=not replace) is None:
                 raise AlreadyExistsError(f"{self._what(target)} already exists")
         else:
-            self._bucket.retry(key, lambda: obstore.copy(self._bucket.reader, key, new), WRITE_S)
+            self._bucket.copy(key, new)
         self._make_permanent(folder_of(source))
         self._bucket.remove([key])
 

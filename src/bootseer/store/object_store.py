@@ -21,7 +21,7 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.deadline import stream_within
-from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of
+from bootseer.places.bucket import MAX_COPY_BYTES, Bucket, status_of
 from bootseer.places.uploads import ObjectPart
 from bootseer.store.store import (
     PIECE_BYTES,
@@ -173,7 +173,7 @@ class ObjectUpload:
                 part.path, part.key = name, target
             part.close()
             if part.is_sending:
-                self._bucket.call(name, lambda: obstore.copy(self._bucket.writer, part.key, target), WRITE_S)
+                self._bucket.copy(part.key, target)
         finally:
             self.abort()
         return Stored(name, self._size)
@@ -187,7 +187,7 @@ class ObjectUpload:
         if part.is_sending:
             # It exists if its upload was completed. If this user may not delete it, the bucket's rule does.
             with contextlib.suppress(BootseerError):
-                self._bucket.call("an upload", lambda: obstore.delete(self._bucket.writer, part.key), WRITE_S)
+                self._bucket.call("an upload", lambda: obstore.delete(self._bucket.writer, part.key))
 
 
 def _cut(piece: bytes) -> Iterator[bytes]:
