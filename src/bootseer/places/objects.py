@@ -50,8 +50,8 @@ _OWNER = f"{TEMPORARY_PREFIX}owner"
 _DATA = f"{TEMPORARY_PREFIX}data"
 """For folders that were created while the objects of another folder were under their name."""
 _OWN = (_LINKS, _OWNER, _DATA)
-_CACHED_S = 2.0
-"""How long the location of a folder is cached."""
+_CACHED_S, _MAX_CACHED = 2.0, 10_000
+"""How long the location of a folder is cached, and how many are."""
 _MANY_BYTES = 1 << 60  # a bucket is never full
 _SMALL_BYTES = 8 << 20
 _LINKS_AT_ONCE = 16
@@ -300,6 +300,8 @@ class ObjectPlace(SmallReads):
                 raise NotFolderError(f"{self._bucket.uri}/{path} is not a folder")
             raise NotFoundError(f"{self._bucket.uri}/{path} does not exist")
         with self._lock:
+            if len(self._known) >= _MAX_CACHED:
+                self._known.clear()
             self._known[path] = (time.monotonic() + _CACHED_S, folder)
         return folder
 
