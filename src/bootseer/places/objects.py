@@ -224,15 +224,13 @@ class ObjectPlace(SmallReads):
         link, prefix = f"{parent.prefix}{_LINKS}/{name_of(path)}", f"{parent.prefix}{name_of(path)}/"
         if self._put(link, prefix.encode(), create=True) is not None:
             return
-        # A folder of this name was renamed, and its objects still have this prefix.
         data, e_tag, _ = self._bucket.read_small(link)
-        if data or e_tag is None:
-            if parents:
+        if not data and e_tag is not None:  # a folder of this name was renamed, and its objects still have this prefix
+            prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
+            self._put(f"{prefix}{_OWNER}", link.encode())
+            if self._put(link, prefix.encode(), e_tag=e_tag) is not None:
                 return
-            raise AlreadyExistsError(f"{self._what(path)} already exists")
-        prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
-        self._put(f"{prefix}{_OWNER}", link.encode())
-        if self._put(link, prefix.encode(), e_tag=e_tag) is None and not parents:
+        if not parents:
             raise AlreadyExistsError(f"{self._what(path)} already exists")
 
     def set_mode(self, path: str, mode: int) -> None:
