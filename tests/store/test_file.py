@@ -109,6 +109,7 @@ def test_the_group_of_objects_is_that_of_the_store(tmp_path: Path) -> None:
     shared.mkdir()
     os.chown(shared, 0, READERS)
     shared.chmod(0o770)
+    (shared / "a").mkdir(0o700)  # as a process leaves it that is killed before it shares it
     put(FileStore(shared), DATA, "a/b")
     status = [(shared / name).stat() for name in ("a/b", "a", ".uploads")]
     assert [found.st_gid for found in status] == [READERS] * 3

@@ -61,6 +61,8 @@ _READ_BYTES = 4 * 1024 * 1024
 _ANY_LENGTH = 1 << 62
 _IN_THE_WAY = (AlreadyExistsError, IsFolderError, NotFolderError, NotEmptyError)
 _FILE_MODE, _FOLDER_MODE = 0o640, 0o2750
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""A folder without these has been created by a process that was killed before it shared it with the group."""
 
 
 class PlaceStore:
@@ -192,24 +194,24 @@ class FileStore(PlaceStore):
     def make_folder(self, path: str) -> None:
         """See `PlaceStore.make_folder`: group-writable if the store's root is."""
         with contextlib.suppress(NotFoundError):
-            if self.place.stat(path).is_folder:
+            entry = self.place.stat(path)
+            if entry.is_folder and (not path or entry.mode & _OTHERS):
                 return
         if path:
             self.make_folder(folder_of(path))
-        else:
-            self.place.make_folder("", mode=0o700, parents=True)
-        with contextlib.suppress(AlreadyExistsError):
-            if path:
-                self.place.make_folder(path, mode=0o700)
-            writable = path and self.place.stat("").mode & stat.S_IWGRP
-            self.share(path, _FOLDER_MODE | 0o20 if writable else _FOLDER_MODE)
-            return
         try:
-            entry = self.place.stat(path)
-        except NotFoundError:
-            raise AccessError(f"{self.uri}/{path} is a symbolic link, which is not followed: delete it") from None
-        if not entry.is_folder:
-            raise NotFolderError(f"{self.uri}/{path} is not a folder")
+            self.place.make_folder(path, mode=0o700, parents=not path)
+        except AlreadyExistsError:
+            try:
+                entry = self.place.stat(path)
+            except NotFoundError:
+                raise AccessError(f"{self.uri}/{path} is a symbolic link, which is not followed: delete it") from None
+            if not entry.is_folder:
+                raise NotFolderError(f"{self.uri}/{path} is not a folder") from None
+            if entry.mode & _OTHERS:
+                return
+        writable = path and self.place.stat("").mode & stat.S_IWGRP
+        self.share(path, _FOLDER_MODE | 0o20 if writable else _FOLDER_MODE)
 
     def share(self, path: str, mode: int) -> None:
         if path:
