@@ -23,17 +23,6 @@ def choice() -> NodeChoice:
     return known
 
 
-def test_the_node_that_would_finish_first_is_first(choice: NodeChoice) -> None:
-    assert choice.order(["slow", "fast"], MIB, nothing, 0.0) == ["fast", "slow"]
-    busy = {"fast": 1000 * MIB, "slow": 0}
-    assert choice.order(["fast", "slow"], MIB, busy.__getitem__, 0.0) == ["slow", "fast"]
-
-
-def test_a_suspended_node_is_last(choice: NodeChoice) -> None:
-    choice.note_failure("fast", 0.0, at_once=True)
-    assert choice.order(["fast", "slow"], MIB, nothing, 0.0) == ["slow", "fast"]
-
-
 def test_one_timeout_suspends_a_node_and_one_failure_does_not() -> None:
     choice = NodeChoice()
     assert choice.note_failure("a", 0.0, at_once=True)

@@ -89,12 +89,6 @@ class NodeChoice:
         """Estimated time for this many bytes, by the rate of the node, or else of others."""
         return num_bytes / (self.rate(node, now_s) or self._mean_rate or _GUESS_RATE)
 
-    def order(self, nodes: Iterable[str], num_bytes: int, backlog: Callable[[str], int], now_s: float) -> list[str]:
-        """Sort nodes: the one that would finish first comes first, excluded ones last."""
-        return sorted(
-            nodes, key=lambda node: (self.is_open(node), self.expected_s(node, backlog(node) + num_bytes, now_s))
-        )
-
     def leaves_to_others(
         self, node: str, num_bytes: int, others: Iterable[str], backlog: Callable[[str], int], now_s: float
     ) -> bool:

@@ -144,9 +144,9 @@ class ReadThreads:
         with self._lock:
             if self._closed:
                 return None
-            choice = self._schedule.choice
+            choice, queues = self._schedule.choice, self._schedule.queues
             nodes = {node.host_port: node for node in block.nodes if not choice.is_open(node.host_port)}
-            for name in choice.order(nodes, length, self._schedule.queues.backlog_bytes, now_s):
+            for name in sorted(nodes, key=lambda name: queues.expected_s(name, length, now_s)):
                 connection = self._connections.take(name)
                 if connection is not None:
                     self._unscheduled.add(connection)
