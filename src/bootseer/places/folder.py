@@ -102,8 +102,7 @@ class FolderPlace(SmallReads):
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
         with self._parent(path) as (folder, name):
-            descriptor = os.open(name, _READ, dir_fd=folder)
-        return FolderFile(descriptor, self._uri_of(path), self._reads)
+            return FolderFile(os.open(name, _READ, dir_fd=folder), self._uri_of(path), self._reads)
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         with self._parent(path) as (folder, name):
