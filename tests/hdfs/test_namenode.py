@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -257,6 +258,13 @@ def test_a_missing_or_hung_namenode_is_skipped(peer: FakeNameNode) -> None:
         namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=1.0)
         assert namenode.locate("/f").size_bytes == MIB
         namenode.close()
+
+
+def test_requests_that_wait_for_their_turn_skip_a_namenode_that_has_hung_meanwhile(peer: FakeNameNode) -> None:
+    with FakeNameNode("silent") as hung, closing(asked(hung.port, peer.port, call_timeout_s=1.0)) as namenode:
+        with ThreadPoolExecutor(48) as threads:
+            files = list(threads.map(lambda _: namenode.locate("/f", timeout_s=5.0), range(48)))
+        assert [file.size_bytes for file in files] == [MIB] * 48
 
 
 def test_an_address_that_drops_packets_leaves_time_for_the_next_one(

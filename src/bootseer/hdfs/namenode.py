@@ -151,28 +151,29 @@ class NameNode:
         while True:
             errors: list[Exception] = []
             for _ in range(num_namenodes):
-                if time.monotonic() >= until:
+                free, left_s = self._free, until - time.monotonic()
+                if left_s <= 0 or not free.acquire(timeout=left_s):
                     raise self._problem(path, failed)
-                number = self._active
                 try:
+                    number = self._active  # chosen after the wait, which may have been for requests to a hung one
                     answer = self._ask_one(number, method, request, call, until)
-                except RemoteError as error:
-                    self._has_answered = True
-                    if error.kind not in _RETRIED_KINDS:
-                        raise self._mapped(error, path) from error
-                    failed[number] = error
-                    errors.append(error)
-                except (TransientError, AccessError) as error:
+                except (RemoteError, TransientError, AccessError) as error:
+                    if isinstance(error, RemoteError):
+                        self._has_answered = True
+                        if error.kind not in _RETRIED_KINDS:
+                            raise self._mapped(error, path) from error
                     # An attempt that was cut short by the deadline says less than the one before.
                     if number not in failed or time.monotonic() < until:
                         failed[number] = error
                     errors.append(error)
+                    if self._active == number:
+                        self._active = (number + 1) % num_namenodes
                 else:
                     self._has_answered = True
                     with self.parsing(path):
                         return Message(answer)
-                if self._active == number:
-                    self._active = (number + 1) % num_namenodes
+                finally:
+                    free.release()
             self._raise_if_final(path, errors)
             problem = self._problem(path, failed)
             if time.monotonic() + pause_s >= until:
@@ -207,22 +208,16 @@ class NameNode:
             raise UnreachableError(f"{self._uri_of(path)}: no NameNode is there: {'; '.join(unreachable)}")
 
     def _ask_one(self, number: int, method: str, request: bytes, call: int, until: float) -> bytes:
-        if not self._free.acquire(timeout=max(until - time.monotonic(), 0.0)):
-            raise TransientError("too many concurrent RPCs")
-        free = self._free
-        try:
-            idle = self._idle.take(number)
-            if idle is not None:
-                # A restarted server has closed its idle connections: try a new one. But a server that does not answer
-                # is not asked again: fenced off by the journal, it may confirm what its successor does not know.
-                try:
-                    return self._ask_over(idle, number, method, request, call, until)
-                except TransientError as error:
-                    if isinstance(error.__cause__, TimeoutError | BlockingIOError) and len(self.cluster.namenodes) > 1:
-                        raise
-            return self._ask_over(self._connect(number, until), number, method, request, call, until)
-        finally:
-            free.release()
+        idle = self._idle.take(number)
+        if idle is not None:
+            # A restarted server has closed its idle connections: try a new one. But a server that does not answer is
+            # not asked again: fenced off by the journal, it may confirm what its successor does not know.
+            try:
+                return self._ask_over(idle, number, method, request, call, until)
+            except TransientError as error:
+                if isinstance(error.__cause__, TimeoutError | BlockingIOError) and len(self.cluster.namenodes) > 1:
+                    raise
+        return self._ask_over(self._connect(number, until), number, method, request, call, until)
 
     def _ask_over(
         self, connection: RpcConnection, number: int, method: str, request: bytes, call: int, until: float
