@@ -41,7 +41,8 @@ _FAILED_S = 60.0
 _MAX_BYTES = 1 << 20
 _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|0")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DOCKER_HUB = ("registry-1.docker.io", "index.docker.io")
+DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
+"""Names of the same registry."""
 
 
 class _Variable(msgspec.Struct):
@@ -108,7 +109,7 @@ def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Logi
     config, programs = env.get(CONFIG, ""), env.get(PROGRAMS, "")
     if not config:
         return None, Found()
-    image = f"{'docker.io' if host in _DOCKER_HUB else host}/{repository}"
+    image = f"{'docker.io' if host in DOCKER_HUB else host}/{repository}"
     reason, until = "", math.inf
     try:
         plugins = _plugins(config, programs, _changed(Path(config)))

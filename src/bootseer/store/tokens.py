@@ -38,15 +38,13 @@ from urllib.parse import urlencode, urlsplit
 from msgspec import Struct
 
 from bootseer.errors import AccessError, PermanentError, TransientError
-from bootseer.store.credential_providers import find_login
+from bootseer.store.credential_providers import DOCKER_HUB, find_login
 from bootseer.store.open import is_loopback
 from bootseer.store.transport import Answer, Origin, Transport
 
 _HELPER_S = 20.0
 _MAX_CONFIG_BYTES = 1024 * 1024
 _HELPER = re.compile(r"[A-Za-z0-9._-]+")
-_DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
-"""Names of the same registry."""
 _NETRC = re.compile(r"\s*machine\s+(\S+)\s+login\s+(\S+)\s+password\s+(\S.*)")
 
 
@@ -138,7 +136,7 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
 def _lookup(table: dict[str, Any], host: str, repository: str) -> Any:
     """The entry of a repository: of several with paths, as podman writes them, the longest that it is below. Older
     programs wrote whole URLs in place of the host name, and all of them do for Docker Hub: their path says nothing."""
-    names = _DOCKER_HUB if host in _DOCKER_HUB else (host,)
+    names = DOCKER_HUB if host in DOCKER_HUB else (host,)
     best, found = (-2, False), None
     for key, value in table.items():
         server, _, path = key.rpartition("://")[2].partition("/")
@@ -166,7 +164,7 @@ def _ask(helper: str, host: str) -> Credentials | None:
     if not _HELPER.fullmatch(helper):
         raise AccessError(f"{helper!r} is not the name of a credential helper")
     program = f"docker-credential-{helper}"
-    server = "https://index.docker.io/v1/" if host in _DOCKER_HUB else host
+    server = "https://index.docker.io/v1/" if host in DOCKER_HUB else host
     try:
         ended = subprocess.run(
             [program, "get"], input=server.encode(), capture_output=True, timeout=_HELPER_S, check=False
