@@ -183,18 +183,15 @@ class FolderPlace(SmallReads):
                 return
             self.make_folder(path.rpartition("/")[0], mode=mode, parents=True)
         try:
-            self._make_folder(path, mode)
+            with self._parent(path) as (folder, name):
+                os.mkdir(name, mode, dir_fd=folder)
+                # What is in the new folder belongs to the same group: parts, as the head that lists them.
+                inherited = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode & stat.S_ISGID
+                self._chmod(name, mode | inherited, folder)
+                sync(folder)
         except AlreadyExistsError:
             if not (parents and self.stat(path).is_folder):
                 raise
-
-    def _make_folder(self, path: str, mode: int) -> None:
-        with self._parent(path) as (folder, name):
-            os.mkdir(name, mode, dir_fd=folder)
-            # What is in the new folder belongs to the same group: parts, as the head that lists them.
-            inherited = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode & stat.S_ISGID
-            self._chmod(name, mode | inherited, folder)
-            sync(folder)
 
     def set_mode(self, path: str, mode: int) -> None:
         with self._parent(path) as (folder, name):
