@@ -4,7 +4,8 @@
     file = reads.open("/folder/file")
     file.read_into(0, memoryview(buffer), done)
 
-Any number of reads at a time, from any thread; each range is cut at blocks and asked of the DataNodes that have them.
+Any number of reads at a time, from any thread; each range is cut at block boundaries, and each piece is requested from
+a DataNode that has it.
 """
 
 from __future__ import annotations

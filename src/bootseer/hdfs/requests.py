@@ -193,7 +193,7 @@ class PausedPieces:
         self._pauses_s = pauses_s
         self._until: list[tuple[float, Piece]] = []
         self._lost_until_s = -math.inf
-        """Until then blocks without a DataNode count as lost, because one was waited for in vain: a checkpoint may have
+        """Until then blocks without a DataNode count as lost, because a wait for one has failed: a checkpoint may have
         thousands of them."""
 
     def try_add(self, piece: Piece, now_s: float) -> bool:
@@ -300,7 +300,7 @@ _LOOKAHEAD_PIECES: Final = 16
 """How many pieces are examined for one that is not left to other nodes."""
 _MAX_STALE_ENTRIES: Final = 64
 _MIN_SAMPLE_S: Final = 0.05
-"""A younger request does not tell the node's rate yet."""
+"""Younger requests do not show the node's rate yet."""
 _MAX_PIECES: Final = 256
 """In one request: Linux accepts 1,024 iovecs."""
 

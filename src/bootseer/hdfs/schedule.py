@@ -96,7 +96,7 @@ class Schedule:
                 queue.prioritize(piece)
 
     def fail(self, ticket: Ticket, error: BootseerError, *, at_once: bool) -> None:
-        """Fail a read; its caller hears when no thread writes to its memory any more. `at_once`: stop those now."""
+        """Fail a read; its callback is called when no thread writes to its memory any more. `at_once`: stop those."""
         if ticket.num_left == 0:
             return
         ticket.error = ticket.error or error

@@ -54,7 +54,7 @@ from bootseer.store.store import (
 _LOG = logger(__name__)
 _UPLOADS = ".uploads"
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
-# A killed writer leaves its file; after a day it is taken for abandoned.
+# The file of a killed writer stays; it counts as abandoned after a day.
 _ABANDONED_S = 24 * 3600
 _READ_BYTES = 4 * 1024 * 1024
 """Requested at once from HDFS: enough that several DataNodes send."""

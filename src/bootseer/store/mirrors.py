@@ -74,9 +74,9 @@ class MirroredRegistry(Registry):
     def _first(self, name: str, timeout_s: float, ask: Callable[[Registry, float], T]) -> T:
         """The answer of the first server that has `name`, a tag or digest.
 
-        One that failed, or does not have a blob, is asked last from then on. If none has it, the error says why for
-        each. What the registry itself does not have is not there: no further server is asked. A server that hangs
-        leaves some of the time for the others.
+        One that failed, or does not have a blob, is asked last from then on. If none has it, the error gives the reason
+        for each. If the registry itself does not have it, no further server is asked. The time for one server is
+        limited, so that one that hangs leaves some for the others.
         """
         until, errors, servers = time.monotonic() + timeout_s, list[BootseerError](), self._servers
         for left, (each, resolves) in zip(range(len(servers), 0, -1), servers, strict=True):
