@@ -225,8 +225,8 @@ class Ledger:
         gap_bytes: int = 0,
         *,
         ahead: bool = False,
-    ) -> tuple[range, list[int]]:
-        """The block with its neighbours in the same stripe whose stored bytes are adjacent, and their stored sizes.
+    ) -> dict[int, int]:
+        """The stored sizes of the block and its neighbours in the same stripe whose stored bytes are adjacent.
 
         At least the block itself, then those behind it and those before it that are `eligible` and fit into
         `most_bytes`. Gaps of up to `gap_bytes` between two of them are included, if all their blocks are in `gaps`,
@@ -234,57 +234,27 @@ class Ledger:
         first: a reader waits for it.
         """
         number, first = key
-        geometry = self.files[number].geometry
-        step = len(geometry.stripes)
-        places = {first: geometry.place(first)}
-        gap = self._extend(number, places, step, most_bytes, eligible, gaps, gap_bytes)
-        if ahead:
-            places |= gap
-        else:
-            self._extend(number, places, -step, most_bytes, eligible, gaps, gap_bytes)
-        blocks = range(min(places), max(places) + 1, step)
-        return blocks, [places[block].length for block in blocks]
-
-    def _extend(
-        self,
-        number: int,
-        places: dict[int, Place],
-        step: int,
-        most_bytes: int,
-        eligible: Callable[[Key], bool],
-        gaps: range,
-        gap_bytes: int,
-    ) -> dict[int, Place]:
-        """Extend a run at its end, or at its start if `step` is negative. Returns what could follow as a gap."""
-        file, forward = self.files[number], step > 0
-        stored = [place for place in places.values() if place.length]  # all-zero blocks are stored nowhere
-        room, gap_room = most_bytes - sum(place.length for place in stored), gap_bytes
-        gap: dict[int, Place] = {}
-        edges = [place.offset + place.length if forward else place.offset for place in stored]
-        edge = (max if forward else min)(edges, default=None)
-        block = (max if forward else min)(places) + step
-        while 0 <= block < file.geometry.num_blocks and len(places) < _MAX_RUN and len(gap) < _MAX_GAP:
-            key = number, block
-            belongs = eligible(key)
-            if not belongs and (block not in gaps or file.done[block] or key in self.wanted):
-                break
-            place = file.geometry.place(block)
-            if place.length:
-                near, far = place.offset, place.offset + place.length
-                near, far = (near, far) if forward else (far, near)
-                if edge is not None and near != edge:
+        file = self.files[number]
+        step, sizes = len(file.geometry.stripes), {first: file.geometry.place(first).length}
+        # An all-zero block is stored nowhere: what is before it need not be adjacent to what is behind it.
+        for direction in (step,) if ahead or not sizes[first] else (step, -step):
+            room, gap_room = most_bytes - sum(sizes.values()), gap_bytes
+            gap: dict[int, int] = {}
+            for block, size in _stored_beside(file.geometry, first, direction):
+                belongs = eligible((number, block))
+                if not belongs and (block not in gaps or file.done[block] or (number, block) in self.wanted):
                     break
-                edge = far
-            room -= place.length
-            gap_room = gap_bytes if belongs else gap_room - place.length
-            if room < 0 or gap_room < 0:
-                break
-            gap[block] = place
-            if belongs:
-                places |= gap
-                gap = {}
-            block += step
-        return gap
+                room -= size
+                gap_room = gap_bytes if belongs else gap_room - size
+                if room < 0 or gap_room < 0 or len(sizes) >= _MAX_RUN or len(gap) == _MAX_GAP:
+                    break
+                gap[block] = size
+                if belongs:
+                    sizes |= gap
+                    gap = {}
+            if ahead:
+                sizes |= gap
+        return sizes
 
     # Which blocks are wanted
 
@@ -429,3 +399,19 @@ class Ledger:
         request.origin.num_running -= 1
         request.origin.num_prefetch -= request.fetch.purpose is not Purpose.DEMAND
         return request
+
+
+def _stored_beside(geometry: Geometry, first: int, step: int) -> Iterator[tuple[int, int]]:
+    """The blocks behind one in its stripe, or before it if `step` is negative, with their stored sizes, as long as
+    their stored bytes are adjacent."""
+    edge: int | None = None
+    for block in range(first, geometry.num_blocks if step > 0 else -1, step):
+        place = geometry.place(block)
+        if place.length:
+            near, far = place.offset, place.offset + place.length
+            near, far = (near, far) if step > 0 else (far, near)
+            if edge not in (None, near):
+                return
+            edge = far
+        if block != first:
+            yield block, place.length

@@ -221,10 +221,10 @@ class Scheduler(Routed):
             # A peer may have to fetch them from the store, too.
             ahead_bytes = min(each.pace.ahead_bytes() for each in self.files[key[0]].origins)
             most_bytes, gaps = min(self._settings.demand_bytes, room), self._may_read_ahead(key, step, now)
-            blocks, sizes = self._adjacent(key, most_bytes, goes_along, gaps, ahead_bytes, ahead=True)
-            if sum(sizes) > room and self.inflight_bytes:
+            sizes = self._adjacent(key, most_bytes, goes_along, gaps, ahead_bytes, ahead=True)
+            if sum(sizes.values()) > room and self.inflight_bytes:
                 return
-            self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, step=step)
+            self._launch(origin, key[0], sizes, Purpose.DEMAND, now, step=step)
 
     def _start_prefetch(self, origin: OriginQueues, purpose: Purpose, window_bytes: int, now: float) -> None:
         settings = self._settings
@@ -242,12 +242,12 @@ class Scheduler(Routed):
             most_bytes, room, left = self._prefetch_bytes(origin, window_bytes)
             goes_along = partial(self._goes_along, origin, purpose, step, now)
             gaps = range(self.files[key[0]].geometry.num_blocks if may_bridge else 0)
-            blocks, sizes = self._adjacent(key, min(most_bytes, room), goes_along, gaps, gap_bytes)
+            sizes = self._adjacent(key, min(most_bytes, room), goes_along, gaps, gap_bytes)
             # A single block may always go, however small the window: an origin with a window below a block would get no
             # prefetch at all. Then only the memory limits it, and with nothing in flight not even that.
-            if sum(sizes) > (room if origin.num_prefetch else left) and self.inflight_bytes:
+            if sum(sizes.values()) > (room if origin.num_prefetch else left) and self.inflight_bytes:
                 return
-            self._launch(origin, key[0], blocks, sizes, purpose, now, step=step)
+            self._launch(origin, key[0], sizes, purpose, now, step=step)
         # All blocks were examined: nothing changes before a request ends, a block is queued or a route changes.
         if origin is self._peers and (purpose is Purpose.COLD or self._cold_from(now) > now):
             origin.blocked_until = now + RETRY_S
@@ -282,20 +282,20 @@ class Scheduler(Routed):
                 beside = self.wanted.get(other)
                 return beside is not None and beside.hedges == wanted.hedges and self._may_hedge(beside)
 
-            blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
+            sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
             cost = 0 if self._is_overtaken(wanted) else 1
             if (
                 now < origin.pace.paused_until
                 or self._hedge_credit < cost
-                or sum(sizes) > room
+                or sum(sizes.values()) > room
                 or not self._has_demand_slot(origin)
             ):
                 wanted.late_at = max(now + origin.pace.hedge_after_s(), origin.pace.paused_until)
                 continue
-            self._hedge_credit -= cost
-            for block in blocks:
+            for block in sizes:
                 self.wanted[key[0], block].hedges += 1
-            self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True)
+            self._hedge_credit -= cost
+            self._launch(origin, key[0], sizes, Purpose.DEMAND, now, hedge=True)
 
     def _may_hedge(self, wanted: Wanted) -> bool:
         if not (wanted.readers and wanted.in_flight and wanted.hedges < self._settings.max_hedges):
@@ -323,20 +323,21 @@ class Scheduler(Routed):
         self,
         origin: OriginQueues,
         file: int,
-        blocks: range,
-        sizes: list[int],
+        sizes: dict[int, int],
         purpose: Purpose,
         now: float,
         *,
         hedge: bool = False,
         step: Hashable = None,
     ) -> None:
+        """Start a request for blocks with these stored sizes."""
         place = self.files[file].origins.index(origin)
+        blocks = range(min(sizes), max(sizes) + 1, len(self.files[file].geometry.stripes))
         fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], step)
         self._next_number += 1
         self._started.append(fetch)
-        self.running[fetch.number] = Request(fetch, origin, dict(zip(blocks, sizes, strict=True)), now)
-        total = sum(sizes)
+        self.running[fetch.number] = Request(fetch, origin, sizes, now)
+        total = sum(sizes.values())
         self.inflight_bytes += total
         origin.pace.request_started(origin.num_running, now)
         origin.num_running += 1
