@@ -126,6 +126,27 @@ def test_hedges_that_hang_too_are_followed_by_others_while_the_prefetch_hangs() 
     assert w.scheduler._hedge_credit < 1  # a failed hedge gives back what it cost, not one for each block
 
 
+def test_hedges_that_cost_nothing_give_nothing_back_when_they_fail() -> None:
+    def fault(fetch: Fetch, earlier: int) -> Fault | None:
+        if not fetch.hedge:
+            return Fault(hang=True)
+        return Fault(error=TransientError("reset")) if 1 < w.now < 3 else None
+
+    w = world(fault=fault)
+    w.prefetch([(0, 5), (0, 6)])
+    answers = Answers()
+    w.read(0, [5], answers)
+    w.run(until=1.5)
+    assert answers == [b""]
+    before = w.scheduler._hedge_credit
+    w.read(0, [6], answers)  # the request for both hangs, as is known now
+    w.run(until=3.0)
+    assert w.scheduler.stats.hedges > 4
+    assert w.scheduler._hedge_credit == before
+    w.run(until=8.0)
+    assert answers == [b"", b""]
+
+
 def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
     w = world(fault=lambda fetch, earlier: None if fetch.hedge else Fault(hang=True))
     w.read(0, [5, 6], Answers())

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.ledger import ELSEWHERE, Fetch
 from fetch.virtual import BLOCK, Fault, Layout, Near, World
 
 SMALL = FetchSettings(
@@ -45,14 +45,16 @@ class Checked(World):
         ledger = self.scheduler
         assert ledger.demanded == {key for key, wanted in ledger.wanted.items() if wanted.readers}
         assert ledger.hot_left == sum(wanted.prefetch is Purpose.HOT for wanted in ledger.wanted.values())
-        assert ledger.claims.keys() == {key for key, wanted in ledger.wanted.items() if wanted.claimed_elsewhere}
+        assert ledger.claims.keys() == {key for key, wanted in ledger.wanted.items() if ELSEWHERE in wanted.requests}
+        assert ledger.hung <= {ELSEWHERE, *ledger.running}
         queues = ledger.origins.values()
         cold = {(file, block) for queue in queues for file, blocks in queue.cold for block in blocks}
         hot = {key for queue in queues for key in queue.hot}
         postponed = {key for queue in queues for _, key in queue.postponed}
         for key, wanted in ledger.wanted.items():
             assert key not in self.here
-            assert all(key[1] in ledger.running[number].left for number in wanted.requests), key
+            assert all(key[1] in request.left for request in ledger._running_for(wanted)), key
+            assert wanted.requests.count(ELSEWHERE) <= 1, key
             if wanted.queued:
                 assert any(key in queue.demand for queue in queues) == bool(wanted.readers), key
                 assert wanted.readers or (wanted.prefetch is Purpose.HOT and key in hot) or key in cold, key

@@ -30,6 +30,8 @@ _MAX_RUN = 1024
 # Limits gaps and what is read ahead: a thousand blocks of equal bytes, 256 MiB in the cache, are stored in 26 KB.
 _MAX_GAP = 32
 _NEVER = float("-inf")
+ELSEWHERE = -1
+"""The number of a request that stands for all other processes: it is running for each block that one has claimed."""
 
 
 class Geometry(Protocol):
@@ -70,9 +72,7 @@ class Wanted(Struct):
     origin: int = 0
     """The number of the origin to ask: first the peers, if there are any, then the store."""
     requests: list[int] = field(default_factory=list)
-    """Running requests for it: more than one after a hedge."""
-    claimed_elsewhere: bool = False
-    """Another process is fetching it."""
+    """Running requests for it: more than one after a hedge. `ELSEWHERE` if another process has claimed it."""
     postponed: bool = False
     """An attempt failed, and the next one is due later."""
     late_at: float = float("inf")
@@ -93,12 +93,12 @@ class Wanted(Struct):
     @property
     def in_flight(self) -> bool:
         """Whether a request or another process is fetching it."""
-        return self.claimed_elsewhere or bool(self.requests)
+        return bool(self.requests)
 
     @property
     def queued(self) -> bool:
         """Whether it waits in a queue for a request."""
-        return not (self.requests or self.claimed_elsewhere or self.postponed)
+        return not (self.requests or self.postponed)
 
 
 class OriginQueues(Struct, eq=False):
@@ -179,9 +179,9 @@ class Request(Struct):
     answered: bool = False
     latest: float = 0.0
     """When its latest block arrived."""
-    overtaken: bool = False
-    """Whether a later request has brought a block of it, and it has brought nothing since."""
     cancelled: bool = False
+    cost: int = 0
+    """The hedge credit that it cost."""
 
 
 class Ledger:
@@ -199,8 +199,9 @@ class Ledger:
         """Blocks with waiting readers."""
         self.claims: dict[Key, float] = {}
         """Blocks that other processes are fetching, and since when that is known."""
-        self.claims_hang = False
-        """Whether a hedge has brought such a block, and the other processes have brought none since."""
+        self.hung: set[int] = set()
+        """Running requests that are taken to hang: another request has brought a block of theirs, and they have brought
+        nothing since."""
         self.hot_left = 0
         """Hot blocks that are neither cached nor given up."""
         self.redundant: list[int] = []
@@ -352,19 +353,23 @@ class Ledger:
         if wanted is None:
             return
         self._forget((file, block))
-        self.claims_hang &= not wanted.claimed_elsewhere
-        for number in wanted.requests:
-            request = self.running[number]
+        if ELSEWHERE in wanted.requests:
+            self.hung.discard(ELSEWHERE)
+        for request in self._running_for(wanted):
             self._remove_outstanding(request, block)
             if not request.left:
                 request.cancelled = True
-                self.redundant.append(number)
+                self.redundant.append(request.fetch.number)
 
     def _remove_demand(self, key: Key, wanted: Wanted) -> None:
         self.demanded.discard(key)
         self.files[key[0]].origins[wanted.origin].demand.pop(key, None)
 
     # Running requests
+
+    def _running_for(self, wanted: Wanted) -> list[Request]:
+        """This process's requests for a block."""
+        return [self.running[number] for number in wanted.requests if number != ELSEWHERE]
 
     def _received(self, request: Request, block: int, now: float) -> None:
         """A running request received a block, valid or not."""
@@ -374,7 +379,8 @@ class Ledger:
             pace.first_block(now - request.started)
         elif request.fetch.purpose is Purpose.DEMAND:
             pace.next_block(num_bytes, now - request.latest)
-        request.latest, request.overtaken = now, False
+        request.latest = now
+        self.hung.discard(request.fetch.number)
         pace.arrived(num_bytes, now)
 
     def _remove_outstanding(self, request: Request, block: int) -> int:
@@ -396,6 +402,7 @@ class Ledger:
     def _end(self, number: int) -> Request:
         """Remove an ended request. Its outstanding blocks still refer to it."""
         request = self.running.pop(number)
+        self.hung.discard(number)
         request.origin.num_running -= 1
         request.origin.num_prefetch -= request.fetch.purpose is not Purpose.DEMAND
         return request

@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.ledger import Fetch, Key, OriginQueues, Request, Wanted
+from bootseer.fetch.ledger import ELSEWHERE, Fetch, Key, OriginQueues, Request, Wanted
 from bootseer.fetch.routed import RETRY_S, Routed
 
 # Minimum delay until the next call: a clock may not advance.
@@ -116,15 +116,12 @@ class Scheduler(Routed):
         request = self.running[number]
         self._received(request, block, now)
         if request.fetch.purpose is Purpose.DEMAND:
-            earned = self._settings.hedge_credit
-            self._hedge_credit = min(self._hedge_credit + earned, self._settings.max_hedge_credit)
+            self._earn_hedges(self._settings.hedge_credit)
         key = (request.fetch.file, block)
         wanted = self._detach(number, key)
         self.mark_present(*key)
         if wanted is not None:
-            self.claims_hang |= wanted.claimed_elsewhere
-            for late in wanted.requests:
-                self.running[late].overtaken = True
+            self.hung.update(wanted.requests)
 
     def claimed_elsewhere(self, number: int, block: int, now: float) -> None:
         """Another process fetches a block of this request. If it is wanted, `mark_present` or `claim_released`
@@ -136,15 +133,15 @@ class Scheduler(Routed):
         if wanted is not None and wanted.purpose is None and not wanted.requests:
             self._forget(key)  # no reader waits for it: its claim is not polled
         elif wanted is not None:
-            wanted.claimed_elsewhere, wanted.tried = True, ()
-            self.claims.setdefault(key, now)
+            if key not in self.claims:
+                self.claims[key] = now
+                wanted.requests.append(ELSEWHERE)
+            wanted.tried = ()
             self._watch(key, now)
 
     def claim_released(self, file: int, block: int) -> None:
         """The other process stopped without fetching the block."""
-        wanted = self.wanted.get((file, block))
-        if wanted is not None and wanted.claimed_elsewhere:
-            wanted.claimed_elsewhere = False
+        if self._detach(ELSEWHERE, (file, block)) is not None:
             del self.claims[file, block]
             self._requeue((file, block))
 
@@ -165,6 +162,7 @@ class Scheduler(Routed):
             pace.succeeded(request.origin.num_running + 1)
         else:
             pace.failed(error, request.started, now, self._jitter())
+            self._earn_hedges(request.cost)
         for block in list(request.left):
             self._remove_outstanding(request, block)
             self._retry_or_give_up(request, block, error, now)
@@ -283,7 +281,7 @@ class Scheduler(Routed):
                 return beside is not None and beside.hedges == wanted.hedges and self._may_hedge(beside)
 
             sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
-            cost = 0 if self._is_overtaken(wanted) else 1
+            cost = 0 if self._is_hung(wanted) else 1
             if (
                 now < origin.pace.paused_until
                 or self._hedge_credit < cost
@@ -295,7 +293,7 @@ class Scheduler(Routed):
             for block in sizes:
                 self.wanted[key[0], block].hedges += 1
             self._hedge_credit -= cost
-            self._launch(origin, key[0], sizes, Purpose.DEMAND, now, hedge=True)
+            self._launch(origin, key[0], sizes, Purpose.DEMAND, now, hedge=True).cost = cost
 
     def _may_hedge(self, wanted: Wanted) -> bool:
         if not (wanted.readers and wanted.in_flight and wanted.hedges < self._settings.max_hedges):
@@ -304,15 +302,16 @@ class Scheduler(Routed):
             return True
         # With peers, many nodes start together, and each would spend its hedges on the same slow store, which sent 1.1
         # to 1.5 copies; late peers are handled by their health. Only a prefetch from the store may outlast the reader.
-        fetches = [self.running[number].fetch for number in wanted.requests]
+        fetches = [request.fetch for request in self._running_for(wanted)]
         return any(fetch.step is None and fetch.purpose is not Purpose.DEMAND for fetch in fetches)
 
-    def _is_overtaken(self, wanted: Wanted) -> bool:
-        """Whether the requests for a block in flight hang, as far as known, also that of another process: for its
-        readers a hedge is started at once, and costs no credit. Otherwise each block of such a request would cost
-        one."""
-        is_hung = self.claims_hang or not wanted.claimed_elsewhere
-        return is_hung and all(self.running[number].overtaken for number in wanted.requests)
+    def _is_hung(self, wanted: Wanted) -> bool:
+        """Whether all requests for a block in flight hang, as far as known: for its readers a hedge is started at once,
+        and costs no credit. Otherwise each block of such a request would cost one."""
+        return self.hung.issuperset(wanted.requests)
+
+    def _earn_hedges(self, credit: float) -> None:
+        self._hedge_credit = min(self._hedge_credit + credit, self._settings.max_hedge_credit)
 
     def _has_demand_slot(self, origin: OriginQueues) -> bool:
         settings, reserved = self._settings, self._settings.reserved_requests
@@ -329,14 +328,14 @@ class Scheduler(Routed):
         *,
         hedge: bool = False,
         step: Hashable = None,
-    ) -> None:
+    ) -> Request:
         """Start a request for blocks with these stored sizes."""
         place = self.files[file].origins.index(origin)
         blocks = range(min(sizes), max(sizes) + 1, len(self.files[file].geometry.stripes))
         fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], step)
         self._next_number += 1
         self._started.append(fetch)
-        self.running[fetch.number] = Request(fetch, origin, sizes, now)
+        request = self.running[fetch.number] = Request(fetch, origin, sizes, now)
         total = sum(sizes.values())
         self.inflight_bytes += total
         origin.pace.request_started(origin.num_running, now)
@@ -361,6 +360,7 @@ class Scheduler(Routed):
             wanted.tried += () if step is None else (step,)
             if purpose is Purpose.DEMAND:
                 self._watch(key, now)
+        return request
 
     def _watch(self, key: Key, now: float) -> None:
         """A reader's block is in flight: set the time at which it is hedged."""
@@ -368,7 +368,7 @@ class Scheduler(Routed):
         if self._may_hedge(wanted):
             usual_s = self.origin_of(key).pace.hedge_after_s()
             after_s = usual_s if self._peers is None else self._settings.demand_timeout_s
-            wanted.late_at = now + (0 if self._is_overtaken(wanted) else after_s * 2**wanted.hedges)
+            wanted.late_at = now + (0 if self._is_hung(wanted) else after_s * 2**wanted.hedges)
 
     # Prefetch
 
@@ -406,8 +406,6 @@ class Scheduler(Routed):
             if request.fetch.hedge and wanted.readers:  # what it was to overtake may hang for longer than readers wait
                 wanted.hedges -= 1
                 wanted.attempts += 1
-                refund = 0 if request.left else 1  # with its last block: it cost one for all of them
-                self._hedge_credit = min(self._hedge_credit + refund, self._settings.max_hedge_credit)
                 wanted.late_at = now + self._backoff_s(wanted)
             return
         purpose = wanted.purpose
