@@ -203,7 +203,7 @@ def test_blocks_that_an_owner_lacks_are_requested_from_the_second_in_rank() -> N
 def test_a_reader_whose_only_owner_is_busy_is_looked_at_again_although_nothing_happens() -> None:
     scheduler = Scheduler(SETTINGS, lambda: 0.0)
     scheduler.add(Layout((BLOCK,) * 4), "store", Ring(["a", "me"]))
-    scheduler.want(0, [0], Purpose.DEMAND, 0.0)
+    scheduler.want(0, [0], 0.0)
     (fetch,) = scheduler.tick(0.0).fetches
     scheduler.request_finished(fetch.number, 0.0, TransientError("busy", retry_after_s=5.0))
     plan = scheduler.tick(0.0)

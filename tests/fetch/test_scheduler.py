@@ -269,10 +269,10 @@ def test_a_suspended_hot_set_goes_on_when_readers_come_to_it() -> None:
 def test_a_block_that_is_wanted_while_its_origin_is_paused_is_requested_at_the_end_of_the_pause() -> None:
     scheduler = Scheduler(SETTINGS, lambda: 0.0)
     file = scheduler.add(Layout([BLOCK] * 10), "store")
-    scheduler.want(file, [0], Purpose.DEMAND, 0.0)
+    scheduler.want(file, [0], 0.0)
     (fetch,) = scheduler.tick(0.0).fetches
     scheduler.request_finished(fetch.number, 0.1, TransientError("busy", retry_after_s=0.02))
-    scheduler.want(file, [5], Purpose.DEMAND, 0.11)
+    scheduler.want(file, [5], 0.11)
     plan = scheduler.tick(0.11)  # block 0 is retried later, with backoff
     assert (plan.fetches, plan.wake_at) == ([], pytest.approx(0.12))
 

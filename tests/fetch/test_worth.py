@@ -10,10 +10,14 @@ SETTINGS = FetchSettings()
 WINDOW = 32 << 20
 
 
-def judged(*needs: bool) -> HotSetTrust:
-    worth = HotSetTrust(SETTINGS)
+COVERED, UNCOVERED = (0, 0), (7, 7)
+
+
+def judged(*needs: bool, settings: FetchSettings = SETTINGS) -> HotSetTrust:
+    worth = HotSetTrust(settings)
+    worth.add_block(COVERED, 1)
     for covered in needs:
-        worth.note_need(covered)
+        worth.note_need(COVERED if covered else UNCOVERED)
     return worth
 
 
@@ -42,9 +46,9 @@ def test_a_set_that_covers_less_than_half_of_24_needs_is_suspended():
 def test_a_suspended_set_comes_back_when_the_latest_needs_speak_for_it():
     worth = judged(*[False] * 40)
     for _ in range(17):
-        worth.note_need(True)
+        worth.note_need(COVERED)
     assert worth.suspended
-    worth.note_need(True)
+    worth.note_need(COVERED)
     assert not worth.suspended
     assert worth.suspensions == 1
     assert (worth.needs, worth.covered) == (58, 18)
@@ -64,9 +68,7 @@ def test_a_set_with_one_need_more_for_it_than_against_it_can_still_lose_its_trus
 
 
 def test_the_oldest_need_leaves_the_window():
-    worth = HotSetTrust(FetchSettings(judged_window=2))
-    for covered in (False, True, True):
-        worth.note_need(covered)
+    worth = judged(False, True, True, settings=FetchSettings(judged_window=2))
     assert worth.allowance(WINDOW) == SETTINGS.min_window_bytes << 2
 
 
@@ -82,19 +84,19 @@ def test_a_set_that_was_wrong_is_fetched_only_shortly_after_the_block_that_was_n
 
     assert near(2 << 20) == []
     for block in (7, 4):  # the latest one counts, not the blocks in between
-        trust.note_need(True, (0, block))
+        trust.note_need((0, block))
         assert near(2 << 20) == [block, block + 1, block + 2]
     assert near((2 << 20) + 1) == [4, 5, 6, 7]
     here |= {4, 5, 7}
     assert near(99 << 20) == near(99 << 20) == [6, 8, 9]
-    trust.note_need(True, (0, 5))
+    trust.note_need((0, 5))
     assert near(2 << 20) == [6]
-    trust.note_need(True, (0, 2))  # an earlier block
+    trust.note_need((0, 2))  # an earlier block
     here.clear()
     assert near(1 << 20) == [2, 3]
     for number in range(SETTINGS.diverged_needs):
         assert near(0) == [2], f"after {number} uncovered needs"
-        trust.note_need(False, (7, 7))
+        trust.note_need(UNCOVERED)
     assert near(99 << 20) == []
 
 
@@ -112,7 +114,7 @@ SOME_SETTINGS = st.just(SETTINGS) | st.builds(
 def test_only_the_latest_needs_decide(needs, settings):
     latest: list[int] = []
     suspended, suspensions = False, 0
-    worth = HotSetTrust(settings)
+    worth = judged(settings=settings)
     for number, covered in enumerate(needs):
         row = needs[max(0, number + 1 - settings.diverged_needs) : number + 1]
         if len(row) == settings.diverged_needs and not any(row) and sum(latest) > 0:
@@ -124,7 +126,7 @@ def test_only_the_latest_needs_decide(needs, settings):
         elif score <= settings.suspend_score or (len(latest) >= settings.judged_needs and score < 0):
             suspensions += not suspended
             suspended = True
-        worth.note_need(covered)
+        worth.note_need(COVERED if covered else UNCOVERED)
         assert (worth.suspended, worth.suspensions) == (suspended, suspensions)
         assert worth.proven == (score >= settings.trust_score)
         doubled = settings.min_window_bytes * 2.0**score

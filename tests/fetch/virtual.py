@@ -133,8 +133,7 @@ class World:
         self._next += 1
 
     def prefetch(self, blocks: Iterable[tuple[int, int]]) -> None:
-        for file, block in blocks:
-            self.scheduler.want(file, [block], Purpose.HOT, self.now)
+        self.scheduler.want_hot(blocks)
 
     def read(
         self, file: int, blocks: Sequence[int], done: Callable[[Buffer | BootseerError], None], deadline_s: float = 30.0
@@ -147,7 +146,7 @@ class World:
         missing = [block for block in blocks if (file, block) not in self.here]
         ticket = PendingRead(file, 0, 0, self.now, self.now + deadline_s, done)
         if missing:
-            self.scheduler.want(file, missing, Purpose.DEMAND, self.now)
+            self.scheduler.want(file, missing, self.now)
             self.tickets.wait(ticket, missing)
         else:
             done(b"")

@@ -177,7 +177,8 @@ class Reads:
         file, now, stats = self._files[number], time.monotonic(), self._stats
         needs: list[tuple[int, Availability]] = []
         with self._lock:
-            was_suspended = self._scheduler.trust.suspended
+            trust = self._scheduler.trust
+            was_suspended = trust.suspended
             for block in blocks:
                 if file.needed[block]:
                     continue
@@ -187,9 +188,8 @@ class Reads:
                     found = Availability.IN_FLIGHT if self._scheduler.in_flight(number, block) else Availability.MISSING
                 needs.append((block, found))
                 stats.needs += 1
-                stats.late += found is Availability.IN_FLIGHT and self._scheduler.files[number].hot[block]
+                stats.late += found is Availability.IN_FLIGHT and (number, block) in trust
                 self._scheduler.note_need(number, block, now)
-            trust = self._scheduler.trust
             if trust.suspended is not was_suspended:
                 verdict = "suspended" if trust.suspended else "resumed"
                 _LOG.info("the hot set is %s: it covers %d of %d needs", verdict, trust.covered, trust.needs)
@@ -213,7 +213,7 @@ class Reads:
         if error := self._scheduler.outage(read.file, read.deadline, now):
             self._stats.failed_reads += 1
             return _Actions(failed=[(read, error)])
-        self._scheduler.want(read.file, missing, Purpose.DEMAND, now)
+        self._scheduler.want(read.file, missing, now)
         self._pending.wait(read, missing)
         return self._advance(now)
 
@@ -411,7 +411,7 @@ class Reads:
             stats.peer_bytes += step.received_bytes
         self._scheduler.block_arrived(fetch.number, step.block, now)
         self._distrusted.discard(key)
-        if fetch.purpose is Purpose.HOT and self._scheduler.files[fetch.file].hot[step.block]:
+        if fetch.purpose is Purpose.HOT and key in self._scheduler.trust:
             self._files[fetch.file].prefetched_hot[step.block] = 1
         if step.cache_error is not None:
             self._cache_error = step.cache_error

@@ -15,7 +15,6 @@ from bootseer.blocks.codec import Buffer
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.block_reads import Reads, closed
-from bootseer.fetch.fetch_settings import Purpose
 from bootseer.fetch.pending import PendingRead
 from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import show_threads
@@ -64,10 +63,10 @@ class Fetcher(Reads):
             here = [self._files[file].cached.ready(block) for file, block in part]
             with self._lock:
                 now, complete = time.monotonic(), list[PendingRead]()
-                for (file, block), is_here in zip(part, here, strict=True):
+                for key, is_here in zip(part, here, strict=True):
                     if is_here:
-                        complete += self._block_available((file, block), None, now)
-                    self._scheduler.want(file, (block,), Purpose.HOT, now)
+                        complete += self._block_available(key, None, now)
+                self._scheduler.want_hot(part)
                 actions = self._advance(now, complete)
             self._run_actions(actions)
 

@@ -190,9 +190,16 @@ class HotSetTrust:
             self._keys.append(key)
             self._ends.append(size_bytes + (self._ends[-1] if self._ends else 0))
 
-    def note_need(self, covered: bool, key: tuple[int, int] | None = None) -> None:
-        """A reader needed the block `key` for the first time; `covered`: it is in the hot set."""
-        number = self._numbers.get(key) if key is not None else None
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        """Whether a block is in the hot set."""
+        return key in self._numbers
+
+    def note_need(self, key: tuple[int, int]) -> None:
+        """A reader needed a block for the first time. Needs before there is a hot set do not count."""
+        if not self._keys:
+            return
+        number = self._numbers.get(key)
+        covered = number is not None
         if number is not None:
             if self._reached is None or not self._reached <= number <= self._first:
                 self._first = number

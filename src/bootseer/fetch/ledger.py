@@ -135,17 +135,16 @@ class OriginQueues(Struct, eq=False):
     prefetch_bytes: int = 0
     """Outstanding bytes of running prefetch requests."""
 
-    def enqueue(self, key: Key, purpose: Purpose, *, is_new: bool = False) -> None:
-        """Queue a block: a reader's and a new prefetch at the end; a returning prefetch at the head, as it had its turn
-        before."""
+    def enqueue(self, key: Key, purpose: Purpose) -> None:
+        """Queue a block: a reader's at the end, a returning prefetch at the head, as it had its turn before."""
         if purpose is Purpose.DEMAND:
             self.demand[key] = None
             return
         self.blocked_until = _NEVER
         if purpose is Purpose.HOT:
-            (self.hot.append if is_new else self.hot.appendleft)(key)
+            self.hot.appendleft(key)
         else:
-            (self.cold.append if is_new else self.cold.appendleft)((key[0], range(key[1], key[1] + 1)))
+            self.cold.appendleft((key[0], range(key[1], key[1] + 1)))
 
     def postpone(self, key: Key, until: float) -> None:
         """Retry a block at `until`."""
@@ -164,7 +163,6 @@ class FileState(Struct):
     origins: Sequence[OriginQueues]
     """The peers, if there are any, then the store."""
     done: bytearray
-    hot: bytearray
     reads_ahead: bool = True
 
 
@@ -289,20 +287,19 @@ class Ledger:
         elif wanted.queued:
             self.origin_of(key).enqueue(key, wanted.prefetch)
 
-    def _add_prefetch(self, key: Key, purpose: Purpose) -> None:
-        """Queue a block for prefetch, behind earlier ones."""
-        file, block = self.files[key[0]], key[1]
-        if purpose is Purpose.HOT:
-            file.hot[block] = 1
-        if file.done[block]:
+    def _add_hot(self, key: Key) -> None:
+        """Queue a hot block for prefetch, behind earlier ones."""
+        if self.files[key[0]].done[key[1]]:
             return
         wanted = self.wanted.setdefault(key, Wanted())
-        if wanted.prefetch is not None and wanted.prefetch >= purpose:
+        if wanted.prefetch is Purpose.HOT:
             return
-        wanted.prefetch = purpose
-        self.hot_left += purpose is Purpose.HOT
+        wanted.prefetch = Purpose.HOT
+        self.hot_left += 1
         if wanted.queued and not wanted.readers:
-            file.origins[wanted.origin].enqueue(key, purpose, is_new=True)
+            origin = self.origin_of(key)
+            origin.hot.append(key)
+            origin.blocked_until = _NEVER
 
     def _make_cold(self, key: Key) -> None:
         """Lower the prefetch purpose of a block to cold, if it is still wanted."""

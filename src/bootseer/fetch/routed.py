@@ -111,7 +111,7 @@ class Routed(Ledger):
         if routes is not None and self._peers is not None:
             self._routes[len(self.files)] = routes
             origins.insert(0, self._peers)
-        self.files.append(FileState(geometry, origins, bytearray(size) if here is None else here, bytearray(size)))
+        self.files.append(FileState(geometry, origins, bytearray(size) if here is None else here))
         return len(self.files) - 1
 
     def rotate_hot(self, blocks: list[Key]) -> list[Key]:

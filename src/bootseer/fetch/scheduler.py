@@ -66,7 +66,6 @@ class Scheduler(Routed):
         self._attempts = {Purpose.HOT: settings.hot_attempts, Purpose.COLD: settings.cold_attempts}
         self._started: list[Fetch] = []
         self._given_up: list[tuple[int, int, BootseerError]] = []
-        self._has_hot_set = False
         self._hedge_credit = settings.first_hedge_credit
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
@@ -76,25 +75,23 @@ class Scheduler(Routed):
     def note_need(self, file: int, block: int, now: float) -> None:
         """A reader needs the block for the first time, cached or not."""
         self._last_need = now
-        if self._has_hot_set:  # earlier needs do not count for a hot set that comes late
-            self.trust.note_need(bool(self.files[file].hot[block]), (file, block))
+        self.trust.note_need((file, block))
 
-    def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
-        """These blocks are wanted. If a reader leaves before a block has arrived or was given up, the caller must call
-        `reader_cancelled`. A block that had arrived before is fetched again."""
-        if purpose is Purpose.DEMAND:
-            self._last_need = now
-            for block in blocks:
-                if self._add_reader((file, block)):
-                    self._watch((file, block), now)
-                if not self.files[file].hot[block]:
-                    self.origin_of((file, block)).yield_until = now + self._settings.window_s
-        else:
-            self._has_hot_set |= purpose is Purpose.HOT
-            for block in blocks:
-                if purpose is Purpose.HOT:
-                    self.trust.add_block((file, block), self.files[file].geometry.place(block).length)
-                self._add_prefetch((file, block), purpose)
+    def want(self, file: int, blocks: Iterable[int], now: float) -> None:
+        """A reader waits for these blocks. If it leaves before a block has arrived or was given up, the caller must
+        call `reader_cancelled`. A block that had arrived before is fetched again."""
+        self._last_need = now
+        for block in blocks:
+            if self._add_reader((file, block)):
+                self._watch((file, block), now)
+            if (file, block) not in self.trust:
+                self.origin_of((file, block)).yield_until = now + self._settings.window_s
+
+    def want_hot(self, blocks: Iterable[Key]) -> None:
+        """Earlier startups needed these blocks, in this order."""
+        for file, block in blocks:
+            self.trust.add_block((file, block), self.files[file].geometry.place(block).length)
+            self._add_hot((file, block))
 
     def fetch_all_now(self) -> None:
         """Fetch everything soon: prefetches do not wait for idle readers, and the hot set is not judged."""
@@ -383,7 +380,7 @@ class Scheduler(Routed):
 
     def _has_uncovered(self, origin: OriginQueues) -> bool:
         """Whether a reader waits for a block of this origin, queued or not, that is not in the hot set."""
-        return any(not self.files[key[0]].hot[key[1]] and self.origin_of(key) is origin for key in self.demanded)
+        return any(key not in self.trust and self.origin_of(key) is origin for key in self.demanded)
 
     def _cold_from(self, now: float) -> float:
         """When cold blocks may be fetched, if nothing happens before."""

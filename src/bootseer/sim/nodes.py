@@ -15,7 +15,7 @@ from typing import Final
 from bootseer.blocks.codec import ZSTD, Buffer
 from bootseer.blocks.index import Place
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.fetch_settings import FetchSettings, Purpose
+from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.scheduler import Scheduler
@@ -230,9 +230,7 @@ class Loader:
     # Requests of readers
 
     def prefetch(self, blocks: Iterable[Key]) -> None:
-        for file, block in self.scheduler.rotate_hot(list(blocks)):
-            if (file, block) not in self.node.here:
-                self.scheduler.want(file, (block,), Purpose.HOT, self._engine.now)
+        self.scheduler.want_hot(key for key in self.scheduler.rotate_hot(list(blocks)) if key not in self.node.here)
         self._engine.soon(self._tick)
 
     def pull(self, file: int) -> None:
@@ -250,7 +248,7 @@ class Loader:
         if not missing:
             done(b"")
             return
-        self.scheduler.want(file, missing, Purpose.DEMAND, now)
+        self.scheduler.want(file, missing, now)
         read = PendingRead(file, 0, 0, now, float("inf"), done)
         self._pending.wait(read, missing)
         self._engine.soon(self._tick)
