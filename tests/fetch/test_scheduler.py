@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError
-from bootseer.fetch.fetch_settings import FetchSettings, Purpose
+from bootseer.fetch.fetch_settings import WITHOUT_READ_AHEAD, FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.scheduler import Scheduler
-from fetch.virtual import BLOCK, EXACT, Answers, Fault, Layout, World, fetched, world
+from fetch.virtual import BLOCK, Answers, Fault, Layout, World, fetched, world
 
-SETTINGS = EXACT
+SETTINGS = WITHOUT_READ_AHEAD
 
 
 def test_a_fresh_hot_set_starts_at_once_with_small_requests_that_grow() -> None:

@@ -16,7 +16,7 @@ from random import Random
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Place
 from bootseer.errors import BootseerError, CorruptError, TransientError
-from bootseer.fetch.fetch_settings import FetchSettings, Purpose
+from bootseer.fetch.fetch_settings import WITHOUT_READ_AHEAD, FetchSettings, Purpose
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.routed import Routes
@@ -24,8 +24,6 @@ from bootseer.fetch.scheduler import Scheduler
 from bootseer.store.store import Stored
 
 BLOCK = 128 << 10
-EXACT = FetchSettings(first_ahead_bytes=0, max_ahead_bytes=0)
-"""Requests for readers fetch no additional blocks."""
 _EPSILON = 1e-9
 
 
@@ -101,7 +99,7 @@ class World:
         routes: Routes | None = None,
         seed: int = 0,
     ) -> None:
-        self.settings = settings or EXACT
+        self.settings = settings or WITHOUT_READ_AHEAD
         self.now = 0.0
         self.layouts = layouts
         self._largest = max(max(layout.sizes, default=0) for layout in layouts)

@@ -113,3 +113,7 @@ class FetchSettings(Struct, frozen=True):
     """Each block that arrived for a reader earns this part of a hedge, so hedges cannot flood a slow origin."""
     first_hedge_credit: float = 2.0
     max_hedge_credit: float = 8.0
+
+
+WITHOUT_READ_AHEAD = FetchSettings(first_ahead_bytes=0, max_ahead_bytes=0)
+"""For a process that fetches for other nodes: these have read ahead already."""

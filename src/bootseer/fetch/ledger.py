@@ -120,10 +120,6 @@ class OriginQueues(Struct, eq=False):
     cold: deque[tuple[int, range]] = field(default_factory=deque)
     postponed: list[tuple[float, Key]] = field(default_factory=list)
     """Failed blocks as a heap by the time of their next attempt."""
-    pauses: bool = True
-    """Whether its requests wait for the end of pauses after failures (`Pace`)."""
-    windows: int = 1
-    """How many windows of prefetches may be in flight."""
     asked: Counter[Hashable] = field(default_factory=Counter)
     """Running requests per route step."""
     busy_until: dict[Hashable, float] = field(default_factory=dict)

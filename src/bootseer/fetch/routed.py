@@ -56,7 +56,7 @@ class Route(Protocol):
 
     @property
     def may_read_ahead(self) -> bool:
-        """Whether the first peer, or this node if there is none, fetches missing blocks from the store for all, so that
+        """Whether the first peer, or this node if there is none, fetches missing blocks from the store for all. Then
         readers may read ahead."""
 
     @property
@@ -100,9 +100,7 @@ class Routed(Ledger):
         """
         first_bytes = self._settings.request_bytes // 16
         if routes is not None and self._peers is None:
-            # Each peer has pauses of its own. Half of what is in flight may wait at owners for the store, whereas
-            # requests to a store all transfer data.
-            self._peers = OriginQueues(Pace(self._settings), next_bytes=first_bytes, pauses=False, windows=2)
+            self._peers = OriginQueues(Pace(self._settings), next_bytes=first_bytes)
             # First in the order: blocks that it moves to the store are started in the same `tick`.
             self.origins = {"": self._peers, **self.origins}
         if store not in self.origins:
@@ -187,7 +185,7 @@ class Routed(Ledger):
         number, block = key
         file, routes = self.files[number], self._routes.get(number)
         if routes is None:
-            return range(file.geometry.num_blocks if file.reads_ahead and self._peers is None else 0)
+            return range(file.geometry.num_blocks if file.reads_ahead else 0)
         route, first = routes.route(block, now), block // routes.run_blocks * routes.run_blocks
         # Blocks of several stripes are separate requests to a peer.
         is_one = step == next(iter(route.steps), None) and len(file.geometry.stripes) == 1

@@ -37,6 +37,8 @@ from bootseer.fetch.routed import RETRY_S, Routed
 _MIN_SLEEP_S = 0.001
 # A window holds several requests, so that the link stays full when one ends.
 _REQUESTS_PER_WINDOW = 4
+# Half of what is in flight may wait at owners for the store, whereas requests to a store all transfer data.
+_PEER_WINDOWS = 2
 
 
 class Plan(Struct, frozen=True):
@@ -206,7 +208,7 @@ class Scheduler(Routed):
         return Plan(fetches, cancelled, given_up, self._wake_at(now))
 
     def _start_demand(self, origin: OriginQueues, now: float) -> None:
-        if origin.pauses and now < origin.pace.paused_until:
+        if origin is not self._peers and now < origin.pace.paused_until:  # each peer has pauses of its own
             return
         for key, step in self._demand_ahead(origin, now):
             if not (self._has_demand_slot(origin) and self._may_ask(step, Purpose.DEMAND, now)):
@@ -225,7 +227,7 @@ class Scheduler(Routed):
         settings = self._settings
         if now < origin.blocked_until or not window_bytes or self._is_full(origin, window_bytes):
             return
-        if origin.pauses and now < max(origin.pace.paused_until, origin.pace.prefetch_after):
+        if origin is not self._peers and now < max(origin.pace.paused_until, origin.pace.prefetch_after):
             return
         may_bridge = purpose is Purpose.HOT and self._peers is None and not self._only_near
         gap_bytes = min(int(origin.pace.rate * settings.request_cost_s), settings.gap_bytes)
@@ -250,7 +252,8 @@ class Scheduler(Routed):
     def _prefetch_bytes(self, origin: OriginQueues, window_bytes: int) -> tuple[int, int, int]:
         """The size of a full prefetch request, and what the window and the memory have room for."""
         left = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
-        room = min(origin.windows * window_bytes - origin.prefetch_bytes, left)
+        num_windows = _PEER_WINDOWS if origin is self._peers else 1
+        room = min(num_windows * window_bytes - origin.prefetch_bytes, left)
         return min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW), room, left
 
     def _is_full(self, origin: OriginQueues, window_bytes: int) -> bool:

@@ -71,8 +71,11 @@ class Route(Struct, frozen=True):
     """At most two peers in the order in which they are asked; empty if this node asks the origin at once."""
     may_ask_origin: bool
     """Whether this node asks the origin after the peers failed: only the first two in rank do."""
-    may_read_ahead: bool = True
-    """See `fetch.routed.Route`. An owner does not extend again what the reader's node reads ahead."""
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """See `fetch.routed.Route`."""
+        return all(step.level is not Level.HELD for step in self.steps)
 
 
 class Members:
@@ -126,8 +129,7 @@ class Members:
             else:
                 second = tuple(Step(peer, Level.RACK) for peer in local[1:])
             steps = (to_owner, *second)
-        held = () if steps else self.holders(file, run, ahead - absent)
-        return Route(steps or held, any(is_first), may_read_ahead=not held)
+        return Route(steps or self.holders(file, run, ahead - absent), any(is_first))
 
     def holders(self, file: str, run: int, ahead: frozenset[str]) -> tuple[Step, ...]:
         """Which of the nodes that have parts of a file to ask for a run before the origin."""

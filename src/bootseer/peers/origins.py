@@ -88,7 +88,7 @@ class PeerGroup:
             steps = tuple(step for step in route.steps if step.level in self._levels)
             # A node asked as an owner may ask the origin, whatever its own list says.
             may_ask_origin = route.may_ask_origin or not steps
-            return Route(steps or members.holders(file, run, ahead - absent), may_ask_origin, may_read_ahead=False)
+            return Route(steps or members.holders(file, run, ahead - absent), may_ask_origin)
         return route
 
     def begin(self, peer: Peer, length: int) -> tuple[Watch, Sent, str]:

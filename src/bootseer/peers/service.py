@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.fetch.fetch_settings import WITHOUT_READ_AHEAD
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
@@ -74,7 +75,7 @@ class BlockFiles:
     """Opens block files of images and environments: kind `blocks`."""
 
     def __init__(self) -> None:
-        self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
+        self._fetcher = Fetcher(WITHOUT_READ_AHEAD, on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
         self._groups: list[PeerGroup] = []

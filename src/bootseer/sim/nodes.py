@@ -15,7 +15,7 @@ from typing import Final
 from bootseer.blocks.codec import ZSTD, Buffer
 from bootseer.blocks.index import Place
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.fetch_settings import FetchSettings
+from bootseer.fetch.fetch_settings import WITHOUT_READ_AHEAD, FetchSettings
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.scheduler import Scheduler
@@ -141,14 +141,13 @@ class Job:
         self.latency_s = latency_s
         self.patience = patience
         self.by_name = {node.name: node for node in nodes}
-        settings = FetchSettings()
         racks = {id(node.rack): f"rack{at}" for at, node in enumerate(nodes) if node.rack is not None}
         members = [Peer(node.name, ("",), racks.get(id(node.rack), "")) for node in nodes]
         for at, node in enumerate(nodes):
             own = Members(members, node.name) if peers else None
-            node.loaders = [Loader(self, node, own, settings, Random(f"{seed}/{at}").random)]  # noqa: S311
+            node.loaders = [Loader(self, node, own, Random(f"{seed}/{at}").random)]  # noqa: S311
             if own is not None:
-                node.service = Loader(self, node, own, settings, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
+                node.service = Loader(self, node, own, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
                 node.loaders.append(node.service)
 
     @property
@@ -183,7 +182,7 @@ class _Routes:
             return route
         steps = tuple(step for step in route.steps if self._levels is None or step.level in self._levels)
         may_ask_origin = route.may_ask_origin or not loader.job.patience
-        return Route(steps, may_ask_origin, may_read_ahead=self._levels is None)
+        return Route(steps, may_ask_origin)
 
 
 @dataclass(eq=False)
@@ -206,14 +205,13 @@ class Loader:
         job: Job,
         node: Node,
         members: Members | None,
-        settings: FetchSettings,
         jitter: Callable[[], float],
         *,
         is_service: bool = False,
     ) -> None:
         self.job, self.node = job, node
         self.health = Health()
-        self.scheduler = Scheduler(settings, jitter)
+        self.scheduler = Scheduler(WITHOUT_READ_AHEAD if is_service else FetchSettings(), jitter)
         self._engine = job.engine
         self._pending = PendingReads()
         self._requests: dict[int, _Request] = {}
