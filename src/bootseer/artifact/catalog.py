@@ -210,7 +210,6 @@ class Catalog(Generic[D]):
             return
         self.store.delete(document.name)
         raise PermanentError(
-            f"{self.store.uri}: {absent[0].name} of the {self.kind.noun}"
-            " is not there, or not as large as it should be; "
-            "it was not published"
+            f"{self.store.uri}: {absent[0].name} of the {self.kind.noun} is not there, or not as large as it should be;"
+            " it was not published"
         )

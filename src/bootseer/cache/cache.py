@@ -214,8 +214,8 @@ class Cache:
                 return
             new = self.root / disk.NEW
             ours = f"{self._boot[:8]}-"  # machines that share the cache may see only their own locks
-            for leaving in new.glob(f"{ours}*"):  # of processes that died while they held the lock
-                discard(leaving)
+            for left_over in new.glob(f"{ours}*"):  # of processes that died while they held the lock
+                discard(left_over)
             made = new / f"{ours}{entry.name}"
             made.mkdir(mode=0o700)
             try:
@@ -255,7 +255,7 @@ class Cache:
     def _evict(self, entry: Path) -> bool:
         """Delete an entry that is not in use; returns whether it was. Raises `OSError` and `TransientError`.
 
-        Who has a file of it open nevertheless, unseen here, keeps the whole file: nothing is taken out of files.
+        A process that has a file of it open, unseen here, keeps the whole file: nothing is taken out of files.
         """
         with contextlib.ExitStack() as opened, contextlib.suppress(FileNotFoundError):  # another process evicted it
             # Held open: the entry may be replaced between any two steps, but the new one cannot have its inode number.

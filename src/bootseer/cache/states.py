@@ -20,6 +20,7 @@ from pathlib import Path
 
 from blake3 import blake3
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import Index
@@ -70,20 +71,9 @@ class Durable(Struct, frozen=True):
     whole: StatIdentity | None = None
 
     def encode(self, identity: str) -> bytes:
-        whole = self.whole or StatIdentity(0, 0, 0, 0)
-        body = (
-            _DURABLE_HEADER.pack(
-                _DURABLE_MAGIC,
-                bytes.fromhex(identity),
-                len(self.states),
-                self.whole is not None,
-                whole.size,
-                whole.mtime_ns,
-                whole.ctime_ns,
-                whole.inode,
-            )
-            + self.states
-        )
+        numbers = (0, 0, 0, 0) if self.whole is None else astuple(self.whole)
+        head = (_DURABLE_MAGIC, bytes.fromhex(identity), len(self.states), self.whole is not None)
+        body = _DURABLE_HEADER.pack(*head, *numbers) + self.states
         return body + blake3(body).digest()
 
     @classmethod

@@ -81,7 +81,7 @@ class Reads:
         settings: FetchSettings | None = None,
         *,
         on_need: OnNeed | None = None,
-        on_problem: Callable[[str], None] | None = None,
+        on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
         """`on_problem` gets a line for the user about degraded operation, once per cause."""
         self._settings = settings or FetchSettings()
@@ -392,8 +392,8 @@ class Reads:
                 complete = self._arrived(fetch, step, now)
             actions = self._advance(now, complete)
         self._run_actions(actions)
-        if could_cache and self._cache_error is not None:
-            self._report_problem(f"blocks are served without being cached: {self._cache_error}")
+        if could_cache and self._cache_error is not None and not self._closed:
+            self._on_problem(f"blocks are served without being cached: {self._cache_error}")
 
     def _arrived(self, fetch: Fetch, step: ArrivedBlock, now: float) -> list[PendingRead]:
         """With the lock held: an origin sent a block. Returns the complete reads."""
@@ -425,10 +425,6 @@ class Reads:
             self._cancelled.discard(fetch.number)
             self._scheduler.request_finished(fetch.number, now, error)
             return self._advance(now)
-
-    def _report_problem(self, problem: str) -> None:
-        if self._on_problem is not None and not self._closed:
-            self._on_problem(problem)
 
 
 def _answer(read: PendingRead, answer: Buffer | BootseerError) -> None:

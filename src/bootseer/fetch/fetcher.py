@@ -6,21 +6,19 @@ One `Fetcher` per mount daemon or pull.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 
 from msgspec.structs import replace
 
 from bootseer.blocks.codec import Buffer
+from bootseer.cache.cached_file import Progress
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.block_reads import Reads, closed
 from bootseer.fetch.pending import PendingRead
 from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import show_threads
-
-Progress = Callable[[int, int], None]
-"""Blocks that are cached, and blocks in all."""
 
 # `read_blocking` must return even if the clock thread has died.
 _GRACE_S = 5.0

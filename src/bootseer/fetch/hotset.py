@@ -152,7 +152,7 @@ class HotSetTrust:
     Why trust is earned step by step: a hot set recorded from another workload is worse than none, as it takes bandwidth
     and CPU time from readers, and whether it fits is known only from their needs. So a set starts on probation, with a
     small window; each covered need doubles the window, each uncovered one halves it. With far more hits than misses it
-    gets full speed; with more misses than hits it is suspended, until recent needs speak for it again. Several misses
+    gets full speed; with more misses than hits it is suspended, until recent needs justify it again. Several misses
     in a row put it back on probation, however well it did before.
 
     After such a failure a covered need justifies only what was recorded shortly after it, and only until the readers

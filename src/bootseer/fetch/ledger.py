@@ -170,9 +170,8 @@ class Request(Struct):
     left: dict[int, int]
     """Stored bytes of each outstanding block."""
     started: float
-    answered: bool = False
-    latest: float = 0.0
-    """When its latest block arrived."""
+    latest: float | None = None
+    """When its latest block arrived; None: none has arrived."""
     cancelled: bool = False
     cost: int = 0
     """The hedge credit that it cost."""
@@ -367,8 +366,7 @@ class Ledger:
     def _received(self, request: Request, block: int, now: float) -> None:
         """A running request received a block, valid or not."""
         pace, num_bytes = request.origin.pace, self._remove_outstanding(request, block)
-        if not request.answered:
-            request.answered = True
+        if request.latest is None:
             pace.first_block(now - request.started)
         elif request.fetch.purpose is Purpose.DEMAND:
             pace.next_block(num_bytes, now - request.latest)

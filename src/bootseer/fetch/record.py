@@ -19,13 +19,12 @@ from typing import IO, Annotated
 import msgspec
 
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.fetch.hotset import MAX_BLOCK, MAX_MS, MAX_NEEDS, Availability, Need, Record
+from bootseer.fetch.hotset import MAX_BLOCK, MAX_FILES, MAX_MS, MAX_NEEDS, Availability, Need, Record
 
 SCHEMA = "bootseer.record/1"
 _FLUSH_S = 1.0
 _CLOSE_S = 10.0
 _MAX_LINE = 256
-_MAX_FILES = 4096
 
 
 class RecordWriter:
@@ -67,7 +66,7 @@ class RecordWriter:
                 return
             number = self._files.get(file)
             if number is None:
-                if len(self._files) == _MAX_FILES:
+                if len(self._files) == MAX_FILES:
                     return
                 number = self._files[file] = len(self._files)
                 self._append({"file": file})
@@ -133,7 +132,7 @@ def read_record(path: Path) -> Record:
                 # Two threads may have read the clock in one order and written in the other.
                 last_ms = max(t_ms, last_ms)
                 needs.setdefault((number, block), Need(files[number], block, last_ms, found))
-            elif value.file and len(files) < _MAX_FILES:
+            elif value.file and len(files) < MAX_FILES:
                 files.append(value.file)
             else:
                 last_ms = max(last_ms, value.end_ms)

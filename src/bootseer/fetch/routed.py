@@ -105,11 +105,11 @@ class Routed(Ledger):
             self.origins = {"": self._peers, **self.origins}
         if store not in self.origins:
             self.origins[store] = OriginQueues(Pace(self._settings), next_bytes=first_bytes)
-        size, origins = geometry.num_blocks, [self.origins[store]]
+        origins = [self.origins[store]]
         if routes is not None and self._peers is not None:
             self._routes[len(self.files)] = routes
             origins.insert(0, self._peers)
-        self.files.append(FileState(geometry, origins, bytearray(size) if here is None else here))
+        self.files.append(FileState(geometry, origins, here or bytearray(geometry.num_blocks)))
         return len(self.files) - 1
 
     def rotate_hot(self, blocks: list[Key]) -> list[Key]:

@@ -155,7 +155,7 @@ class Scheduler(Routed):
         request = self._end(number)
         self._peer_ended(request, now, error)
         pace = request.origin.pace
-        if request.cancelled or (error is None and not request.answered):
+        if request.cancelled or (error is None and request.latest is None):
             pass  # aborted by us, or other processes fetch all its blocks: the origin was not asked
         elif error is None:
             pace.succeeded(request.origin.num_running + 1)
