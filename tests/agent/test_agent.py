@@ -194,6 +194,18 @@ def test_the_journal_has_the_reason_for_a_failed_cleanup(start: Start, tmp_path:
     assert "cleaning up failed" in agent.communicate(timeout=_DEADLINE_S)[1]
 
 
+def test_the_cache_is_limited_although_another_step_of_a_cleanup_fails(tmp_path: Path) -> None:
+    agent = Agent(AgentSettings(tmp_path / "cache", tmp_path / "run", max_bytes=4096))
+    data = content(12)
+    index = index_of(data)
+    with contextlib.closing(Cache(tmp_path / "cache" / "blocks").open(index)) as cached:
+        cached.put(0, data[: index.block_size])
+    shutil.rmtree(tmp_path / "run" / "mounts")
+    agent.clean_up()
+    assert "mounts" in agent.problem()
+    assert not agent._cache.entries()
+
+
 def test_the_units_are_what_systemd_reads(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer, TCPServer, ThreadingMixIn, UnixStreamServer
@@ -101,22 +102,29 @@ class Agent:
         sender.close()
 
     def clean_up(self) -> None:
-        """Evict down to the cache's limit, and remove stale mounts. What is in use stays."""
-        try:
-            self.ended_jobs.clean_up()
-            unmount_idle(self._runtime, self._cache, idle_s=self.settings.idle_s)
-            delete_idle_trees(self.settings.cache, self._runtime, idle_s=self.settings.idle_s)
-            freed = self._cache.prune().freed_bytes
-        except (BootseerError, OSError) as error:
-            self._counts["failures"] += 1
-            self._error = str(error)
-            _LOG.warning("cleaning up failed: %s", error)
-        else:
-            self._error = ""
-            self._counts["freed_bytes"] += freed
-            if freed:
-                _LOG.info("freed %d bytes", freed)
+        """Evict down to the cache's limit, and remove stale mounts. What is in use stays. If a step fails, the others
+        still run."""
+        idle_s, problems = self.settings.idle_s, list[str]()
+        for step in (
+            self.ended_jobs.clean_up,
+            partial(unmount_idle, self._runtime, self._cache, idle_s=idle_s),
+            partial(delete_idle_trees, self.settings.cache, self._runtime, idle_s=idle_s),
+            self._evict,
+        ):
+            try:
+                step()
+            except (BootseerError, OSError) as error:
+                _LOG.warning("cleaning up failed: %s", error)
+                problems.append(str(error))
+        self._counts["failures"] += bool(problems)
+        self._error = "; ".join(problems)
         self._cleaned_up = time.monotonic()
+
+    def _evict(self) -> None:
+        freed = self._cache.prune().freed_bytes
+        self._counts["freed_bytes"] += freed
+        if freed:
+            _LOG.info("freed %d bytes", freed)
 
     def problem(self) -> str:
         """Why the node is not cleaned up; "" if it is."""
@@ -346,10 +354,10 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
         hint = "stop it, or use another cache (BOOTSEER_CACHE)"
         locks.append(claim(shared, f"an agent with another runtime folder cleans up {settings.cache}", hint))
         for server in _listening(settings.runtime, listen):
-            servers.append(server)
             server.agent = agent
             server.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
             threading.Thread(target=server.serve_forever, name="bootseer-agent-http", daemon=True).start()
+            servers.append(server)  # now: `shutdown` waits for ever for a thread that was not started
         _LOG.info("cleaning up %s every %g s", settings.cache, settings.every_s)
         notify("READY=1")
         threading.Thread(target=agent.ship, args=(stop,), name="bootseer-agent-ship", daemon=True).start()
