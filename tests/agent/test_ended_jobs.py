@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.agent.agent import PEERS, STATUS, request
-from bootseer.agent.ended_jobs import _MAX_JOBS
+from bootseer.agent.ended_jobs import _MAX_JOBS, EndedJobs
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
@@ -154,6 +154,17 @@ socket.create_connection(("127.0.0.1", {port}))
     script = 'mount --bind "$1" /etc/hosts && exec "$2" -c "$3"'
     words = ["unshare", "--mount", "sh", "-c", script, "sh", tmp_path / "hosts", sys.executable, program]
     subprocess.run(words, check=True)
+
+
+def test_of_jobs_with_one_secret_the_files_that_were_read_last_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent of a fleet with one secret would otherwise remember all files of months."""
+    monkeypatch.setattr("bootseer.agent.ended_jobs._MAX_FILES", 3)
+    ended = EndedJobs(60.0)
+    job = {"secret": "00" * 32, "name": "n", "rate": 1, "addresses": [f"127.0.0.1:{free_port()}"]}
+    for names in ("ab", "ac", "de"):
+        ended.take_over({**job, "files": {name * 64: "/cache" for name in names}})
+    assert [list(each.files) for each in ended._jobs.values()] == [[name * 64 for name in "cde"]]
+    ended.close()
 
 
 def test_the_unit_allows_the_threads_of_all_ended_jobs() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,25 @@ class _EndedJob:
 
     until_s: float
     files: dict[str, Path]
-    """Cache root of each file, by identity."""
+    """Cache root of each file, by identity: the last `_MAX_FILES` that jobs have read."""
     cached: CachedFiles = field(default_factory=partial(CachedFiles, idle_limit_s=0.0))
     server: Server | None = None
     addresses: tuple[str, ...] = ()
     requests: int = 0
     """Requests answered until the last `clean_up`."""
+
+    def find(self, identity: str) -> CachedContent | None:
+        root = self.files.get(identity)
+        try:
+            return None if root is None else CachedContent(self.cached, root, identity)
+        except (BootseerError, OSError) as error:  # evicted from the cache
+            _LOG.debug("%s is not served: %s", identity, error)
+            return None
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
 class EndedJobs:
@@ -73,14 +86,15 @@ class EndedJobs:
         self, secret: bytes, name: str, rate: int, addresses: tuple[str, ...], files: dict[str, Path], *, tls: bool
     ) -> None:
         job = self._jobs.setdefault(secret, _EndedJob(0.0, {}))
-        _stop(job)
+        job.stop()
         job.until_s = time.monotonic() + self._keep_s
-        job.files |= files
+        older = {identity: root for identity, root in job.files.items() if identity not in files}
+        job.files = dict([*older.items(), *files.items()][-_MAX_FILES:])
         listening, _ = listen_at_own(addresses)
         if not listening:
             raise PermanentError(f"cannot listen at {', '.join(addresses)}")
         job.addresses = addresses
-        job.server = Server(listening, secret, self._finder(job), name=name, max_rate=rate, soon=False, tls=tls)
+        job.server = Server(listening, secret, job.find, name=name, max_rate=rate, soon=False, tls=tls)
         for other in sorted(self._jobs, key=lambda each: self._jobs[each].until_s)[:-_MAX_JOBS]:
             self._drop(other)
         _LOG.info("serves %d files of ended jobs at %s", len(job.files), ", ".join(addresses))
@@ -93,7 +107,7 @@ class EndedJobs:
         with self._lock:
             for job in self._jobs.values():
                 if not ports.isdisjoint(map(_port, job.addresses)):
-                    _stop(job)
+                    job.stop()
 
     def clean_up(self) -> None:
         """Drop expired jobs. Close files of jobs without requests since the last call, so that they can be evicted."""
@@ -128,29 +142,11 @@ class EndedJobs:
             for secret in list(self._jobs):
                 self._drop(secret)
 
-    @staticmethod
-    def _finder(job: _EndedJob) -> Callable[[str], CachedContent | None]:
-        def find(identity: str) -> CachedContent | None:
-            root = job.files.get(identity)
-            try:
-                return None if root is None else CachedContent(job.cached, root, identity)
-            except (BootseerError, OSError) as error:  # evicted from the cache
-                _LOG.debug("%s is not served: %s", identity, error)
-                return None
-
-        return find
-
     def _drop(self, secret: bytes) -> None:
         job = self._jobs.pop(secret)
-        _stop(job)
+        job.stop()
         job.cached.release_all()
 
 
 def _port(address: str) -> str:
     return address.rpartition(":")[2]
-
-
-def _stop(job: _EndedJob) -> None:
-    if job.server is not None:
-        job.server.close()
-        job.server = None
