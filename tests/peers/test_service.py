@@ -216,17 +216,19 @@ def test_when_training_begins_it_may_stop(node: Node, index: Index, source: Bloc
         node.ask(index, 0)
 
 
-def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path) -> None:
-    """Loopback reports no speed; 1 Gbit/s is assumed."""
-    node = Node(tmp_path, Limits())
+@pytest.mark.parametrize(("before", "after"), [(1 << 30, 6_250_000), (1_000_000, 1_000_000)])
+def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path, before: int, after: int) -> None:
+    """Or what was allowed before, if that is less: eight links of 400 Gbit/s would get 20 GB/s. Loopback reports no
+    speed; 1 Gbit/s is assumed."""
+    node = Node(tmp_path, Limits(before))
     with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
         node.client.probe(node.address)
         server = node.service._server
         assert server is not None
-        assert server._max_rate == 1 << 30
+        assert server._max_rate == before
         node.service._training_began()
-        assert server._max_rate == 6_250_000
-        assert '"limit":6250000' in (tmp_path / "peers" / "members.json").read_text()
+        assert server._max_rate == after
+        assert f'"limit":{after}' in (tmp_path / "peers" / "members.json").read_text()
 
 
 def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_begins(tmp_path: Path) -> None:

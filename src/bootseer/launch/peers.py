@@ -59,7 +59,7 @@ class PeersOptions:
     before: int | None
     """Limit of sent bytes per second until training begins."""
     after: int | None
-    """Limit from then on; None: a twentieth of the link speed; 0: send nothing."""
+    """Limit from then on; None: a twentieth of the links' speed, or `before` if that is less; 0: send nothing."""
     runtime: Path
     tls: bool = False
     """Whether nodes encrypt their connections."""

@@ -68,7 +68,7 @@ class Limits:
     before: int | None = 1 << 30
     """Until training begins."""
     after: int | None = None
-    """Afterwards; None: a twentieth of the links' speed; 0: nothing is served."""
+    """Afterwards; None: a twentieth of the links' speed, or `before` if that is less; 0: nothing is served."""
 
 
 class BlockFiles:
@@ -244,9 +244,7 @@ class Service:
 
     def state_for_agent(self) -> dict[str, Any] | None:
         """What the node's agent needs to continue serving; None if nothing is to be served after training began."""
-        own, rate = self._source.own, self._limits.after
-        if rate is None:
-            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        own, rate = self._source.own, self._default_after if self._limits.after is None else self._limits.after
         known = {identity: self._job.registered(identity) for identity in self._job.identities()}
         files = {
             identity: document["cache"] for identity, document in known.items() if document and "cache" in document
@@ -335,6 +333,11 @@ class Service:
         described = self._job.registered(identity)
         opener = self._openers.get(described["kind"]) if described is not None else None
         try:
+    @property
+    def _default_after(self) -> int:
+        share = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        return share if self._limits.before is None else min(share, self._limits.before)
+
             return opener(self._job, identity) if opener is not None else None
         except (BootseerError, OSError) as error:
             _LOG.warning("%s is not served: %s", identity, error)
@@ -342,8 +345,8 @@ class Service:
 
     def _training_began(self) -> None:
         self._training = True
-        # If uploads are unlimited or off, the default share limits the downloads of this node's processes.
-        self._rate = self._limits.after or int(self._source.link_bytes_s * _TRAINING_SHARE)
+        # If uploads are off, the default limits the downloads of this node's processes.
+        self._rate = self._limits.after or self._default_after
         _LOG.info("training began: at most %d bytes/s from now on", self._rate)
         with contextlib.suppress(OSError):
             self._write_members()
