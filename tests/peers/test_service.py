@@ -20,7 +20,7 @@ from bootseer.peers.choice import Level, Peer
 from bootseer.peers.client import Client
 from bootseer.peers.job import BLOCKS, BlockSource, JobPeers
 from bootseer.peers.members import Listed
-from bootseer.peers.protocol import Request
+from bootseer.peers.protocol import Question, Request
 from bootseer.peers.readers import CHECKPOINT, CachedFiles
 from bootseer.peers.service import BlockFiles, Limits, Service
 from bootseer.store.file import FileStore
@@ -249,6 +249,22 @@ def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path:
         assert [entry.in_use for entry in cache.entries()] == [True]
         service._training_began()
         assert [entry.in_use for entry in cache.entries()] == [False]
+
+
+def test_the_owner_of_a_checkpoint_answers_also_when_its_own_copy_was_evicted(index: Index, tmp_path: Path) -> None:
+    """Otherwise it counts as late, and each node reads from the storage what another one has."""
+    cache, files, address = Cache(tmp_path / "cache"), CachedFiles(), f"127.0.0.1:{free_port()}"
+    cache.open(index).close()
+    source = Listed(SECRET, lambda: [Peer(address, (address,))])
+    service, client = Service(tmp_path / "peers", source, {CHECKPOINT: files.open}, Limits()), Client(SECRET)
+    with contextlib.closing(service), contextlib.closing(client):
+        JobPeers.open(tmp_path / "peers").register(index.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
+        assert service._find(index.identity) is not None
+        files.release_all()
+        assert cache.prune(0).evicted
+        first, second = (Question(index.identity, 0, 1, name, True) for name in "ab")
+        assert client.ask(address, first, 5.0) == {}
+        assert client.ask(address, second, 5.0) == {"a": 1}
 
 
 def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: Path) -> None:

@@ -280,8 +280,10 @@ class Server:
         return content
 
     def _tell_readers(self, connection: Connection, question: Question) -> None:
-        content = self._find(question.file)
-        own = content.here(question.first, question.blocks) if content is not None else 0
+        content, own = self._find(question.file), 0
+        if content is not None:
+            with contextlib.suppress(BootseerError):  # evicted from the cache
+                own = content.here(question.first, question.blocks)
         if isinstance(content, CachedContent) and question.sender == question.without == self._name:
             content.mark_unavailable(question.first, question.blocks)
         body = encode_readers(self._readers.answer(question, own, self._name))
