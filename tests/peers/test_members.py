@@ -145,6 +145,19 @@ def test_nodes_meet_and_leave(tmp_path: Path) -> None:
         server.close()
 
 
+def test_a_secret_that_the_last_node_of_an_earlier_start_removes_is_put_back(tmp_path: Path) -> None:
+    """Otherwise nodes that come later create another one, and this node and they refuse each other."""
+    earlier, first = meeting(tmp_path, "a", None), meeting(tmp_path, "b", None)
+    earlier.secret()
+    listening = earlier.listen()
+    secret = first.secret()
+    earlier.leave()
+    listening += first.listen()
+    for sock in listening:
+        sock.close()
+    assert meeting(tmp_path, "c", None).secret() == secret
+
+
 def test_nodes_meet_in_a_bucket_and_leave_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     bucket = MemoryStore()

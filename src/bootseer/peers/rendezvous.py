@@ -54,6 +54,8 @@ class Rendezvous:
         self._rack = rack
         self._interfaces = interfaces
         self._given = given
+        self._secret = b""
+        """The secret in the folder; empty if another one is given."""
         self._record = f"{name}.{secrets.token_hex(6)}.json"
         self._seen: dict[str, Peer | None] = {}
 
@@ -61,13 +63,12 @@ class Rendezvous:
         """The first node creates it; of two concurrent ones, one succeeds."""
         if self._given is not None:
             return self._given
-        made = secrets.token_bytes(SECRET_BYTES)
-        if self._files.create("secret", made):
-            return made
-        secret = self._files.read("secret")
-        if len(secret) != SECRET_BYTES:
-            raise CorruptError(f"{self._files.uri}/secret is not a secret of BootSeer; remove it")
-        return secret
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        if not self._files.create("secret", self._secret):
+            self._secret = self._files.read("secret")
+            if len(self._secret) != SECRET_BYTES:
+                raise CorruptError(f"{self._files.uri}/secret is not a secret of BootSeer; remove it")
+        return self._secret
 
     def listen(self) -> list[socket.socket]:
         """Also announces the addresses."""
@@ -89,6 +90,8 @@ class Rendezvous:
                 if earlier.rpartition(".json")[0].rpartition(".")[0] == self._name:
                     self._files.delete(earlier)
             self._files.create(self._record, msgspec.json.encode(own))
+            if self._secret:  # the last node of an earlier start may have removed it before it saw the record
+                self._files.create("secret", self._secret)
         except BaseException:
             for sock in listening:
                 sock.close()
