@@ -91,9 +91,9 @@ class Members:
         self._route = lru_cache(maxsize=1 << 14)(self._find_route)
 
     @property
-    def index(self) -> int:
-        """This node's position in the list; 0 if it is not in it."""
-        return next((at for at, peer in enumerate(self.peers) if peer.name == self.own), 0)
+    def turn(self) -> float:
+        """Where this node begins what all read, as a fraction: its position in the list; 0 if it is not in it."""
+        return next((at / len(self.peers) for at, peer in enumerate(self.peers) if peer.name == self.own), 0.0)
 
     def route(
         self, file: str, run: int, absent: frozenset[str] = frozenset(), ahead: frozenset[str] = frozenset()

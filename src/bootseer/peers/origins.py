@@ -163,8 +163,7 @@ class FilePeers:
 
     @property
     def turn(self) -> float:
-        members = self._group.job.members()
-        return members.index / max(len(members.peers), 1)
+        return self._group.job.members().turn
 
     def route(self, block: int, now: float) -> Route:
         run, group = block // self.run_blocks, self._group

@@ -172,7 +172,7 @@ class _Routes:
 
     @property
     def turn(self) -> float:
-        return self._members.index / max(len(self._members.peers), 1)
+        return self._members.turn
 
     def route(self, block: int, now: float) -> Route:
         loader = self._loader

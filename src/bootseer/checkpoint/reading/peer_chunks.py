@@ -77,8 +77,7 @@ class PeerChunks:
     def position(self) -> float:
         """Where this node starts within long reads, as a fraction: nodes that read the same data start at different
         places, so that each reads another part of it first."""
-        members = self._job.members()
-        return members.index / len(members.peers) if members.peers else 0.0
+        return self._job.members().turn
 
     def facts(self) -> dict[str, dict[str, float]]:
         """What each peer sent, as of `PeerGroup.stats`."""
