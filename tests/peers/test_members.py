@@ -216,12 +216,14 @@ def test_a_node_of_another_job_is_not_believed() -> None:
     other.close()
 
 
-def test_a_node_with_another_secret_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_with_another_secret_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.peers.members._RETRY_S", 0.0)
     other = Server([sock := socket.create_server(("127.0.0.1", 0))], b"o" * 32, lambda _: None, name="a")
     address = f"127.0.0.1:{sock.getsockname()[1]}"
     members = Membership(Listed(SECRET, lambda: [Peer(address, (address,))]), probe)
     for _ in range(2):
-        members._again_s.clear()
         members.refresh()
     other.close()
     said = f"{address}: {address} does not know this job's secret"
@@ -260,7 +262,7 @@ def test_each_node_of_a_list_finds_itself_and_others_come_later(tmp_path: Path) 
     late.say = said.append
     assert late.listen() == late.listen() == []  # all addresses are in use: only a client
     assert said == [f"{names[0]} is taken by another program: this node sends no blocks to others until it is free"]
-    members._again_s.clear()
+    members._probed.clear()
     members.refresh()
     assert [peer.name for peer in members.peers] == sorted(names)
     for each in (server, other):

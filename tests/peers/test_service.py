@@ -133,7 +133,7 @@ def test_a_node_that_has_ended_is_not_one_that_never_answered(tmp_path: Path) ->
         one.service._membership.refresh()
         one.service._write_members()
         other.service.close()
-        one.service._membership._again_s.clear()
+        one.service._membership._probed.clear()
         one.service._membership.refresh()
     state = one.job.state()
     assert (state["peers"], state["unreachable"]) == (sorted([one.address, other.address]), ["127.0.0.1:1"])

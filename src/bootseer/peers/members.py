@@ -112,44 +112,41 @@ class Membership:
         self._source = source
         self._probe = probe
         self._began_s = time.monotonic()
-        self._answers: dict[Peer, Peer | None] = {}
-        """Each listed node with only the addresses at which it responded; None if it did not."""
-        self._again_s: dict[Peer, float] = {}
+        self._probed: dict[Peer, tuple[Peer | None, float]] = {}
+        """Each listed node with only the addresses at which it responded, None if it did not; and when it is due
+        again."""
         self.peers: tuple[Peer, ...] = (source.own,) if source.own else ()
 
     @property
     def unreachable(self) -> list[str]:
         """Listed nodes that do not respond."""
-        return sorted(listed.name for listed, found in list(self._answers.items()) if found is None)
+        return sorted(listed.name for listed, (found, _) in list(self._probed.items()) if found is None)
 
     @property
     def listed(self) -> list[str]:
         """The names of all listed nodes, including this one."""
         own = [self._source.own.name] if self._source.own else []
-        return own + [peer.name for peer in list(self._answers)]
+        return own + [peer.name for peer in list(self._probed)]
 
     def refresh(self) -> bool:
         """Probe the listed nodes; returns whether the set of responding ones has changed. Raises `BootseerError`."""
         own = self._source.own
         listed = {peer for peer in self._source.poll() if own is None or peer.name != own.name}
-        now = time.monotonic()
+        now, good_s = time.monotonic(), _AGAIN_S + _AGAIN_PER_PEER_S * len(listed)
         # Silent nodes last: a list with hundreds of dead nodes must not delay the others.
-        due = [peer for peer in listed if now >= self._again_s.get(peer, 0.0)]
-        due.sort(key=lambda peer: peer in self._answers and self._answers[peer] is None)
-        found: dict[Peer, Peer | None] = {}
+        due = [peer for peer in listed if peer not in self._probed or now >= self._probed[peer][1]]
+        due.sort(key=lambda peer: peer in self._probed and self._probed[peer][0] is None)
+        found: dict[Peer, tuple[Peer | None, float]] = {}
 
         def ask(peer: Peer) -> None:
             if len(found) < _PROBES or time.monotonic() < now + _ROUND_S:
-                found[peer] = self._reached(peer)
+                answer = self._reached(peer)
+                found[peer] = answer, time.monotonic() + (good_s if answer else _RETRY_S)
 
         with Tasks("bootseer-probes", _PROBES) as tasks:
             list(tasks.map(ask, due))
-        self._answers = {peer: answer for peer, answer in (self._answers | found).items() if peer in listed}
-        good_s = _AGAIN_S + _AGAIN_PER_PEER_S * len(listed)
-        for peer, answer in found.items():
-            self._again_s[peer] = time.monotonic() + (good_s if answer else _RETRY_S)
-        self._again_s = {peer: at for peer, at in self._again_s.items() if peer in listed}
-        by_name = {answer.name: answer for answer in self._answers.values() if answer is not None}
+        self._probed = {peer: one for peer, one in (self._probed | found).items() if peer in listed}
+        by_name = {answer.name: answer for answer, _ in self._probed.values() if answer is not None}
         if own is not None:
             by_name[own.name] = own
         peers = tuple(sorted(by_name.values()))
@@ -161,7 +158,7 @@ class Membership:
     def pause_s(self) -> float:
         if time.monotonic() - self._began_s < _FAST_FOR_S:
             return _FAST_S
-        return max(_SLOW_S, _PER_PEER_S * len(self._answers))
+        return max(_SLOW_S, _PER_PEER_S * len(self._probed))
 
     def _reached(self, peer: Peer) -> Peer | None:
         """The node with the addresses at which it responds under its own name; None if there are none."""
@@ -171,7 +168,7 @@ class Membership:
                 name = self._probe(address)
             except BootseerError as error:
                 # Once: a list of a whole fleet may name many nodes of other jobs.
-                is_new = isinstance(error, AccessError) and peer not in self._answers
+                is_new = isinstance(error, AccessError) and peer not in self._probed
                 (_LOG.warning if is_new else _LOG.debug)("%s: %s", peer.name, error)
                 continue
             if name == peer.name:
