@@ -126,7 +126,7 @@ def test_a_report_that_was_given_up_is_not_sent_any_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far = server.accept()[0]
-    client._idle[Connection(near, "n1:1", 5.0)] = "n1:1", Signer(b"key")
+    client._idle[Connection(near, "n1:1", 5.0)] = Signer(b"key")
     with pytest.raises(TransientError):
         client.report("n1:1", StartReport("n0", "begin"), 0.1)
     with far:

@@ -103,8 +103,8 @@ class Client:
         self._tls = tls_contexts(secret)[1] if tls else None
         self._pace = pace
         self._lock = threading.Lock()
-        self._idle: dict[Connection, tuple[str, Signer]] = {}
-        """The address of each, the longest idle first."""
+        self._idle: dict[Connection, Signer] = {}
+        """The longest idle first."""
 
     def read(self, address: str, request: Request, into: memoryview, *, on_progress: Callable[[int], float]) -> None:
         """Fill `into` with the range, like `stream`."""
@@ -140,7 +140,7 @@ class Client:
             # A partial response is not drained: that would take as long as receiving it.
             connection.sock.close()
             raise
-        self._keep(address, connection, signer)
+        self._keep(connection, signer)
 
     def probe(self, address: str) -> str:
         """The name of the node at an address, after it has proved knowledge of the secret.
@@ -148,7 +148,7 @@ class Client:
         Raises `TransientError` when nothing answers, `AccessError` when it does not have the secret.
         """
         connection, signer, name = self._connect(address, _CONNECT_S)
-        self._keep(address, connection, signer)
+        self._keep(connection, signer)
         return name
 
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
@@ -178,7 +178,7 @@ class Client:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sock.close()
             raise
-        self._keep(address, connection, signer)
+        self._keep(connection, signer)
         return bytes(body)
 
     def close(self) -> None:
@@ -200,21 +200,21 @@ class Client:
         if head.first[0] != "206" or head.fields.get("content-length") != str(length):
             raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
 
-    def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
+    def _keep(self, connection: Connection, signer: Signer) -> None:
         with self._lock:
             # All but the latest to this peer, so that there are two with the new one. If that closes none, there is one
             # more in all, and the limit of all peers together counts.
-            surplus = self._idle_to(address)[: 1 - _MAX_IDLE] or list(self._idle)[: 1 - _MAX_IDLE_IN_ALL]
+            surplus = self._idle_to(connection.peer)[: 1 - _MAX_IDLE] or list(self._idle)[: 1 - _MAX_IDLE_IN_ALL]
             for longest_idle in surplus:
                 del self._idle[longest_idle]
-            self._idle[connection] = address, signer
+            self._idle[connection] = signer
         for longest_idle in surplus:
             longest_idle.sock.close()
 
     def _connection(self, address: str, timeout_s: float) -> tuple[Connection, Signer]:
         with self._lock:
             for connection in reversed(self._idle_to(address)):
-                _, signer = self._idle.pop(connection)
+                signer = self._idle.pop(connection)
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
@@ -222,7 +222,7 @@ class Client:
 
     def _idle_to(self, address: str) -> list[Connection]:
         """Under the lock."""
-        return [connection for connection, (other, _) in self._idle.items() if other == address]
+        return [connection for connection in self._idle if connection.peer == address]
 
     def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
