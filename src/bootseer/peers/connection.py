@@ -85,7 +85,10 @@ class Connection:
             if len(data) > MAX_HEAD:
                 raise CorruptError(f"{self.peer}: the head of a message is longer than {MAX_HEAD} bytes")
             self.check(until_s)
-            more = self._receive(MAX_HEAD)
+            try:
+                more = self.sock.recv(MAX_HEAD)
+            except OSError as error:
+                raise TransientError(f"{self.peer}: {error}") from error
             if not more:
                 if data:
                     raise TransientError(f"{self.peer} closed the connection")
@@ -167,9 +170,3 @@ class Connection:
         if num_bytes != self._woken_at and not self._is_tls:  # TLS reads its records in parts
             self._woken_at = num_bytes
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-
-    def _receive(self, max_bytes: int) -> bytes:
-        try:
-            return self.sock.recv(max_bytes)
-        except OSError as error:
-            raise TransientError(f"{self.peer}: {error}") from error

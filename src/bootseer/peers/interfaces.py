@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -91,6 +92,7 @@ def link_bytes_s(addresses: Iterable[str]) -> int:
     return sum(known.get(address, _UNKNOWN) for address in set(addresses))
 
 
+@lru_cache
 def name_of(address: str) -> str:
     """The name of the interface with this address; the address itself if there is none."""
     names = {each.address: each.name for each in (*interfaces(), _LOOPBACK)}
@@ -110,7 +112,7 @@ def listen_at_own(addresses: Sequence[str]) -> tuple[list[socket.socket], list[s
         host, _, port = address.rpartition(":")
         try:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
-            if ipaddress.ip_address(found).is_loopback and not _is_literal(host) and host != "localhost":
+            if ipaddress.ip_address(found).is_loopback and host.strip("[]") not in (found, "localhost"):
                 found = "0.0.0.0"  # noqa: S104 - Debian maps a host's own name to a loopback address
             listening.append(listen_at(str(found), int(port)))
         except OSError as error:
@@ -126,13 +128,6 @@ def joined(host: str, port: int) -> str:
 def is_address(text: str) -> bool:
     found = _ADDRESS.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 1 << 16
-
-
-def _is_literal(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host.strip("[]"))
-        return True
-    return False
 
 
 def _speed(folder: Path) -> int:

@@ -53,14 +53,15 @@ class Sent:
 class PeerGroup:
     """The job's other nodes, as seen by one process. Safe for many threads."""
 
-    def __init__(self, job: JobPeers, *, levels: frozenset[Level] = frozenset(Level)) -> None:
-        """`levels`: at which others may be asked; a service that fetches for its rack asks only global owners."""
+    def __init__(self, job: JobPeers, *, levels: frozenset[Level] | None = None) -> None:
+        """`levels`: at which others may be asked; None: at all. A service that fetches for its rack asks no owner in
+        it."""
         self.job = job
         self.lock = threading.Lock()
         self.client = Client(job.secret, job.pace, tls=job.tls)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
-        self._levels = levels if len(levels) < len(Level) else None
+        self._levels = levels
 
     @classmethod
     def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
@@ -176,7 +177,7 @@ class FilePeers:
         return self._routes[run]
 
     def at(self, step: Step) -> PeerOrigin:
-        return PeerOrigin(self._group, step, self._group.job.members().own)
+        return PeerOrigin(self._group, step)
 
     def sent_wrong(self, step: Step, error: CorruptError) -> None:
         self._group.sent_wrong(step.peer.name, str(error))
@@ -197,8 +198,6 @@ class PeerOrigin:
     sends_plain: ClassVar[bool] = True
     group: PeerGroup
     step: Step
-    own: str
-    """The name of this node."""
 
     @property
     def uri(self) -> str:
@@ -216,8 +215,8 @@ class PeerOrigin:
     def _request(self, index: Index, blocks: range) -> Generator[tuple[int, Buffer], None, None]:
         start = blocks[0] * index.block_size
         length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
-        request = Request(index.identity, start, length, self.step.level, self.own)
         group = self.group
+        request = Request(index.identity, start, length, self.step.level, group.job.members().own)
         watch, sent, address = group.begin(self.step.peer, length)
         parts = (memoryview(bytearray(index.length(block))) for block in blocks)
         numbers = iter(blocks)

@@ -117,7 +117,6 @@ class CachedFiles:
         """`idle_limit_s`: how long local processes may fetch nothing of a file before waiting requests fail."""
         self.idle_limit_s = idle_limit_s
         self._lock = threading.Lock()
-        self._caches: dict[Path, Cache] = {}
         self._leases: OrderedDict[str, CachedFile] = OrderedDict()
 
     def open(self, job: JobPeers, identity: str) -> CachedContent | None:
@@ -131,8 +130,7 @@ class CachedFiles:
         """The file, kept open while it is among the most recently used. Raises `BootseerError`."""
         with self._lock:
             if (cached := self._leases.get(identity)) is None:
-                cache = self._caches[root] = self._caches.get(root) or Cache(root)
-                cached = self._leases[identity] = cache.open_existing(identity)
+                cached = self._leases[identity] = Cache(root).open_existing(identity)
             self._leases.move_to_end(identity)
             evicted = self._leases.popitem(last=False)[1] if len(self._leases) > _MAX_LEASES else None
         if evicted is not None:

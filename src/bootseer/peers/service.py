@@ -91,8 +91,8 @@ class BlockFiles:
         cached = Cache(source.cache).open(source.index)
         self._cached.append(cached)
         if not self._groups:
-            asked = ({Level.HELD}, {Level.HELD, Level.GLOBAL})
-            self._groups = [PeerGroup(job, levels=frozenset(levels)) for levels in asked]
+            asked = frozenset({Level.HELD}), frozenset({Level.HELD, Level.GLOBAL})
+            self._groups = [PeerGroup(job, levels=levels) for levels in asked]
         add = partial(self._fetcher.add, source.index, self._stores[place], cached)
         ahead, owners = (FilePeers(group, source.index) for group in self._groups)
         return _BlockFile(
@@ -173,8 +173,6 @@ class Service:
         nodes are encrypted. `name`: the name of a node that serves nothing in reports of readiness; empty: none are
         made."""
         self._figures = figures
-        self._interfaces: dict[str, str] = {}
-        """Names by address."""
         self._source = source
         self._openers = openers
         self._limits = limits
@@ -322,26 +320,23 @@ class Service:
         if content is not None or not is_identity(identity):
             return content
         with self._opening:
-            if identity not in self._contents:
-                opened = self._opened(identity)
-                if opened is None:
-                    return None
+            if identity not in self._contents and (opened := self._opened(identity)) is not None:
                 self._contents[identity] = opened
-            return self._contents[identity]
+            return self._contents.get(identity)
 
     def _opened(self, identity: str) -> Content | None:
         described = self._job.registered(identity)
         opener = self._openers.get(described["kind"]) if described is not None else None
         try:
-    @property
-    def _default_after(self) -> int:
-        share = int(self._source.link_bytes_s * _TRAINING_SHARE)
-        return share if self._limits.before is None else min(share, self._limits.before)
-
             return opener(self._job, identity) if opener is not None else None
         except (BootseerError, OSError) as error:
             _LOG.warning("%s is not served: %s", identity, error)
             return None
+
+    @property
+    def _default_after(self) -> int:
+        share = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        return share if self._limits.before is None else min(share, self._limits.before)
 
     def _training_began(self) -> None:
         self._training = True
@@ -372,7 +367,7 @@ class Service:
         own, served = self._source.own, self._server.served if self._server is not None else None
         by_interface: dict[str, int] = {}
         for address, count in list(served.by_interface.items()) if served else ():
-            name = self._interfaces.get(address) or self._interfaces.setdefault(address, name_of(address))
+            name = name_of(address)
             by_interface[name] = by_interface.get(name, 0) + count
         state: dict[str, Any] = {
             "pid": os.getpid(),

@@ -90,7 +90,8 @@ class OfferedObject:
         if all(peer.name == members.own for peer in members.peers):
             return None
         with contextlib.closing(PeerGroup(self.job)) as group:
-            name = self._node_with_it(group)
+            question = Question(self.digest, 0, 1, members.own or "-", bool(members.own))
+            name = next(iter(group.ask(question, 0)), "")  # of a node that reads or has it
             peer = next((peer for peer in members.peers if peer.name == name), None)
             if peer is None:
                 return None
@@ -103,11 +104,6 @@ class OfferedObject:
             return data
         on_wrong(f"{name} sent wrong bytes of {self.digest[:16]}")
         return None
-
-    def _node_with_it(self, group: PeerGroup) -> str:
-        """The name of a node that reads or has it; empty if this node is to read it."""
-        own = self.job.members().own
-        return next(iter(group.ask(Question(self.digest, 0, 1, own or "-", bool(own)), 0)), "")
 
     def _read(self, client: Client, address: str, until_s: float) -> bytes:
         def on_progress(num_bytes: int) -> float:
