@@ -207,6 +207,22 @@ def test_tokens_are_known_while_the_database_is_away(tmp_path, monkeypatch):
         assert tokens.grant(secret) is not None
 
 
+def test_a_revoked_token_is_refused_while_the_database_can_only_be_read(tmp_path, monkeypatch):
+    """When its disk is full, for example: the use of tokens cannot be stored then."""
+    with running_service(tmp_path / "data") as running:
+        tokens = Tokens(running.service.database)
+        number, secret = tokens.add(READ)
+        assert tokens.grant(secret) is not None
+        tokens.revoke(number)
+
+        def full() -> None:
+            raise TransientError("full")
+
+        monkeypatch.setattr("bootseer.service.access._FRESH_S", 0.0)
+        monkeypatch.setattr(running.service.database, "write", full)
+        assert tokens.grant(secret) is None
+
+
 def test_tokens_that_could_not_be_read_yet_count_as_there(tmp_path, monkeypatch):
     """Otherwise requests before the first successful read, while the database is unavailable, would need no token."""
     with running_service(tmp_path / "data") as running:

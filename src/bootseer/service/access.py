@@ -155,12 +155,12 @@ class Tokens:
             if time.monotonic() - self._read_at < _FRESH_S:
                 return
             with contextlib.suppress(TransientError):  # keep using the known tokens
-                self._note_use()
                 with self._database.read() as connection:
                     columns = [token_table.c[name] for name in ("hash", *Token._fields)]
                     rows = connection.execute(select(*columns))
                     self._by_hash = {row[0]: Token(*row[1:]) for row in rows}
                 self._is_known = True
+                self._note_use()  # last: a full disk can only be read
             self._read_at = time.monotonic()
         finally:
             self._lock.release()
