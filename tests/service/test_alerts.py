@@ -327,6 +327,26 @@ def test_alerts_are_left_for_the_service_that_has_webhooks(tmp_path: Path) -> No
     server.server_close()
 
 
+def test_of_two_services_one_sends_an_alert(database_url: str, monkeypatch: Any) -> None:
+    database = Database.open(database_url)
+    if not database.is_postgres:
+        pytest.skip("SQLite belongs to one service")
+    monkeypatch.setattr(alerts, "urgent", lambda *_: [Finding("silent", "", "silent")])
+    first, second = (Alerts(database, OverTime(database), [webhook("slack=http://x")]) for _ in range(2))
+    sent: list[bytes] = []
+
+    def send(to: alerts.Webhook, data: bytes) -> None:
+        sent.append(data)
+        if len(sent) == 1:  # while the first one sends it
+            second.evaluate(time.time_ns())
+
+    monkeypatch.setattr(alerts, "send", send)
+    for service in (first, second):
+        service.evaluate(time.time_ns())
+    assert len(sent) == 1
+    database.close()
+
+
 def test_a_new_alert_is_sent_however_many_are_open(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("bootseer.service.alerts._MOST", 2)
     server: Any = HTTPServer(("127.0.0.1", 0), Hook)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, NamedTuple
@@ -235,13 +236,14 @@ class Alerts:
             if time.monotonic() - self._weeks_s >= _SLOW_RULES_S:
                 rules, found = [*rules, *OF_WEEKS], [*found, *of_weeks(connection, now_ns)]
                 self._weeks_s = time.monotonic()
-        with self._database.write() as connection:
+        with ExitStack() as until_sent:
             if self._database.is_postgres:
-                mine = connection.execute(text("SELECT pg_try_advisory_xact_lock(7012620)")).scalar()
-                if not mine:
+                lock = until_sent.enter_context(self._database.read())
+                if not lock.execute(text("SELECT pg_try_advisory_xact_lock(7012620)")).scalar():
                     return
-            settle(connection, rules, found, now_ns)
-        self._send_changes(now_ns)
+            with self._database.write() as connection:
+                settle(connection, rules, found, now_ns)
+            self._send_changes(now_ns)
 
     def _send_changes(self, now_ns: int) -> None:
         if not self._to:  # another service on this database may have webhooks
