@@ -220,6 +220,20 @@ def test_an_attempt_whose_workers_are_killed_again_and_again_is_given_up(place: 
     assert not place.rows(schema.start)
 
 
+def test_a_start_that_an_earlier_service_left_open_is_closed_when_its_analysis_is_given_up(place: Place) -> None:
+    """Otherwise it would be in progress for ever."""
+    lines = Fleet(2).lines()
+    place.put(lines[: len(lines) // 2])
+    derive_attempt(place.raw, place.database, Attempt("fleet", 0), place.batches, time.time_ns())
+    assert [row.state for row in place.rows(schema.start)] == [schema.OPEN]
+    deriver = Deriver(place.database, place.url, str(place.folder), patterns=[Ends()])  # type: ignore[list-item]
+    deriver.start()
+    try:
+        until(lambda: [row.state for row in place.rows(schema.start)] == [schema.CLOSED], "it stays open")
+    finally:
+        deriver.close()
+
+
 def test_a_claim_of_before_the_clock_was_set_back_holds_nothing_up(place: Place) -> None:
     place.put(Fleet(2).lines())
     values = {"job": "fleet", "attempt": 0, "owner": "gone", "owned_until_ns": time.time_ns() + 1200 * NS_PER_S}

@@ -255,7 +255,7 @@ class Deriver:
             if now_s < min(max(state.arrived_s + _QUIET_S, state.ended_s + _LEAST_S), paced_s):
                 continue
             if not self._claim(attempt):
-                state.ended_s = now_s  # tried again in a second
+                state.ended_s = now_s + _CLAIMED_S / 3  # each try is a transaction, and open starts may be thousands
                 continue
             state.began_s, state.running = now_s, _Worker(*self._places, attempt)
             idle -= 1
@@ -283,6 +283,7 @@ class Deriver:
                 if state.failures >= _TRIES:
                     self._give_up(attempt)
                     state.is_changed = False
+                    state.closes_ns = state.closes_ns or 0  # unknown if an earlier service left the start open
 
     def _give_up(self, attempt: Attempt) -> None:
         with self._database.write() as connection:
