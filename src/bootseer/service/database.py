@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Connection, Table, create_engine, event, insert, inspect, text
+from sqlalchemy import Connection, Table, create_engine, event, insert, inspect, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
@@ -85,7 +85,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that reads a consistent snapshot. Raises `TransientError` like `write`."""
+        """A transaction that reads. Raises `TransientError` like `write`."""
         with self._with_database_errors(), self._engine.connect() as connection, connection.begin():
             yield connection
 
@@ -108,12 +108,9 @@ class Database:
         wanted, found = sorted(set(names)), {}
         for first in range(0, len(wanted), _ROWS):
             some = wanted[first : first + _ROWS]
-            connection.execute(
-                text(f'INSERT INTO "{table.name}" (name) VALUES (:name) ON CONFLICT (name) DO NOTHING'),  # noqa: S608
-                [{"name": name} for name in some],
-            )
-            rows = connection.execute(table.select().with_only_columns(table.c.name, table.c.id).where(
-                table.c.name.in_(some)))  # fmt: skip
+            made = self.insert(table).on_conflict_do_nothing()
+            connection.execute(made, [{"name": name} for name in some])
+            rows = connection.execute(select(table.c.name, table.c.id).where(table.c.name.in_(some)))
             found.update({row.name: row.id for row in rows})
         return found
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from statistics import median
 from typing import Any, Final
 
@@ -176,7 +177,7 @@ def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, row in enumerate(rows):
         own_s = _own_s(row)
         entry = {**row, "own_s": own_s, "baseline_s": None, "limit_s": None, "slower": False}
-        before = [_own_s(other) for other in rows[number + 1 :] if _is_like(other, row)][:_BASELINE]
+        before = list(islice((_own_s(other) for other in rows[number + 1 :] if _is_like(other, row)), _BASELINE))
         if len(before) >= _LEAST:
             middle, limit_s = band(before)
             entry |= {"baseline_s": middle, "limit_s": limit_s, "slower": row["outcome"] == BEGAN and own_s > limit_s}

@@ -181,7 +181,7 @@ class Pages:
     def _nodes(self, connection: Connection, request: Request) -> Answer:
         where, chosen = filter_of(request)
         sums = questions.node_sums(connection, where)
-        found = questions.nodes(connection, where, limit=_ROWS, sums=sums)
+        found = questions.nodes(connection, where, sums, limit=_ROWS)
         worst = lemons(connection, where, sums)
         exclude = exported(worst, "slurm").removeprefix("--exclude=")
         return {**chosen, "nodes": found, "lemons": [row["node"] for row in worst], "exclude": exclude}

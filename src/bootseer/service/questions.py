@@ -182,10 +182,8 @@ def node_sums(connection: Connection, where: Filter) -> list[NodeSums]:
     return sorted(found, key=lambda row: (-row.delay_s, -row.n_last, row.node_id))
 
 
-def nodes(connection: Connection, where: Filter, *, limit: int = 1000, sums: Sequence[NodeSums] | None = None) -> Rows:
-    """Nodes that delay others: how often each was last, in which stage, and its total delay. `sums`: those of all
-    nodes, if already known."""
-    sums = node_sums(connection, where) if sums is None else sums
+def nodes(connection: Connection, where: Filter, sums: Sequence[NodeSums], *, limit: int) -> Rows:
+    """Nodes that delay others, of these: how often each was last, in which stage, and its total delay."""
     often = [row for row in sums if row.n >= _LEAST_STARTS]
     return named_nodes(connection, where, often[:limit])
 
