@@ -93,6 +93,21 @@ def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) ->
     assert place.num_setups == 1
 
 
+def test_inputs_and_a_python_that_links_lead_to_are_in_the_key(place: Place) -> None:
+    shared = place.root / "shared"
+    shared.mkdir()
+    (shared / "pins.txt").write_text("1\n")
+    (place.project / "link").symlink_to(shared)
+    (place.root / "linked").symlink_to(place.venv)
+    (place.root / "settings").write_text("[user]\n")
+    (place.root / "home/.gitconfig").symlink_to("../settings")
+    script = place.alpha_script("cat link/pins.txt; git config --list || :\npython -c 'import json'\n")
+    path = place.env["PATH"].replace(str(place.venv), f"{place.root}/linked")
+    place.run("--setup", script, "--", "python", "-c", "import alpha", more={"PATH": path})
+    assert place.published()["published"] is True, place.published()
+    assert place.start()["trust"] == "observed"
+
+
 def test_a_changed_input_is_a_miss(place: Place) -> None:
     script = place.counting_script()
     place.write("base.txt", "alpha==1.0\n")

@@ -132,6 +132,16 @@ def test_deletions_and_replaced_folders_are_told_from_changed_ones(machine: Mach
 
 
 @BOTH
+def test_the_rules_apply_to_a_home_that_a_link_leads_to(machine: Machine, way: str) -> None:
+    (machine.work / "real").mkdir()
+    (machine.work / "link").symlink_to("real")
+    script = "mkdir $HOME/.aws; echo secret > $HOME/.aws/credentials; echo x > $HOME/kept"
+    ended = machine.capture(script, way, env={"HOME": "/srv/link"})
+    assert ended.actions("/srv/real/") == {".aws": "added", "kept": "added"}
+    assert ended.said["left_out"]["credentials"] == ["/srv/real/.aws/credentials"]
+
+
+@BOTH
 def test_what_was_only_touched_or_written_anew_is_no_change(machine: Machine, way: str) -> None:
     for name in ("touched", "same", "mode", "other"):
         (machine.work / name).write_text("content of one size")

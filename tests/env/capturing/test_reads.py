@@ -76,6 +76,17 @@ def test_what_is_written_to_our_own_folders_is_not_told(machine: Machine) -> Non
     assert look_at(machine, script, own=["/var/tmp/spool"])["writes"] == ["/var/tmp/spooled"]
 
 
+@pytest.mark.parametrize("env", [{"UV_CACHE_DIR": "/srv/.cache/uv"}, {"HOME": "/srv"}])
+def test_a_cache_that_a_link_leads_to_is_the_machine_s_own(machine: Machine, env: dict[str, str]) -> None:
+    folder = machine.work / "cache" / "uv"
+    folder.mkdir(parents=True)
+    (folder / "old").write_text("old")
+    (machine.work / ".cache").symlink_to("/srv/cache")
+    said = look_at(machine, "cat /srv/.cache/uv/old >&2; echo new > /srv/.cache/uv/new", env=env)
+    assert (said["code"], said["unaccounted"], said["writes"], said["unsafe"]) == (0, [], [], [])
+    assert (folder / "new").exists()
+
+
 def test_what_is_written_on_a_mount_that_cannot_be_captured_is_told_and_no_input(machine: Machine) -> None:
     said = look_at(machine, "echo x > /mnt/x; cat /mnt/x >&2", prepare="mount -t ramfs none /mnt")
     assert (said["writes"], said["unaccounted"]) == (["/mnt/x"], [])

@@ -21,12 +21,11 @@ from bootseer.env.capturing.leftovers import unaccounted
         "/root/.local/lib/python3.11/site-packages/a-1.0.dist-info/METADATA",
         "/root/.cache/uv/simple-v15/x",
         "/home/somebody/.config/pip/pip.conf",
-        "/data/home/me/.gitconfig",
         "/home/somebody/.pyenv/version",
     ],
 )
 def test_the_base_and_what_decides_nothing_do_not_count(path: str) -> None:
-    assert unaccounted([path], [], set(), homes=["/data/home/me"]) == ()
+    assert unaccounted([path], [], set()) == ()
 
 
 @pytest.mark.parametrize(

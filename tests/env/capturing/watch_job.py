@@ -64,7 +64,7 @@ def main() -> None:
             "complete": reads.complete,
             "why": reads.why,
             "unsafe": [*unsafe, *this_time],
-            "unaccounted": unaccounted(reads.paths, spec.get("accounted", ()), captured, base, ["/home/user"]),
+            "unaccounted": unaccounted(reads.paths, spec.get("accounted", ()), captured, base),
             "watching": Path(f"/proc/{watching}").exists(),
         }
     print(json.dumps(said))

@@ -57,7 +57,7 @@ class OverlayCapture(Capture):
         self.way = way
         self.points = tuple(namespace.facts["points"])
         self.notes = tuple(namespace.facts["notes"])
-        self.passthrough = plan.passthrough
+        self.passthrough = _with_real(plan.passthrough)
         self._namespace = namespace
         self._folder = folder
         self._in_memory = plan.memory_bytes > 0
@@ -199,10 +199,10 @@ def open_capture(
     settings = os.environ if env is None else env
     homes = _homes(settings)
     exclusions = Exclusions(
-        homes=[*homes, settings.get("HOME", "")],
+        homes=_with_real([*homes, settings.get("HOME", "")]),
         own=[os.path.realpath(path) for path in (*own, folder)],
-        caches=caches_of(settings),
-        credentials=credentials_of(settings),
+        caches=_with_real(caches_of(settings)),
+        credentials=_with_real(credentials_of(settings)),
         leave_out=leave_out,
         keep=keep,
     )
@@ -235,6 +235,11 @@ def container_changes(
     walk = Walk(exclusions, record_before=False, mounted=mounted)
     walk.layer(Layer("/", str(upper), None))
     return walk.changes(), walk.left_out
+
+
+def _with_real(paths: Sequence[str]) -> tuple[str, ...]:
+    """The paths, and what they are without symbolic links, as changes and reads are named."""
+    return (*paths, *(os.path.realpath(path) for path in paths if path.startswith("/")))
 
 
 def _homes(env: Mapping[str, str]) -> list[str]:

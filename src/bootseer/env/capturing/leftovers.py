@@ -138,7 +138,6 @@ def unaccounted(
     accounted: Iterable[str],
     captured: Collection[str],
     base: Sequence[str] = (),
-    homes: Sequence[str] = (),
     inside: Sequence[str] = (),
     *,
     host: bool = True,
@@ -147,12 +146,12 @@ def unaccounted(
 
     `accounted` are the files and folders whose content is in the key; `captured` the paths that the setup changed,
     whose previous state is in the manifest and checked by a restore; `base` folders of the base besides the system's
-    (Python's prefixes, BootSeer's own code); `homes` home folders besides /root and those in /home; `inside` captured
+    (Python's prefixes, BootSeer's own code, `AT_HOME` of a home that is neither /root nor in /home); `inside` captured
     folders that lie in scratch space. Without `host` the setup ran in an image, and the reads are files of this machine
     that were mounted into it, so that the host's base does not cover them.
     """
     covered = {*(SYSTEM if host else ()), *(posixpath.normpath(path) for path in (*accounted, *base))}
-    homes = [*homes, "/root", *{found[0] for path in reads if (found := _HOME.match(path)) is not None}]
+    homes = ["/root", *{found[0] for path in reads if (found := _HOME.match(path)) is not None}]
     at_home = (*(AT_HOME if host else ()), *CREDENTIALS_AT_HOME)
     covered.update(posixpath.join(home, name) for home in homes for name in at_home)
     # A base of "/" would cover everything.

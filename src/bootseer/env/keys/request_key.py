@@ -108,7 +108,9 @@ class _Collector:
         self._problems: dict[str, None] = {}
         self._unpinned: dict[str, None] = {}
         self._platform: dict[str, Any] = {"format": FORMAT}
-        self._secrets = Exclusions(homes=["/root", ask.env.get("HOME", "")], credentials=credentials_of(ask.env))
+        home = ask.env.get("HOME") or "/root"
+        homes = ["/root", home, os.path.realpath(home)]  # the working folder has no links
+        self._secrets = Exclusions(homes=homes, credentials=credentials_of(ask.env))
 
     def key(self, *, files_only: bool = False) -> RequestKey:
         ask = self._ask
@@ -161,8 +163,7 @@ class _Collector:
         except BootseerError as error:
             self._problems[str(error)] = None
 
-    # -- base
-    # --------------------------------------------------------------------------------------------------------------
+    # -- base ----------------------------------------------------------------------------------------------------------
 
     def _base(self) -> str:
         """Add the base; returns the prefix of the job's Python if it is known."""
@@ -222,8 +223,7 @@ class _Collector:
         self._add("driver", gpus.driver.partition(".")[0] or "none")
         self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver}
 
-    # -- inputs
-    # ------------------------------------------------------------------------------------------------------------
+    # -- inputs --------------------------------------------------------------------------------------------------------
 
     def _inputs(self, inputs: Inputs) -> None:
         asked = inputs.requirements
@@ -314,8 +314,7 @@ class _Collector:
             else:
                 self._problems[f"{path}: a declared input that does not exist or is not a file or folder"] = None
 
-    # -- variables and tools
-    # -----------------------------------------------------------------------------------------------
+    # -- variables and tools -------------------------------------------------------------------------------------------
 
     def _settings(self, inputs: Inputs, found: key_settings.Configuration) -> None:
         if found.lines:

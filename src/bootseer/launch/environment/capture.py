@@ -25,7 +25,7 @@ from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.daemons import SetupContext
 from bootseer.env.capturing.effects import Baseline, files_of_node, mentions
 from bootseer.env.capturing.exports import node_patterns
-from bootseer.env.capturing.leftovers import unaccounted
+from bootseer.env.capturing.leftovers import AT_HOME, CREDENTIALS_AT_HOME, unaccounted
 from bootseer.env.capturing.reads import Reads, not_watched
 from bootseer.env.changes import Change, lies_in
 from bootseer.env.document import Daemon, Trust, apply_exports
@@ -112,9 +112,9 @@ def capture(
                 log = task.folder.path / "reads.log"
                 watch = Watch.begin(view.points, passthrough=view.passthrough, enter=enter, log=log)
                 opened.callback(watch.end)
-            baseline = Baseline.take(enter_function(view))
+            baseline = Baseline.take(enter)
             facts["way"] = view.way
-        host = SetupHost(task, enter=enter_function(view), root=str(view.root), more_env=baseline.environment)
+        host = SetupHost(task, enter=enter, root=str(view.root), more_env=baseline.environment)
         done = SetupRun(host).run()
         check_setup(view, done)
         if done.code:
@@ -265,11 +265,14 @@ class _CapturedSetup:
         base = [str(Path(bootseer.__file__).parent), str(task.options.cache)]
         base += [python.prefix, python.base_prefix] if python is not None else []
         base += _installers(task.env.get("PATH"))
-        homes = [home for home in (task.env.get("HOME"),) if home]
+        if home := task.env.get("HOME"):
+            base += [f"{home}/{name}" for name in (*AT_HOME, *CREDENTIALS_AT_HOME)]
         made = {*(change.path for change in changes), *view.left_out.withheld}
-        # What the setup made and the rules left out (the lock file of `uv venv`, conda's packages) is no input either.
-        accounted = [*self._key.accounted, *chain.from_iterable(view.left_out.paths.values())]
-        return unaccounted(self.reads.paths, accounted, made, base=base, homes=homes, inside=view.points)
+        # Reads have real paths. What the setup made and the rules left out (the lock file of `uv venv`, conda's
+        # packages) is no input either.
+        real = os.path.realpath
+        accounted = [*map(real, self._key.accounted), *chain.from_iterable(view.left_out.paths.values())]
+        return unaccounted(self.reads.paths, accounted, made, base=[*map(real, base)], inside=view.points)
 
     def _packages_outside(self) -> Iterator[str]:
         """Packages in places that are not captured: a Python below /tmp, or on a network disk."""
@@ -322,5 +325,4 @@ def unknown_reads(found: Sequence[str]) -> list[str]:
 
 def _installers(path: str | None) -> list[str]:
     """Installed installers, wherever the user has them: their versions are in the key."""
-    found = [own_uv(), *(shutil.which(name, path=path) for name in _INSTALLERS)]
-    return [os.path.realpath(program) for program in found if program is not None]
+    return [*filter(None, (own_uv(), *(shutil.which(name, path=path) for name in _INSTALLERS)))]
