@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,12 @@ from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.node import Interpreter, find_python
 from bootseer.env.keys.requirement import FileKind
 from bootseer.env.life.unsafe import UnsafeError
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.launch.command import run_program
 from bootseer.launch.environment.plain import ScriptRun, groups_of, prepare_script, script_command
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.supervise import say
+from bootseer.launch.supervise import ENDING, say
 from bootseer.logs import logger
 from bootseer.machine.child import Outcome
 from bootseer.units import listed
@@ -225,6 +226,8 @@ class SetupRun:
             code = self._step("install", label, command.argv, {**command.env, **more}, installer=command.installer)
             if not code:
                 return done
+            if code - 128 in ENDING:  # a signal that ends the whole setup
+                break
         return replace(done, code=code, what=label)
 
     def _choose_installer(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
@@ -264,14 +267,19 @@ class SetupRun:
         return replace(done, packages=new_packages(self._before, after), new=new)
 
     def compile(self, python: Interpreter, new: Sequence[Distribution]) -> None:
-        """Compile bytecode of new distributions. Failures do not matter: Python compiles missing bytecode itself."""
+        """Compile bytecode of new distributions. Failures do not matter: Python compiles missing bytecode itself.
+
+        Raises `Interrupted` after a signal.
+        """
         if not new:
             return
         workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
         with self._task.stage("compile") as facts:
             facts["packages"] = len(new)
             for program, group in by_interpreter(new, python.executable, python.folders).items():
-                self._host.spawn(compile_command(program, group, workers), {})
+                number = self._host.spawn(compile_command(program, group, workers), {}) - 128
+                if number in ENDING:
+                    raise Interrupted(number, signal.Signals(number).name)
 
     def _step(self, stage: str, label: str, argv: Sequence[str], more: Mapping[str, str], **attrs: str) -> int:
         with self._task.stage(stage) as facts:

@@ -1,0 +1,61 @@
+"""The steps of a setup, after a signal that asked it to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.installing.choose import Command, Installation
+from bootseer.env.installing.interpreter import ask, runner
+from bootseer.env.installing.packages import Distribution
+from bootseer.errors import Interrupted
+from bootseer.launch.environment import setup
+from bootseer.launch.environment.setup import SetupHost, SetupRun
+from bootseer.launch.environment.task import EnvironmentOptions, Task
+
+
+class Host(SetupHost):
+    """Each program ends with this code."""
+
+    def __init__(self, task: Task, code: int) -> None:
+        super().__init__(task)
+        self.code = code
+        self.ran: list[str] = []
+
+    def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
+        self.ran.append(argv[0])
+        return self.code
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Iterator[Task]:
+    (tmp_path / "requirements.txt").write_text("alpha\n")
+    options = EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime")
+    task = Task(None, (str(tmp_path / "requirements.txt"),), options, os.environ)
+    yield task
+    task.folder.remove()
+
+
+@pytest.mark.parametrize(("code", "ran"), [(2, ["uv", "pip"]), (143, ["uv"]), (130, ["uv"]), (139, ["uv", "pip"])])
+def test_pip_tries_after_uv_has_failed_and_not_after_a_signal(
+    task: Task, monkeypatch: pytest.MonkeyPatch, code: int, ran: list[str]
+) -> None:
+    ways = Installation((Command("uv", ("uv",), {}), Command("pip", ("pip",), {})))
+    monkeypatch.setattr(setup, "choose", lambda *_, **__: ways)
+    host = Host(task, code)
+    assert SetupRun(host).run().code == code
+    assert host.ran == ran
+
+
+def test_a_signal_during_the_compilation_ends_the_setup(task: Task) -> None:
+    python = ask(sys.executable, os.environ, runner())
+    new = [Distribution("alpha", "1", f"{python.folders[0]}/alpha-1.dist-info", 0)]
+    SetupRun(Host(task, 1)).compile(python, new)
+    with pytest.raises(Interrupted) as raised:
+        SetupRun(Host(task, 128 + signal.SIGTERM)).compile(python, new)
+    assert raised.value.exit_code == 143
