@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from bootseer.env.restoring import private_layer
-from bootseer.env.restoring.private_layer import PrivateFolder, settle_abandoned
+from bootseer.env.restoring.private_layer import MountPoints, PrivateFolder, settle_abandoned
 from killed_steps import is_killed
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files can be made, and nothing can be written to them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def settled(changes: Path, root: str, *files: str) -> list[str]:
@@ -82,3 +96,35 @@ def test_results_survive_two_processes_that_find_them_at_once(tmp_path: Path, mo
     monkeypatch.setattr(fcntl, "flock", after_another)
     settle_abandoned(tmp_path, lambda line: None)
     assert [path.read_text() for path in tmp_path.glob("*/files/home/u/venv/result")] == ["x"]
+
+
+def test_what_a_full_disk_kept_from_being_recorded_is_told_by_the_next_run(tmp_path: Path) -> None:
+    folder = PrivateFolder(tmp_path, ["/home/u/venv"])
+    (folder.folders("/home/u/venv")[0] / "result").write_text("x")
+    with full_disk(), pytest.raises(OSError, match="too large"):
+        folder.close(lambda line: None)
+    said: list[str] = []
+    settle_abandoned(tmp_path, said.append)
+    assert [line for line in said if "kept in" in line]
+    settle_abandoned(tmp_path, said.append)
+    assert len(said) == 1
+
+
+def test_a_folder_of_the_user_is_no_mount_point_that_a_full_disk_kept_from_being_recorded(tmp_path: Path) -> None:
+    points = MountPoints(tmp_path / "changes")
+    root = tmp_path / "venv"
+    with points.locked():
+        with full_disk(), pytest.raises(OSError, match="too large"):
+            points.ensure(str(root), Path)
+        assert not root.exists()
+        root.mkdir()
+        assert not points.ensure(str(root), Path)
+
+
+def test_folders_of_a_mount_point_are_removed_if_not_all_of_them_could_be_made(tmp_path: Path) -> None:
+    points = MountPoints(tmp_path / "changes")
+    with points.locked():
+        assert points.ensure(str(tmp_path / "opt/env/venv"), Path)
+    (tmp_path / "opt/env/venv").rmdir()  # as after a kill before it was made
+    points.remove_unused()
+    assert not (tmp_path / "opt").exists()

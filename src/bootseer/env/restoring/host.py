@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -75,9 +74,9 @@ def show_on_host(
     Forks: call it while this process has one thread. Raises `BootseerError`, with nothing left behind.
     """
     private_layer.settle_abandoned(changes, say)
-    MountPoints(changes).remove_unused()  # of killed runs: such a folder may have become the user's own
+    points = MountPoints(changes)
+    points.remove_unused()  # of killed runs: such a folder may have become the user's own
     folder = PrivateFolder(changes, roots)
-    points = MountPoints(folder.path.parent)
     try:
         with points.locked():
             placeholders = {root: points.ensure(root, source_of) for root in roots}
@@ -124,12 +123,13 @@ class _MountBuilder(Struct, frozen=True):
     def _show(self, root: str, *, is_placeholder: bool) -> list[str]:
         """Mount one root, and the snapshot's parts of other mounts that lie below it."""
         # Cloned before the overlay covers them: afterwards these names lead to the snapshot's files.
-        machine = [(path, kernel.clone_mount(Path(path))) for path in _MACHINE_FILES if _is_file_in(path, root)]
+        files = (Path(path) for path in _MACHINE_FILES if path.startswith(f"{root}/"))
+        machine = [(path, kernel.clone_mount(path)) for path in files if path.is_file() and not path.is_symlink()]
         try:
             notes = [*self._overlay(root, is_placeholder=is_placeholder)]
             for path, mount in machine:
                 with contextlib.suppress(BootseerError):  # the setup has deleted it
-                    kernel.attach(os.dup(mount), Path(path))
+                    kernel.attach(os.dup(mount), path)
         finally:
             for _, mount in machine:
                 os.close(mount)
@@ -150,10 +150,6 @@ class _MountBuilder(Struct, frozen=True):
         if restrictions:
             kernel.restrict(real, restrictions)
         return notes
-
-
-def _is_file_in(path: str, root: str) -> bool:
-    return path.startswith(f"{root}/") and os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def _is_folder(path: Path) -> bool:

@@ -36,6 +36,7 @@ from bootseer.env.restoring.roots import is_system
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.errors import BootseerError, PermanentError, os_errors_as
 from bootseer.io import locks
+from bootseer.io.files import replace_file
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.units import listed
 
@@ -59,7 +60,7 @@ class PrivateFolder:
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._lock = lock
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._save_record()
+            _save_record(self.path, self.roots)
 
     def folders(self, root: str) -> tuple[Path, Path]:
         """New upper and work folders of a root."""
@@ -73,10 +74,7 @@ class PrivateFolder:
         """Record the roots as the process that made the mounts has numbered them."""
         if roots != self.roots:
             self.roots = dict(roots)
-            self._save_record()
-
-    def _save_record(self) -> None:
-        (self.path / _RECORD).write_text(json.dumps({"roots": self.roots}))
+            _save_record(self.path, self.roots)
 
     def close(self, say: Say, place: Path | None = None) -> None:
         """Keep what may matter to the user, and delete the rest. `place` is where the upper layers are, if not here.
@@ -137,6 +135,11 @@ def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
         os.close(lock)
 
 
+def _save_record(folder: Path, roots: Mapping[str, str], **more: float) -> None:
+    """Write the record of a run; after an error the one before is there."""
+    replace_file(folder / _RECORD, json.dumps({"roots": roots, **more}).encode())
+
+
 def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None) -> None:
     """Keep or drop what the job wrote. May be repeated after a kill at any point: what was kept before stays."""
     files = folder / _FILES
@@ -163,10 +166,11 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
     if not touched:
         delete_tree(folder)
         return
-    (folder / _RECORD).write_text(json.dumps({"roots": roots, "kept": time.time()}))
+    # The disk may be full, by what the job wrote: first of all there is room.
     for child in folder.iterdir():
         if child != files and child.is_dir():
             delete_tree(child)
+    _save_record(folder, roots, kept=time.time())
     say(
         f"the job wrote {sum(kept.values())} files into its environment, {listed(touched)}: the environment is"
         f" unchanged, and the files are kept in {files} for a week"
@@ -222,8 +226,8 @@ class MountPoints:
         return locks.flocked(self._folder / "lock", deadline_s=_LOCK_S)
 
     def ensure(self, root: str, source_of: Callable[[str], Path]) -> bool:
-        """Have a folder at `root`, looking as in the snapshot; `source_of` tells where that has a path. True: it is
-        ours.
+        """Create the folder `root` if it is missing, with owner and mode as in the snapshot (`source_of` returns where
+        its version of a path can be read); whether it is a recorded mount point.
 
         Raises `PermanentError` for a place that is not a folder, or that is reached through a symbolic link.
         """
@@ -238,7 +242,7 @@ class MountPoints:
         while not os.path.lexists(above := missing[-1].rpartition("/")[0]):
             missing.append(above)
         # Recorded before it is created, so that after a kill the next run can clean up.
-        record.write_text(json.dumps(missing))
+        replace_file(record, json.dumps(missing).encode())
         try:
             for path in reversed(missing):
                 folder, _, name = path.rpartition("/")
@@ -260,8 +264,8 @@ class MountPoints:
                     paths: Sequence[str] = json.loads(record.read_text())
                     if is_root_in_use(self._changes, paths[0]):
                         continue
-                    with contextlib.suppress(OSError):  # it is no longer empty, or was removed
-                        for path in paths:
+                    with contextlib.suppress(OSError):  # it is no longer empty
+                        for path in filter(os.path.lexists, paths):
                             os.rmdir(path)  # noqa: PTH106
                     record.unlink()
 
