@@ -86,6 +86,12 @@ def test_without_mounts_of_its_own_a_new_mount_may_be_of_another_program() -> No
     assert any(reason.startswith("it mounted proc on /proc") for reason in this_time)
 
 
+def test_of_what_could_not_be_read_before_no_difference_is_told() -> None:
+    unsafe, this_time, _ = Baseline(None, {}, KernelState.now(), "mark").side_effects(NOBODY_WATCHED, grace_s=0.0)
+    assert not unsafe
+    assert not [reason for reason in this_time if "mounted" in reason or "installed" in reason]
+
+
 @pytest.mark.root
 @needs_fuse
 def test_a_killed_process_that_the_kernel_holds_is_not_left_running(tmp_path: Path) -> None:

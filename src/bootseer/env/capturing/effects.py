@@ -250,7 +250,8 @@ class Baseline:
             mentions = [*mentions, *(word for one in daemons for word in one.argv)]
         unsafe = [listed(unsafe, 5)] if unsafe else []
         again = {path for one in daemons for path in runtime_files(one)}
-        inside = _inspect_inside(self._enter)
+        # Of what could not be read, before or now, no difference is known.
+        inside = self._before and (_inspect_inside(self._enter) or self._before)
         # Without mounts of its own, or a watch, these may be another program's.
         (this_time if self._enter is None else unsafe).extend(self._mount_changes(inside))
         written = [path for path in reads.outside_writes if path not in again]
@@ -275,7 +276,7 @@ class Baseline:
         """
         before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._before, inside))
         host = set(_mounts()) if self._enter is not None else set()
-        made, gone = after - before - host, (before - after) & host if after else set()
+        made, gone = after - before - host, (before - after) & host
         for _ in range(_MOUNT_CHECKS):
             if self._enter is None or not (made or gone):
                 break
