@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from bootseer.launch.environment.relaunch import start_daemons
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from environment_place import Place, end, made_place
+from plain_user import UID
 from registry import free_port
 
 pytestmark = pytest.mark.root
@@ -191,6 +193,19 @@ def test_a_taken_port_is_named_with_its_owner(task: Task) -> None:
         address = f"tcp 127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(EnvironmentUnavailable, match=rf"{address}, which is taken by .*\({os.getpid()}\)"):
             start_daemons(task, (replace(DAEMON, sockets=(address,)),), None)
+
+
+def test_folders_in_run_are_made_for_another_user(task: Task) -> None:
+    folder = Path("/run", f"bootseer-test-{os.getpid()}", "agent")
+    words = f"echo $$ > {folder}/agent.pid; exec sleep 600"
+    other = replace(DAEMON, argv=("sh", "-c", words), uid=UID, gid=UID, pid_files=(f"/var{folder}/agent.pid",))
+    try:
+        start_daemons(task, (replace(other, umask=0o077),), None).stop(60.0)
+        for path in (folder.parent, folder):
+            assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (UID, 0o755)
+        assert not list(folder.iterdir())
+    finally:
+        shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def test_one_that_needs_another_is_started_once_more(task: Task, tmp_path: Path) -> None:

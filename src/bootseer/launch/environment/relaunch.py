@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from bootseer.env.capturing.leftovers import TRANSIENT
+from bootseer.env.changes import lies_in
 from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
+from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.launch.background import Background, Send, end_with_parent, start_background
 from bootseer.launch.environment.task import Task
@@ -188,8 +190,10 @@ def _exec_daemon(daemon: Daemon, uid: int, env: Mapping[str, str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     os.nice(daemon.nice if uid == 0 else max(daemon.nice, 0))
-    os.umask(daemon.umask)
+    paths = (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /")))
+    folders = [path.rpartition("/")[0] for path in paths]
     if daemon.uid != uid:  # root drops its privileges
+        _make_run_folders(folders, daemon)
         if daemon.user:
             os.initgroups(daemon.user, daemon.gid)
         else:
@@ -198,15 +202,29 @@ def _exec_daemon(daemon: Daemon, uid: int, env: Mapping[str, str]) -> None:
         os.setuid(daemon.uid)
     # After the change of credentials, which clears it.
     prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    for path in (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /"))):
-        # Folders that are in no snapshot.
-        if path.startswith(tuple(f"{folder}/" for folder in TRANSIENT)):
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a name
+    os.umask(daemon.umask)
+    for folder in folders:
+        if lies_in(folder, TRANSIENT):  # in no snapshot
+            os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - a name
     os.chdir(daemon.cwd)
     output = _output(daemon)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.execve(daemon.program, daemon.argv, dict(env))
+
+
+def _make_run_folders(folders: Iterable[str], daemon: Daemon) -> None:
+    """Create missing folders in /run (also called /var/run), which only root may create there, for the daemon's user.
+    No link is followed. Raises `OSError`."""
+    for steps in (folder.removeprefix("/var").split("/") for folder in folders):
+        for end in range(2, len(steps) if steps[1] == "run" else 0):
+            with (
+                contextlib.suppress(FileExistsError),
+                SafeTree().folder("/".join(steps[:end])) as above,
+                new_folder(above, steps[end], 0o755) as made,
+            ):
+                os.fchmod(made, 0o755)
+                os.fchown(made, daemon.uid, daemon.gid)
 
 
 def _output(daemon: Daemon) -> int:
