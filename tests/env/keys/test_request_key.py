@@ -326,6 +326,15 @@ def test_a_tree_that_is_too_large_is_a_problem_with_what_to_do(empty: Project) -
     assert any("huge" in problem and "1.0 GiB" in problem for problem in key.problems)
 
 
+def test_of_a_setup_that_names_too_many_files_few_are_read(empty: Project) -> None:
+    for number in range(700):
+        empty.write(f"data/{number}", "")
+    empty.write("setup.sh", "du data/*\n")
+    key = empty.key(setup="setup.sh")
+    assert any("more than 500 files" in problem for problem in key.problems)
+    assert len(key.components) < 550
+
+
 def test_binary_and_hostile_files_give_a_key(empty: Project) -> None:
     (empty.job / "setup.sh").write_bytes(b"#!/bin/sh\n\xff\xfe\x00 $(((((( `` \"'" + b"(" * 5000)
     (empty.job / "requirements.txt").write_bytes(b"\x00\x01\xff -r\n")

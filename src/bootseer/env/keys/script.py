@@ -446,9 +446,8 @@ def gather(
         for path in waiting:
             read.add(path)
             if len(read) > _MAX_SCRIPTS:
-                inputs.requirements.problems.append(
-                    f"{setup}: names more than {_MAX_SCRIPTS:,} files; give it a folder"
-                )
+                inputs.requirements.problems.append(f"{setup}: names more than {_MAX_SCRIPTS} files; give it a folder")
+                inputs.files = {name: inputs.files[name] for name in read}  # there is no key: no others are hashed
                 return inputs
             _follow(path, cwd, env, files, inputs)
     _add_conda_environments(inputs, env, files)
@@ -492,7 +491,7 @@ def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, input
         return
     reader = Reader(head.decode("utf-8", "replace"), path, cwd, env, files, inputs)
     is_bare = "." not in posixpath.basename(path) and files.may_execute(path) and not head.startswith(b"#!")
-    if inputs.files[path] or is_bare:  # a shell runs what does not say what runs it
+    if inputs.files[path] or is_bare:  # a shell runs it if it names no other program
         reader.read_shell()
     elif _PROGRAM_LINE.match(head) or path.endswith(".py"):
         reader.read_program()
