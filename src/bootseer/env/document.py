@@ -241,11 +241,5 @@ def _wrong(name: str) -> CorruptError:
 
 
 def _is_plain_path(path: str) -> bool:
-    steps = path.split("/")
-    return (
-        len(path) <= 4096
-        and steps[0] == ""
-        and len(steps) > 1
-        and "\0" not in path
-        and not any(step in ("", ".", "..") for step in steps[1:])
-    )
+    is_absolute = path.startswith("/") and len(path) <= 4096 and "\0" not in path
+    return is_absolute and {"", ".", ".."}.isdisjoint(path[1:].split("/"))

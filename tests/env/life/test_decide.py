@@ -26,7 +26,6 @@ from env.life.samples import BUILT_S, document
 NOW_S = BUILT_S + 1000
 FOUND = document()
 OLD = document(max_age_s=10.0)
-UNTRUSTED = document(trust="untrusted", unaccounted=("/data/list", "/a", "/b", "/c"))
 NONE = Lookup("none")
 DOWN = Lookup("unreachable", why="no answer")
 HERE = Lookup("unreachable", FOUND, "no answer")
@@ -46,14 +45,12 @@ TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("auto", DOWN, {}, Action.INSTALL, "store-down"),
     ("auto", Lookup("found", OLD), {}, Action.BUILD, "expired"),
     ("auto", Lookup("unreachable", OLD), {}, Action.INSTALL, "expired"),
-    ("auto", Lookup("found", UNTRUSTED), {}, Action.INSTALL, "untrusted"),
     ("auto", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
     ("auto", Lookup("found", OLD), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
     ("auto", HERE, {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
     ("auto", Lookup("none"), {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
     ("refresh", Lookup("none"), {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
     ("refresh", Lookup("found", FOUND), {}, Action.BUILD, "refresh"),
-    ("refresh", Lookup("found", UNTRUSTED), {}, Action.BUILD, "refresh"),
     ("refresh", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.BUILD, "refresh"),
     ("refresh", NONE, {}, Action.BUILD, "refresh"),
     ("refresh", BROKEN, {}, Action.BUILD, "refresh"),
@@ -91,7 +88,7 @@ def test_what_was_found_and_asked_for_decides(
 
 
 def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
-    lookups = [NONE, DOWN, HERE, BROKEN, NEWER, FORGED, *(Lookup("found", each) for each in (FOUND, OLD, UNTRUSTED))]
+    lookups = [NONE, DOWN, HERE, BROKEN, NEWER, FORGED, *(Lookup("found", each) for each in (FOUND, OLD))]
     cases = itertools.product(MODES, lookups, [None, REFUSAL], [(), ("cannot read x",)], [True, False])
     for mode, found, refusal, problems, may_publish in cases:
         decision = decide(
@@ -146,7 +143,6 @@ def test_waiting_ends_with_a_snapshot_a_turn_or_an_installation() -> None:
     assert (hit.action, hit.code, hit.document) == (Action.RESTORE, "hit-after-wait", FOUND)
     refused = after_wait(waiting, "published", now_s=NOW_S, document=FOUND, refusal=REFUSAL)
     assert (refused.action, refused.code, refused.document) == (Action.INSTALL, "refused:cpu", None)
-    assert after_wait(waiting, "published", now_s=NOW_S, document=UNTRUSTED).code == "untrusted"
     turn = after_wait(waiting, "builder-died", now_s=NOW_S, ours=True)
     assert (turn.action, turn.code, turn.replaces, turn.replace) == (Action.BUILD, "builder-died", OLD, True)
     assert after_wait(waiting, "builder-gave-up", now_s=NOW_S, ours=True).action is Action.BUILD
@@ -171,8 +167,7 @@ def test_a_start_without_its_required_snapshot_fails_with_exit_code_1() -> None:
     decide("require", Lookup("found", FOUND), now_s=NOW_S).check()
 
 
-def test_the_words_name_the_files_to_declare_and_the_age() -> None:
-    assert "/data/list, /a, /b" in decide("auto", Lookup("found", UNTRUSTED), now_s=NOW_S).reason
+def test_the_words_name_the_age() -> None:
     old = replace(FOUND, max_age_s=86400.0 * 2)
     words = decide("auto", Lookup("found", old), now_s=BUILT_S + 3 * 86400).reason
     assert words == "built 3.0 days ago, may be 2.0 days old"

@@ -7,6 +7,7 @@ skipped. Extended attributes of folders (access lists) are not compared.
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import os
 import stat
@@ -105,23 +106,20 @@ class ScanCapture(Capture):
 
     def _list_folder(self, folder: str) -> dict[str, PathState]:
         found: dict[str, PathState] = {}
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    path = join(folder, entry.name)
-                    if path in self._mounts and not takes_overlay(self._mounts[path]):
-                        continue
-                    try:
-                        here = PathState(path, entry.stat(follow_symlinks=False))
-                    except OSError:  # deleted meanwhile, or another user's FUSE mount, which even root may not read
-                        continue
-                    rule = self._exclusions.rule_for(path, kind=here.kind, size=here.size)
-                    # Do not enter folders that are left out: /proc alone would take minutes.
-                    if rule is None or rule.secret or here.kind != "directory":
-                        found[entry.name] = here
-        except OSError:
-            # Deleted meanwhile, or not readable: then the setup has not written there either.
-            return found
+        # A folder was deleted meanwhile, or is not readable: then the setup has not written there either.
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                path = join(folder, entry.name)
+                if path in self._mounts and not takes_overlay(self._mounts[path]):
+                    continue
+                try:
+                    here = PathState(path, entry.stat(follow_symlinks=False))
+                except OSError:  # deleted meanwhile, or another user's FUSE mount, which even root may not read
+                    continue
+                rule = self._exclusions.rule_for(path, kind=here.kind, size=here.size)
+                # Do not enter folders that are left out: /proc alone would take minutes.
+                if rule is None or rule.secret or here.kind != "directory":
+                    found[entry.name] = here
         return found
 
 

@@ -326,9 +326,9 @@ def cpu_level() -> str:
     return level_of(found[1].split() if found else ())
 
 
-def level_of(flags: object) -> str:
+def level_of(flags: Iterable[str]) -> str:
     """The level for flags of /proc/cpuinfo."""
-    have, level = set(flags if isinstance(flags, list | tuple) else ()), "x86-64-v1"
+    have, level = set(flags), "x86-64-v1"
     for name, needed in _LEVELS:
         if not needed <= have:
             break

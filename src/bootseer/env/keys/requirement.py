@@ -1,4 +1,4 @@
-"""One requirement as pip and uv take it, and the files besides pip's own that say what to install.
+"""One requirement as pip and uv parse it, and files besides pip's own that list what to install.
 
     pyproject.toml     the dependencies of a project, without the project itself
     uv.lock            all of them as uv has resolved them, with the pyproject.toml beside it
@@ -18,6 +18,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from bootseer.errors import UsageError
 from bootseer.store.addresses import without_credentials
@@ -98,7 +99,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
         return Requirement("vcs", name or _egg(place), without_credentials(address), reference, editable, hashed)
     if place.startswith("file:"):
         path = re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0])
-        return Requirement("path", name, _decoded(path), "", editable, hashed)
+        return Requirement("path", name, unquote(path, errors="surrogateescape"), "", editable, hashed)
     if "://" in place:
         hashed = hashed or bool(_HASH_IN_URL.search(place))
         return Requirement("url", name or _egg(place), without_credentials(place), "", editable, hashed)
@@ -112,14 +113,6 @@ def split_revision(address: str) -> tuple[str, str]:
     host, slash, path = rest.partition("/")
     path, at, reference = path.rpartition("@")
     return (f"{scheme}://{host}{slash}{path}", reference) if at else (address, "")
-
-
-def _decoded(path: str) -> str:
-    """The path of an address with `%20` and the like decoded."""
-    data = re.sub(
-        rb"%([0-9A-Fa-f]{2})", lambda found: bytes.fromhex(found[1].decode()), path.encode("utf-8", "replace")
-    )
-    return data.decode("utf-8", "surrogateescape")
 
 
 def _egg(address: str) -> str:
@@ -251,7 +244,7 @@ def lines_of_pip(data: bytes) -> str:
 
     try:
         found = yaml.safe_load(data.decode("utf-8", "replace"))
-    except (yaml.YAMLError, ValueError, RecursionError):  # conda will say it
+    except (yaml.YAMLError, ValueError, RecursionError):  # conda reports it
         return ""
     items = found.get("dependencies") if isinstance(found, dict) else None
     lists = [item.get("pip") for item in items or () if isinstance(item, dict)] if isinstance(items, list) else []

@@ -30,7 +30,6 @@ from bootseer.env.document import MAX_BYTES, EnvironmentDocument, document_name,
 from bootseer.env.life import unsafe
 from bootseer.env.life.decide import Lookup
 from bootseer.errors import BootseerError, UsageError
-from bootseer.store.file import FileStore
 from bootseer.store.store import Store, Stored
 
 FOLDER = "environments/"
@@ -119,12 +118,7 @@ class NodeCatalog:
         # Private: snapshots contain files that only their owner may read, in objects with other modes.
         self._folder = own_folder(environments_folder(cache), private=True)
         self._kept = LocalObjects(self._folder, say)
-        self._catalog = Catalog(self.store, signatures=signatures)
-
-    @property
-    def store(self) -> FileStore:
-        """With the same names as the store of the snapshots."""
-        return self._kept.store
+        self._catalog = Catalog(self._kept.store, signatures=signatures)
 
     def look_up(self, catalog: Catalog, key: str) -> Lookup:
         """Look up in the store, or in this node's copies if it does not answer; updates the copies."""
@@ -148,7 +142,7 @@ class NodeCatalog:
 
     def forget(self, key: str) -> None:
         with contextlib.suppress(BootseerError):
-            self.store.delete(document_name(key))
+            self._kept.store.delete(document_name(key))
 
     def object(self, stored: Stored, origin: Store) -> bytes:
         """A small content-addressed object (the manifest), as `LocalObjects.content`."""

@@ -28,7 +28,6 @@ from bootseer.errors import UsageError
 Ended = Literal["published", "builder-died", "builder-gave-up", "waited-too-long", "no-lease"]
 """How a wait for the builder ends."""
 _REFUSED = "refused:"
-_MAX_PATHS = 3
 _NO_KEY = "a new one must be signed, and there is no key for that"
 
 
@@ -61,7 +60,6 @@ REASONS: Mapping[str, str] = {
     "another-builds": "another start is building the snapshot: this one waits for it",
     "bypass": "no snapshot was wanted",
     "unkeyable": "something that the setup depends on cannot be put into a key, so that no snapshot can be trusted",
-    "untrusted": "when the snapshot was built, the setup read files that the key does not know; declare them",
     "unsafe": "the setup does what a snapshot cannot repeat, as an earlier start found: no start waits for a builder",
     "refused:<code>": "the snapshot was built for another platform or another key; <code> is what differs",
     "other-version": "the snapshot was written by another version of BootSeer",
@@ -198,9 +196,6 @@ def _applicable(
     if document is None:
         yield Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"])
         return
-    if document.trust == "untrusted":  # by version 0.2, which published such snapshots
-        paths = ", ".join(document.unaccounted[:_MAX_PATHS])
-        yield Decision(Action.INSTALL, "untrusted", REASONS["untrusted"] + (f": {paths}" if paths else ""))
     if refusal is not None:
         # A rebuild would be refused where this one is used, and the two platforms would replace it in turns.
         yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])

@@ -26,7 +26,7 @@ from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import BootseerError, CorruptError, TooShortError
-from bootseer.mounts import shared_layers, user_namespace
+from bootseer.mounts import shared_layers
 from bootseer.mounts.control import FILES
 from bootseer.mounts.method import MountMethod
 from bootseer.mounts.process import ProcessId
@@ -92,11 +92,6 @@ def mount_layer(
     return Layer(mount, state, facts)
 
 
-def _kernel_mounts_erofs() -> bool:
-    """Whether this process may mount EROFS: not in user namespaces."""
-    return user_namespace.may_mount() and user_namespace.is_host()
-
-
 @dataclass(kw_only=True)
 class _LayerMount(LazyMount):
     """Mounts one layer."""
@@ -121,7 +116,7 @@ class _LayerMount(LazyMount):
         if self.options.unpack:
             return self._unpack("nothing can be mounted over the files of this machine")
         try:
-            if _kernel_mounts_erofs():
+            if has_all_rights():  # EROFS cannot be mounted in user namespaces
                 return MountMethod.EROFS_FILE, self._mount_erofs()
             return MountMethod.FUSE_TREE, self._serve_by_fuse()
         except (BootseerError, OSError) as error:

@@ -14,21 +14,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from blake3 import blake3
 
 from bootseer.artifact.unpacked import read_sparse
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.bytecode import Source, settle_header, source_of
+from bootseer.env.snapshot.bytecode import NS, Source, settle_header, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.erofs.format import NO_XATTRS, has_prefix
 from bootseer.erofs.merged import MARKS
 from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.tasks import Tasks
-
-T = TypeVar("T")
 
 _KINDS: Mapping[int, Kind] = {
     stat.S_IFREG: "file",
@@ -40,7 +38,6 @@ _NOT_KEPT = {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: 
 _INDIRECT = frozenset({b"redirect", b"metacopy"})
 # Labels and signatures that are valid only on the machine where the setup ran.
 _OF_THE_MACHINE = frozenset({b"security.selinux", b"security.ima", b"security.evm"})
-_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -84,11 +81,12 @@ def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[l
         if change.action is Action.DELETED:
             items.append(Item(Entry(change.path, "deleted", before=change.before), raw))
             continue
-        status = _status(change)
+        with path_errors(change.path):
+            status = os.lstat(change.source)
         if stat.S_IFMT(status.st_mode) in _NOT_KEPT:
             left_out.append(f"{change.path}: {_NOT_KEPT[stat.S_IFMT(status.st_mode)]}")
             continue
-        if ended_s is not None and status.st_ctime_ns > ended_s * _NS:
+        if ended_s is not None and status.st_ctime_ns > ended_s * NS:
             raise changed_error(change.path)
         items.append(_item(change, raw, status))
     items.sort(key=lambda item: item.raw)
@@ -98,16 +96,14 @@ def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[l
     return items, left_out
 
 
-def _status(change: Change) -> os.stat_result:
-    return with_path_error(change.path, lambda: os.lstat(change.source))
-
-
 def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
     kind = _KINDS[stat.S_IFMT(status.st_mode)]
     python_source = (source_of(change.path) or "") if kind == "file" else ""
     # Not for bytecode: each name refers to the source beside it.
     several = kind != "directory" and status.st_nlink > 1 and not python_source
-    xattrs = with_path_error(change.path, lambda: xattrs_of(change.source))
+    with path_errors(change.path):
+        xattrs = xattrs_of(change.source)
+        target = os.readlink(change.source) if kind == "symlink" else ""  # noqa: PTH115
     entry = Entry(
         path=change.path,
         kind=kind,
@@ -115,7 +111,7 @@ def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
         uid=status.st_uid,
         gid=status.st_gid,
         size=status.st_size if kind == "file" else 0,
-        target=with_path_error(change.path, lambda: os.readlink(change.source)) if kind == "symlink" else "",  # noqa: PTH115
+        target=target,
         xattrs={os.fsdecode(name): value for name, value in sorted(xattrs.items())},
         opaque=change.opaque,
         modified=change.action is Action.MODIFIED,
@@ -146,10 +142,9 @@ def changed_error(path: str) -> PermanentError:
     return PermanentError(f"{path} was changed after the setup had ended; no snapshot is made")
 
 
-def with_path_error(path: str, ask: Callable[[], T]) -> T:
-    """The result of `ask`; raises its `OSError` as a `PermanentError` that names the path."""
-    with os_errors_as(PermanentError, path, then="; no snapshot is made"):
-        return ask()
+def path_errors(path: str) -> contextlib.AbstractContextManager[None]:
+    """Raise an `OSError` of the block as a `PermanentError` that names the path."""
+    return os_errors_as(PermanentError, path, then="; no snapshot is made")
 
 
 SMALL_BYTES = 1 << 20
@@ -188,9 +183,9 @@ def small_contents(
 
 
 def _content(item: Item, source_of: Callable[[Item], Source | None], check: SecretCheck) -> Content:
-    data: bytes | None = with_path_error(item.path, lambda: read_whole(item))
-    if item.python_source:
-        data = with_path_error(item.path, lambda: settle_header(data or b"", source_of(item)))
+    with path_errors(item.path):
+        whole = read_whole(item)
+        data = settle_header(whole, source_of(item)) if item.python_source else whole
     secret = "" if item.python_source else check.check_content(item.path, data or b"")
     return Content(data, digest_of(data or b""), secret)
 

@@ -32,9 +32,9 @@ from bootseer.env.snapshot.contents import (
     Item,
     inspect_changes,
     is_small,
+    path_errors,
     read_pieces,
     small_contents,
-    with_path_error,
     xattrs_of,
 )
 from bootseer.env.snapshot.manifest import MAX_ENTRIES, Entry, Manifest, path_bytes
@@ -151,7 +151,12 @@ def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
     rows: list[tuple[str, PathKind, int]] = [
         (item.path, item.kind, item.entry.size) for item in items if item.kind != "deleted"
     ]
-    raise_if_secret(check.check_paths(rows, lambda path: with_path_error(path, lambda: _read(here[path]))))
+
+    def read(path: str) -> bytes:
+        with path_errors(path):
+            return _read(here[path])
+
+    raise_if_secret(check.check_paths(rows, read))
     for item in items:
         target, xattrs = item.entry.target, item.entry.xattrs
         if target or xattrs:
@@ -227,10 +232,8 @@ class _SnapshotWriter:
                 digest = content.digest
             elif not self._secrets:
                 judge = self._check.check_large(item.path, item.entry.size)
-                digest = with_path_error(
-                    item.path,
-                    lambda: read_pieces(item, lambda piece: self._write(piece, judge(piece)), self._writer.write_zeros),
-                )
+                with path_errors(item.path):
+                    digest = read_pieces(item, lambda piece: self._write(piece, judge(piece)), self._writer.write_zeros)
             extent = self._writer.end_file()
             self.num_files += 1
             self.size_bytes += extent.size
@@ -300,11 +303,11 @@ class _SnapshotWriter:
         """The attributes of a directory, as the setup left it."""
         where = self._root + (os.fsdecode(path) or "/.")  # the root itself may be named through a link in /proc
         shown = os.fsdecode(path) or "/"
-        status = with_path_error(shown, lambda: os.lstat(where))
+        with path_errors(shown):
+            status, xattrs = os.lstat(where), xattrs_of(where)
         if not stat.S_ISDIR(status.st_mode):
             raise PermanentError(f"{shown} holds changes of the setup and is not a directory")
         mtime_ns = self._times.shown_ns(path, status.st_mtime_ns)
-        xattrs = with_path_error(shown, lambda: xattrs_of(where))
         return Attributes(status.st_mode, status.st_uid, status.st_gid, mtime_ns, xattrs=xattrs)
 
     def _source_of(self, item: Item) -> Source | None:

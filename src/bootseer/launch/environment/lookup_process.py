@@ -24,7 +24,6 @@ from bootseer.env.life.decide import Action, Decision, Lookup, after_election, a
 from bootseer.errors import BootseerError
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
-from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
 
@@ -75,7 +74,7 @@ class LookupProcess:
         task = self._task
         self._key = request_key(key_request_of(task, self._image), facts_folder=facts_folder_of(task.options.cache))
         self._send(msgspec.to_builtins(self._key))
-        with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
+        with contextlib.closing(task.open_store()) as store:
             catalog = Catalog(store, signatures=task.signatures)
             decision = self._first_decision(catalog)
             lease: Lease | None = None

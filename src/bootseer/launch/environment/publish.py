@@ -36,8 +36,6 @@ from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
-from bootseer.store.open import open_store
-from bootseer.store.store import Store
 from bootseer.trace.event import INSTANT
 from bootseer.units import format_bytes, plural
 
@@ -152,17 +150,13 @@ def _publish(task: Task, publication: Publication, send: Send) -> None:
         _write(task, publication, check, began_s, send)
     except UnsafeError as error:
         mark = unsafe.Mark(publication.key.digest, str(error), task.node, time.time(), error.conflicts)
-        with contextlib.suppress(BootseerError), contextlib.closing(_open_store(task)) as store:
+        with contextlib.suppress(BootseerError), contextlib.closing(task.open_store()) as store:
             unsafe.write_mark(store, mark, check)
         raise
 
 
-def _open_store(task: Task) -> Store:
-    return open_store(task.store_uri, plain_http=task.options.plain_http)
-
-
 def _write(task: Task, publication: Publication, check: SecretCheck, began_s: float, send: Send) -> None:
-    with contextlib.closing(_open_store(task)) as store:
+    with contextlib.closing(task.open_store()) as store:
         done = publication.done
         written = write_snapshot(
             store,

@@ -36,7 +36,6 @@ from bootseer.launch.environment.view import EnvironmentUnavailable, PreparedEnv
 from bootseer.launch.observers import reporting_errors
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
-from bootseer.store.open import open_store
 from bootseer.store.store import Store
 from bootseer.trace.event import INSTANT, Event
 from bootseer.trace.tracer import TRAINING_BEGAN
@@ -136,7 +135,7 @@ def _restore(
 ) -> None:
     options = task.options
     identity, warm = task.session.tracer.identity, task.session.warm
-    store = open_store(task.store_uri, plain_http=options.plain_http)
+    store = task.open_store()
     prepared.undo.callback(store.close)
     entries: Sequence[Entry] = ()
     written_out = on_host and must_copy_files()
@@ -179,11 +178,6 @@ def _restore(
             placement.apply_plan(loose.plan(entries, layer.at, roots=roots, facts=facts), layer.at)
 
 
-def remove_damaged(task: Task, document: EnvironmentDocument, damage: str) -> None:
-    """Remove a snapshot of which the store has damaged or lost a part, as a read has found."""
-    _remove(task, document, damage)
-
-
 def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:
     """Remove the snapshot if there is evidence against it. The command ended with `code` after `seconds`."""
     if seconds > _EARLY_S:
@@ -197,10 +191,10 @@ def suspect_snapshot(task: Task, document: EnvironmentDocument, code: int, secon
         # Starts like this one would have no environment without it, and the job may be at fault.
         say(f"{reason}: if the environment's snapshot {document.key[:12]} is at fault, --env refresh makes it anew")
     else:
-        _remove(task, document, reason, once_a_day=True)
+        remove_snapshot(task, document, reason, once_a_day=True)
 
 
-def _remove(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: bool = False) -> None:
+def remove_snapshot(task: Task, document: EnvironmentDocument, why: str, *, once_a_day: bool = False) -> None:
     """Remove a snapshot from its store, so that the next start makes it anew. One that another start has made meanwhile
     stays. `once_a_day`: it stays if one of its key was removed within a day, as then either the job is at fault, or the
     setup is not reproducible."""
@@ -244,7 +238,7 @@ def _with_store(task: Task, work: Callable[[Store], bool]) -> bool:
     """The result of this work with the store, in a child if its client may have threads."""
 
     def work_in_store() -> bool:
-        with contextlib.closing(open_store(task.store_uri, plain_http=task.options.plain_http)) as store:
+        with contextlib.closing(task.open_store()) as store:
             return work(store)
 
     return bool(run_in_child(work_in_store)) if breaks_forks(task.store_uri) else work_in_store()

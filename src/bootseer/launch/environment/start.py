@@ -166,7 +166,7 @@ class EnvironmentStart:
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
     def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
-        from bootseer.launch.environment.restore import remove_damaged, restore
+        from bootseer.launch.environment.restore import remove_snapshot, restore
         from bootseer.launch.environment.view import fallback_for
 
         try:
@@ -177,7 +177,7 @@ class EnvironmentStart:
             fallback = fallback_for(decision, error)
             if fallback.code == "damaged" and decision.document is not None:
                 with reporting_errors("the damaged snapshot was not removed"):
-                    remove_damaged(self.task, decision.document, fallback.reason)
+                    remove_snapshot(self.task, decision.document, fallback.reason)
             return fallback
         return decision
 
@@ -203,20 +203,18 @@ class EnvironmentStart:
         """Report the start, if that is still to be done, and judge the snapshot by the command's exit code."""
         self.report.send(COMMAND_ENDED)
         prepared = self.prepared
-        if prepared is None:
+        document = prepared.decision.document if prepared is not None else None
+        if prepared is None or document is None:
             return
-        document = prepared.decision.document
+        from bootseer.launch.environment.restore import remove_snapshot, suspect_snapshot
+
         with reporting_errors("problems of the environment are not known"):
             damage = prepared.layer.report_problems() if prepared.layer is not None else ""
-            if damage and document is not None:
-                from bootseer.launch.environment.restore import remove_damaged
-
-                remove_damaged(self.task, document, damage)
+            if damage:
+                remove_snapshot(self.task, document, damage)
                 return
         with reporting_errors("whether the environment is at fault is not known"):
-            if prepared.mode == "restored" and code and document is not None:
-                from bootseer.launch.environment.restore import suspect_snapshot
-
+            if prepared.mode == "restored" and code:
                 suspect_snapshot(self.task, document, code, seconds)
 
     def _record(self, until: str) -> None:

@@ -25,6 +25,7 @@ from bootseer.launch.session import Session, Unmeasured, session_stage
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
     from bootseer.env import Mode
+    from bootseer.store.store import Store
 
 
 Conflicts = Literal["refuse", "accept"]
@@ -138,6 +139,12 @@ class Task:
         """The store's folder, if it is one: other starts write into it while a setup runs."""
         scheme, separator, path = self.store_uri.partition("://")
         return (path,) if separator and scheme == "file" else () if separator else (scheme,)
+
+    def open_store(self) -> Store:
+        """The store of snapshots, to be closed. Raises what the store raises."""
+        from bootseer.store.open import open_store
+
+        return open_store(self.store_uri, plain_http=self.options.plain_http)
 
     @property
     def changes(self) -> Path:
