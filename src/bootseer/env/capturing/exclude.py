@@ -53,10 +53,10 @@ RULES: tuple[Rule, ...] = (
         paths=("/run", "/var/run", "/var/lock", "/tmp", "/var/tmp"),  # noqa: S108 - names, not files that we make
         passthrough=True,
     ),
-    Rule("log", "tells what happened on one machine", paths=("/var/log", "~/.npm/_logs"), passthrough=True),
+    Rule("log", "records what happened on one machine", paths=("/var/log", "~/.npm/_logs"), passthrough=True),
     Rule(
         "package cache",
-        "is read by installers alone",
+        "is read only by installers",
         paths=(
             "~/.cache/pip",
             "~/.cache/uv",
@@ -76,25 +76,25 @@ RULES: tuple[Rule, ...] = (
     Rule(
         # Not passthrough: conda makes hard links from there, which cannot cross mounts.
         "conda packages",
-        "is read by conda alone; environments have their own copies or links",
+        "is read only by conda; environments have their own copies or links",
         paths=("~/.conda/pkgs", "~/.mamba/pkgs"),
         pattern=r".*/(micro|mini|ana)?(conda|mamba|forge)\d*/pkgs",
     ),
-    Rule("compiler cache", "is read by compilers alone", paths=("~/.ccache", "~/.cache/ccache", "~/.cache/go-build")),
-    Rule("socket", "is of use only while its process runs", kinds=("socket",)),
+    Rule("compiler cache", "is read only by compilers", paths=("~/.ccache", "~/.cache/ccache", "~/.cache/go-build")),
+    Rule("socket", "works only while its process runs", kinds=("socket",)),
     Rule("device", "belongs to the machine", kinds=("device",)),
     Rule("pid file", "names a process of one machine", pattern=r".*\.pid", kinds=("file",)),
     Rule(
         "lock file",
-        "says that a process works; left behind it would make others wait for ever",
+        "exists while a process runs; left behind, it would make others wait forever",
         pattern=r".*/(.*\.)?(lock|lck)",
         kinds=("file",),
         only_empty=True,
     ),
-    Rule("git lock", "says that git works", pattern=r".*/\.git/.*\.lock", kinds=("file",)),
+    Rule("git lock", "exists while git runs", pattern=r".*/\.git/.*\.lock", kinds=("file",)),
     Rule(
         "package database lock",
-        "says that a package manager works",
+        "is locked while a package manager runs",
         paths=(
             "/var/lib/dpkg/lock",
             "/var/lib/dpkg/lock-frontend",
@@ -106,17 +106,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "backup of a database",
-        "is what a package manager or useradd changed last",
+        "is a copy from before the last change by a package manager or useradd",
         pattern=r"/var/lib/dpkg/[a-z]+-old|/etc/(passwd|group|shadow|gshadow|subuid|subgid)-|/var/backups",
     ),
     Rule(
         "generated cache",
-        "is made anew when it is needed and differs each time",
+        "is generated when it is needed, and differs each time",
         # The last two are rewritten by each job with CUDA or conda: they would be in the way of a restore.
         paths=("/var/cache/ldconfig", "/var/cache/man", "~/.nv/ComputeCache", "~/.conda/environments.txt"),
         pattern=r"/var/cache/debconf/.*-old|/var/cache/apt/.*\.bin",
     ),
-    Rule("core dump", "is the memory of a process that died", pattern=r".*/(vg)?core\.\d{3,}", kinds=("file",)),
+    Rule("core dump", "is the memory of a crashed process", pattern=r".*/(vg)?core\.\d{3,}", kinds=("file",)),
     Rule("deleted on NFS", "is a deleted file that was still open", pattern=r".*/\.nfs[0-9a-f]{16,}", kinds=("file",)),
     Rule("found by fsck", "belongs to a file system", pattern=r".*/lost\+found"),
     Rule(
@@ -164,7 +164,7 @@ RULES: tuple[Rule, ...] = (
     Rule("mount table", "is written by the machine", paths=("/etc/mtab",)),
     Rule(
         "machine identity",
-        "is there to tell machines apart",
+        "identifies one machine",
         paths=("/etc/machine-id", "/var/lib/dbus/machine-id", "/var/lib/systemd/random-seed"),
         pattern=r"/etc/ssh/ssh_host_[^/]*",
     ),
@@ -175,7 +175,7 @@ PASSTHROUGH_FILES = ("/etc/hosts", "/etc/resolv.conf")
 """Files that captures mount from the machine, so that changes persist as they would without BootSeer."""
 
 OWN = Rule("own folder", "is where BootSeer itself keeps files", passthrough=True)
-CACHE_OF_SETTINGS = Rule("package cache", "is read by installers alone: settings say so", passthrough=True)
+CACHE_OF_SETTINGS = Rule("package cache", "is set as a cache of an installer", passthrough=True)
 
 LEFT_OUT = Rule("left out by the owner", "is named by --env-leave-out", warn=True, secret=True)
 _CREDENTIALS = next(rule for rule in RULES if rule.name == "credentials")

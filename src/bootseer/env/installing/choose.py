@@ -163,7 +163,7 @@ def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
 
 
 class _JobFiles(NodeFiles):
-    """The job's files, each read where `at` tells."""
+    """The job's files, each read at the path that `at` returns."""
 
     def __init__(self, at: Callable[[str], Path]) -> None:
         super().__init__(FactCache(None))

@@ -180,8 +180,8 @@ _TAGS_DEADLINE_S = 60.0
 
 
 def _references(git: str, files: NodeFiles) -> str:
-    """The files of branches and tags, for a node on which git does not tell them: the setup may install git, or have it
-    trust this folder."""
+    """The files of branches and tags, for a node on which git fails: the setup may install git, or make it trust this
+    folder."""
     names = ["HEAD", "packed-refs"]
     for kind in ("heads", "tags"):
         names += sorted(glob.glob(f"refs/{kind}/**", root_dir=git, recursive=True))  # noqa: PTH207

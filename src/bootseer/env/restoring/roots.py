@@ -122,7 +122,7 @@ class _RootFinder:
                 self._new.add(change.path)
 
     def root(self, path: str) -> str:
-        """The root that this path asks for; empty when it is loose."""
+        """The root of this path; empty if it is loose."""
         folder = path.rpartition("/")[0]
         if self.paths[path] is not Action.DELETED and self._folders.is_folder(path):
             folder = path
