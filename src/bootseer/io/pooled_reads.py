@@ -132,8 +132,9 @@ class PooledRead:
         except Exception as raised:  # the reader waits, whatever the error
             error = TransientError(f"{self.uri}: {type(raised).__name__}: {raised}")
             report_exception()
-        self.fill = _nothing  # the caller keeps its ticket; the call holds the file open
-        self.done(ReadOutcome(error, ""))
+        done = self.done
+        self.fill = self.done = _nothing  # the caller keeps its ticket; these hold the file open, and memory
+        done(ReadOutcome(error, ""))
 
     def _fill(self) -> None:
         if self.reads.closed:
@@ -151,5 +152,5 @@ class PooledRead:
             self.reads.count(0 if failed else self.num_bytes, time.monotonic() - began, failed=failed)
 
 
-def _nothing() -> None:
-    """Replaces the call of a read that has ended."""
+def _nothing(*_: object) -> None:
+    """Replaces the calls of a read that has ended."""

@@ -108,7 +108,9 @@ class _Read:
         self._report(error)
 
     def _report(self, error: BootseerError | None) -> None:
-        run_reported(partial(self._done, ReadOutcome(error, "")))  # its error must not end the joined reads
+        done = self._done
+        del self._done, self._into  # the caller keeps its ticket, and the timer its request for some seconds
+        run_reported(partial(done, ReadOutcome(error, "")))  # its error must not end the joined reads
 
 
 class _Request:

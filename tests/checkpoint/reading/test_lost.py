@@ -1,9 +1,12 @@
-"""Reads that never complete, and interrupted readers: all end, and nothing is written to their memory afterwards."""
+"""Reads that never complete, and interrupted readers: all end, and nothing is written to their memory afterwards. The
+memory of reads that have ended is free."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -14,6 +17,7 @@ from bootseer.errors import TransientError
 from bootseer.io import executor
 from checkpoint.faulty_place import ERROR, GOOD, LOST
 from checkpoint.striped_files import content_of, put_striped
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -143,3 +147,30 @@ def test_readers_of_one_segment_do_not_wait_while_the_cache_opens_another_one(em
         other.join(PATIENCE_S)
     reading.close()
     assert not waits
+
+
+class Memory(bytearray):
+    """Memory with support for weak references."""
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["healthy", "damaged"])
+def test_the_memory_of_a_large_read_is_free_before_the_garbage_collection(empty, name, content, tmp_path, is_damaged):
+    if is_damaged:
+        if name != "parity":
+            pytest.skip("it cannot be read")
+        part = next((tmp_path / "own").rglob("0-1"))
+        part.chmod(0o644)
+        part.write_bytes(bytes(part.stat().st_size))
+    reading = Reading(empty.inner, settings=LARGE)
+    gc.disable()
+    try:
+        with reading.open(name) as file:
+            memory = Memory(SIZE)
+            is_held = weakref.ref(memory)
+            file.read_ranges([(0, memory)])
+            assert memory == content
+            del memory
+            until(lambda: not is_held(), "it is free")
+    finally:
+        gc.enable()
+        reading.close()

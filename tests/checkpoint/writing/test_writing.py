@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import IsFolderError, NotFoundError, PermanentError, TransientError
 from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import in_memory
+from waiting import until
 
 from .conftest import MIB, SMALL, Desk, Restarts
 
@@ -35,6 +38,21 @@ def test_written_files_are_read_back(desk: Desk, size: int, parity: bool) -> Non
     assert desk.read("job/file") == data
     assert desk.files.stat("job/file").entry.mode == 0o640
     assert desk.leftovers() == []
+
+
+def test_the_memory_of_a_written_file_is_free_before_the_garbage_collection(desk: Desk) -> None:
+    class Memory(bytearray):
+        """Memory with support for weak references."""
+
+    memory = Memory(5 * MIB)
+    is_held = weakref.ref(memory)
+    gc.disable()
+    try:
+        desk.writing.write_file("job/file", *in_memory(memory), policy=Policy(stripes=3, min_bytes_per_stripe=MIB))
+        del memory
+        until(lambda: is_held() is None, "it is free")
+    finally:
+        gc.enable()
 
 
 def test_a_parity_part_has_the_xor_of_the_rows(desk: Desk) -> None:

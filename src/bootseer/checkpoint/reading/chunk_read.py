@@ -54,9 +54,10 @@ class ChunkRead:
         self.unit: Unit | None = None
         """The group of chunks that are requested together from other nodes of the job; None without peers."""
         self._context = context
-        self._request = request
+        self._request: RangeRequest | None = request
+        """None when the read has ended: it may refer to this, and to memory."""
         self._shared = shared
-        self._stopped = self._own_is_over = self._is_over = False
+        self._stopped = self._own_is_over = False
         self._opened: OpenSegment | None = None
         self._claimed = False
         self._waits_until: float | None = None
@@ -76,7 +77,7 @@ class ChunkRead:
 
     @property
     def where(self) -> str:
-        start = self._request.start
+        start = self.chunk * CHUNK_BYTES
         part, _ = self._place()
         return f"{self._context.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
 
@@ -120,22 +121,22 @@ class ChunkRead:
 
     def finish(self, error: BootseerError | None, *, keep: bool = True) -> None:
         """End the read; later calls have no effect. Without an error, `into` holds verified bytes."""
-        if self._is_over:
+        request, self._request = self._request, None
+        if request is None:
             return
-        self._is_over = True
         segment = self._opened
         try:
             if segment is not None:
-                self._release_segment(segment, keep=error is None and keep)
+                self._release_segment(segment, request, keep=error is None and keep)
         except Exception:  # the cache is an optimisation: reads do not fail with it
             report_exception()
         finally:
-            self._request.done(error)
+            request.done(error)
 
-    def _release_segment(self, segment: OpenSegment, *, keep: bool) -> None:
+    def _release_segment(self, segment: OpenSegment, request: RangeRequest, *, keep: bool) -> None:
         try:
             if keep:
-                self._context.keep(segment, self.chunk, self.into, self._request.hold)
+                self._context.keep(segment, self.chunk, self.into, request.hold)
             elif self._claimed:
                 segment.release_claim(self.chunk)
         finally:

@@ -326,10 +326,15 @@ class Row:
         """When no chunk is active, cancel the helpers, and free their memory when they have ended.
         Chunks that start later begin anew."""
         with self._lock:
-            if self._is_active or self._rebuilding or self._segment is None:
+            if self._is_active or self._rebuilding:
                 return
             arrived = self._data.keys() | self._unreadable
             extra = [helper for member, helper in self._helpers.items() if member not in arrived]
+            if not extra and self._finished == self._jobs.keys():
+                self._data.clear()  # the memory belongs to its readers again, and the jobs refer to this
+                self._jobs.clear()
+            if self._segment is None:
+                return
             if not extra:
                 segment, self._segment = self._segment, None
                 given, self._scratch_bytes = self._scratch_bytes, 0
@@ -338,8 +343,6 @@ class Row:
                 for member in self._helpers:
                     self._data.pop(member, None)
                 self._helpers = {}
-                if self._finished == self._jobs.keys():
-                    self._data.clear()  # the memory belongs to its readers again
         for helper in extra:
             helper.cancel()
         if not extra:

@@ -160,7 +160,8 @@ class Counters:
 
 
 class _Lane(Struct, eq=False):
-    jobs: deque[Job] = field(default_factory=deque)
+    jobs: deque[tuple[int, Job]] = field(default_factory=deque)
+    """With their numbers, not started yet."""
     in_flight: int = 0
 
 
@@ -183,17 +184,16 @@ class Transfer:
         self._gather = gather
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, _Lane] = {}
-        self._running: set[Job] = set()
+        self._running: dict[int, Job] = {}
+        """By number. Jobs that have ended are not kept: they refer to this and to their readers' memory."""
         self._in_flight = 0
         self._left = len(requests)
         self._error: BootseerError | None = None
         self._starting = False
         ends: list[partial[None]] = [partial(self._ended, number) for number in range(len(requests))]
-        self._jobs = source.jobs(
-            [RangeRequest(start, into, end) for (start, into), end in zip(requests, ends, strict=True)]
-        )
-        for job in self._jobs:
-            self._lanes.setdefault(job.lane, _Lane()).jobs.append(job)
+        jobs = source.jobs([RangeRequest(start, into, end) for (start, into), end in zip(requests, ends, strict=True)])
+        for number, job in enumerate(jobs):
+            self._lanes.setdefault(job.lane, _Lane()).jobs.append((number, job))
         for lane in self._lanes.values():
             lane.jobs.rotate(-int(len(lane.jobs) * position))
         self._waiting = deque(self._lanes.values())
@@ -207,7 +207,7 @@ class Transfer:
             if self._error is not None or not self._left:
                 return
             ended = self._give_up(error)
-            running = list(self._running)
+            running = list(self._running.values())
         for job in running:
             job.cancel()
         if ended:
@@ -234,14 +234,15 @@ class Transfer:
                 if not lane.jobs:
                     continue
                 self._waiting.append(lane)
-                size = lane.jobs[0].num_bytes
+                number, job = lane.jobs[0]
+                size = job.num_bytes
                 if self._fits(self._in_flight, size, self._max_bytes) and self._fits(
                     lane.in_flight, size, self._max_in_lane
                 ):
-                    job = lane.jobs.popleft()
+                    lane.jobs.popleft()
                     lane.in_flight += size
                     self._in_flight += size
-                    self._running.add(job)
+                    self._running[number] = job
                     return job
             self._starting = False
             return None
@@ -251,17 +252,16 @@ class Transfer:
         return not taken or taken + size <= limit
 
     def _ended(self, number: int, error: BootseerError | None) -> None:
-        job = self._jobs[number]
         self._gather.on_progress()
         with self._lock:
-            if job not in self._running:
+            job = self._running.pop(number, None)
+            if job is None:
                 return  # KeyboardInterrupt ended it before
-            self._running.remove(job)
             self._lanes[job.lane].in_flight -= job.num_bytes
             self._in_flight -= job.num_bytes
             self._left -= 1
             # Only for the first error: cancelled reads end with errors too.
-            running = list(self._running) if error is not None and self._error is None else []
+            running = list(self._running.values()) if error is not None and self._error is None else []
             ended = self._give_up(error) if error is not None else not self._left
         for other in running:
             other.cancel()
@@ -319,6 +319,7 @@ class Gather:
             self._error = self._error or error
             if self._left:
                 return
+            self._transfers.clear()  # they refer to this, and would keep the readers' memory
         self._on_end(self._error)
 
     def cancel(self, error: BootseerError) -> None:
@@ -337,8 +338,8 @@ class Waiting(Gather):
     """Lets a thread wait for one read, which may consist of several."""
 
     def __init__(self) -> None:
-        self._over = threading.Event()
-        super().__init__(lambda _: self._over.set())
+        over = self._over = threading.Event()
+        super().__init__(lambda _: over.set())
 
     def wait(self, operation: str, limit_s: float) -> None:
         """Wait for the end, and raise the read's error. `operation` describes it in messages.

@@ -146,16 +146,20 @@ class Replayed(Spool):
     """In place of a spool, for a file whose bytes can be read again and again: nothing is kept or changed."""
 
     def __init__(self, read: Read) -> None:
-        self._source = read
+        self._source: Read | None = read
 
     def read(self, offset: int, length: int) -> bytes:
+        if self._source is None:
+            raise PermanentError("read after the end of its file")
         return self._source(offset, length)
 
     def punch(self, offset: int, length: int) -> bool:
         return False
 
     def close(self) -> None:
-        """The source is the caller's."""
+        """Forget the source, which may be a checkpoint in memory: segments and parts refer to each other, so that they
+        stay until the garbage collection."""
+        self._source = None
 
 
 class FileSource:

@@ -279,7 +279,8 @@ class Writing:
     ) -> Written:
         """Send a striped file without a spool, and publish it. A failure leaves nothing behind."""
         check_size(size_bytes)
-        sending = Sending(publication, Replayed(read), self.budget)
+        spool = Replayed(read)
+        sending = Sending(publication, spool, self.budget)
 
         def check() -> None:
             if progress is not None:
@@ -294,6 +295,8 @@ class Writing:
             sending.close(self._settings.end_s)
             publication.remove_unreferenced()
             raise
+        finally:
+            spool.close()
 
     def open(
         self,
