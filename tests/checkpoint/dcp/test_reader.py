@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from bootseer.checkpoint.dcp import load as load_module  # noqa: E402
 from bootseer.checkpoint.locations import resolve  # noqa: E402
 from bootseer.checkpoint.reading.file import CheckpointFile  # noqa: E402
 from bootseer.checkpoint.reading.reading import Reading  # noqa: E402
-from bootseer.errors import TransientError, UsageError  # noqa: E402
+from bootseer.errors import PermanentError, TransientError, UsageError  # noqa: E402
+from bootseer.places.folder import FolderPlace  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 
 pytestmark = [
@@ -382,6 +384,31 @@ def test_a_file_that_cannot_be_opened_ends_the_load(tmp_path: Path, monkeypatch:
     assert not is_over.is_set()
     is_over.set()
     assert "no complete answer within" in said
+
+
+def test_a_file_that_is_open_only_after_the_end_of_the_load_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"x")
+    is_opening, may_open, reading = threading.Event(), threading.Event(), Reading(FolderPlace(tmp_path))
+
+    def open_file(name: str) -> CheckpointFile:
+        is_opening.set()
+        assert may_open.wait(120)
+        return reading.open(name)
+
+    files, read = load_module._Files(open_file, Counter(["data"])), []
+
+    def use() -> None:
+        with pytest.raises(PermanentError, match="the load has ended"), files.use("data"):
+            read.append("data")
+
+    reader = threading.Thread(target=use)
+    reader.start()
+    assert is_opening.wait(120)
+    files.close()
+    may_open.set()
+    reader.join(120)
+    assert read == []
+    reading.close()
 
 
 def test_metadata_of_single_ranks_is_not_a_checkpoint(tmp_path: Path) -> None:

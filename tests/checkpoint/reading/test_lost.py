@@ -13,9 +13,9 @@ import pytest
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.errors import TransientError
+from bootseer.errors import PermanentError, TransientError
 from bootseer.io import executor
-from checkpoint.faulty_place import ERROR, GOOD, LOST
+from checkpoint.faulty_place import ERROR, GOOD, LOST, NEVER
 from checkpoint.striped_files import content_of, put_striped
 from waiting import until
 
@@ -147,6 +147,31 @@ def test_readers_of_one_segment_do_not_wait_while_the_cache_opens_another_one(em
         other.join(PATIENCE_S)
     reading.close()
     assert not waits
+
+
+def test_nothing_is_written_to_the_memory_of_a_reader_whose_file_was_closed(empty, name):
+    """Like a load that has failed, after which the same tensors are loaded from another checkpoint."""
+    reading = Reading(empty, settings=LARGE)
+    file = reading.open(name)
+    file.readinto(0, bytearray(SIZE))  # its parts are open now
+    empty.log.clear()
+    empty.decide = lambda _: NEVER
+    memory, said = bytearray(b"\7" * SIZE), []
+
+    def read():
+        with pytest.raises(PermanentError) as error:
+            file.readinto(0, memory)
+        said.append(str(error.value))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    until(lambda: empty.log, "the read has begun")
+    file.close()
+    reader.join(30)
+    assert said == [f"{name}: this file was closed"]
+    assert empty.under_way == 0
+    assert memory == b"\7" * SIZE
+    reading.close()
 
 
 class Memory(bytearray):

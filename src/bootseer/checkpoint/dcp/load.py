@@ -302,12 +302,12 @@ class _Files:
         with self._opening[name]:
             file = self._open.get(name)
             if file is None:
-                if self._is_closed:  # by an error: a read that was queued must not write to the tensors any more
-                    raise PermanentError(f"{name}: the load has ended")
                 file = within(_OPEN_S, name, lambda: self._open_file(name))
                 with self._lock:
                     self._open[name] = file
         try:
+            if self._is_closed:  # by an error: a read that was queued must not write to the tensors any more
+                raise PermanentError(f"{name}: the load has ended")
             yield file
         finally:
             with self._lock:

@@ -87,6 +87,8 @@ class SharedFile:
         self._lock = threading.Lock()
         self._private_numbers = count(1)
         self._closed = False
+        self.large_reads: set[Waiting] = set()
+        """Reads into their callers' memory that have not ended: `close` cancels them."""
 
     @cached_property
     def _ahead(self) -> ReadAhead:
@@ -137,6 +139,8 @@ class SharedFile:
         Blocks for reads from this node's cache.
         """
         try:
+            if self._closed:  # `close` cancels earlier reads only
+                raise PermanentError(f"{self.path}: this file was closed")
             local: list[_Slice] = []
             self._fetch(ranges, gather, local)
             damaged = [one for one in local if not self._source.read_local(*one)]
@@ -177,6 +181,8 @@ class SharedFile:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+        for waiting in list(self.large_reads):
+            waiting.cancel(PermanentError(f"{self.path}: this file was closed"))
         self._engine.buffer.drop(self.number)
         self._source.close()
 
@@ -390,7 +396,8 @@ class CheckpointFile:
         return self
 
     def close(self) -> None:
-        """Close the handle; reads in flight still end. With a single holder, it may be called twice."""
+        """Close the handle. Reads in flight still end; large ones are cancelled, so that their callers' memory is soon
+        free, unless another handle of this version is open. With a single holder, it may be called twice."""
         with self._lock:
             self._holders -= 1
             is_over = self._holders == 0
@@ -420,12 +427,15 @@ class CheckpointFile:
 
     def _wait_for(self, begin: Callable[[Gather], None]) -> None:
         waiting = Waiting()
+        self._shared.large_reads.add(waiting)
         try:
             begin(waiting)
             waiting.wait(self.path, self._shared.stall_s)
         except BaseException:  # a signal perhaps, or a read whose end was lost
             waiting.stop(TransientError(f"{self.path}: the read was interrupted"))
             raise
+        finally:
+            self._shared.large_reads.discard(waiting)
 
     def _length(self, offset: int, length: int) -> int:
         self._check_open()

@@ -303,11 +303,15 @@ class Gather:
             self._left += count
 
     def begin(self, transfer: Transfer) -> None:
-        """Add a transfer that ends here, and start it."""
+        """Add a transfer that ends here, and start it, unless the read has failed."""
         with self._lock:
             self._left += 1
             self._transfers.append(transfer)
-        transfer.start_more()
+            error = self._error
+        if error is None:
+            transfer.start_more()
+        else:
+            transfer.cancel(error)
 
     def on_progress(self) -> None:
         self.progress_s = time.monotonic()
