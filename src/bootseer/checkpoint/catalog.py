@@ -20,7 +20,7 @@ from msgspec import Struct
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, part_path
-from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, read_latest, step_of
+from bootseer.checkpoint.latest import LATEST, STEP_NAME, drop_latest, latest_or_none, step_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.errors import AccessError, BootseerError, CorruptError, IsFolderError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
@@ -58,7 +58,7 @@ def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lamb
 
     `refused` is called with the names of unreadable ones.
     """
-    latest = _latest(files, folder)
+    latest = latest_or_none(files.place, folder)
     return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info, latest)], latest, refused)
 
 
@@ -79,9 +79,14 @@ def walk(files: Files, path: str, *, folders: bool = False) -> Iterator[FileInfo
 
 def missing_parts(files: Files, path: str) -> list[str]:
     """Paths of a checkpoint's parts that are missing or of the wrong length, by listings alone."""
+
+    def missing(one: str) -> list[str]:
+        head = files.head(one)
+        return [] if head is None else [part_path(one, head.id, name) for name in files.lost_parts(one, head)]
+
     striped = [info.path for info in walk(files, path) if info.is_striped]
     with Tasks("bootseer-parts", _AT_ONCE) as threads:
-        return [part for parts in threads.map(lambda one: _missing_of(files, one), striped) for part in parts]
+        return [part for parts in threads.map(missing, striped) for part in parts]
 
 
 def flaw(files: Files, path: str) -> str:
@@ -122,7 +127,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
             hint="name one of its checkpoints, or --force",
             exit_code=1,
         )
-    is_latest = _latest(files, folder) == name
+    is_latest = latest_or_none(files.place, folder) == name
     if is_latest and not force:
         raise UsageError(
             f"{files.place.uri}/{path} is what `latest` names; nothing was removed",
@@ -168,14 +173,8 @@ def is_job(files: Files, path: str, *, by_names: bool = False) -> bool:
     return ATTEMPTS in names or is_named_so
 
 
-def _latest(files: Files, folder: str) -> str | None:
-    with contextlib.suppress(CorruptError):
-        return read_latest(files.place, folder)
-    return None
-
-
 def _is_checkpoint(info: FileInfo, latest: str | None) -> bool:
-    name = info.path.rpartition("/")[2]
+    name = name_of(info.path)
     if info.is_folder:
         return not name.startswith(".")
     is_bare = "." not in name and name not in _OTHERS
@@ -193,35 +192,24 @@ def _sorted(
             except NotFoundError:  # removed meanwhile
                 continue
             except AccessError:  # another user's
-                refused(info.path.rpartition("/")[2])
+                refused(name_of(info.path))
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.mtime_ns))
 
 
 def _measured(files: Files, info: FileInfo, latest: str | None) -> Checkpoint:
-    name = info.path.rpartition("/")[2]
-    size_bytes = num_files = num_striped = 0
-    mtime_ns = info.entry.mtime_ns
-    for file in walk(files, info.path) if info.is_folder else [info]:
-        size_bytes += file.size_bytes
-        num_files += 1
-        num_striped += file.is_striped
-        mtime_ns = max(mtime_ns, file.entry.mtime_ns)
+    name = name_of(info.path)
+    inside = list(walk(files, info.path)) if info.is_folder else [info]
     return Checkpoint(
         name=name,
         path=info.path,
         is_folder=info.is_folder,
         step=step_of(name),
-        size_bytes=size_bytes,
-        num_files=num_files,
-        num_striped=num_striped,
-        mtime_ns=mtime_ns,
+        size_bytes=sum(file.size_bytes for file in inside),
+        num_files=len(inside),
+        num_striped=sum(file.is_striped for file in inside),
+        mtime_ns=max(file.entry.mtime_ns for file in [info, *inside]),
         is_latest=name == latest,
     )
-
-
-def _missing_of(files: Files, path: str) -> list[str]:
-    head = files.head(path)
-    return [] if head is None else [part_path(path, head.id, name) for name in files.lost_parts(path, head)]
 
 
 _PARTS_AT_ONCE = 16
@@ -231,8 +219,8 @@ def anatomy(files: Files, path: str) -> dict[str, Any]:
     """The layout of one file, as `bootseer ckpt stat --json` prints it. Raises `NotFoundError`, `IsFolderError`, and
     `CorruptError` for a damaged head.
 
-    `bytes_by_node` counts each replica, also of the parity. An ordinary file has no `segments`. The `nodes` of a part
-    store it now (none: unknown); it was `put_on` others perhaps.
+    `bytes_by_node` counts each replica, also of the parity. An ordinary file has no `segments`. `nodes` store a part now
+    (none: unknown); it was written to those in `put_on`.
     """
     info = files.stat(path)
     if info.is_folder:

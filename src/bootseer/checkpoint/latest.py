@@ -80,14 +80,19 @@ def read_latest(place: Place, folder: str) -> str | None:
     return text
 
 
+def latest_or_none(place: Place, folder: str) -> str | None:
+    """As `read_latest`; None also for a file that contains no valid name."""
+    with contextlib.suppress(CorruptError):
+        return read_latest(place, folder)
+    return None
+
+
 def move_latest(files: Files, folder: str, name: str) -> str:
     """Let `latest` name a just published checkpoint, unless it names a later one; returns the name it holds now."""
     _check_published(files, folder, name)
     try:
         with _locked(files.place, folder):
-            current = None
-            with contextlib.suppress(CorruptError):
-                current = read_latest(files.place, folder)
+            current = latest_or_none(files.place, folder)
             if current is not None and current != name and not _is_later(files, folder, name, current):
                 return current
             _write(files.place, folder, name)

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.mount import startup as startup_module
 from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -41,14 +43,16 @@ class Job:
         self.opened: list[str] = []
         self.before: Callable[[str], None] = lambda path: None
         self._ends: list[Callable[[], None]] = []
-        writing = Writing(self.files, spool=folder / "spool")
         for step in ("step-1", "step-2"):
             self.files.make_folder(step)
             for name, size in (("used", LARGE), ("unused", LARGE), ("meta", 100)):
-                writing.write_file(f"{step}/{name}", *in_memory(os.urandom(size)), policy=STRIPED)
-        writing.close()
+                self.write(f"{step}/{name}", size)
         self.point_to("step-1")
         self.place.before = self._note
+
+    def write(self, path: str, size: int) -> None:
+        with closing(Writing(self.files, spool=self.folder / "spool")) as writing:
+            writing.write_file(path, *in_memory(os.urandom(size)), policy=STRIPED)
 
     def _note(self, step: str, path: str) -> None:
         if step == "open" and path.startswith("step-"):
@@ -63,7 +67,7 @@ class Job:
         cache = self.cache.with_name(node) if cached else None
         reading = Reading(self.place, cache=Cache(cache / "blocks") if cache is not None else None)
         startup = Startup(self.files, reading, slot, cache, 64 * MIB, self.said.append)
-        self._ends += [startup.drop, reading.close]
+        self._ends += [startup.end, reading.close]
         return startup, reading
 
     def record(
@@ -78,7 +82,6 @@ class Job:
             startup.training_began()
         startup.end()
         startup.close()
-        startup.drop()
 
     def hot(self) -> list[Path]:
         return sorted((self.folder / "place/.stripes-hot").glob("*"))
@@ -126,18 +129,48 @@ def test_files_that_do_not_fit_into_memory_are_prefetched_when_readers_have_free
         for number in range(6):
             file.read(number * MIB, MIB)
     until(lambda: len({*job.opened} - {small, first}) == 1, "the other file follows")
-    startup.drop()
+    startup.end()
     going.join(60)
     assert not going.is_alive()
     reading.close()
 
 
 def test_a_checkpoint_of_one_file_is_prefetched(job: Job) -> None:
-    job.place.write_bytes("step-3.pt", os.urandom(LARGE))
+    job.write("step-3.pt", LARGE)
     job.point_to("step-3.pt")
     startup, _ = job.start("")
     startup.begin()
     assert job.opened == ["step-3.pt"]
+
+
+def test_large_ordinary_files_which_are_not_cached_are_not_prefetched(job: Job) -> None:
+    for step in ("step-1", "step-2"):
+        job.place.write_bytes(f"{step}/plain", bytes(LARGE))
+    job.record("", ("step-1/plain", 0, LARGE), ("step-1/used", 0, LARGE))
+    job.point_to("step-2")
+    job.opened.clear()
+    job.start("")[0].begin()
+    assert job.opened == ["step-2/meta", "step-2/used"]
+
+
+def test_prefetched_files_are_closed_at_the_end_of_the_start_or_if_they_are_too_many(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(9):
+        job.place.write_bytes(f"step-1/small-{number}", bytes(100))
+    monkeypatch.setattr(startup_module, "_MAX_OPEN", 4)
+    startup, reading = job.start()
+    startup.begin()
+    assert len(job.opened) == 10
+    assert len(reading._files) == 4
+    startup.end()
+    assert reading._files == {}
+
+
+def test_a_latest_without_a_valid_name_counts_as_none(job: Job) -> None:
+    job.place.write_bytes("latest", b"/ckpt/step-1\n")
+    job.start()[0].begin()
+    assert job.opened == ["step-2/meta"]
 
 
 def test_the_record_of_one_start_applies_to_the_next_checkpoint(job: Job) -> None:
@@ -328,7 +361,7 @@ def test_unmounting_ends_the_prefetch(job: Job) -> None:
     thread = threading.Thread(target=startup.begin)
     thread.start()
     assert reached.wait(120)
-    startup.drop()
+    startup.end()
     gate.set()
     thread.join(120)
     assert not thread.is_alive()
@@ -370,7 +403,7 @@ def test_without_checkpoints_only_the_top_folder_is_prefetched(tmp_path: Path) -
     reading = Reading(place)
     startup = Startup(Files(place), reading, "", None, MIB, opened.append)
     startup.begin()
-    startup.drop()
+    startup.end()
     startup.close()
     reading.close()
     assert opened[-1] == "top"

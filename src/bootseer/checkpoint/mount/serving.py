@@ -83,7 +83,7 @@ class MountedPlace(Served):
             if request.slot is not None:
                 budget_bytes = request.memory_bytes // 2
                 self.recorder = Startup(files, self._reading, request.slot, request.cache, budget_bytes, on_error)
-                opened.callback(self.recorder.drop)
+                opened.callback(self.recorder.end)
             if request.spool is not None:  # fail now, not at the first save
                 Spool(request.spool).close()
             spool = request.spool or (None if request.cache is None else request.cache / _SPOOL)

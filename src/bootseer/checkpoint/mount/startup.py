@@ -17,8 +17,8 @@ from pathlib import Path
 
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.hot_list import PIECE_BYTES, PrefetchWindow, Range, Recorder, plan
-from bootseer.checkpoint.latest import STEP_NAME, read_latest, step_of
+from bootseer.checkpoint.hot_list import PIECE_BYTES, SMALL_BYTES, PrefetchWindow, Range, Recorder, plan
+from bootseer.checkpoint.latest import STEP_NAME, latest_or_none, step_of
 from bootseer.checkpoint.mount.hot_lists import HotLists
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
@@ -26,6 +26,8 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentE
 from bootseer.mounts.serve import OnError
 
 _MAX_FILES = 100_000
+_MAX_OPEN = 1000
+"""Files that the prefetch keeps open: in a folder each takes a descriptor."""
 _NO_ROOM_S = 0.05
 
 
@@ -60,12 +62,13 @@ class Startup:
 
     def begin(self) -> None:
         """Prefetch what the start will read, in order of need, until all is requested or the start is over."""
-        latest = read_latest(self._files.place, "") or ""
+        latest = latest_or_none(self._files.place, "") or ""
         top = [] if latest else list(self._files.list(""))
         self._checkpoint = latest or _newest_step(info.path for info in top if info.is_folder)
         found = chain(top, walk(self._files, self._checkpoint) if self._checkpoint else ())
         infos = islice((info for info in found if not info.is_folder), _MAX_FILES)
-        files = [(info.path, info.size_bytes) for info in infos]
+        # Ordinary files are not cached: what is not read within seconds would be read once more.
+        files = [(info.path, info.size_bytes) for info in infos if info.is_striped or info.size_bytes <= SMALL_BYTES]
         hot = self._hot_lists.load(self._checkpoint)
         wanted = plan(
             files, hot, alone=not self._slot, budget_bytes=self._budget_bytes(), position=self._reading.position
@@ -84,7 +87,7 @@ class Startup:
             except (NotFoundError, AccessError, CorruptError) as error:
                 self._on_error(f"{one.path} is not prefetched: {error}")
             except PermanentError:
-                if not self._is_over:  # closed meanwhile
+                if self._recorder is not None:  # otherwise `end` has closed it
                     raise
 
     def _prefetch(self, file: CheckpointFile, offset: int, length: int) -> int:
@@ -113,15 +116,14 @@ class Startup:
             self._changed.wait_for(lambda: self._recorder is None, window.pause_s)
             return 0 if self._recorder is None else window.step
 
-    @property
-    def _is_over(self) -> bool:
-        with self._changed:
-            return self._recorder is None
-
     def _opened(self, path: str) -> CheckpointFile | None:
-        """An open file, kept open during its prefetch; None when the start is over."""
-        if self._is_over or path in self._ahead:
-            return self._ahead.get(path)
+        """An open file, kept open for a while; None when the start is over."""
+        with self._changed:
+            if self._recorder is None or path in self._ahead:
+                return self._ahead.get(path)
+            surplus = [self._ahead.pop(next(iter(self._ahead)))] if len(self._ahead) >= _MAX_OPEN else []
+        for file in surplus:
+            file.close()
         file = self._reading.open(path)
         with self._changed:
             if self._recorder is not None:
@@ -140,19 +142,14 @@ class Startup:
                 self._ranges = self._recorder.ranges()
                 self._recorder = None
                 self._changed.notify_all()
+            files, self._ahead = self._ahead, {}
+        for file in files.values():
+            file.close()
 
     def close(self) -> None:
         """Save the record for the next start."""
         if self._ranges:
             self._hot_lists.save(self._ranges, self._checkpoint, began=self._has_begun)
-
-    def drop(self) -> None:
-        """Stop prefetching."""
-        self.end()
-        with self._changed:
-            files = list(self._ahead.values())
-        for file in files:
-            file.close()
 
     def _budget_bytes(self) -> int:
         """Half of the free space of the cache's disk, which others need too."""
