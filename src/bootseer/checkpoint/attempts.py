@@ -194,8 +194,6 @@ class Attempt:
                 rename(self._place, self.path, self._target, replace=False)
         except BaseException as error:
             self._put_back()
-            if isinstance(error, AlreadyExistsError):
-                raise AlreadyExistsError(f"{self._uri()} already exists; give another name, or replace it") from None
             if isinstance(error, NotFoundError):
                 self._check_lease()
             raise
@@ -215,17 +213,14 @@ class Attempt:
             self._place.rename(parts_folder(source, head_id), parts_folder(self._target, head_id))
         try:
             rename(self._place, source, self._target, replace=replace)
-        except PermanentError as error:
+        except PermanentError:
             Files(self._place).drop_parts(self._target, head_id)
-            if isinstance(error, AlreadyExistsError):
-                raise AlreadyExistsError(f"{self._uri()} already exists; give another name, or replace it") from None
             raise
         self._drop_parts(replaced)
 
     def _replaced_id(self) -> str | None:
-        """The id of the target if that is a striped file whose head says it; otherwise its parts stay."""
-        with contextlib.suppress(NotFoundError, IsFolderError, AccessError, CorruptError):
-            return Files(self._place).id_of(self._target)
+        with contextlib.suppress(IsFolderError):
+            return Files(self._place).replaced_id(self._target)
         return None
 
     def _drop_parts(self, head_id: str | None) -> None:
@@ -435,6 +430,8 @@ def rename(place: Place, source: str, target: str, *, replace: bool) -> None:
     """Rename to publish. A rename whose answer was lost may have succeeded: that is no error."""
     try:
         place.rename(source, target, replace=replace)
+    except AlreadyExistsError:
+        raise AlreadyExistsError(f"{place.uri}/{target} already exists; give another name, or replace it") from None
     except TransientError:
         if _is_there(place, source) or not _is_there(place, target):
             raise

@@ -120,6 +120,16 @@ class Files:
         # Always read: in HDFS, a program that sets the time of a file can give two versions of it the same.
         return peek_id(self.place.read_first(path, PEEK_BYTES)) if maybe_head(self._file(path, entry)) else None
 
+    def replaced_id(self, path: str) -> str | None:
+        """The id of the striped file that a new version is about to replace; None also if its head cannot be read,
+        which may be why it is replaced: then its parts are left to `collect`. Raises `IsFolderError`."""
+        try:
+            return self.id_of(path)
+        except IsFolderError:
+            raise
+        except BootseerError:
+            return None
+
     def remove(self, path: str, entry: Entry | None = None) -> None:
         """Remove a file: its visible part first, then its parts. `entry`: its attributes, if known."""
         head_id = self._id_of(self._file(path, entry))
@@ -360,14 +370,14 @@ class FolderPolicies:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._found: dict[str, tuple[float, PolicyAndFolder]] = {}
-        """What holds in each folder, and when that was read. Replaced, never changed, by `set`."""
+        """By folder, with the time of reading. `set` replaces it, because other threads use it."""
 
     def find(self, folder: str) -> PolicyAndFolder:
-        """What holds for new files in a folder. Raises `PermanentError` for a policy that cannot be read."""
+        """The policy for new files in a folder. Raises `PermanentError` if one cannot be read."""
         return self._find(folder, time.monotonic())[1]
 
     def set(self, folder: str, policy: Policy | None) -> None:
-        """Let a folder say this, or nothing."""
+        """Set the folder's own policy, or remove it."""
         if policy is None:
             with contextlib.suppress(NotFoundError):
                 self._place.delete(_path(folder))

@@ -422,13 +422,13 @@ def test_a_file_that_is_published_whole_is_not_sent_meanwhile_to_free_space(tmp_
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=policy)
         writer.write_at(0, b"x" * 7 * MIB)  # not striped at this length
-        wait_idle = writer.sending.wait_idle
+        wait_idle = writer.sending.lane.wait_idle
 
         def send_and_wait(timeout_s: float) -> bool:
             writer.sending.flush_some()  # like another writer that waits for space
             return wait_idle(timeout_s)
 
-        writer.sending.wait_idle = send_and_wait  # type: ignore[method-assign]
+        writer.sending.lane.wait_idle = send_and_wait  # type: ignore[method-assign]
         assert not writer.sync().is_striped
         assert desk.read("job/file") == b"x" * 7 * MIB
         writer.commit()

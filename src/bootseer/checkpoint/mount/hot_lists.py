@@ -37,7 +37,7 @@ class HotLists:
         self._place = place
         self._on_error = on_error
         self._num_nodes = slot.rpartition(" of ")[2] or _ONE_NODE
-        self._name = f"{self._num_nodes}-{_hash(slot)}.json"
+        self._name = f"{self._num_nodes}-{hashlib.sha256(slot.encode()).hexdigest()[:32]}.json"
         self._published: list[Range] = []
         """What the place has for this slot."""
 
@@ -115,7 +115,3 @@ class HotLists:
                 return common(self._in_place(newest[num_nodes], checkpoint), self._in_place(name, checkpoint))
             newest[num_nodes] = name
         return []
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -131,7 +131,7 @@ class Publication:
     def publish_step(self, step: Callable[[], T], *, keep: str = "") -> T:
         """Run the step that publishes the file, and remove the parts of the version it replaces, unless that has the id
         `keep`. Returns what `step` returns."""
-        replaced = self._replaced()
+        replaced = self._files.replaced_id(self.path)
         done = self.settings.retry(step, self.path)
         if replaced is not None and replaced != keep:
             # No reader can find the old parts any more. If they cannot be removed, space is lost, but the file is safe.
@@ -187,18 +187,6 @@ class Publication:
         except BootseerError:
             self._referenced = before
             raise
-
-    def _replaced(self) -> str | None:
-        """The id of the version to be replaced; None when there is none or its head cannot be read.
-
-        A file is sometimes rewritten because its head is damaged. Its parts are left to `collect`.
-        """
-        try:
-            return self._files.id_of(self.path)
-        except IsFolderError:
-            raise
-        except BootseerError:
-            return None
 
 
 def check_target(files: Files, path: str) -> None:

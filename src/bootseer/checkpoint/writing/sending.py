@@ -186,10 +186,6 @@ class Sending:
                 lambda: self._error is not None or all(sent.result is not None for sent in every), _LOOK_S
             )
 
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no cancelled segment is in flight. Returns whether that was so in time."""
-        return self.lane.wait_idle(timeout_s)
-
     def seal_idle(self, idle_s: float) -> None:
         """Seal the open segment if one of its parts has waited for bytes for `idle_s`."""
         with self._lock:

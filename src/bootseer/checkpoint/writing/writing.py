@@ -202,12 +202,12 @@ class FileWriter:
         if self._publication.policy.is_striped(size_bytes):
             segments = self.sending.send_all(size_bytes, separate_tail=self._is_continued, check=check)
             # Parts of recalled segments are removed once no request in flight creates them any more.
-            self.sending.wait_idle(self._settings.end_s)
+            self.sending.lane.wait_idle(self._settings.end_s)
             written = self._publication.publish(segments)
         else:
             with self.sending.hold_back(0):
                 self.sending.recall(0, size_bytes)
-                self.sending.wait_idle(self._settings.end_s)
+                self.sending.lane.wait_idle(self._settings.end_s)
                 written = write_ordinary(self._publication, size_bytes, self._spool.read)
         self._written = written
         self._is_dirty = False
