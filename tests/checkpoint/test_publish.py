@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -454,6 +455,20 @@ def test_a_killed_put_is_resumed_with_its_complete_files(files: Files, job: Path
     heads_there = [files.head(info.path) for info in walk(files, "step-1")]
     parts = {path.parent.name for path in (job / "step-1").rglob(".stripes/*/*")}
     assert parts == {head.id for head in heads_there if head is not None}
+
+
+def test_a_killed_put_is_resumed_if_a_file_has_taken_the_place_of_a_folder(
+    files: Files, job: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "shards"
+    (source / "sub").mkdir(parents=True)
+    for name in ("shard0", "shard1", "sub/shard2"):
+        (source / name).write_bytes(os.urandom(2 * _MIB))
+    _left_by_a_killed_put(job, source, after=1)
+    shutil.rmtree(source / "sub")
+    (source / "sub").write_bytes(b"a file")
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    assert (job / "step-1/sub").read_bytes() == b"a file"
 
 
 def test_files_of_a_living_writer_or_with_another_policy_are_not_reused(files: Files, job: Path, source: Path) -> None:

@@ -26,10 +26,8 @@ from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.spool import FileSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import (
-    AccessError,
     AlreadyExistsError,
     BootseerError,
-    CorruptError,
     IsFolderError,
     NoSpaceError,
     NoSpaceNowError,
@@ -374,7 +372,7 @@ def _reuse(files: Files, rest: str, root: str, file: _File, source: FileSource) 
         make_folder_like_parent(files.place, parts_folder(new, head.id).rpartition("/")[0])
         files.place.rename(parts_folder(old, head.id), parts_folder(new, head.id), replace=False)
         files.place.rename(old, new, replace=False)
-    except (NotFoundError, CorruptError, AccessError):
+    except PermanentError:  # it is written anew, which also shows what is wrong with the source
         return False
     return True
 

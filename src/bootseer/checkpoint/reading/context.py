@@ -86,7 +86,7 @@ class LazyPart:
                 f"{self.path}: this part is gone: the file was replaced or removed (open it again), or it came from "
                 "another folder without its parts, as by `hdfs dfs -mv`"
             )
-        except Exception as error:  # readers wait for this part, whatever the error
+        except BaseException as error:  # readers wait for this part; panics of Rust code are not Exceptions
             problem = failure(error, self.path)
         if file is not None and problem is not None:
             with contextlib.suppress(BootseerError):
