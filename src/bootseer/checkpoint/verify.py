@@ -1,8 +1,8 @@
 """Reading a checkpoint to its last byte and comparing it with what was written.
 
-Of striped files, each chunk is compared with its digest, and each parity part, whose chunks have none, with its
-SHA-256, not as readers do it: bytes are asked from one node only, and what that node gives is judged. Of ordinary
-files, a place with checksums compares those; elsewhere it can only be said that they can be read.
+Each chunk of a striped file is compared with its digest, each parity part with its SHA-256. Unlike a reader, this reads
+each byte from one node only, and reports that node's errors. Ordinary files are compared with the place's own
+checksums; without any, this only shows that they can be read.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _READ_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Bytes that are not what they were, or that cannot be read."""
+    """Bytes that differ from what was written, or that cannot be read."""
 
     path: str
     offset: int
     length: int
     part: str
-    """Of a striped file, its part; "" otherwise."""
+    """The part of a striped file; "" for an ordinary file."""
     node: str
-    """The node that gave the bytes, as far as is known."""
+    """The node that returned the bytes; "" if unknown."""
     what: str
     repairable: bool
-    """Whether parity and the other parts give the bytes that were written."""
+    """Whether the bytes can be rebuilt from parity and the other parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found in a checkpoint."""
+    """The result of a verification."""
 
     num_files: int
     num_striped: int
@@ -64,7 +64,7 @@ Map = Callable[..., Iterator[Any]]
 
 
 def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | None = None) -> Verdict:
-    """Read all files of a checkpoint, or one file. Raises only what makes looking impossible, as `NotFoundError`."""
+    """Read all files of a checkpoint, or one file. Raises only errors of listing it, such as `NotFoundError`."""
     infos = sorted(walk(files, path), key=lambda info: info.path)
     size_bytes = sum(info.size_bytes for info in infos)
     count = Count(size_bytes, progress)
@@ -108,7 +108,7 @@ def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]
 
 
 _Bad = tuple[int, str, str]
-"""A chunk of a segment, what is wrong with it, and the node that gave it."""
+"""A chunk of a segment, what is wrong with it, and the node that returned it."""
 
 
 def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> list[Problem]:
@@ -139,10 +139,10 @@ def _striped(files: Files, path: str, head: Head, count: Count, each: Map) -> li
         bad = list(islice(results, len(parts)))
         in_row = Counter(chunk // stripes for of_part in bad[:stripes] for chunk, _, _ in of_part)
         for part, of_part in zip(parts, bad, strict=True):
-            for chunk, what, giver in of_part:
+            for chunk, what, sender in of_part:
                 others = in_row[chunk // stripes] - (part is not segment.parity)
                 offset, length = segment.start + chunk * CHUNK_BYTES, index.length(chunk)
-                node = giver or ",".join(part.nodes)
+                node = sender or ",".join(part.nodes)
                 repairable = segment.parity is not None and not others
                 if repairable and part is not segment.parity and bad[-1]:
                     # A parity that was read to its end with wrong bytes may still be right in this row.
