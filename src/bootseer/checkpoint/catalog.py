@@ -219,8 +219,8 @@ def anatomy(files: Files, path: str) -> dict[str, Any]:
     """The layout of one file, as `bootseer ckpt stat --json` prints it. Raises `NotFoundError`, `IsFolderError`, and
     `CorruptError` for a damaged head.
 
-    `bytes_by_node` counts each replica, also of the parity. An ordinary file has no `segments`. `nodes` store a part now
-    (none: unknown); it was written to those in `put_on`.
+    `bytes_by_node` counts each replica, also of the parity. An ordinary file has no `segments`. A part is now on
+    `nodes` (none: unknown), and was written to those in `put_on`.
     """
     info = files.stat(path)
     if info.is_folder:

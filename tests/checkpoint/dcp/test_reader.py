@@ -395,7 +395,8 @@ def test_a_file_that_is_open_only_after_the_end_of_the_load_is_not_read(tmp_path
         assert may_open.wait(120)
         return reading.open(name)
 
-    files, read = load_module._Files(open_file, Counter(["data"])), []
+    files = load_module._Files(open_file, Counter(["data"]))
+    read: list[str] = []
 
     def use() -> None:
         with pytest.raises(PermanentError, match="the load has ended"), files.use("data"):
