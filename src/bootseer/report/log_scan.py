@@ -31,8 +31,9 @@ from bootseer.report.foreign.parser import FOREIGN, Line, Parser
 from bootseer.report.foreign.program_tables import parsers, search
 from bootseer.report.foreign.rules import Site
 from bootseer.report.foreign.times import line_time, other_unit
+from bootseer.report.foreign.torchelastic import AGENT
 from bootseer.report.scanned import Scanned, name_jobs
-from bootseer.report.search import line_starts
+from bootseer.report.search import fastest_find, line_starts
 from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
 
@@ -257,6 +258,8 @@ class _FileScan:
         """The places of the parsers and sites that want a line, by the line's offset."""
         hits: dict[int, dict[int, None]] = defaultdict(dict)
         done = [index for index, parser in enumerate(self.parsers) if parser.done]
+        if done and fastest_find(text, AGENT, 0) >= 0:  # after a restart, lines about steps are of interest again
+            done = []
         clues, wanting = search(frozenset(done))
         for place, number in clues.hits(text) if self.parsers else ():
             hits[text.rfind(b"\n", 0, place) + 1].update(dict.fromkeys(wanting[number]))

@@ -15,7 +15,8 @@ from bootseer.trace.event import BEGIN, Event
 from bootseer.trace.identity import expand_hosts
 from bootseer.units import NS_PER_S
 
-_WITHIN = frozenset({"torchelastic", "nccl", "megatron", "transformers", "steps"})
+_LAUNCHER = "torchelastic"
+_WITHIN = frozenset({_LAUNCHER, "nccl", "megatron", "transformers", "steps"})
 """Programs whose lines are written while the command runs."""
 _OF_MACHINE = frozenset({"containerd", "crio", "docker", "pip", "uv", "conda", "ray"})
 """Programs whose logs are about all jobs of a machine, maybe for months, and name none."""
@@ -61,8 +62,8 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
         result.skipped["other_job"] += before - len(result.events)
     if not own:
         _name_nodes(result, jobs)
-    if len(jobs) == 1:
-        _assign(result, own, jobs.pop())
+    if len(jobs) < 2:
+        _assign(result, own, min(jobs, default=UNKNOWN_JOB))
     earlier = _of_earlier_pods(result.events)
     result.skipped["earlier_pod"] += len(earlier)
     result.events = [event for event in result.events if event.span not in earlier]
@@ -83,7 +84,6 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
     told = {event.node for event in result.events if event.attrs.get(FOREIGN) == "kubelet"}
     others = set() if told.isdisjoint(nodes) else told - nodes.keys()
     only = set(nodes.values())
-    begins = _begins(own)
     events = []
     for event in result.events:
         if not _foreign(event):
@@ -96,11 +96,10 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
                 attrs = event.attrs
                 if own:  # own events show the job's nodes better than the scheduler's list
                     attrs = {key: value for key, value in attrs.items() if key != NODES}
-                _, attempt, restart = begins[max(bisect(begins, event.wall_ns, key=itemgetter(0)) - 1, 0)]
-                restart = event.restart if attrs[FOREIGN] == "torchelastic" else restart  # its lines have it
-                events.append(event._replace(job=job, attempt=attempt, restart=restart, node=node, attrs=attrs))
+                events.append(event._replace(job=job, node=node, attrs=attrs))
             else:
                 result.skipped["other_node"] += 1
+    events = _in_their_starts(events, own)
     wrong = _of_another_zone(events)
     result.events = [event for event in events if (event.node, event.attrs.get(FOREIGN)) not in wrong]
     if wrong:
@@ -205,17 +204,43 @@ def _of_another_zone(events: Sequence[Event]) -> set[tuple[str, str]]:
     return found
 
 
-def _begins(own: Sequence[Event]) -> list[tuple[int, int, int]]:
-    """From when on lines of other programs belong to each attempt and restart, by time: a log may have several. What
-    precedes an attempt, such as its queue, belongs to it. The end of `run`, which has no restart, is after all."""
+def _in_their_starts(events: Sequence[Event], own: Sequence[Event]) -> list[Event]:
+    """The events, those of foreign logs with the attempt and restart in which they were written, as BootSeer's events
+    on their node show, or else those of the job's launcher."""
+    known = own or [event for event in events if event.attrs[FOREIGN] == _LAUNCHER]
+    of_node: dict[str, list[Event]] = defaultdict(list)
+    for event in known:
+        of_node[event.node].append(event)
+    begins = {node: _begins(of_one) for node, of_one in of_node.items()}
+    of_any = _begins(known)
+
+    def placed(event: Event) -> Event:
+        here = begins.get(event.node, of_any)
+        _, attempt, restart, by_bootseer = here[max(bisect(here, event.wall_ns, key=itemgetter(0)) - 1, 0)]
+        if event.attrs[FOREIGN] == _LAUNCHER:  # it counts its own restarts, from 0 after each restart by BootSeer
+            restart = by_bootseer + event.restart
+        return event._replace(attempt=attempt, restart=restart)
+
+    return [placed(event) if _foreign(event) else event for event in events]
+
+
+def _begins(known: Sequence[Event]) -> list[tuple[int, int, int, int]]:
+    """The attempts and restarts in order, with the time from which on lines belong to them, and the number of the last
+    restart by BootSeer.
+
+    An attempt begins with the end of the one before, because its queue belongs to it. A restart begins with its first
+    event: the end of `run`, which is an event of restart 0, comes after all restarts.
+    """
     times: dict[tuple[int, int], list[int]] = {}
-    for event in own:
+    for event in known:
         times.setdefault((event.attempt, event.restart), []).append(event.wall_ns)
+    by_bootseer = {(event.attempt, event.restart) for event in known if event.stage == "restart"}
     begins, over_ns = [], 0
     for (attempt, restart), walls in sorted(times.items()):
-        begins.append((min(walls) if restart else min(over_ns, *walls), attempt, restart))
+        latest = max((number for of, number in by_bootseer if of == attempt and number <= restart), default=0)
+        begins.append((min(walls) if restart else min(over_ns, *walls), attempt, restart, latest))
         over_ns = max(over_ns, *walls)
-    return sorted(begins) or [(0, 0, 0)]
+    return sorted(begins) or [(0, 0, 0, 0)]
 
 
 def _foreign(event: Event) -> bool:

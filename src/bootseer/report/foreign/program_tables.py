@@ -11,7 +11,8 @@
     conda      conda, micromamba
     megatron   Megatron's timers, and the times that it prints
     transformers   Hugging Face: weights and checkpoint shards, the Trainer's begin
-    steps      the first lines about training steps: Megatron, DeepSpeed, MaxText, torchtitan
+    steps      the first lines about training steps, after each start by torchrun: Megatron, DeepSpeed, MaxText,
+               torchtitan
 
 Patterns are bounded: a hostile line may contain their literal ten thousand times. Secrets that a program prints (Ray's
 environment) are used to pair its lines and never shown. Another clue costs the search nearly nothing, but a line that
@@ -26,9 +27,9 @@ from bootseer.report.foreign.kubernetes import KubernetesParser
 from bootseer.report.foreign.nccl import NcclParser
 from bootseer.report.foreign.parser import Parser
 from bootseer.report.foreign.pip import PipParser
-from bootseer.report.foreign.rules import AT, BEGIN, END, FAIL, MARK, NOW, STEP, TOOK, Rule, TableParser
+from bootseer.report.foreign.rules import AGAIN, AT, BEGIN, END, FAIL, MARK, NOW, STEP, TOOK, Rule, TableParser
 from bootseer.report.foreign.times import DURATION
-from bootseer.report.foreign.torchelastic import TorchElasticParser
+from bootseer.report.foreign.torchelastic import LINE, TorchElasticParser
 from bootseer.report.search import Clue, Search
 
 _PULL = "image_loading.pull"
@@ -203,6 +204,7 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(STEP, "training_began", "[Rank 0] step=", r"(?P<step>[1-9]\d{0,11}), skipped=\d"),
         Rule(STEP, "training_began", "d step: ", r"(?<=completed step: )(?P<step>\d{1,12}), seconds: \d"),
         Rule(STEP, "training_began", "p: ", r"(?<=step: ) {0,12}(?P<step>\d{1,12}) .{0,40}loss: "),
+        Rule(AGAIN, "", "distributed/", LINE + r" (?:\[[^\]\n]{1,99}\] Starting worker group|failed \(exitcode: )"),
     ),
 }
 

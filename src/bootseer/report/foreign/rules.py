@@ -34,6 +34,8 @@ NOW: Final = "now"
 """States the time of the lines after it, which have none."""
 STEP: Final = "step"
 """A training step, or a group of them, is over: the first such line ends the startup."""
+AGAIN: Final = "again"
+"""The job's processes start, or have failed: the next line about a step ends another startup."""
 
 _MAX_NUMBER = 20
 _MAX_STEPS = 8
@@ -100,11 +102,11 @@ class TableParser(Parser):
         """Line numbers and the times found there, by label."""
         self._now_ns: int | None = None
         self._steps: list[tuple[int, _Open]] = []
-        self._only_steps = bool(rules) and all(rule.role == STEP for rule in rules)
+        self._only_steps = bool(rules) and all(rule.role in (STEP, AGAIN) for rule in rules)
 
     @property
     def done(self) -> bool:
-        """No further line changes the result: a training log has lines about steps for months."""
+        """No further line about steps changes the result: a training log has them for months."""
         known = self._steps
         return self._only_steps and len(known) > 1 and (len(known) >= _MAX_STEPS or known[-1][0] != known[0][0])
 
@@ -147,6 +149,9 @@ class TableParser(Parser):
         elif rule.role == STEP:
             if now.wall_ns is not None and not self.done:
                 self._steps.append((int(fields["step"]), now))
+        elif rule.role == AGAIN:
+            self._record_first_step()
+            self._steps.clear()
         elif rule.role == MARK:
             self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:

@@ -23,6 +23,10 @@ from bootseer.report.foreign.parser import UNKNOWN_JOB, Builder, Findings, Line,
 from bootseer.report.search import Clue
 
 STAGE = "model_initialization.launcher_rendezvous"
+LINE = r"(?<=torch/distributed/)[\w./]{1,120}\.py:\d+\]"
+"""What follows `distributed/` in every line of torch's launcher and agent, also within a message of several lines."""
+AGENT = b"torch/distributed/elastic/"
+"""In every line about the start and the failure of workers."""
 MAX_RESTARTS = 1_000_000
 
 _LABEL = re.compile(r"\s*(\[[A-Za-z][\w./-]{0,120}\]:?|\d{1,6}:(?=\s)|\[\d+,\d+\]<std(?:out|err)>:)?", re.ASCII)
@@ -63,8 +67,7 @@ class TorchElasticParser(Parser):
     """torchrun's agents in one log."""
 
     name = "torchelastic"
-    # In every line of torch's launcher and agent, also within a message of several lines.
-    clues = (Clue(b"distributed/", rb"(?<=torch/distributed/)[\w./]{1,120}\.py:\d+\]"),)
+    clues = (Clue(b"distributed/", LINE.encode()),)
 
     def __init__(self) -> None:
         self._agents: dict[tuple[str, str], _Agent] = {}
