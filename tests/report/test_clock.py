@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.report.analysis.spans import offsets, startups
-from startups import span
+from startups import EPOCH_S, began, moment, report, span
 
 
 def found(*parts):
@@ -56,3 +56,18 @@ def test_a_barrier_that_failed_ties_nothing():
 def test_a_barrier_at_which_all_nodes_wait_long_has_a_large_error():
     clocks = found(barrier("a", 1, 11, 0), barrier("b", 1, 12, 0))
     assert all(clock.error_ns >= 10 * 10**9 and clock.offset_ns == 0 for clock in clocks.values())
+
+
+def test_times_of_controllers_are_not_corrected_by_the_clock_of_a_node():
+    """Kubernetes' scheduler writes when a pod was assigned. With the correction, a pod whose clock is late was late."""
+    parts = []
+    for number in range(5):
+        at = {"node": f"n{number}", "clock_s": -30.0 * (number == 4)}
+        parts += [moment(0, "bound", node=f"n{number}", booted_s=-EPOCH_S, attrs={"parsed_from": "kubelet"})]
+        parts += span(2, 21, "environment_setup", **at)
+        parts += barrier(at["node"], 20 + number / 10, 20.5, at["clock_s"])
+        parts += began(30, **at)
+    result = report(parts)
+    assert result.clock.max_offset_s == pytest.approx(30, abs=0.1)
+    assert [node.start_s for node in result.nodes] == [0] * 5
+    assert not result.stragglers

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.report.analysis.spans import COMMAND, PROCESS_STAGES, STRUCTURE, TRUNCATED, NodeSpans, Offset, Span
-from bootseer.report.foreign.parser import BY_LOG
+from bootseer.report.foreign.parser import BY_LOG, FOREIGN
 from bootseer.trace.event import ALIVE, FAILED, NO_RANK, OK, STACK
 
 SCHEDULER = ("queue", "allocation")
@@ -75,8 +75,10 @@ def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None
         if offset:
             node.last_ns -= offset
             for span in (*node.spans, *node.instants, *node.structure):
-                span.begin_ns -= offset
-                span.end_ns -= offset
+                # Kubernetes' scheduler has a clock of its own.
+                if span.attrs.get(FOREIGN) != "kubelet" or span.stage not in ("queue", BOUND):
+                    span.begin_ns -= offset
+                    span.end_ns -= offset
 
 
 def began_of(node: NodeSpans) -> dict[int, int]:
