@@ -239,6 +239,13 @@ BOUND = b"".join(  # the job was created again, and its pod has the same name as
 )
 
 
+CREATED = b"".join(
+    b"""{"involvedObject": {"kind": "Job"}, "eventTime": "2026-11-20T17:53:%s", "message": "Created pod: %s"}\n""" % on
+    for on in ((b"40", b"moe-0"), (b"41", b"moe-1"))  # the second one gets no machine
+)
+CONDITIONS = Path("tests/golden/kubeflow/described.log").read_bytes().replace(b"17:55:08", b"17:53:58")
+
+
 def containerd(day: int, begin: str, end: str, image: str) -> bytes:
     line = 'time="2026-11-{:02d}T{}Z" level=info msg="{}"\n'
     whole = line.format(day, begin, f'PullImage \\"{image}\\"')
@@ -279,9 +286,13 @@ PARTS = b"".join(BOTH.splitlines(keepends=True)[:8]), b"".join(BOTH.splitlines(k
          {"moe-0": 101}),
         ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND, "containerd.gpu-1.log": PULLED},
          {"moe-0": 101}),
+        ({"train.log": a_start(("gpu-1", 1), ranks=2), "events.json": BOUND + CREATED}, {"moe-0": 101, "moe-1": 0}),
+        ({"train.log": a_start(("gpu-1", 1), ranks=2), "job.yaml": CONDITIONS}, {"gpu-1": 99}),
+        ({"slurm-42.out": BOTH, "slurmctld.log": SUBMITTED.format(job=42, nodes="").partition("\n")[0].encode()},
+         {"gpu-1": 99, "gpu-2": 80}),
     ],
     ids=["one", "merged", "rotated", "folders", "by rank", "scheduler", "run id", "slurmd", "slurmd of a node",
-         "several jobs", "pods", "host network", "domain", "earlier pod"],
+         "several jobs", "pods", "host network", "domain", "earlier pod", "waiting pod", "kubeflow", "submitted"],
 )  # fmt: skip
 def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node_seconds):
     """NCCL's lines contain the host, those of torchrun and Megatron do not, and the file name is arbitrary."""
@@ -293,6 +304,26 @@ def test_a_machine_is_billed_once_whatever_names_its_lines(tmp_path, files, node
     report = analyse(found.events, Options(job=job, gpus_per_node=8), read=found.input())
     assert {node.node: node.end_s - node.start_s for node in report.nodes} == node_seconds
     assert report.overhead.gpu_hours == pytest.approx(8 * sum(node_seconds.values()) / 3600)
+    assert report.startup.num_gpus == 8 * sum(map(bool, node_seconds.values()))
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize(
+    ("name", "log", "seconds"),
+    [("job.yaml", CONDITIONS, 462), ("slurmctld.log", SUBMITTED.partition("\n")[0].format(job=42).encode(), 241)],
+    ids=["kubeflow", "rotated slurmctld"],
+)
+def test_a_job_waits_in_the_queue_until_its_first_stage(tmp_path, name, log, seconds, has_own):
+    """Lines about the job name no node, and the end of the wait may be in another log."""
+    (tmp_path / name).write_bytes(log)
+    begin_s = 1_795_197_241 - EPOCH_S  # 17:54:01 UTC
+    own = [one for node in ("gpu-1", "gpu-2") for one in span(begin_s, begin_s + 99, "run", node=node)]
+    (tmp_path / "slurm-42.out").write_bytes(b"".join(map(encode, own)) if has_own else BOTH)
+    found = scan(inputs.sources([str(tmp_path)]))
+    report = analyse(found.events, Options(), read=found.input())
+    assert [(one.stage, one.end_s - one.start_s) for one in report.scheduler] == [("queue", seconds)]
+    assert [node.node for node in report.nodes] == ["gpu-1", "gpu-2"]
+    assert not found.skipped
 
 
 @pytest.mark.parametrize("num", [1, 2])

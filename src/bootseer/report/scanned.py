@@ -20,6 +20,8 @@ _WITHIN = frozenset({_LAUNCHER, "nccl", "megatron", "transformers", "steps"})
 """Programs whose lines are written while the command runs."""
 _OF_MACHINE = frozenset({"containerd", "crio", "docker", "pip", "uv", "conda", "ray"})
 """Programs whose logs are about all jobs of a machine, maybe for months, and name none."""
+_OF_JOB = frozenset({"kubeflow", "slurm"})
+"""Programs with lines about a job that name no node: it waits for some."""
 _SLACK_NS = 60 * NS_PER_S
 _MAX_LISTED = 1 << 19
 """Nodes of a scheduler's lists: a short line can name thousands."""
@@ -84,6 +86,13 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
     told = {event.node for event in result.events if event.attrs.get(FOREIGN) == "kubelet"}
     others = set() if told.isdisjoint(nodes) else told - nodes.keys()
     only = set(nodes.values())
+
+    def is_of_all(event: Event) -> bool:
+        """Whether it is about the job, and its node is only the name of its file."""
+        return event.stage == "queue" and event.attrs[FOREIGN] in _OF_JOB and event.node in result.hosts
+
+    with_node = own or [one for one in result.events if one.attrs[FOREIGN] not in _OF_MACHINE and not is_of_all(one)]
+    first = min(with_node, key=lambda event: event.wall_ns, default=None)
     events = []
     for event in result.events:
         if not _foreign(event):
@@ -92,6 +101,8 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
         elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
             lone = next(iter(only)) if len(only) == 1 and event.node not in others else ""
             node = nodes.get(event.node, lone or ("" if own else event.node))
+            if first is not None and is_of_all(event):
+                node = first.node
             if node:
                 attrs = event.attrs
                 if own:  # own events show the job's nodes better than the scheduler's list

@@ -159,7 +159,7 @@ def _lane(
         end_ns=end_ns,
         outcome=outcome,
         ended_by=ended_by,
-        last_stage=max(spans, key=lambda s: (s.begin_ns, len(s.stage))).stage if spans else "",
+        last_stage=max(spans, key=lambda s: (s.begin_ns, len(s.stage))).stage if spans else "queue" * node.is_queued,
         spans=spans,
         background=[span for span in background if span.begin_ns < end_ns],
     )
@@ -202,7 +202,7 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     outcome = UNOBSERVED
     if any(span.outcome == FAILED for span in spans):
         outcome = FAILED
-    elif any(span.outcome == TRUNCATED for span in spans):
+    elif node.is_queued or any(span.outcome == TRUNCATED for span in spans):
         outcome = TRUNCATED
     return max([begin_ns, *moments]), "last_event", outcome
 

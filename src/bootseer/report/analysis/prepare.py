@@ -112,6 +112,10 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
     job_began = any(map(began_of, startup.nodes.values()))
     lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name], began=job_began)]
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
+    first_ns = {lane.node: lane.begin_ns for lane in lanes}
+    for span in scheduler:
+        if span.outcome == TRUNCATED:  # its end is not in the logs, but was before the node's first stage
+            span.end_ns = max(min(span.end_ns, first_ns[span.node]), span.begin_ns)
     submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
     began = [lane.end_ns for lane in lanes if lane.outcome == OK]
     for lane in lanes if began else []:  # spans that a lost lane left open may last as long as the job
@@ -131,7 +135,10 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
         submitted_ns=min(submitted, default=None),
         end_ns=max(end, begin),
         scheduler=scheduler,
-        gpus={node: _gpus_of(startup, node, options) for node in startup.nodes},
+        gpus={
+            name: 0 if job_began and node.is_queued else _gpus_of(startup, name, options)
+            for name, node in startup.nodes.items()
+        },
     )
 
 

@@ -94,6 +94,11 @@ class NodeSpans:
     structure: list[Span] = field(default_factory=list)
     """`run` and `command` to their real end, which may be after a later restart."""
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether all that is known of it is that it waits for the scheduler, as a pod that has no machine yet."""
+        return not self.instants and {(span.stage, span.outcome) for span in self.spans} == {("queue", TRUNCATED)}
+
 
 @dataclass(slots=True)
 class StartupSpans:
