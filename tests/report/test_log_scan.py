@@ -193,21 +193,24 @@ def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, tmp_path):
-    """The job's name is not Slurm's: a log of one job is about it, and in a log of several its lines are unknown."""
-    own = [line for line in Fleet(1).lines() if decode(line).stage != "queue"]  # observed times have precedence
-    spool, (job, node) = b"".join(own), (decode(own[0]).job, decode(own[0]).node)
+@pytest.mark.parametrize(("job", "is_known"), [("moe", False), ("moe-8", True)])
+def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, job, is_known):
+    """A log of one job is about it. In a log of several, its lines are known if its name ends with Slurm's number."""
+    own = [decode(line)._replace(job=job) for line in Fleet(1).lines()]
+    own = [event for event in own if event.stage != "queue"]  # observed times have precedence
+    spool, node = b"".join(map(encode, own)), own[0].node
     lines = (
         "[2026-09-21T14:29:0{second}.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=1 usec=3\n"
         "[2026-09-21T14:29:3{second}.000] sched: Allocate JobId={job} NodeList={node}[01-04] #CPUs=8 Partition=gpu\n"
     )
     other = lines.format(second=1, job=7, node=node)
-    for text, queues in ((other, 1), (other + lines.format(second=2, job=8, node=node), 0)):
+    both = other + lines.format(second=2, job=8, node=node)
+    for text, second, others in ((other, 1, 0), (both, 2, 2) if is_known else (both, None, 4)):
         result = found(spool + text.replace("[01-04]", "").encode())
         told = [event for event in result.events if event.attrs.get("parsed_from") == "slurm"]
-        assert len(told) == 2 * queues
+        assert [event.wall_ns // 10**9 % 10 for event in told] == ([second] * 2 if second else [])
         assert {(event.job, event.node) for event in told} <= {(job, node)}
-        assert result.skipped["other_job"] == (0 if queues else 4)
+        assert result.skipped["other_job"] == others
 
 
 AGENT = "I1120 17:54:0{}.000000 {} torch/distributed/elastic/agent/server/api.py:707] [default] {}\n"

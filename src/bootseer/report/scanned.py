@@ -57,7 +57,8 @@ def name_jobs(result: Scanned, chosen: str | None) -> None:
     of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
     jobs = jobs - of_scheduler or jobs & {chosen or ""} or jobs
-    others = of_scheduler - jobs
+    # In Slurm, `bootseer run` calls a job NAME-NUMBER.
+    others = of_scheduler - jobs - {job.rpartition("-")[2] for job in jobs}
     if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
         before = len(result.events)
         result.events = [event for event in result.events if event.job not in others]
