@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import itertools
 import json
 import os
 import random
@@ -95,6 +97,24 @@ def test_only_events_leave_the_node(service, tmp_path, link):
     os.mkfifo(folder / "pipe.1.1.events")
     (folder / "other.1.1.events").write_bytes(b"token=hunter2\n" + b"x" * (3 << 20) + b"\n" + secret.read_bytes())
     shipper = Shipper(str(folder), link(service.url))
+    until_sent(shipper)
+    shipper.close()
+    assert service.raw_lines() == lines
+
+
+def test_a_file_that_cannot_be_opened_for_a_moment_is_sent_later(service, tmp_path, monkeypatch, link):
+    """No descriptor is left, or a file server is restarted."""
+    folder, lines = spool(tmp_path / "spool", num_nodes=1)
+    shipper, opened, turns = Shipper(str(folder), link(service.url)), os.open, itertools.count()
+
+    def open_sometimes(path, *more, **named):
+        if str(path).endswith(".events") and next(turns) < 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *more, **named)
+
+    monkeypatch.setattr(os, "open", open_sometimes)
+    assert not shipper.step()
+    assert not shipper.all_sent()
     until_sent(shipper)
     shipper.close()
     assert service.raw_lines() == lines
@@ -328,7 +348,7 @@ def test_a_folder_with_a_huge_file_does_not_hold_up_the_others(service, tmp_path
         file.truncate(2 * ship._MOST_BATCHES * ship.BATCH_BYTES)  # a hole
     _, lines = spool(tmp_path / "spool")
     sender = Spools([str(tmp_path / "spool")], link(service.url))
-    assert sender.step()
+    sender.step()
     assert sorted(b"".join(service.raw().values()).splitlines()) == lines
     assert sender.waiting() == 1
 

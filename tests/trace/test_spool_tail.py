@@ -63,7 +63,7 @@ def test_torn_and_foreign_lines_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_much_at_once_comes_in_bounded_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
-    monkeypatch.setattr(spool_tail, "_MAX_BYTES_PER_LOOK", 10_000)
+    monkeypatch.setattr(spool_tail, "MAX_BYTES_PER_LOOK", 10_000)
     tail = SpoolTail(str(tmp_path))
     append(tmp_path / "a.events", b"".join(line(number, 500) for number in range(200)))
     first = numbers(tail, last=last)
@@ -79,7 +79,7 @@ def test_much_at_once_comes_in_bounded_looks(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("last", [False, True])
 def test_an_endless_line_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
-    monkeypatch.setattr(spool_tail, "_MAX_BYTES_PER_LOOK", 100_000)
+    monkeypatch.setattr(spool_tail, "MAX_BYTES_PER_LOOK", 100_000)
     tail = SpoolTail(str(tmp_path))
     append(tmp_path / "a.events", line(1) + b"x" * 1_000_000 + b"\n" + line(2))
     found = []

@@ -28,13 +28,13 @@ from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import is_secret
 from bootseer.trace.event import Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
-from bootseer.trace.spool_tail import Part, new_lines, read_part, spool_files
+from bootseer.trace.spool_tail import MAX_BYTES_PER_LOOK, new_lines, spool_files
 from bootseer.trace.spools import fingerprint
 
 if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler
 
-BATCH_BYTES: Final = 1 << 20
+BATCH_BYTES: Final = MAX_BYTES_PER_LOOK
 """Size of a batch in bytes, before compression."""
 LINES: Final = "/v1/lines"
 TOKEN: Final = "BOOTSEER_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
@@ -53,6 +53,8 @@ _MOST_OPEN = 32
 _OPEN_S, _IDLE_S, _POLL_IDLE_S = 10.0, 600.0, 60.0
 """A folder without new events is closed after `_OPEN_S`; after `_IDLE_S` it is polled only every `_POLL_IDLE_S`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_Offsets = dict[str, tuple[int, int]]
+"""Inode and offset up to which each file was sent."""
 
 
 class Target(NamedTuple):
@@ -232,9 +234,10 @@ class Shipper:
         """Descriptor of `.shipped`, locked; -1 while another process sends."""
         self._is_open = False
         self._sender = f"{safe_name(os.uname().nodename)[:60]}-{fingerprint(folder)[:8]}"
-        self._files: dict[str, tuple[int, int]] = {}
-        self.pending: list[Part] = []
-        """A batch that was not accepted yet: the same bytes again are stored once, if only the answer was lost."""
+        self._files: _Offsets = {}
+        self.pending: tuple[_Offsets, bytes] | None = None
+        """A batch that was not accepted yet, and the positions after it: the same bytes again are stored once, if only
+        the answer was lost."""
 
     def step(self) -> bool:
         """Send a batch, if there is one and no pause; returns whether it was sent (there may be more). Never raises."""
@@ -242,14 +245,15 @@ class Shipper:
             return False
         try:
             self.pending = self.pending or self._gather()
-            lines = b"".join(line for part in self.pending for line in event_lines(read_part(self.folder, part)))
         except OSError:
             return False  # retried at the next call
-        if not self.pending or (lines and not self._link.send(lines, self._sender, None)):
+        if self.pending is None:
             return False
-        for part in self.pending:
-            self._files[part.name] = (part.inode, part.end)
-        self.pending = []
+        positions, lines = self.pending
+        if lines and not self._link.send(lines, self._sender, None):
+            return False
+        self._files |= positions
+        self.pending = None
         self._save()
         self._link.send_stacks(self._sender)
         return True
@@ -257,9 +261,9 @@ class Shipper:
     def all_sent(self) -> bool:
         """Whether the service has everything in the folder; False while another process sends it."""
         try:
-            return self._acquire() and not self.pending and not self._gather()
-        except OSError:
-            return True  # the folder was deleted
+            return self._acquire() and (self.pending or self._gather()) is None
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)  # the folder was deleted
 
     @property
     def is_stored(self) -> bool:
@@ -295,7 +299,7 @@ class Shipper:
         return True
 
     def _load(self) -> None:
-        self._files, self.pending = {}, []
+        self._files, self.pending = {}, None
         # If it is new or damaged, written by another version or for another service, all events are sent.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             old = read_positions(self._positions) if self._positions >= 0 else {}
@@ -308,18 +312,20 @@ class Shipper:
             return
         write_positions(self._positions, {"version": _VERSION, "service": self._link.service, "files": self._files})
 
-    def _gather(self) -> list[Part]:
-        """The next batch: byte ranges of complete new lines. Raises `OSError` if the folder was deleted."""
-        parts: list[Part] = []
+    def _gather(self) -> tuple[_Offsets, bytes] | None:
+        """The positions after the next batch, and its event lines; None if nothing is new. Raises `OSError`."""
+        positions: _Offsets = {}
+        lines: list[bytes] = []
         room = BATCH_BYTES
         listing = spool_files(self.folder)
         for name in self._files.keys() - listing.keys():
             del self._files[name]
         for name, status in listing.items():
-            if found := new_lines(self.folder, name, status, self._files.get(name), room, BATCH_BYTES):
-                parts.append(found[0])
-                room -= len(found[1])
-        return parts
+            if found := new_lines(self.folder, name, status, self._files.get(name), room):
+                positions[name], data = found
+                lines += event_lines(data)
+                room -= len(data)
+        return (positions, b"".join(lines)) if positions else None
 
 
 def _open_positions(folder: int) -> int:
@@ -381,9 +387,8 @@ class Spools:
         self._changed: dict[str, tuple[float, float]] = {}
         """By folder, the monotonic times of the last new data and of the last poll."""
 
-    def step(self) -> bool:
-        """Poll each folder once and send new events; returns whether any were sent. Never raises."""
-        any_sent = False
+    def step(self) -> None:
+        """Poll each folder once and send new events. Never raises."""
         folders = {folder for place in self._places for folder in attempt_folders(place)}
         for folder in self._shippers.keys() - folders:
             self._shippers.pop(folder).close()
@@ -400,13 +405,11 @@ class Spools:
                 if not shipper.step():
                     break
                 sent = True
-            any_sent |= sent
             if sent or shipper.pending:
                 changed_s = now_s
             self._changed[folder] = (changed_s, now_s)
             if now_s - changed_s > _OPEN_S or len(self._shippers) > _MOST_OPEN:  # there may be thousands of folders
                 self._forget(folder)
-        return any_sent
 
     def waiting(self) -> int:
         """Number of folders with events that the service has not accepted yet."""

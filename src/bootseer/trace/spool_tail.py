@@ -6,28 +6,20 @@ passes the events to `trace.otlp`. No file stays open between polls.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from bootseer.trace.event import Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX, safe_name
 
 _NAME = re.compile(rf"(.+)\.\d+\.\d+{re.escape(SUFFIX)}")
 """The name of a `SpoolSink`'s file; its group is the node. Other programs may write files of other names."""
-_MAX_BYTES_PER_LOOK = 1 << 20
-"""Limit in bytes per file and poll; the rest is read by the next poll."""
-
-
-class Part(NamedTuple):
-    """A byte range of a file."""
-
-    name: str
-    inode: int
-    begin: int
-    end: int
+MAX_BYTES_PER_LOOK = 1 << 20
+"""Limit in bytes per file and poll; the rest is read by the next poll. A longer line cannot be an event, and is passed
+over piece by piece."""
 
 
 def spool_files(folder: str, node: str = "") -> dict[str, tuple[int, int]]:
@@ -46,35 +38,32 @@ def spool_files(folder: str, node: str = "") -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def read_part(folder: str, part: Part) -> bytes:
-    """The bytes of a part; none if the file was deleted or replaced. Raises `OSError` if it cannot be read."""
-    try:
-        fd = os.open(os.path.join(folder, part.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.pread(fd, part.end - part.begin, part.begin) if os.fstat(fd).st_ino == part.inode else b""
-    finally:
-        os.close(fd)
-
-
 def new_lines(
-    folder: str, name: str, status: tuple[int, int], known: tuple[int, int] | None, room: int, limit: int
-) -> tuple[Part, bytes] | None:
-    """The next complete lines of a file, in at most `room` bytes; None if there are none.
+    folder: str, name: str, status: tuple[int, int], known: tuple[int, int] | None, room: int
+) -> tuple[tuple[int, int], bytes] | None:
+    """The next complete lines of a file, in at most `room` bytes, after the inode and the offset where they end.
 
     status: the file's inode and size. known: inode and offset of what was read; the inode detects a new file of the
-    same name. limit: a line of so many bytes cannot be an event, and is skipped piece by piece.
+    same name. None if there are no new lines, or if the file was deleted or may not be read. Raises `OSError` if it
+    cannot be read now.
     """
     (inode, size), (before, offset) = status, known or (0, 0)
     if before != inode or size < offset:
         offset = 0
     if size <= offset or room <= 0:
         return None
-    part = Part(name, inode, offset, min(size, offset + room))
-    data = read_part(folder, part)
-    length = data.rfind(b"\n") + 1 or (len(data) if len(data) == limit else 0)
-    return (part._replace(end=offset + length), data[:length]) if length else None
+    try:
+        fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES):
+            return None
+        raise
+    try:
+        data = os.pread(fd, min(size - offset, room), offset) if os.fstat(fd).st_ino == inode else b""
+    finally:
+        os.close(fd)
+    length = data.rfind(b"\n") + 1 or (len(data) if len(data) == MAX_BYTES_PER_LOOK else 0)
+    return ((inode, offset + length), data[:length]) if length else None
 
 
 class SpoolTail:
@@ -102,10 +91,8 @@ class SpoolTail:
             del self._files[name]
         for name, status in listing.items():
             with suppress(OSError):  # retried at the next poll
-                limit = _MAX_BYTES_PER_LOOK
-                while found := new_lines(self._folder, name, status, self._files.get(name), limit, limit):
-                    part, data = found
-                    self._files[name] = (part.inode, part.end)
+                while found := new_lines(self._folder, name, status, self._files.get(name), MAX_BYTES_PER_LOOK):
+                    self._files[name], data = found
                     for line in data.split(b"\n"):
                         with suppress(Malformed):
                             event = decode(line)
