@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.errors import UsageError
 from bootseer.trace import otlp
-from bootseer.trace.event import Event
+from bootseer.trace.event import Event, decode, encode
 from bootseer.trace.otlp import OtlpExporter, endpoint_url
 from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.tracer import from_environment
@@ -98,7 +98,7 @@ def test_odd_events_do_not_cost_the_batch() -> None:
     )  # fmt: skip
     with collector() as server:
         exporter = OtlpExporter(server.url)
-        exporter.feed([odd, BEGIN, END])
+        exporter.feed([decode(encode(odd)), BEGIN, END])
         assert exporter.close(LONG_S)
         assert exporter.exported == 2
     span = server.spans()["odd"]

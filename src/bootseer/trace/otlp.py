@@ -31,7 +31,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from bootseer.errors import UsageError
-from bootseer.trace.event import FAILED, INSTANT, OK, Event, encodable
+from bootseer.trace.event import FAILED, INSTANT, OK, Event
 from bootseer.trace.otlp_spans import Finished, Pairing, span_id, trace_id
 
 MAX_QUEUE: Final = 10_000
@@ -40,7 +40,6 @@ CLOSE_S: Final = 1.5
 _PATH = "/v1/traces"
 _BATCH = 512
 _GATHER_S = 2.0
-_INT64 = 2**63
 _STATUS = {OK: StatusCode.OK, FAILED: StatusCode.ERROR}
 _SCOPE = InstrumentationScope("bootseer")
 
@@ -122,7 +121,7 @@ class OtlpExporter(SpanExporter):
         return self._fed - self.exported
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Add events of this node, in their order."""
+        """Add events of this node, in their order, as `decode` returns them."""
         if not self._closing:
             self._enqueue(self._pairing.feed(events))
 
@@ -178,7 +177,7 @@ def _num_rejected(content: bytes) -> int:
 def _readable(finished: Finished) -> ReadableSpan:
     event = finished.event
     trace = trace_id(event)
-    attributes = {encodable(key): _value(value) for key, value in finished.attrs.items() if value is not None}
+    attributes = {key: value for key, value in finished.attrs.items() if value is not None}
     attributes |= {"bootseer.rank": event.rank, "process.pid": event.pid, "bootseer.mono_ns": event.mono_ns}
     if event.phase == INSTANT:
         attributes["bootseer.instant"] = True
@@ -186,9 +185,9 @@ def _readable(finished: Finished) -> ReadableSpan:
         attributes["bootseer.truncated"] = True
     code = _STATUS.get(finished.outcome, StatusCode.UNSET)
     # Only errors may have a description.
-    description = encodable(str(finished.attrs.get("error", ""))) if code is StatusCode.ERROR else None
+    description = str(finished.attrs.get("error", "")) if code is StatusCode.ERROR else None
     return ReadableSpan(
-        name=encodable(event.stage),
+        name=event.stage,
         context=_context(trace, span_id(event.span)),
         parent=_context(trace, span_id(event.parent)) if event.parent else None,
         resource=_resource(event.job, event.attempt, event.restart, event.kind, event.node),
@@ -209,23 +208,15 @@ def _resource(job: str, attempt: int, restart: int, kind: str, node: str) -> Res
     return Resource(
         {
             "service.name": "bootseer",
-            "host.name": encodable(node),
-            "bootseer.job": encodable(job),
+            "host.name": node,
+            "bootseer.job": job,
             "bootseer.attempt": attempt,
             "bootseer.restart": restart,
-            "bootseer.kind": encodable(kind),
+            "bootseer.kind": kind,
         }
     )
 
 
 def _time(ns: int) -> int:
     """A time in OTLP's range. A single invalid time, from a clock before 1970, would make the batch invalid."""
-    return min(max(ns, 0), _INT64 - 1)
-
-
-def _value(value: Any) -> str | int | float | bool:
-    if isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int):
-        return value if -_INT64 <= value < _INT64 else float(min(max(value, -(2**1000)), 2**1000))
-    return encodable(value if isinstance(value, str) else repr(value))
+    return min(max(ns, 0), 2**63 - 1)
