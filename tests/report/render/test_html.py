@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -171,17 +170,6 @@ def test_marks_of_a_truncated_node(small: Report) -> None:
     assert '<b class="tag bad">truncated</b>' in row
     assert re.search(r'<rect class="c3 bad"', row)
     assert "its events end in environment_setup.install" in row
-
-
-def test_what_is_not_a_number_is_unobserved(small: Report) -> None:
-    node = replace(small.nodes[0], work_s=math.nan, end_s=math.inf, start_s=-math.inf, clock_offset_s=math.nan)
-    node = replace(node, background=[replace(node.background[0], end_s=math.inf)])
-    over = replace(small.overhead, startup_s=math.inf, gpu_hours=math.nan)
-    text = html.render(replace(small, overhead=over, nodes=[node, *small.nodes[1:]]))
-    shown = {key: (raw, said) for key, raw, said in Page(text).with_key()}
-    assert shown["overhead.startup_s"] == ("null", "unobserved")
-    assert shown["overhead.gpu_hours"] == ("null", "unobserved")
-    assert not re.search(r'="-?(nan|inf)', text)
 
 
 def test_the_bars_cover_the_time_axis(small: Report) -> None:

@@ -29,7 +29,6 @@ from bootseer.report.render.html_text import data_block, esc, hours, money, num,
         (money, 0.19, "0.19"),
         (money, 982.43, "982.43"),
         (money, 45_000.4, "45,000"),
-        (seconds, float("nan"), "unobserved"),
     ],
 )
 def test_numbers_as_people_read_them(form, value, text) -> None:

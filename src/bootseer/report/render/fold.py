@@ -9,7 +9,6 @@ did not reach training, and the slowest.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 
@@ -65,8 +64,8 @@ def domain(nodes: list[Node]) -> str:
 
 
 def time_range(nodes: list[Node]) -> tuple[float, float]:
-    """Begin and end of the time axis, s; finite and of positive length."""
-    times = [t for n in nodes for t in (n.start_s, n.end_s, *(s.end_s for s in n.background)) if math.isfinite(t)]
+    """Begin and end of the time axis, s; of positive length."""
+    times = [t for n in nodes for t in (n.start_s, n.end_s, *(s.end_s for s in n.background))]
     low, high = min(times, default=0.0), max(times, default=0.0)
     low = min(low, 0.0)
     return (low, high) if high > low else (low, low + 1.0)

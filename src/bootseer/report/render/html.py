@@ -84,15 +84,17 @@ def _templates() -> Environment:
         html_svg.axis, patterns, shades,
     )  # fmt: skip
     text: tuple[Callable[..., Any], ...] = (
-        html_text.seconds, html_text.percent, html_text.ratio, html_text.size, html_text.moment, count, signed,
+        html_text.percent, html_text.ratio, html_text.moment, count, signed,
         plural, host_list, located, listed_segments, node_facts, outcome_words, spread_stages,
         startup_facts, fold.own_s, fold.top, fold.outliers, fold.in_order,
     )  # fmt: skip
     made.globals |= {function.__name__: _html(function) for function in html}
     made.globals |= {function.__name__: function for function in text}
     made.globals |= _LIMITS | {
+        "seconds": html_text.seconds,
         "hours": html_text.hours,
         "money": html_text.money,
+        "size": html_text.size,
         "bands_of": fold.bands,
         "tenths": lambda value: f"{value:.1f}",
         "precise": lambda value: f"{value * 1000:.1f} ms" if abs(value) < 1 else f"{value:.3f} s",

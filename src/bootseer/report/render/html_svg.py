@@ -43,7 +43,7 @@ class Scale:
 
 def scale_of(report: Report) -> Scale:
     low, high = time_range(report.nodes)
-    bound = min((node.start_s for node in report.nodes if math.isfinite(node.start_s)), default=0.0)
+    bound = min((node.start_s for node in report.nodes), default=0.0)
     # A queue of hours must not shrink the startup to a line: only the end of the queue is drawn.
     low = max(low, bound - (high - bound) / 3) if bound < high else low
     slack = 1e-3 * (high - low)
@@ -115,7 +115,7 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
     """One row of the timeline. `label` is the text for screen readers."""
     shown = segments if len(segments) <= MAX_SEGMENTS else coalesced(segments)
     parts = []
-    for seg in filter(_drawable, shown):
+    for seg in (seg for seg in shown if seg.end_s > seg.start_s):
         mark = " bad" if seg.outcome in _BAD else ""
         parts.append(
             f'<rect class="{palette.css(seg.stage, seg.kind)}{mark}" x="{scale.x(seg.start_s)}%" y="4" '
@@ -127,19 +127,15 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
             css = "in on-hatch" if seg.kind == WAIT else "in"
             parts.append(f'<text class="{css}" x="{scale.x(begin)}%" dx="5" y="14.5">{esc(name)}</text>')
     # Also of a stage of which nothing but its begin is known, and which is therefore not drawn.
-    ended = (seg for seg in shown if seg.outcome in _BAD and math.isfinite(seg.end_s))
-    parts += (end_mark(scale.x(seg.end_s), seg.outcome) for seg in ended)
+    parts += (end_mark(scale.x(seg.end_s), seg.outcome) for seg in shown if seg.outcome in _BAD)
     parts += (
         f'<rect class="{palette.css(seg.stage, seg.kind)}" x="{scale.x(seg.start_s)}%" y="19" '
         f'width="{_width(seg, scale)}%" height="3"><title>{esc("background " + describe(seg))}</title></rect>'
-        for seg in filter(_drawable, background)
+        for seg in background
+        if seg.end_s > seg.start_s
     )
     parts.append(barrier_lines(scale))
     return f'<svg class="bar" height="{ROW_HEIGHT}" role="img" aria-label="{esc(label)}">{"".join(parts)}</svg>'
-
-
-def _drawable(seg: Segment) -> bool:
-    return math.isfinite(seg.start_s) and math.isfinite(seg.end_s) and seg.end_s > seg.start_s
 
 
 def attempts(startups: Sequence[Overview], palette: Palette) -> str:
@@ -259,19 +255,18 @@ def clock(value: float) -> str:
 
 def cdf(stage: Stage, css: str) -> str:
     """The share of nodes that had completed a stage over time."""
-    points = [(x, y) for x, y in stage.cdf if math.isfinite(x) and math.isfinite(y)]
     width, height = 224.0, 84.0
-    most = max((x for x, _ in points), default=0.0) or 1.0
+    most = max((x for x, _ in stage.cdf), default=0.0) or 1.0
 
     def x_of(value: float) -> str:
         return f"{4 + (width - 8) * value / most:.1f}"
 
     path = f"M{x_of(0)} {height - 4:g}"
-    for x, y in points:
+    for x, y in stage.cdf:
         path += f"H{x_of(x)}V{height - 4 - (height - 8) * y:.1f}"
     marks = ""
     for value, name in ((stage.median_s, "median"), (stage.max_s, "max")):
-        if value is not None and math.isfinite(value) and value <= most * 1.0001:
+        if value is not None and value <= most * 1.0001:
             place = f'x1="{x_of(value)}" x2="{x_of(value)}" y1="4" y2="{height - 4:g}"'
             marks += f'<line class="{name}" {place}><title>{name} {seconds(value)}</title></line>'
     label = f"{stage.stage}: share of nodes done over time"

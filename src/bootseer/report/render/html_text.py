@@ -6,7 +6,6 @@ Every text that may come from a log passes through `esc`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -85,15 +84,13 @@ def data_block(value: object) -> str:
 
 def raw(value: float | None) -> str:
     """The number as in `Report.to_json`; `null` if there is none."""
-    if value is None or not math.isfinite(value):
-        return "null"
     return json.dumps(round(value, 6) if isinstance(value, float) else value)
 
 
 def num(value: float | None, form: Callable[[float], str], key: str = "") -> str:
     """A formatted number, with the raw one in `data-value` and its path in the JSON in `data-key`."""
     where = f' data-key="{esc(key)}" data-value="{raw(value)}"' if key else ""
-    if value is None or not math.isfinite(value):
+    if value is None:
         return f'<span class="na"{where}>{UNOBSERVED}</span>'
     return f"<span{where}>{esc(form(value))}</span>"
 
@@ -155,10 +152,6 @@ def term(key: str, text: str = "") -> str:
     return f'<a class="term" href="#g-{key}" title="{esc(meaning)}">{esc(text or title)}</a>'
 
 
-def seconds(value: float) -> str:
-    return format_seconds(value) if math.isfinite(value) else UNOBSERVED
-
-
 def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
     try:
         return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime(form)
@@ -166,7 +159,7 @@ def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
         return "at an unreadable time"
 
 
-hours, money = format_hours, format_money
+seconds, hours, money, size = format_seconds, format_hours, format_money, format_bytes
 
 
 def signed(value: float) -> str:
@@ -183,7 +176,3 @@ def count(value: float) -> str:
 
 def ratio(value: float) -> str:
     return f"{value:.2f}×"
-
-
-def size(value: float) -> str:
-    return format_bytes(value)

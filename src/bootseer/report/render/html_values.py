@@ -104,14 +104,12 @@ def payload(report: Report, scale: Scale, palette: Palette) -> dict[str, Any]:
         cuts: list[int] = []
         shown = node.segments if len(node.segments) <= MAX_LISTED else coalesced(node.segments)
         for seg in shown:
-            if math.isfinite(seg.end_s):
-                bad = " bad" if seg.outcome in ("failed", "truncated") else ""
-                words = [clean(seg.stage), seg.kind, *([seg.outcome] if bad else [])]
-                look = (palette.css(seg.stage, seg.kind) + bad, ", ".join(words))
-                cuts += (known.setdefault(look, len(known)), round(seg.end_s * 1000))
-        start = round(node.start_s * 1000) if math.isfinite(node.start_s) else 0
+            bad = " bad" if seg.outcome in ("failed", "truncated") else ""
+            words = [clean(seg.stage), seg.kind, *([seg.outcome] if bad else [])]
+            look = (palette.css(seg.stage, seg.kind) + bad, ", ".join(words))
+            cuts += (known.setdefault(look, len(known)), round(seg.end_s * 1000))
         figures = [seconds(node.work_s), seconds(node.wait_s)]
-        nodes.append([clean(node.node), node.rank, *figures, node.outcome, start, cuts])
+        nodes.append([clean(node.node), node.rank, *figures, node.outcome, round(node.start_s * 1000), cuts])
     barriers = [round(at * 1000) for _, at in scale.barriers]
     span = [round(scale.low * 1000), round(scale.high * 1000)]
     return {"span": span, "barriers": barriers, "looks": list(known), "nodes": nodes}

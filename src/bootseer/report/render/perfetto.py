@@ -9,7 +9,6 @@ startup shows outliers and a sample of each band.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -83,7 +82,7 @@ def _about(report: Report, nodes: list[Node]) -> dict[str, Any]:
 
 def _microseconds(low_s: float, moment_s: float) -> int:
     """Seconds of the report as whole microseconds of the trace, which must not be negative."""
-    return max(0, round((moment_s - low_s) * 1e6)) if math.isfinite(moment_s) else 0
+    return max(0, round((moment_s - low_s) * 1e6))
 
 
 def _metadata(pid: int, name: str, order: int) -> list[Event]:
@@ -157,8 +156,7 @@ def _args(seg: Segment, node: Node) -> dict[str, Any]:
     prefix = seg.stage + "."
     for key, value in node.attrs.items():
         if key.startswith(prefix) and "." not in key[len(prefix) :]:
-            plain = isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
-            args[clean(key[len(prefix) :])] = value if plain else clean(value)
+            args[clean(key[len(prefix) :])] = value if isinstance(value, (bool, int, float)) else clean(value)
     return args
 
 
@@ -189,4 +187,4 @@ def _chain(links: list[Link], us: _Clock) -> list[Event]:
 
 
 def _number(value: float | None) -> float | str:
-    return "unobserved" if value is None or not math.isfinite(value) else round(value, 6)
+    return "unobserved" if value is None else round(value, 6)
