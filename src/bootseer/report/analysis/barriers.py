@@ -35,11 +35,11 @@ class Barrier:
 
     name: str
     visits: list[Visit] = field(default_factory=list)
-    left_ns: list[int] = field(default_factory=list)
-    num_participants: int = 0
-    """Number of waiting spans: a launcher waits once for all ranks of its node."""
-    has_opened: bool = False
-    """False if all of them are cut off by the end of the logs: the last participant has not arrived."""
+
+    @property
+    def num_participants(self) -> int:
+        """Number of waiting spans: a launcher waits once for all ranks of its node."""
+        return len({id(visit.span) for visit in self.visits})
 
     @property
     def last(self) -> Visit:
@@ -48,44 +48,41 @@ class Barrier:
 
     @property
     def passed(self) -> bool:
-        """Whether any lane passed: none passes `training_began` in a failed or abandoned startup."""
-        if self.name != TRAINING_BEGAN:
-            return self.has_opened
-        return any(visit.lane.outcome in (OK, UNOBSERVED) for visit in self.visits)
+        """Whether any lane passed. If the last participant has not arrived, all spans are cut off by the end of the
+        logs."""
+        return any(visit.span.outcome != TRUNCATED for visit in self.visits)
+
+    @property
+    def left_ns(self) -> float:
+        """When its participants left it, as a median; if none did, the last arrival."""
+        left_ns = [visit.left_ns for visit in self.visits if visit.span.outcome == OK]
+        return median(left_ns) if left_ns else self.last.at_ns
 
     @property
     def release_ns(self) -> int:
         """From the last arrival to the release."""
-        return max(int(median(self.left_ns)) - self.last.at_ns, 0) if self.left_ns else 0
+        return max(int(self.left_ns) - self.last.at_ns, 0)
 
 
 def barriers_of(lanes: list[Lane]) -> list[Barrier]:
     """The barriers in the order of their opening; the last is `training_began`."""
     found: dict[str, Barrier] = {}
-    waiting: dict[str, set[int]] = defaultdict(set)
     for lane in lanes:
         for arrival in lane.arrivals:
-            barrier = found.setdefault(arrival.barrier, Barrier(arrival.barrier))
-            waiting[arrival.barrier].add(id(arrival.span))
-            barrier.num_participants = len(waiting[arrival.barrier])
-            barrier.has_opened |= arrival.span.outcome != TRUNCATED
-            if arrival.span.outcome == OK:
-                barrier.left_ns.append(arrival.left_ns)
-            barrier.visits.append(arrival)
+            found.setdefault(arrival.barrier, Barrier(arrival.barrier)).visits.append(arrival)
     shared = [barrier for barrier in found.values() if barrier.num_participants > 1]
-    shared.sort(key=lambda barrier: median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns)
+    shared.sort(key=lambda barrier: barrier.left_ns)
     left: dict[int, tuple[int, int]] = {}
     for index, barrier in enumerate(shared):
         for visit in barrier.visits:
             visit.previous, visit.from_ns = left.get(id(visit.lane), (-1, visit.lane.begin_ns))
             left[id(visit.lane)] = (index, visit.left_ns)
     end = Barrier(TRAINING_BEGAN)
-    done = [lane for lane in lanes if lane.outcome == OK] or lanes
-    end.num_participants = len(done)
-    for lane in done:
+    for lane in [lane for lane in lanes if lane.outcome == OK] or lanes:
         previous, from_ns = left.get(id(lane), (-1, lane.begin_ns))
         at_ns = max(lane.end_ns, from_ns)
-        mark = Span(TRAINING_BEGAN, lane.node, lane.rank, 0, at_ns, at_ns, OK, {})
+        outcome = OK if lane.outcome in (OK, UNOBSERVED) else TRUNCATED  # none passes in a failed startup
+        mark = Span(TRAINING_BEGAN, lane.node, lane.rank, 0, at_ns, at_ns, outcome, {})
         end.visits.append(Visit(lane, TRAINING_BEGAN, mark, at_ns, at_ns, previous, from_ns))
     return [*shared, end]
 

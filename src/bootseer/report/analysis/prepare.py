@@ -81,7 +81,7 @@ class Prepared:
         """Of a GPU-hour."""
         return self.options.price_per_gpu_hour
 
-    def at(self, ns: int) -> float:
+    def at(self, ns: float) -> float:
         """Seconds since the startup's zero."""
         return seconds(ns - self.begin_ns)
 

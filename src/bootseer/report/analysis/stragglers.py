@@ -190,19 +190,15 @@ def _link(ready: Prepared, barrier: Barrier) -> model.Link:
     if all(ready.gpus[node] is not None for node in nodes):
         waited_ns = sum((last.at_ns - visit.at_ns) * (ready.gpus[node] or 0) for node, visit in nodes.items())
         waited = seconds(waited_ns) / S_PER_H
-
-    def at(ns: float) -> float:
-        return seconds(ns - ready.begin_ns)
-
     return model.Link(
         barrier=barrier.name,
         node=last.lane.node,
         rank=last.lane.rank,
-        from_s=at(last.from_ns),
-        arrival_s=at(last.at_ns),
-        release_s=at(last.at_ns + barrier.release_ns),
+        from_s=ready.at(last.from_ns),
+        arrival_s=ready.at(last.at_ns),
+        release_s=ready.at(last.at_ns + barrier.release_ns),
         num_participants=barrier.num_participants,
-        others_median_arrival_s=at(median(others)) if others else None,
+        others_median_arrival_s=ready.at(median(others)) if others else None,
         stage=stage,
         stage_s=seconds(stage_ns),
         excess_s=None if excess_ns is None else seconds(excess_ns),
