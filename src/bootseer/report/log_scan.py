@@ -79,18 +79,12 @@ def scan(
     for source in sources:
         result.files += 1
         reader = _FileScan(source, result, patterns)
-        try:
+        with _counting_faults(source, result):
             for block in inputs.blocks(source):
                 reader.feed(block)
                 result.bytes += len(block)
                 if progress is not None:
                     progress(result.bytes)
-        except inputs.Cut:
-            result.skipped["archive_cut"] += 1
-        except PermanentError:
-            if source.named:
-                raise
-            result.skipped["unreadable"] += 1
         reader.finish()
         _LOG.debug("%s: %d lines; %d events so far", source.name, reader.lines, len(result.events))
     name_jobs(result, job)
@@ -129,23 +123,16 @@ class Growing:
             if reader is None:
                 self.result.files += 1
                 reader = self._files[source.name] = _FileScan(source, self.result, self._patterns)
-            try:
-                archive = not offset and inputs.is_archive(source)
+            self._read[source.name] = (inode, size)  # what cannot be read is counted once
+            with _counting_faults(source, self.result):
+                if archive := not offset and inputs.is_archive(source):
+                    self._read[source.name] = (inode, math.inf)
                 for block in inputs.blocks(source) if archive else inputs.new_blocks(source, int(offset)):
                     reader.feed(block)
                     self.result.bytes += len(block)
                     offset += len(block)
                     self.over |= not block
-                offset = math.inf if archive or self.over else offset
-            except inputs.Cut:
-                self.result.skipped["archive_cut"] += 1
-                offset = math.inf
-            except PermanentError:
-                if source.named:
-                    raise
-                self.result.skipped["unreadable"] += 1
-                offset = size
-            self._read[source.name] = (inode, offset)
+                self._read[source.name] = (inode, math.inf if archive or self.over else offset)
         return self.result.events[known:]
 
     def finish(self) -> Scanned:
@@ -288,6 +275,19 @@ class _FileScan:
                 self.result.skipped["unit"] += 1
             else:
                 self.result.events.append(event)
+
+
+@contextlib.contextmanager
+def _counting_faults(source: inputs.Source, result: Scanned) -> Iterator[None]:
+    """Count a file that is cut or cannot be read. Raises `PermanentError` if the user named it."""
+    try:
+        yield
+    except inputs.Cut:
+        result.skipped["archive_cut"] += 1
+    except PermanentError:
+        if source.named:
+            raise
+        result.skipped["unreadable"] += 1
 
 
 @contextlib.contextmanager
