@@ -113,16 +113,12 @@ class StartupSpans:
 
 def unique(events: Iterable[Event]) -> tuple[list[Event], int]:
     """The events without repetitions (a log collected twice), and how many were dropped."""
-    seen: set[tuple[object, ...]] = set()
-    kept: list[Event] = []
+    kept: dict[tuple[object, ...], Event] = {}
     count = 0
-    for event in events:
-        count += 1
+    for count, event in enumerate(events, 1):
         identity = (event.span, event.phase, event.node, event.stage, event.job, event.attempt, event.mono_ns)
-        if identity not in seen:
-            seen.add(identity)
-            kept.append(event)
-    return kept, count - len(kept)
+        kept.setdefault(identity, event)
+    return list(kept.values()), count - len(kept)
 
 
 def startups(events: Iterable[Event]) -> list[StartupSpans]:

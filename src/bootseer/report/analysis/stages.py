@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 
 from bootseer.report.analysis.spans import TRUNCATED, Span
@@ -103,8 +103,7 @@ def time_by_stage(pieces: Sequence[Piece], begin_ns: int, end_ns: int) -> dict[s
 
 def enclosing(stage: str) -> list[str]:
     """The stage and the stages around it, outermost first: `a.b.c` gives `a`, `a.b`, `a.b.c`."""
-    parts = stage.split(".")
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return list(accumulate(stage.split("."), "{}.{}".format))
 
 
 @dataclass(slots=True)

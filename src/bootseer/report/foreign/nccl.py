@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bootseer.report.foreign.parser import MAX_RANK, Builder, Findings, Line, Parser, Place, plain, rank
+from bootseer.report.foreign.parser import MAX_RANK, Builder, Findings, Line, Parser, Place, plain
 from bootseer.report.foreign.times import parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import NO_RANK
@@ -83,7 +83,7 @@ class NcclParser(Parser):
 
     def _piece(self, line: Line, host: str, pid: int, piece: str) -> None:
         if mark := _MARK.match(piece, piece.find("comm 0x")):
-            if rank(mark[2]) == NO_RANK or not int(mark[2]) < int(mark[3]) <= MAX_RANK:
+            if not int(mark[2]) < int(mark[3]) <= MAX_RANK:
                 return
             key = (host, pid, mark[1])
             if mark[4] == "START":

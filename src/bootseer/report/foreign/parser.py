@@ -89,13 +89,6 @@ def name(text: str) -> str:
     return "".join(char for char in text.strip() if char.isprintable())[:_MAX_NAME]
 
 
-def rank(text: str | int | None) -> int:
-    """A plausible rank, or `NO_RANK`."""
-    if isinstance(text, str):
-        text = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else None
-    return text if type(text) is int and 0 <= text < MAX_RANK else NO_RANK
-
-
 def image_reference(text: str) -> str:
     """An image reference without scheme, credentials and query; empty if the text is not a reference."""
     text = _SCHEME.sub("", text.partition("?")[0], count=1)
