@@ -26,7 +26,7 @@ _SLACK_NS = 60 * NS_PER_S
 _MAX_LISTED = 1 << 19
 """Nodes of a scheduler's lists: a short line can name thousands."""
 _APART_NS = 900 * NS_PER_S
-"""What they did so long before or after everything else was for another job."""
+"""What they did longer than this before or after the job's other events belongs to another job."""
 
 
 @dataclass(slots=True)
@@ -144,8 +144,10 @@ def _name_nodes(result: Scanned, jobs: set[str]) -> None:
 
 
 def _of_other_runs(events: Sequence[Event]) -> set[str]:
-    """The spans in logs of whole machines that are far from what else happened for the job on the node, and do not
-    follow each other closely up to it, as a pull and an installation of half an hour do."""
+    """The spans in logs of whole machines that belong to other jobs: those far from the job's other events on the node.
+
+    A span at most `_SLACK_NS` from one that counts belongs to the job: pull and installation may take half an hour.
+    """
     around: dict[tuple[str, int, str], list[int]] = defaultdict(list)
     spans: dict[tuple[str, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for event in events:

@@ -143,10 +143,10 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
 
 
 def with_replaced_nodes(found: Iterable[StartupSpans]) -> list[StartupSpans]:
-    """Startups by the time of their first event, with each node that joined later moved to the restart that took place
-    then (without one, to a new one), and its later restarts by as many.
+    """Startups by the time of their first event. A node that joined later is moved to the restart that took place when
+    it joined, or else to a new one, and its later restarts by the same number.
 
-    A launcher's agent counts the restarts that it has seen itself, so that of a replaced node begins at 0.
+    A launcher's agent counts only the restarts that it has seen: on a node that joined later it begins at 0.
     """
     attempts: dict[tuple[str, int], dict[int, StartupSpans]] = defaultdict(dict)
     for startup in found:
