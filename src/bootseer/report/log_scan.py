@@ -54,8 +54,6 @@ _MAX_SEEN = 1 << 16
 _DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
 """Their log files often have the node after the program: `slurmd.gpu-17.log`."""
 _SLOW_S = 10.0
-
-
 Progress = Callable[[int], None]
 
 

@@ -13,9 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-Hits = Iterator[tuple[int, int]]
-"""Offsets of matches, each with the index of its clue."""
-
 
 class Clue(NamedTuple):
     """What a line must contain to be of interest: a literal, followed by a pattern without capturing groups.
@@ -46,13 +43,13 @@ class Search:
         self._all = b"|".join(first + b"(?:" + b"|".join(rests) + b")" for first, rests in by_first.items())
         self._compiled = _pcre2(self._all)
 
-    def hits(self, text: bytes) -> Hits:
-        """All matches of all clues, in no particular order."""
+    def hits(self, text: bytes) -> Iterator[tuple[int, int]]:
+        """The offsets of all matches with the indexes of their clues, in no particular order."""
         found = self._compiled(text) if self._compiled is not None else None
         for place, number in self._python(text) if found is None else found:
             yield place, self._order[number]
 
-    def _python(self, text: bytes) -> Hits:
+    def _python(self, text: bytes) -> Iterator[tuple[int, int]]:
         for number, (literal, pattern) in enumerate(self._clues):
             begin = fastest_find(text, literal, 0)
             if begin >= 0:

@@ -116,7 +116,7 @@ class Analysis:
         ready, key = tries[-1], picked.key
         lanes = _lane_of_each_node(ready)
         nodes = [_node(ready, lane) for lane in lanes.values()]
-        rows = stages(nodes, ready.price)
+        rows = stages(nodes, ready.options.price_per_gpu_hour)
         replay = Replay(ready.barriers)
         stragglers = straggler_rows(ready, replay)
         num_gpus = total(ready.gpus.values())
@@ -323,7 +323,7 @@ def _overhead(ready: Prepared, nodes: Sequence[model.Node]) -> model.Overhead:
         wait_gpu_hours=wait_hours,
         cost=ready.cost(hours),
         wait_cost=ready.cost(wait_hours),
-        price_per_gpu_hour=ready.price,
+        price_per_gpu_hour=ready.options.price_per_gpu_hour,
         currency=ready.options.currency,
     )
 

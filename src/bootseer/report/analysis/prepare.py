@@ -76,11 +76,6 @@ class Prepared:
         self.began = any(lane.outcome == OK for lane in self.lanes)
         self.ranks = Counter(lane.node for lane in self.lanes if lane.rank != NO_RANK)
 
-    @property
-    def price(self) -> float | None:
-        """Of a GPU-hour."""
-        return self.options.price_per_gpu_hour
-
     def at(self, ns: float) -> float:
         """Seconds since the startup's zero."""
         return seconds(ns - self.begin_ns)
@@ -94,7 +89,8 @@ class Prepared:
 
     def cost(self, hours: float | None) -> float | None:
         """The price of GPU-hours; None if unknown."""
-        return None if hours is None or self.price is None else hours * self.price
+        price = self.options.price_per_gpu_hour
+        return None if hours is None or price is None else hours * price
 
     def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
         """GPU-hours of `length_ns` on all nodes but some; None if a node's GPUs are unknown."""

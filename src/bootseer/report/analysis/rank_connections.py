@@ -18,26 +18,25 @@ _MORE_FILES: Final = 1000
 
 def connection_lines(startup: StartupSpans) -> list[str]:
     """Slow connections with their causes, and settings that are known to be slow for this number of ranks."""
-    marks = [mark for node in startup.nodes.values() for mark in node.instants]
-    connected = [mark for mark in marks if mark.stage == "ranks_connected"]
-    ranks = max((_number(mark.attrs.get("world_size")) for mark in marks if mark.stage == "rank_known"), default=0)
+    connected = startup.marks("ranks_connected")
+    ranks = max((_number(mark.attrs.get("world_size")) for mark in startup.marks("rank_known")), default=0)
     first = next((mark.attrs for mark in connected if mark.rank == 0), {})
-    lines = [*_stores(marks), *_groups(connected)]
+    lines = [*_stores(startup), *_groups(connected)]
     keys = _number(first.get("keys"))
     if lines and keys:
         lines.append(f"{plural(int(keys), 'key')} in the store after the first collective")
     return lines + list(_settings(startup, int(ranks), first))
 
 
-def _stores(marks: Sequence[Span]) -> Iterator[str]:
-    stores = [mark for mark in marks if mark.stage == "store_connected"]
+def _stores(startup: StartupSpans) -> Iterator[str]:
+    stores = startup.marks("store_connected")
     slowest = max(stores, key=_seconds, default=None)
     if slowest is None or _seconds(slowest) < _SLOW_S:
         return
     late = sum(_seconds(mark) >= _SLOW_S for mark in stores)
     took = format_seconds(_seconds(slowest))
     line = f"connecting to the store took {took} on {_rank_name(slowest)}, more than 1 s on {late} of {len(stores)}"
-    name = max((mark for mark in marks if mark.stage == "reverse_dns"), key=_seconds, default=None)
+    name = max(startup.marks("reverse_dns"), key=_seconds, default=None)
     if name is not None and _seconds(name) >= _SLOW_NAME_S:
         line += (
             f": reverse DNS took {format_seconds(_seconds(name))} for {name.attrs.get('address')};"

@@ -110,6 +110,10 @@ class StartupSpans:
     run_attrs: dict[str, dict[str, Any]]
     """Attributes of the `run` span, by node; a restart inherits those of its attempt."""
 
+    def marks(self, stage: str) -> list[Span]:
+        """The instants of a stage, in the order of the nodes' names."""
+        return [mark for _, node in sorted(self.nodes.items()) for mark in node.instants if mark.stage == stage]
+
 
 def unique(events: Iterable[Event]) -> tuple[list[Event], int]:
     """The events without repetitions (a log collected twice), and how many were dropped."""

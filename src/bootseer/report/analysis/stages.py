@@ -160,9 +160,8 @@ def _row(name: str, times: dict[str, Times], gpus: dict[str, int | None], price:
     only_wait = all(t.work_s == 0 for t in times.values())
     values = sorted((t.wait_s if only_wait else t.work_s, node) for node, t in times.items() if t.is_whole)
     middle = median(value for value, _ in values) if values else None
-    known = [count for node in times if (count := gpus[node]) is not None]
     hours = None
-    if len(known) == len(times):
+    if all(gpus[node] is not None for node in times):
         hours = sum((t.work_s + t.wait_s) * (gpus[node] or 0) for node, t in times.items()) / S_PER_H
     return Stage(
         stage=name,

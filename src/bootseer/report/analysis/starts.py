@@ -114,7 +114,7 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
 def warm_lines(startup: StartupSpans) -> list[str]:
     """How many Python programs were forked from a warm parent and what that saved: the imports of all but one, which
     each warm parent made; the reasons for the others."""
-    warm = [mark for node in startup.nodes.values() for mark in node.instants if mark.stage == "warm_start"]
+    warm = startup.marks("warm_start")
     reasons = Counter(str(why) for mark in warm if (why := mark.attrs.get("why_not")))
     imports_s: dict[tuple[str, int], list[float]] = defaultdict(list)
     for mark in warm:
@@ -132,12 +132,10 @@ def warm_lines(startup: StartupSpans) -> list[str]:
 def unused_import_lines(startup: StartupSpans) -> list[str]:
     """Slow imports of which no function ran on any of the nodes that report imports; slowest first."""
     rows: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
-    for node in startup.nodes.values():
-        for mark in node.instants:
-            if mark.stage == "unused_import":
-                name, by, within = (str(mark.attrs.get(key) or "") for key in ("module", "by", "within"))
-                text = f"{name}, imported by {by or 'the program'}" + (f" for {within}" if within != by else "")
-                rows[name][node.node] = _number(mark.attrs.get("import_s")) or 0.0, text
+    for mark in startup.marks("unused_import"):
+        name, by, within = (str(mark.attrs.get(key) or "") for key in ("module", "by", "within"))
+        text = f"{name}, imported by {by or 'the program'}" + (f" for {within}" if within != by else "")
+        rows[name][mark.node] = _number(mark.attrs.get("import_s")) or 0.0, text
     telling = {node for by_node in rows.values() for node in by_node}
     worst = sorted((max(by_node.values()) for by_node in rows.values() if by_node.keys() == telling), reverse=True)
     return [f"{format_seconds(took_s)} {text}" for took_s, text in worst[:_MAX_IMPORTS]]
@@ -190,11 +188,9 @@ def restarts_summary(found: Sequence[Restarted]) -> list[str]:
 def stack_lines(startup: StartupSpans) -> list[str]:
     """The stacks of late processes that the service asked for."""
     return [
-        f"{name}{f' rank {rank}' if (rank := mark.attrs.get('of_rank', -1)) != -1 else ''} in "
+        f"{mark.node}{f' rank {rank}' if (rank := mark.attrs.get('of_rank', -1)) != -1 else ''} in "
         f"{mark.attrs.get('in_stage', '?')}: {mark.attrs.get('stack') or mark.attrs.get('why_not')}"
-        for name, node in sorted(startup.nodes.items())
-        for mark in node.instants
-        if mark.stage == STACK
+        for mark in startup.marks(STACK)
     ]
 
 
