@@ -25,6 +25,23 @@ def test_stderr_carries_the_events_with_the_jobs_own_log(run, tmp_path):
     assert "logged" in run("report", "job.log").stdout
 
 
+@pytest.mark.parametrize("more", [[], ["--restarts", "1"], ["--trace-to", "service=http://127.0.0.1:9"]])
+def test_the_jobs_own_log_needs_no_folder(run, more):
+    """A pod's user may have no home that can be written."""
+    words = ["run", "--job", "logged", "--trace-to", "stderr", *more, "--", "true"]
+    done = run(*words, more={"BOOTSEER_SPOOL": "/proc/none"})
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("bootseer: events go only to stderr: ")]
+    found = [decode(line.encode()) for line in lines]
+    assert (done.returncode, stages(found), found[0].attempt) == (0, ["run", "command"], 0)
+    assert (len(lines) < len(done.stderr.splitlines())) == ("--trace-to" in more)
+
+
+@pytest.mark.parametrize(("more", "num_files"), [([], 0), (["--restarts", "0"], 1)])
+def test_what_looks_for_events_of_the_command_finds_them_in_the_spool(run, tmp_path, more, num_files):
+    assert run("run", "-q", "--trace-to", "stderr", *more, "--", "true").returncode == 0
+    assert len(list((tmp_path / "spool").rglob("*.events"))) == num_files
+
+
 @pytest.mark.parametrize("more", [[], ["--trace-to", "stderr"], ["--trace-to", "spool"]])
 def test_a_collector_gets_the_spans_of_the_run(run, more):
     with collector() as server:

@@ -62,7 +62,7 @@ def _session(command: Sequence[str], options: Options, env: Mapping[str, str]) -
     except OSError as error:
         why = f"{error.filename or 'the spool'}: {error.strerror}; name another folder with --spool"
     except BootseerError as error:
-        why = str(error)
+        why = f"{error}; {error.hint}" if isinstance(error, UsageError) else str(error)
     say(f"events cannot be written ({why}); the command runs unmeasured")
     return Unmeasured(env, command)
 
@@ -106,7 +106,7 @@ def _warm_start(
         if not options.hook or env.get("BOOTSEER_HOOK") == "0":
             raise UsageError("the hook is off, which records imports")
         if "spool" not in session.sinks:
-            raise UsageError("there is no spool, to which imports are recorded (--trace-to spool)")
+            raise UsageError("there is no spool to record imports in")
         session.warm = WarmStart(session, command, env, environment, options.warm)
     except (BootseerError, OSError) as error:  # there is no folder for records
         say(f"not warm: {error}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from bootseer.errors import BootseerError
 from bootseer.launch.supervise import log, say
 from bootseer.trace import spools, traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
@@ -90,17 +91,23 @@ class Session(RunEvents):
         identity = discover(env, hostname=os.uname().nodename)
         if not identity.job:
             identity = identity._replace(job=_default_job_name(command))
-        root = options.spool or spools.default_root(env)
         self.in_default_root = options.spool is None
         attempt = identity.attempt
         if attempt is None and (options.peers is not None or _has_other_processes(identity, command, env)):
             attempt = 0  # a number drawn by this node would differ from the other nodes'
-        folder, attempt = spools.make_attempt(root, identity.job, attempt)
-        identity = identity._replace(attempt=attempt)
         self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
         self.service = next((word for word in options.sinks if word.partition("=")[0] == "service"), None)
-        # The exporter and the shipper read the spool.
-        sinks = [spool_word(folder)] if "spool" in options.sinks or self.otlp or self.service else []
+        needs_spool = bool("spool" in options.sinks or self.otlp or self.service)  # exporter and shipper read it
+        try:
+            folder, attempt = spools.make_attempt(options.spool or spools.default_root(env), identity.job, attempt)
+        except (BootseerError, OSError) as error:
+            if "stderr" not in options.sinks:
+                raise
+            if needs_spool:
+                say(f"events go only to stderr: {error}")
+            folder, attempt, self.otlp, self.service = "", attempt or 0, None, None
+        identity = identity._replace(attempt=attempt)
+        sinks = [spool_word(folder)] if folder and (needs_spool or _reads_events(options)) else []
         sinks += ["stderr"] if "stderr" in options.sinks else []
         self.sinks = ",".join(sinks)
         given = traceparent.parse(env.get(traceparent.VARIABLE, ""))
@@ -111,7 +118,7 @@ class Session(RunEvents):
             trace=given.trace if given else own,
             parent=given.span if given else "",
         )
-        super().__init__(tracer, new_span(), folder)
+        super().__init__(tracer, new_span(), folder if "spool" in self.sinks else "")
         self.quiet = options.quiet
         self._initial_identity = identity
         tracer.emit("run", BEGIN, span=self.span, attrs=_run_attributes(command, identity, options, env))
@@ -215,7 +222,7 @@ class Session(RunEvents):
         if self._shipping is not None:
             self._shipping.finish()
         if lost:
-            say(f"{lost} events could not be written to {self.folder}; the report will miss them")
+            say(f"{lost} events could not be written to {self.folder or 'stderr'}; the report will miss them")
         elif not self.quiet and "spool" in self.sinks:
             import shlex
 
@@ -244,6 +251,12 @@ class Unmeasured(Session):
 
     def start_observers(self, env: Mapping[str, str]) -> None:
         pass
+
+
+def _reads_events(options: Options) -> bool:
+    """Whether parts of the run look for events of the command, such as the begin of training: in the spool."""
+    parts = (options.image, options.environment, options.checkpoint, options.peers, options.restarts)
+    return options.warm != "off" or any(part is not None for part in parts)
 
 
 def _has_other_processes(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:

@@ -247,7 +247,7 @@ class _ImageStart:
         if parent and not container.has_parent and self._options.warm == "on":
             say("a restart creates the container again: the image's PATH has no python3 of version 3.11 or later")
         user = container.process.user
-        if session.is_measured and 0 < user.uid < num_owners() and user.gid < num_owners():
+        if "spool" in session.sinks and 0 < user.uid < num_owners() and user.gid < num_owners():
             with reporting_errors("the container cannot write events"):
                 _give_folder(session.folder, user.uid)
                 if session.warm is not None:
