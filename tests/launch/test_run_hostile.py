@@ -185,6 +185,13 @@ def test_a_command_that_never_ran_has_no_report(run):
     assert result.stderr == "bootseer: no-such-command: command not found\n"
 
 
+@pytest.mark.parametrize(("words", "attempts"), [(["--nnodes=1"], {0, 1}), (["--nnodes", "2"], {0})])
+def test_starts_of_one_node_get_numbers_of_their_own(run, events, words, attempts):
+    for _ in range(2):
+        assert run("run", "-q", "--", "true", *words).returncode == 0
+    assert {event.attempt for event in events()} == attempts
+
+
 def test_parallel_runs_of_one_job_get_numbers_of_their_own(env, tmp_path):
     words = [*BOOTSEER, "run", "-q", "--job", "many", "--", "true"]
     running = [subprocess.Popen(words, env=env) for _ in range(20)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
 from bootseer.io import proc
+from bootseer.launch.session import option_values
 from bootseer.launch.supervise import (
     ENDING,
     NOT_EXECUTABLE,
@@ -42,7 +43,6 @@ RUN_ID = "BOOTSEER_RUN_ID"
 _PERMANENT = (0, 2, NOT_EXECUTABLE, NOT_FOUND)
 """Exit codes after which a restart is useless: success, wrong arguments (argparse and shells), no such program."""
 _SIGNALLED = 128
-_ELASTIC_FLAGS = ("--max-restarts", "--max_restarts")
 GRACE_S = 3.0
 """Between SIGTERM and SIGKILL, for processes that a command or a setup left running."""
 _END_S = 30.0
@@ -199,11 +199,7 @@ def _processes_with(variables: set[bytes]) -> set[int]:
 
 def is_elastic(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether the command is an elastic launcher that is configured to restart its processes."""
-    values = [env.get("PET_MAX_RESTARTS", "")]
-    for word, following in zip(command, (*command[1:], ""), strict=True):
-        flag, equals, value = word.partition("=")
-        if flag in _ELASTIC_FLAGS:
-            values.append(value if equals else following)
+    values = [env.get("PET_MAX_RESTARTS", ""), *option_values(command, "--max-restarts", "--max_restarts")]
     return values[-1].isdecimal() and int(values[-1]) > 0
 
 

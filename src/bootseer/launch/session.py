@@ -259,6 +259,14 @@ def _reads_events(options: Options) -> bool:
     return options.warm != "off" or any(part is not None for part in parts)
 
 
+def option_values(command: Sequence[str], *names: str) -> Iterator[str]:
+    """The values of these options in a command line, given as `--name value` or `--name=value`."""
+    for word, following in zip(command, (*command[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            yield value if equals else following
+
+
 def _has_other_processes(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether other processes take part in this attempt, so that all need the same attempt number."""
     return (
@@ -266,8 +274,11 @@ def _has_other_processes(identity: Identity, command: Sequence[str], env: Mappin
         or identity.rank != NO_RANK
         or (identity.num_nodes or 1) > 1
         or bool(env.get("BOOTSEER_NODE"))
-        or any(word.startswith(("--nnodes", "--num-nodes", "--num_nodes", "--num_machines")) for word in command)
+        or any(value != "1" for value in option_values(command, *_NODES))
     )
+
+
+_NODES = ("--nnodes", "--num-nodes", "--num_nodes", "--num_machines")
 
 
 def _default_job_name(command: Sequence[str]) -> str:
