@@ -10,7 +10,7 @@ Imported before every job: what only some runs need is imported where it is need
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 
 from bootseer.errors import BootseerError, Interrupted, UsageError
 from bootseer.launch import supervise
@@ -37,12 +37,20 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     session = _session(command, options, env) if measured else Unmeasured(env)
     code = 1
     try:
-        with (
-            _warm_start(command, options, session, env),
-            _peer_service(options, session, env) as peers,
-            _checkpoint_mount(options, session) as checkpoint,
-        ):
-            code = _run_measured(command, options, env, session, {**peers, **checkpoint})
+        with ExitStack() as parts:
+            if options.warm != "off":
+                _start_warm(command, options, session, env, parts)
+            variables: dict[str, str] = {}
+            if options.peers is not None:
+                from bootseer.launch.peers import PeersStart
+
+                session.peers = PeersStart(options.peers, session, env)
+                variables |= parts.enter_context(session.peers)
+            if options.checkpoint is not None:
+                from bootseer.launch.checkpoint import CheckpointStart
+
+                variables |= parts.enter_context(CheckpointStart(options.checkpoint, session, options.show))
+            code = _run_measured(command, options, env, session, variables)
     except Interrupted as interrupted:
         say(f"interrupted by {interrupted} before the command was started")
         code = interrupted.exit_code
@@ -92,12 +100,10 @@ def _run_measured(
     return run_after_setup(command, options, child_env, session, start_attrs=start_attrs)
 
 
-def _warm_start(
-    command: Sequence[str], options: Options, session: Session, env: Mapping[str, str]
-) -> AbstractContextManager[object]:
-    """A warm parent for the programs that the command starts, if earlier starts have recorded their imports."""
-    if options.warm == "off":
-        return nullcontext()
+def _start_warm(
+    command: Sequence[str], options: Options, session: Session, env: Mapping[str, str], parts: ExitStack
+) -> None:
+    """Record imports, and let the command's launcher have a warm parent if earlier starts have recorded them."""
     from bootseer.launch.warm import WarmStart
 
     image = str(options.image.request.reference) if options.image is not None else ""
@@ -107,31 +113,9 @@ def _warm_start(
             raise UsageError("the hook is off, which records imports")
         if "spool" not in session.sinks:
             raise UsageError("there is no spool to record imports in")
-        session.warm = WarmStart(session, command, env, environment, options.warm)
+        session.warm = parts.enter_context(WarmStart(session, command, env, environment, options.warm))
     except (BootseerError, OSError) as error:  # there is no folder for records
         say(f"not warm: {error}")
-        return nullcontext()
-    return session.warm
-
-
-def _peer_service(
-    options: Options, session: Session, env: Mapping[str, str]
-) -> AbstractContextManager[Mapping[str, str]]:
-    """The peer service; yields the variable by which the command finds it."""
-    if options.peers is None:
-        return nullcontext({})
-    from bootseer.launch.peers import PeersStart
-
-    session.peers = PeersStart(options.peers, session, env)
-    return session.peers
-
-
-def _checkpoint_mount(options: Options, session: Session) -> AbstractContextManager[Mapping[str, str]]:
-    if options.checkpoint is None:
-        return nullcontext({})
-    from bootseer.launch.checkpoint import CheckpointStart
-
-    return CheckpointStart(options.checkpoint, session, options.show)
 
 
 def _run_unmeasured(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
