@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
 
 from bootseer.io import proc
 from bootseer.io.proc import is_dying, num_writers, process_of, was_killed
@@ -28,6 +31,19 @@ def test_a_child() -> None:
         finally:
             child.kill()
     assert child.pid not in proc.pids()
+
+
+def test_a_killed_child_that_hangs_in_the_kernel_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (os.posix_spawn("/bin/sleep", ["sleep", "600"], {}) for _ in range(2))
+    proc.kill_child(first)
+    with pytest.raises(ChildProcessError):  # it was reaped
+        os.waitpid(first, 0)
+    proc.kill_child(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(proc, "_KILL_S", 0.01)
+        patch.setattr(os, "waitpid", lambda pid, options: (0, 0))
+        proc.kill_child(second)
+    assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == -signal.SIGKILL
 
 
 def test_nothing_is_shown_of_a_process_that_has_ended() -> None:

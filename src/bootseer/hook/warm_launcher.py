@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.state import STAGE, raised_by_signal
+from bootseer.io import proc
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
 from bootseer.trace.tracer import process_tracer
 
@@ -163,10 +164,8 @@ class WarmLauncher:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        with contextlib.suppress(OSError):
-            self._end.close()
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        self._end.close()
+        proc.kill_child(pid)
         if reason:
             emit({"program": self._program, "why_not": reason})
 

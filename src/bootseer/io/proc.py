@@ -1,4 +1,4 @@
-"""What the kernel shows about processes in /proc.
+"""What the kernel shows about processes in /proc, and the end of a child.
 
 Nothing is shown of a process that has ended or belongs to another user: its files count as empty. Imported before every
 job, so without pathlib.
@@ -6,9 +6,12 @@ job, so without pathlib.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 
 _SIGKILL = 9
+_KILL_S = 5.0
 _SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
@@ -57,6 +60,15 @@ def is_dying(pid: int) -> bool:
     """Whether a process or thread has SIGKILL pending, whichever signal killed it. It may have for long in the kernel:
     in a dead mount."""
     return _has_signal(pid, "SigPnd", _SIGKILL)
+
+
+def kill_child(pid: int) -> None:
+    """Kill a child and reap it. One that hangs in the kernel, for example in a dead mount, is left behind."""
+    until_s = time.monotonic() + _KILL_S
+    with contextlib.suppress(OSError):
+        os.kill(pid, _SIGKILL)
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < until_s:
+            time.sleep(0.001)
 
 
 def catches(pid: int, number: int) -> bool:

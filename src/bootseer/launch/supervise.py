@@ -71,7 +71,6 @@ RESTART_GRACE_S = 30.0
 """Between SIGTERM and SIGKILL for a command that is to be started again: it may save its state."""
 _START_S = 120.0
 """For entering namespaces and reading the program's first bytes, which may come from a store."""
-_KILL_S = 1.0
 _MAX_REPORT = 4096  # an atomic write to a pipe
 # Python ignores these two; the command must have their default action.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -166,7 +165,7 @@ def spawn(
     except OSError as error:
         raise StartError(command[0], error) from error
     if failed:
-        _kill(pid)
+        proc.kill_child(pid)
         number, _, reason = failed.decode("utf-8", "replace").partition(" ")
         raise StartError(command[0], OSError(int(number), os.strerror(int(number))), reason)
     log(__name__, "process %d is %s", pid, command[0])  # its arguments may hold secrets
@@ -184,15 +183,6 @@ def _read_start_error(answer: int) -> bytes:
         output += piece
     reason = f"it did not start within {_START_S:.0f} s; does the file system that it lies on answer?"
     return b"%d %s" % (errno.ETIMEDOUT, reason.encode())
-
-
-def _kill(pid: int) -> None:
-    """Kill a child and reap it. One that hangs in the kernel, for example in a dead mount, is left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    until_s = time.monotonic() + _KILL_S
-    while _reap(pid) is None and time.monotonic() < until_s:
-        time.sleep(0.001)
 
 
 def _exec_command(

@@ -8,9 +8,7 @@ process is `launch.inside`: `bootseer run` outside cannot adopt the container's 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -78,10 +76,8 @@ class WarmRestart:
                 except Exception as error:  # no failure here may prevent the restart by exec
                     why_not = f"{type(error).__name__}: {error}"
             end.close()  # ends it, unless its copy has taken its place
-            with contextlib.suppress(OSError):
-                if ours:
-                    os.kill(parent, signal.SIGKILL)
-                    os.waitpid(parent, 0)
+            if ours:
+                proc.kill_child(parent)
         if pid is not None or why_not:
             attrs = {**facts, "program": "the launcher", **({"why_not": why_not[:300]} if why_not else {"child": pid})}
             self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)
