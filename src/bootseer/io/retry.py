@@ -21,7 +21,7 @@ BASE_S = 0.1
 """The first wait is random up to this, the next up to twice this, and so on."""
 CAP_S = 10.0
 _SHORTEST_S = 1.0
-"""An attempt with less time would fail for that, and its error replace the one that says what is wrong."""
+"""An attempt with less time would only time out, and its error would hide the one that says what is wrong."""
 
 
 def pause_s(failures: int, error: Exception | None = None, rng: random.Random | None = None) -> float:

@@ -75,7 +75,7 @@ class Relay:
             self._thread.join(_POLL_S)
 
     def _is_behind(self) -> bool:
-        # Looked at last: what is not in the pipe any more was read after it was set.
+        # In this order: the thread sets the flag before it takes data from the pipe.
         return self._num_waiting() > 0 or self._is_forwarding
 
     def _num_waiting(self) -> int:

@@ -5,8 +5,9 @@ once; the exit code is the command's, 128+N when signal N killed it. As PID 1 th
 
 Which processes get signals: in the foreground of a terminal the command stays in this process group, so that Ctrl-C
 and Ctrl-Z reach it from the terminal, and only signals sent to this process alone are forwarded. Otherwise the command
-leads a process group of its own. Forwarded signals that the command catches go to the command alone (those that end
-processes, after its end, to what is left), all others, and those that terminals send, to its whole group.
+leads a process group of its own. A forwarded signal goes to the command alone if the command catches it, else to its
+whole group; signals that terminals send always go to the group. If the command caught a signal that asks for the end,
+the rest of its group gets that signal after the command has ended.
 
 SIGKILL cannot be forwarded: the kernel is asked to kill the command when this process dies (PR_SET_PDEATHSIG), so that
 `timeout -k` leaves no job behind.
