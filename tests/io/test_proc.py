@@ -10,10 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 from bootseer.io import proc
-from bootseer.io.proc import is_dying, num_writers, process_of, was_killed
+from bootseer.io.proc import end_child, is_dying, num_writers, process_of, was_killed
+from hung_mount import child_that_asks, hung_mount, needs_fuse
 
 
 def test_a_child() -> None:
@@ -33,17 +32,24 @@ def test_a_child() -> None:
     assert child.pid not in proc.pids()
 
 
-def test_a_killed_child_that_hangs_in_the_kernel_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (os.posix_spawn("/bin/sleep", ["sleep", "600"], {}) for _ in range(2))
-    proc.kill_child(first)
-    with pytest.raises(ChildProcessError):  # it was reaped
-        os.waitpid(first, 0)
-    proc.kill_child(first)
-    with monkeypatch.context() as patch:
-        patch.setattr(proc, "_KILL_S", 0.01)
-        patch.setattr(os, "waitpid", lambda pid, options: (0, 0))
-        proc.kill_child(second)
-    assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == -signal.SIGKILL
+def test_the_status_of_a_child_that_ended_or_was_killed() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(end_child(pid, 60, kill=False)) == 7
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    assert os.waitstatus_to_exitcode(end_child(pid, 60)) == -signal.SIGKILL
+    assert end_child(pid) is None, "it was already waited for"
+
+
+@needs_fuse
+def test_a_child_that_hangs_in_the_kernel_is_left_behind(tmp_path: Path) -> None:
+    with hung_mount(tmp_path / "hung") as path:
+        pid = child_that_asks(path)
+        assert end_child(pid, 0.1) is None
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def test_nothing_is_shown_of_a_process_that_has_ended() -> None:

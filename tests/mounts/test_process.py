@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-from pathlib import Path
 
-from bootseer.mounts.process import ProcessId, die_with, end_child
-from hung_mount import child_that_asks, hung_mount, needs_fuse
+from bootseer.mounts.process import ProcessId, die_with
 
 
 def test_a_child_that_asked_for_it_dies_with_its_parent() -> None:
@@ -44,23 +42,3 @@ def test_a_process_is_more_than_its_number() -> None:
     assert own is not None
     assert own.alive
     assert not ProcessId(own.pid, own.started + 1).alive
-
-
-def test_the_status_of_a_child_that_ended_or_was_killed() -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(end_child(pid, 60, kill=False)) == 7
-    pid = os.fork()
-    if pid == 0:
-        signal.pause()
-    assert os.waitstatus_to_exitcode(end_child(pid, 60)) == -signal.SIGKILL
-    assert end_child(pid) is None, "it was already waited for"
-
-
-@needs_fuse
-def test_a_child_that_hangs_in_the_kernel_is_left_behind(tmp_path: Path) -> None:
-    with hung_mount(tmp_path / "hung") as path:
-        pid = child_that_asks(path)
-        assert end_child(pid, 0.1) is None
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bootseer.errors import BootseerError, TransientError, as_message, from_message
-from bootseer.mounts.process import end_child, json_lines, send_line
+from bootseer.io.proc import end_child
+from bootseer.mounts.process import json_lines, send_line
 
 DEADLINE_S = 300.0
 """More than the deadlines of all requests together: only for a client that hangs."""

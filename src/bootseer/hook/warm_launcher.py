@@ -165,7 +165,7 @@ class WarmLauncher:
             undo()
         self._undo.clear()
         self._end.close()
-        proc.kill_child(pid)
+        proc.end_child(pid)
         if reason:
             emit({"program": self._program, "why_not": reason})
 

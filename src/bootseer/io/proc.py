@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import select
 
 _SIGKILL = 9
-_KILL_S = 5.0
 _SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
@@ -62,13 +61,24 @@ def is_dying(pid: int) -> bool:
     return _has_signal(pid, "SigPnd", _SIGKILL)
 
 
-def kill_child(pid: int) -> None:
-    """Kill a child and reap it. One that hangs in the kernel, for example in a dead mount, is left behind."""
-    until_s = time.monotonic() + _KILL_S
+def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | None:
+    """Kill a child (unless `kill=False`) and reap it: its wait status.
+
+    None when it has not ended within `timeout_s` seconds: a child in an uninterruptible system call, for example in a
+    dead mount, does not react even to SIGKILL and is left behind. None also when it was reaped elsewhere.
+    """
     with contextlib.suppress(OSError):
-        os.kill(pid, _SIGKILL)
-        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < until_s:
-            time.sleep(0.001)
+        if kill:
+            os.kill(pid, _SIGKILL)
+        handle = os.pidfd_open(pid)
+        try:
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            if ended.poll(1000 * timeout_s):
+                return os.waitpid(pid, 0)[1]
+        finally:
+            os.close(handle)
+    return None
 
 
 def catches(pid: int, number: int) -> bool:

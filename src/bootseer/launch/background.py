@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 from bootseer import logs
 from bootseer.errors import Interrupted, PermanentError, TransientError, as_message, from_message, os_errors_as
+from bootseer.io.proc import end_child
 from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl, say
-from bootseer.mounts.process import drop_descriptors, end_child, readable, send_line
+from bootseer.mounts.process import drop_descriptors, readable, send_line
 
 Send = Callable[[dict[str, Any]], None]
 _MAX_LINE = 65_536

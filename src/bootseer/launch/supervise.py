@@ -166,7 +166,7 @@ def spawn(
     except OSError as error:
         raise StartError(command[0], error) from error
     if failed:
-        proc.kill_child(pid)
+        proc.end_child(pid)
         number, _, reason = failed.decode("utf-8", "replace").partition(" ")
         raise StartError(command[0], OSError(int(number), os.strerror(int(number))), reason)
     log(__name__, "process %d is %s", pid, command[0])  # its arguments may hold secrets

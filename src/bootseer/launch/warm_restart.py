@@ -77,7 +77,7 @@ class WarmRestart:
                     why_not = f"{type(error).__name__}: {error}"
             end.close()  # ends it, unless its copy has taken its place
             if ours:
-                proc.kill_child(parent)
+                proc.end_child(parent)
         if pid is not None or why_not:
             attrs = {**facts, "program": "the launcher", **({"why_not": why_not[:300]} if why_not else {"child": pid})}
             self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)

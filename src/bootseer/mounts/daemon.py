@@ -19,10 +19,11 @@ from msgspec import Struct
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, as_message, from_message
 from bootseer.io.locks import try_flock
+from bootseer.io.proc import end_child
 from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.control import FILES, LOG
-from bootseer.mounts.process import ProcessId, drop_descriptors, end_child, json_lines, send_line
+from bootseer.mounts.process import ProcessId, drop_descriptors, json_lines, send_line
 
 if TYPE_CHECKING:
     from bootseer.mounts.serve import DaemonSpec

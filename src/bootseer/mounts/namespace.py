@@ -22,10 +22,11 @@ from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, as_message, from_message
 from bootseer.fuse.syscalls import MS_NODEV, libc
+from bootseer.io.proc import end_child
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.process import die_with, end_child, json_lines, send_line
+from bootseer.mounts.process import die_with, json_lines, send_line
 
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
 _MAPPED, _NOT_MAPPED = b"y", b"n"

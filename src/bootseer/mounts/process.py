@@ -1,5 +1,5 @@
-"""Processes: identity that survives reuse of pids, parent-death signals, bounded waits for children, and messages as
-JSON lines over pipes and sockets.
+"""Processes: identity that survives reuse of pids, parent-death signals, and messages as JSON lines over pipes and
+sockets.
 """
 
 from __future__ import annotations
@@ -24,26 +24,6 @@ from bootseer.io import proc
 _PR_SET_PDEATHSIG = 1
 _TICK_S = 0.5
 _MAX_LINE = 1 << 20
-
-
-def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | None:
-    """Kill a child (unless `kill=False`) and reap it: its wait status.
-
-    None when it has not ended within `timeout_s` seconds: a child in an uninterruptible system call, for example in a
-    dead mount, does not react even to SIGKILL and is left behind. None also when it was reaped elsewhere.
-    """
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        handle = os.pidfd_open(pid)
-        try:
-            if kill:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            ended = select.poll()
-            ended.register(handle, select.POLLIN)
-            if ended.poll(1000 * timeout_s):
-                return os.waitpid(pid, 0)[1]
-        finally:
-            os.close(handle)
-    return None
 
 
 def die_with(parent: int) -> None:
