@@ -167,7 +167,7 @@ class Tracer:
     def emit(self, *_, attrs, **more):
         print(attrs["why_not"])
 
-restart = WarmRestart(Tracer(), "")
+restart = WarmRestart(Tracer(), str(os.getpid()))
 if os.fork() == 0:
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.connect(f"{programs.AGAIN}{os.getppid()}")
@@ -178,6 +178,17 @@ while not restart.pids():
     time.sleep(0.01)
 print(restart.spawn(dict(os.environ), {}, True))
 """
+
+
+def test_runs_with_the_same_process_id_do_not_disturb_each_other() -> None:
+    """Pods in the host's network share its abstract sockets; in each of them `bootseer run` is process 1."""
+    script = (
+        "from bootseer.launch.warm_restart import WarmRestart\n"
+        "runs = [WarmRestart(None, name) for name in 'ab']\n"
+        "print(*(run._socket is not None for run in runs))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout == "True True\n"
 
 
 def test_a_warm_parent_that_answers_with_nonsense_does_not_end_the_run() -> None:

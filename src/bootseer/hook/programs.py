@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
 AGAIN = "\0bootseer-restart-"
-"""Abstract socket address of `bootseer run --restarts`, for warm parents, without the process id that follows."""
+"""Abstract socket address of `bootseer run --restarts`, for warm parents, without the run's id that follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
 _IMPORT = re.compile(rb"(?m)^[ \t]*(?:from\s+([\w.]+)\s+import\b\s*(\((?:[^)#]+|#.*)*|[\w, ]*)|import\s+([\w., ]+))")

@@ -325,12 +325,12 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
 
 def _run(launcher: int) -> socket.socket | None:
     """A socket to `bootseer run --restarts`, if it restarts this launcher; else None."""
-    above = proc.parent(launcher)
-    if "BOOTSEER_RESTART" not in os.environ or not above:
+    above, run_id = proc.parent(launcher), os.environ.get("BOOTSEER_RUN_ID")
+    if not run_id or not above:
         return None
     run = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        run.connect(f"{programs.AGAIN}{above}")
+        run.connect(f"{programs.AGAIN}{run_id}")
         if programs.peer(run) == (above, os.getuid()):
             return run
     except OSError:

@@ -30,7 +30,7 @@ class WarmRestart:
     """The waiting warm parents of one command."""
 
     def __init__(self, tracer: Tracer, span: str) -> None:
-        """`span`: the parent of the events."""
+        """`span`: the parent of the events, and the run's id."""
         self._tracer, self._span = tracer, span
         self._waiting: dict[int, socket.socket] = {}
         self._socket: socket.socket | None = None
@@ -38,7 +38,7 @@ class WarmRestart:
             if not prctl(PR_SET_CHILD_SUBREAPER, 1):
                 return
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            self._socket.bind(f"{programs.AGAIN}{os.getpid()}")
+            self._socket.bind(f"{programs.AGAIN}{span}")
             self._socket.listen(64)
         except (ImportError, OSError, AttributeError) as error:
             log(__name__, "restarts are not warm: %s", error)
