@@ -138,6 +138,13 @@ def test_the_pattern_s_relay_loses_nothing_to_a_slow_non_blocking_reader(env):
     assert (received, process.wait(timeout=180)) == (1_000_000, 0)
 
 
+def test_the_pattern_s_relay_keeps_the_order_of_output_and_errors_in_one_log(env):
+    script = "import os\nfor number in range(5000): os.write(1 + number % 2, b'%d\\n' % number)"
+    words = [*BOOTSEER, "run", "-q", "--began-pattern", "zz", "--", sys.executable, "-c", script]
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True, timeout=180)
+    assert done.stdout.split() == [b"%d" % number for number in range(5000)]
+
+
 # Of one scheduler at a time: another one's would take precedence.
 @pytest.mark.parametrize(
     "variables",

@@ -199,7 +199,8 @@ def _run_once(
                 began()
 
         try:
-            for target in (1, 2):
+            # One for both if they go to the same place, which keeps their order, and lines whole.
+            for target in (1,) if os.path.samestat(os.fstat(1), os.fstat(2)) else (1, 2):
                 relays.append(Relay(target, options.began_pattern, found))  # noqa: PERF401 - the second may fail
         except (OSError, RuntimeError) as error:  # out of pseudo terminals, descriptors or threads
             say(f"the output cannot be searched for --began-pattern ({error}); the command runs without it")
@@ -213,7 +214,7 @@ def _run_once(
 
         signal.signal(signal.SIGWINCH, resize)
     try:
-        stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
+        stdout, stderr = (relays[0].write, relays[-1].write) if relays else (None, None)
         pid = restarts.spawn_warm(env, {1: stdout, 2: stderr}) if restarts is not None else None
         if pid is None:
             pid = supervise.spawn(command, env, {1: stdout, 2: stderr}, enter=enter)
