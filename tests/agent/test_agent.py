@@ -78,6 +78,10 @@ def test_it_keeps_and_reports_the_limit_of_the_cache(env: dict[str, str], start:
     cached = Cache(tmp_path / "cache" / "blocks").open(index)
     for block in range(index.num_blocks):
         cached.put(block, data[block * index.block_size : (block + 1) * index.block_size])
+    converted = tmp_path / "cache" / "converted" / "sha256" / "00" / ("0" * 64)  # of an image that no start has used
+    converted.parent.mkdir(parents=True)
+    converted.touch()
+    os.utime(converted, (0, 0))
     port = free_port()
     start("--cache-limit", "4k", "--listen", f"127.0.0.1:{port}")
     assert said(env)["cache"]["files"] == 1, "what is in use stays"  # type: ignore[index]
@@ -87,6 +91,7 @@ def test_it_keeps_and_reports_the_limit_of_the_cache(env: dict[str, str], start:
         assert time.monotonic() < until
         time.sleep(0.05)
     assert said(env)["cache"]["files"] == 0  # type: ignore[index]
+    assert not converted.exists()
     metrics = get(port, "/metrics")
     assert get(port, "/healthz") == (200, "ok\n")
     assert get(port, "/v1/status")[0] == 404, "names of images and folders are only on the socket"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.hotsets import hotset_name
-from bootseer.artifact.objects import missing, put
+from bootseer.artifact.objects import missing, put, read_index
 from bootseer.artifact.prune import GRACE_S
+from bootseer.cache.cache import Cache
 from bootseer.errors import PermanentError
-from bootseer.image.catalog import images_in, prune, read_document, remove
+from bootseer.image.catalog import CONVERTING, delete_idle, images_in, prune, read_document, remove
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions
-from bootseer.image.document import ImageDocument
+from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
+from bootseer.io.locks import flocked
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.store import Store
@@ -145,3 +148,72 @@ def test_a_conversion_whose_layers_were_deleted_meanwhile_publishes_nothing(
     with pytest.raises(PermanentError, match="was not published"):
         images_in(store).publish(document, replace=True)
     assert images_in(store).find(document.digest) is None
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Let everything in a folder be older."""
+    for path in folder.rglob("*"):
+        then = path.stat().st_mtime - seconds
+        os.utime(path, (then, then))
+
+
+def files(folder: Path) -> set[str]:
+    """The files of a store, without its locks."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def test_what_a_node_converted_goes_when_it_is_idle(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "converted", Cache(tmp_path / "blocks")
+    store = FileStore(folder)
+    delete_idle(tmp_path, cache, idle_s=0)  # nothing was converted
+    old, new = (converted(tmp_path, store, name) for name in ("old", "new"))
+    before = files(folder)
+    delete_idle(tmp_path, cache, idle_s=0)
+    assert files(folder) == before  # starts may be about to use them
+    age(folder, 1000)
+    delete_idle(tmp_path, cache, idle_s=2000)
+    assert files(folder) == before
+    with flocked(folder / CONVERTING, deadline_s=1, shared=True):  # another conversion may reuse their layers
+        delete_idle(tmp_path, cache, idle_s=0)
+        assert files(folder) == before
+    os.utime(folder / new.name)
+    with closing(cache.open(read_index(store, old.layers[-1].file))):
+        delete_idle(tmp_path, cache, idle_s=0)
+        assert files(folder) == before
+    delete_idle(tmp_path, cache, idle_s=0)
+    assert [stored.name for stored in store.list("images/")] == [new.name]
+    assert set(missing(store, old.objects)) == set(old.objects) - set(new.objects)
+    assert missing(store, new.objects) == []
+    assert len(list(store.list("layers/"))) == 2  # those of the shared layer and of the new one
+    age(folder, 1000)
+    delete_idle(tmp_path, cache, idle_s=0)
+    assert files(folder) == set()
+    assert converted(tmp_path, store, "old") == old
+
+
+def test_what_nothing_can_use_goes_too(tmp_path: Path) -> None:
+    """A document of another version, what a killed conversion has stored, and its upload."""
+    folder = tmp_path / "converted"
+    image = converted(tmp_path, FileStore(folder), "image")
+    other = document_name(f"sha256:{'0' * 64}")
+    for name in (other, f"sha256/00/{'0' * 64}", f".uploads/{'0' * 32}"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    age(folder, 1000)
+    os.utime(folder / image.name)
+    delete_idle(tmp_path, Cache(tmp_path / "blocks"), idle_s=0)
+    assert missing(FileStore(folder), image.objects) == []
+    assert not [name for name in files(folder) if "0" * 32 in name]
+
+
+def test_on_a_file_system_of_several_machines_they_stay_for_a_month(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.image.catalog.may_be_shared", lambda fd: True)
+    folder, cache = tmp_path / "converted", Cache(tmp_path / "blocks")
+    converted(tmp_path, FileStore(folder), "image")
+    before = files(folder)
+    for days, left in ((29, before), (2, set())):
+        age(folder, days * 86_400)
+        delete_idle(tmp_path, cache, idle_s=0)
+        assert files(folder) == left

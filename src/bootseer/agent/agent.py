@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from bootseer import __version__
 from bootseer.agent.ended_jobs import EndedJobs
+from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
@@ -109,6 +110,7 @@ class Agent:
             self.ended_jobs.clean_up,
             partial(unmount_idle, self._runtime, self._cache, idle_s=idle_s),
             partial(delete_idle_trees, self.settings.cache, self._runtime, idle_s=idle_s),
+            self._delete_idle_images,
             self._evict,
         ):
             try:
@@ -119,6 +121,12 @@ class Agent:
         self._counts["failures"] += bool(problems)
         self._error = "; ".join(problems)
         self._cleaned_up = time.monotonic()
+
+    def _delete_idle_images(self) -> None:
+        from bootseer.image.catalog import delete_idle  # programs that only ask an agent import this module, too
+
+        space = CacheSpace(self._cache, _LOG.warning)
+        delete_idle(self.settings.cache, self._cache, idle_s=min(self.settings.idle_s, space.idle_s))
 
     def _evict(self) -> None:
         freed = self._cache.prune().freed_bytes

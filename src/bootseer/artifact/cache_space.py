@@ -42,6 +42,11 @@ class CacheSpace(Struct, frozen=True):
             return False
         return usage.free - num_bytes < _FREE_SHARE * usage.total
 
+    @property
+    def idle_s(self) -> float:
+        """How long what no start uses stays on the disk, or keeps a file there."""
+        return 0.0 if self.is_short() else _IDLE_S
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether the disk has room for bytes that are not needed yet: other programs write to it, too."""
         return not self.is_short(num_bytes) or 2 * num_bytes <= shutil.disk_usage(self.cache.root).free
@@ -82,6 +87,6 @@ def release_unused(runtime: Runtime, space: CacheSpace, cache_root: Path, needed
     `needed`: the layers of the current start, the lowest first; they stay, because their files may be in memory.
     """
     with contextlib.suppress(BootseerError, OSError):
-        idle_s = 0.0 if space.is_short() else _IDLE_S
+        idle_s = space.idle_s
         shared_layers.unmount_idle(runtime, space.cache, idle_s=idle_s, needed=needed)
         delete_idle_trees(cache_root, runtime, idle_s=idle_s, needed=tree_name(needed))

@@ -36,7 +36,7 @@ from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owne
 
 UNPACKED = "unpacked"
 """Key in a mount's details: the name of its unpacked tree."""
-_OTHERS_S = 30 * 86_400.0
+OTHERS_S = 30 * 86_400.0
 """How long a tree stays that other machines, which share the cache, have used: their mounts are not known here."""
 _BATCH = 64
 _PIECE = 1 << 20
@@ -82,7 +82,7 @@ def delete_idle_trees(cache: Path, runtime: Runtime, *, idle_s: float, needed: s
     for lock in sorted(folder.glob("*.lock")):
         tree = lock.with_suffix("")
         with contextlib.suppress(BootseerError, OSError):
-            wait_s = idle_s if all(map(is_ours, lock.read_text().split())) else max(idle_s, _OTHERS_S)
+            wait_s = idle_s if all(map(is_ours, lock.read_text().split())) else max(idle_s, OTHERS_S)
             if tree.name == needed or time.time() - lock.stat().st_mtime < wait_s or _is_used(tree, runtime):
                 continue
             with locks.flocked(lock, deadline_s=0.0):

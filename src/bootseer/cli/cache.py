@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.places import blocks_folder, cache_root, runtime_root
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.cache.cache import Cache
@@ -15,6 +16,8 @@ from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, styled, table
 from bootseer.cli.verb_parts import Count, json_option
 from bootseer.errors import UsageError
+from bootseer.image.catalog import delete_idle
+from bootseer.launch.supervise import say
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.units import format_bytes, format_seconds, plural
@@ -100,6 +103,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
         runtime = Runtime(runtime_root(os.environ, os.getuid()))
         unmount_idle(runtime, cache, idle_s=0)
         delete_idle_trees(_root(folder), runtime, idle_s=0)
+        delete_idle(_root(folder), cache, idle_s=CacheSpace(cache, say).idle_s if to_size is None else 0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
     kept = f", {plural(len(pruned.in_use), 'file')} in use" if pruned.in_use else ""
     output(

@@ -11,24 +11,37 @@ exist.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.kind import Kind
 from bootseer.artifact.objects import read_all
+from bootseer.artifact.places import converted_folder, own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.prune import GRACE_S, Pruned
 from bootseer.artifact.prune import prune as prune_artifacts
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
-from bootseer.errors import BootseerError, UsageError
+from bootseer.artifact.unpacked import OTHERS_S
+from bootseer.cache.cache import Cache
+from bootseer.errors import BootseerError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.image.conversion import layer_document
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.sources.manifest import check_document
+from bootseer.io.files import may_be_shared
+from bootseer.io.locks import flocked
+from bootseer.store.file import FileStore
 from bootseer.store.store import Store, is_content_name
 
 _FOLDER, _TRASH, _LAYERS = "images/", "image-trash/", "layers/"
+CONVERTING = ".converting.lock"
+"""In the node's own store: locked by conversions, which may reuse layers, and by `delete_idle`."""
 _READ_S = 60.0
+_STARTING_S = 600.0
+"""A start that has found an image has opened its block files by then."""
 
 
 def _check_digest(digest: str) -> None:
@@ -128,3 +141,41 @@ def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
     except BootseerError:
         return False  # unreadable, or questions of an earlier version
     return any(stored.name in deleted for stored in layer.file.objects)
+
+
+def delete_idle(cache_root: Path, cache: Cache, *, idle_s: float) -> None:
+    """Delete what was converted on this node, except images that a start has used within `idle_s` seconds, or whose
+    blocks a process has open in `cache`, and what interrupted conversions have stored since then. Nothing is deleted
+    during a conversion. An image whose blocks are all in `cache` keeps its document, and can be started.
+    """
+    folder = own_folder(converted_folder(cache_root), make=False)
+    if not folder.is_dir():
+        return
+    with (
+        suppress(TransientError),
+        os_errors_as(PermanentError, folder),
+        flocked(folder / CONVERTING, deadline_s=0.0) as lock,
+    ):
+        # Other machines' processes may not be seen.
+        oldest_s = time.time() - max(idle_s, OTHERS_S if may_be_shared(lock) else _STARTING_S)
+        entries = cache.entries()
+        opened = {entry.identity for entry in entries if entry.in_use}
+        complete = {entry.identity for entry in entries if entry.trusted}
+        catalog, needed, deleted = images_in(FileStore(folder)), set[str](), set[str]()
+        for digest in catalog.published_keys():
+            document, path = catalog.look(digest).document, folder / document_name(digest)
+            layers = [layer.file for layer in document.layers] if document is not None else []
+            identities = {layer.identity for layer in layers}
+            if path.stat().st_mtime >= oldest_s or identities & opened:
+                needed.update(stored.name for layer in layers for stored in layer.objects)
+            elif layers and identities <= complete:
+                needed.update(layer.index_name for layer in layers)
+            else:  # also one that cannot be read
+                path.unlink()
+        for path in (*folder.glob("sha256/*/*"), *folder.glob(".uploads/*")):
+            if f"sha256:{path.name}" not in needed and path.stat().st_mtime < oldest_s:
+                path.unlink()
+                deleted.add(f"sha256:{path.name}")
+        for stored in list(catalog.store.list(_LAYERS)) if deleted else ():
+            if _is_gone(catalog.store, stored.name, deleted):
+                catalog.store.delete(stored.name)

@@ -34,12 +34,30 @@ def try_flock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
-def lock(fd: int, path: Path, deadline_s: float, on_wait: OnWait = lambda pids: None) -> None:
-    """Lock an open file or folder. Raises `TransientError` with `path` if others hold it for `deadline_s`, and what
-    `on_wait` raises, which is called once, when the wait is long."""
+@contextmanager
+def flocked(
+    path: Path, *, deadline_s: float, on_wait: OnWait = lambda pids: None, shared: bool = False
+) -> Iterator[int]:
+    """Lock a file, created if missing; yields its descriptor.
+
+    Raises `OSError`, `TransientError` if others hold it for `deadline_s`, and what `on_wait` raises, which is called
+    once, when the wait is long.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _lock(fd, path, deadline_s, on_wait, shared)
+            if is_same(fd, path):  # a previous holder may have deleted it; a lock on a deleted file protects nothing
+                yield fd
+                return
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, path: Path, deadline_s: float, on_wait: OnWait, shared: bool) -> None:
     began_s = time.monotonic()
     is_long = False
-    while not try_flock(fd):
+    while not try_flock(fd, shared=shared):
         waited_s = time.monotonic() - began_s
         if waited_s >= deadline_s:
             raise TransientError(f"{path} has been locked for {deadline_s:g} s by process {holders(path) or '?'}")
@@ -48,20 +66,6 @@ def lock(fd: int, path: Path, deadline_s: float, on_wait: OnWait = lambda pids: 
             on_wait(holders(path))
         # Rarely only after a long wait: of many that take turns, the one that asks less often would hardly get it.
         time.sleep(min(_POLL_S + waited_s / 50, _MAX_POLL_S) if is_long else _POLL_S)
-
-
-@contextmanager
-def flocked(path: Path, *, deadline_s: float, on_wait: OnWait = lambda pids: None) -> Iterator[int]:
-    """Lock a file, created if missing; yields its descriptor. Raises as `lock` does, and `OSError`."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            lock(fd, path, deadline_s, on_wait)
-            if is_same(fd, path):  # a previous holder may have deleted it; a lock on a deleted file protects nothing
-                yield fd
-                return
-        finally:
-            os.close(fd)
 
 
 def claim(path: Path, taken: str, hint: str = "") -> int:

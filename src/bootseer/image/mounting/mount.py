@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bootseer.artifact.materialize import Subject
 from bootseer.artifact.mounting import LazyMount
+from bootseer.artifact.objects import missing
 from bootseer.artifact.progress import Say, Show, Stage, no_progress, shown_while
 from bootseer.artifact.unpacked import UNPACKED, unpack_once
 from bootseer.blocks.index import Index
@@ -121,6 +122,10 @@ class _ImageMount(LazyMount):
     def is_outdated(self) -> bool:
         request, image = self.options, self._image
         with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http, mirrored=True)) as store:
+            if not image.is_shared:
+                if is_gone := bool(missing(store, image.document.objects)):  # `delete_idle` kept the document only
+                    store.delete(image.document.name)
+                return is_gone
             return Metadata(request.cache, self.say).is_outdated(image.document, store, request.signatures)
 
     def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:

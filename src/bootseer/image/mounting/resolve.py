@@ -8,25 +8,29 @@ pulled.
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
+from bootseer.artifact.cache_space import CacheSpace
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.materialize import Subject
 from bootseer.artifact.owned_folder import one_at_a_time
-from bootseer.artifact.places import converted_folder, own_folder
+from bootseer.artifact.places import blocks_folder, converted_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress, shown_while
 from bootseer.blocks.index import Index
+from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, TransientError, UsageError
-from bootseer.image.catalog import read_document
+from bootseer.image.catalog import CONVERTING, delete_idle, read_document
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import SourceKind
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
+from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
@@ -34,6 +38,7 @@ from bootseer.store.store import Store
 
 _ASK_S = 20.0
 """How long a registry may take to resolve a tag before the digest of the last start is used."""
+_DELETION_S = 60.0
 
 
 class ResolvedImage(Subject, frozen=True, kw_only=True):
@@ -43,7 +48,7 @@ class ResolvedImage(Subject, frozen=True, kw_only=True):
     indexes: Sequence[Index]
     """Indexes of its layers, bottom first, each once."""
     is_cached: bool
-    """Whether the document was on this node; see `Metadata.is_outdated`."""
+    """Whether the document was on this node; see `LazyMount.is_outdated`."""
 
 
 def resolve_image(
@@ -106,7 +111,7 @@ def resolve_image(
         fallback=reason,
         document=document,
         indexes=[indexes[identity] for identity in reversed(order)],
-        is_cached=metadata.is_cached and is_shared,
+        is_cached=metadata.is_cached or not is_shared,
     )
 
 
@@ -185,7 +190,10 @@ def _find_converted(
         # Documents converted here are unsigned. They are trusted for a digest that the user named, because the
         # conversion verified it; for a tag only if no signature is required.
         if Path(local_uri).is_dir() and (request.reference.digest or not request.signatures.trusted):
-            return read_document(FileStore(Path(local_uri)), digest)[0], local_uri
+            document, _ = read_document(FileStore(Path(local_uri)), digest)
+            with contextlib.suppress(OSError):
+                os.utime(Path(local_uri, document.name))  # its last use: see `delete_idle`
+            return document, local_uri
     if store is None or request.store is None:
         return None
     with contextlib.suppress(NotFoundError):
@@ -197,11 +205,17 @@ def _convert_here(request: Request, local_uri: str, say: Say, show: Show) -> Ima
     from bootseer.image.conversion.convert import convert  # few starts need it
     from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 
-    lock = own_folder(local_uri) / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
+    folder = own_folder(local_uri)
+    lock = folder / f".{zlib.crc32(str(request.reference).encode()):08x}.lock"
     with contextlib.ExitStack() as opened:
         if request.reference.kind is not SourceKind.FOLDER:
             with contextlib.suppress(OSError, TransientError):  # of starts at once one converts, for the others to find
                 opened.enter_context(one_at_a_time(lock, f"been converting {request.reference}", say))
+        with contextlib.suppress(OSError, BootseerError):
+            space = CacheSpace(Cache(blocks_folder(request.cache)), say)
+            delete_idle(request.cache, space.cache, idle_s=space.idle_s)
+        with contextlib.suppress(OSError, TransientError):
+            opened.enter_context(flocked(folder / CONVERTING, deadline_s=_DELETION_S, shared=True))
         on_progress = opened.enter_context(show(f"converting {request.reference}", "bytes"))
         source = opened.enter_context(closing(_open_source(request)))
         store = opened.enter_context(closing(open_store(local_uri)))
