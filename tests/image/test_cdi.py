@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def test_yaml_is_read_as_vendors_write_it(tmp_path: Path) -> None:
     assert edits_for(["nvidia.com/gpu=1"], [tmp_path]).nodes == [{"path": "/dev/gpu1"}]
 
 
-def test_yaml_without_its_reader_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia.yaml").write_text("kind: nvidia.com/gpu")
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(PermanentError, match="--format=json"):
-        edits_for(gpu_names("all"), [tmp_path])
-
-
 def test_a_later_folder_outranks_an_earlier_one(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -69,9 +61,10 @@ def test_an_unknown_device_is_told_with_those_that_there_are(tmp_path: Path) -> 
     assert "0, 1" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["odd.json", "odd.yaml"])
 @pytest.mark.parametrize("text", ["{", "[1]", '{"kind": "x/y", "devices": 7}', '{"kind": 1}', "\ud800"])
-def test_a_file_that_is_none_ends_in_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "odd.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+def test_a_file_that_is_none_ends_in_one_line(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / name).write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises((PermanentError, UsageError)):
         edits_for(["x/y=0"], [tmp_path])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from bootseer.machine import check
 NVIDIA = "nvidia.com/gpu"
 CDI_FOLDERS = tuple(map(Path, check.CDI_FOLDERS))
 _MAX_BYTES = 16 << 20
-_NO_YAML = "write the file as JSON: nvidia-ctk cdi generate --format=json --output=/etc/cdi/nvidia.json"
 
 
 class Edits(Struct):
@@ -105,27 +104,11 @@ def _read(path: Path) -> Mapping[str, Any]:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise PermanentError(f"{path}: not a CDI file: larger than 16 MiB")
-    load = json.loads if path.suffix == ".json" else _yaml_loader(path)
     try:
-        spec = load(text.decode())
-    except (ValueError, RecursionError) as error:
+        spec = json.loads(text) if path.suffix == ".json" else importlib.import_module("yaml").safe_load(text)
+    except Exception as error:  # each parser has its own
         raise PermanentError(f"{path}: {' '.join(str(error).split())[:200]}") from error
     return spec if isinstance(spec, dict) else {}
-
-
-def _yaml_loader(path: Path) -> Callable[[str], Any]:
-    try:
-        yaml: Any = importlib.import_module("yaml")  # optional: needed only for CDI files in YAML
-    except ImportError as error:
-        raise PermanentError(f"{path}: reading YAML needs PyYAML (pip install PyYAML); or {_NO_YAML}") from error
-
-    def load(text: str) -> Any:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-    return load
 
 
 def _devices(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
