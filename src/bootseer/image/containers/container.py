@@ -27,7 +27,7 @@ from bootseer.errors import PermanentError, TransientError, UsageError, os_error
 from bootseer.image.containers.cdi import CDI_FOLDERS, edits_for, gpu_names
 from bootseer.image.containers.limits import Limits
 from bootseer.image.containers.process import Process, ProcessOptions, process_of
-from bootseer.image.containers.rootfs import User, is_executable, target_name
+from bootseer.image.containers.rootfs import User, program_at
 from bootseer.image.containers.runtime_config import (
     Bind,
     device_nodes,
@@ -217,8 +217,8 @@ def _python(process: Process, root: Path) -> str:
         return ""
     for folder in process.env.get("PATH", "").split(":"):
         path = posixpath.normpath(posixpath.join(process.cwd, folder, "python3"))
-        if is_executable(root, path):
-            version = re.fullmatch(r"python3\.(\d+)", target_name(root, path))
+        if name := program_at(root, path):
+            version = re.fullmatch(r"python3\.(\d+)", name)
             return path if version is not None and int(version[1]) >= _OLDEST_PYTHON else ""
     return ""
 
@@ -232,15 +232,13 @@ def _check_places(root: Path) -> None:
 
 def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "crun"]:
     """The runtime to use. `renamed`: see `runtime_config.is_renamed`."""
-    if renamed and wanted == "runc":
-        raise UsageError(
-            f"user {user.uid}:{user.gid} of a container without root needs crun", hint="--runtime crun, or --user 0"
-        )
     order: tuple[Literal["runc", "crun"], ...] = ("runc", "crun") if wanted == "auto" else (wanted,)
-    for name in order:
-        if shutil.which(name) is not None and not (renamed and name == "runc"):
+    usable = [name for name in order if name == "crun" or not renamed]
+    for name in usable:
+        if shutil.which(name) is not None:
             return name
     if renamed:
-        reason = f"user {user.uid}:{user.gid} of a container without root needs crun, which is not on PATH"
-        raise UsageError(reason, hint="apt-get install crun, or --user 0")
+        missing, todo = (", which is not on PATH", "apt-get install crun") if usable else ("", "--runtime crun")
+        reason = f"user {user.uid}:{user.gid} of a container without root needs crun{missing}"
+        raise UsageError(reason, hint=f"{todo}, or --user 0")
     raise UsageError(f"{' or '.join(order)} is not on PATH", hint=_INSTALL)

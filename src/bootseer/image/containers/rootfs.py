@@ -40,23 +40,13 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
         raise PermanentError(f"/{path.lstrip('/')} of the image cannot be read: {error.strerror}") from error
 
 
-def is_executable(root: Path, path: str) -> bool:
-    """Whether there is a regular file at `path` below `root` that has an execute bit."""
-    try:
-        with _opened(root, path) as fd:
-            mode = os.fstat(fd).st_mode
-    except OSError:
-        return False
-    return bool(mode & 0o111) and stat.S_ISREG(mode)
-
-
-def target_name(root: Path, path: str) -> str:
-    """Name of the file to which the links at `path` below `root` lead; empty if there is none."""
-    try:
-        with _opened(root, path) as fd:
+def program_at(root: Path, path: str) -> str:
+    """Name of the file to which `path` below `root` leads; empty unless it is a regular file with an execute bit."""
+    with contextlib.suppress(OSError), _opened(root, path) as fd:
+        mode = os.fstat(fd).st_mode
+        if mode & 0o111 and stat.S_ISREG(mode):
             return Path(f"/proc/self/fd/{fd}").readlink().name
-    except OSError:
-        return ""
+    return ""
 
 
 @contextlib.contextmanager

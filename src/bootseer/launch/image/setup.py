@@ -36,7 +36,7 @@ from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.rootfs import is_executable
+from bootseer.image.containers.rootfs import program_at
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mount import LayersAbove
 from bootseer.image.mounting.mounted import MountedImage
@@ -247,7 +247,7 @@ class ImageSetupHost(SetupHost):
         return posixpath.normpath(posixpath.join(self.task.cwd, path))
 
     def _has_program(self, program: str) -> bool:
-        return is_executable(self.mounted.root, program)
+        return bool(program_at(self.mounted.root, program))
 
 
 class UpperLayer:
