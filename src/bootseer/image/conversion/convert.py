@@ -21,15 +21,12 @@ from bootseer.artifact.progress import ProgressCallback
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import decode
 from bootseer.blocks.index import Index
-from bootseer.blocks.writer import BlockWriter
-from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader, Read
 from bootseer.erofs.tree import ROOT
-from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import CorruptError
 from bootseer.image.catalog import images_in
-from bootseer.image.conversion.layer import CancelledError, ConvertOptions, LayerJob
+from bootseer.image.conversion.layer import CancelledError, ConvertOptions, LayerJob, write_erofs
 from bootseer.image.conversion.layer_document import ConvertedLayer, stack_digest
 from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.sources.folder import write_folder
@@ -165,26 +162,15 @@ def _assemble(
         # Overlayfs shows the root attributes of the uppermost layer, and few layers have an entry for the root.
         # Copying them from lower layers, as for other directories, would make almost every layer depend on those below
         # and be converted again in each image. Instead, a layer of 8 KiB with only the root directory is put on top.
-        files.append(LayerFile("", "", _write_root(store, options, root)))
+        files.append(LayerFile("", "", write_erofs(store, options, lambda writer: writer.tree.update(ROOT, root))[0]))
     return tuple(files)
-
-
-def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> BlockFile:
-    """A layer that holds only a root directory."""
-    with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
-        writer = ErofsWriter(blocks)
-        writer.tree.update(ROOT, root)
-        return blocks.finish(writer.finish())
 
 
 def _convert_folder(
     source: ImageSource, folder: Path, store: Store, options: ConvertOptions, progress: ProgressCallback
 ) -> ImageDocument:
     """Convert a folder. Its digest is computed from the result."""
-    with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
-        writer = ErofsWriter(blocks)
-        write_folder(writer, folder, lambda done: progress(done, 0))
-        file = blocks.finish(writer.finish())
+    file, _ = write_erofs(store, options, lambda writer: write_folder(writer, folder, lambda done: progress(done, 0)))
     progress(file.size_bytes, file.size_bytes)
     digest = folder_digest(source.config, file.identity)
     return ImageDocument(digest, b"", source.config_data, (LayerFile("", "", file),))

@@ -15,22 +15,18 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from bootseer.artifact.objects import missing, put, read_all
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
+from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import FAST_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
 from bootseer.erofs.format import BLOCK
 from bootseer.erofs.merged import MergedLayers
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, SignatureError
-from bootseer.image.conversion.layer_document import (
-    MAX_BYTES,
-    ConvertedLayer,
-    encode,
-    layer_name,
-    parse,
-)
+from bootseer.image.conversion.layer_document import MAX_BYTES, ConvertedLayer, encode, layer_name, parse
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
 from bootseer.image.conversion.tar import TarReader, shown
 from bootseer.image.conversion.tar_header import Member
@@ -47,6 +43,7 @@ _PUBLISH_S = 120.0
 _BOMB_RATIO = 200
 _BOMB_FLOOR = 64 << 30
 _LOG = logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +72,14 @@ class ConvertOptions:
     limits: LayerLimits = field(default_factory=LayerLimits)
     signatures: Signatures = UNSIGNED
     """Keys that sign the documents of layers and images."""
+
+
+def write_erofs(store: Store, options: ConvertOptions, fill: Callable[[ErofsWriter], T]) -> tuple[BlockFile, T]:
+    """The block file of the EROFS image that `fill` writes, and the result of `fill`."""
+    with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
+        writer = ErofsWriter(blocks)
+        result = fill(writer)
+        return blocks.finish(writer.finish()), result
 
 
 class CancelledError(BootseerError):
@@ -118,11 +123,7 @@ class LayerJob:
         return None if missing(self.store, found.file.objects) else found
 
     def _convert(self) -> ConvertedLayer:
-        options = self.options
-        with BlockWriter(self.store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
-            writer = ErofsWriter(blocks)
-            tree = _Conversion(self, writer).run()
-            file = blocks.finish(writer.finish())
+        file, tree = write_erofs(self.store, self.options, lambda writer: _Conversion(self, writer).run())
         converted = ConvertedLayer(file, tree.root, tree.root_opaque)
         _LOG.info(
             "%s: converted, %d bytes stored as %d%s",
@@ -132,7 +133,8 @@ class LayerJob:
             ", depends on the layers below" if tree.depends_on_lower else "",
         )
         name = self._name(self.below if tree.depends_on_lower else "")
-        put(self.store, name, options.signatures.seal(name, encode(converted)), file.objects, timeout_s=_PUBLISH_S)
+        data = self.options.signatures.seal(name, encode(converted))
+        put(self.store, name, data, file.objects, timeout_s=_PUBLISH_S)
         return converted
 
     def _name(self, below: str) -> str:

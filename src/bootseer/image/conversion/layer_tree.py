@@ -315,18 +315,13 @@ def attributes_of(member: Member) -> Attributes:
     kind = member.kind
     mode = kind | (0o777 if kind == stat.S_IFLNK else member.mode)
     rdev = member.rdev if kind in {stat.S_IFCHR, stat.S_IFBLK} else (0, 0)
-    xattrs = kept_xattrs(kind, member.xattrs) if member.xattrs else NO_XATTRS
-    return Attributes(mode, member.uid, member.gid, member.mtime_ns, rdev, xattrs)
-
-
-def kept_xattrs(kind: int, xattrs: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """The extended attributes that a runtime could set on this kind of file. Overlayfs's own are escaped."""
     on_all = kind in {stat.S_IFREG, stat.S_IFDIR}
-    return {
+    xattrs = {  # those that a runtime could set on this kind of file
         escape_xattr(name): value
-        for name, value in xattrs.items()
+        for name, value in member.xattrs.items()
         if has_prefix(name) and name != _HOST_ONLY and (on_all or not name.startswith(b"user."))
     }
+    return Attributes(mode, member.uid, member.gid, member.mtime_ns, rdev, xattrs or NO_XATTRS)
 
 
 def _clean(path: bytes) -> list[bytes]:

@@ -28,7 +28,7 @@ from bootseer.image.sources.manifest import (
     read_diff_ids,
     resolve_manifest,
 )
-from bootseer.image.sources.source import ImageSource, SourceLayer, open_plain
+from bootseer.image.sources.source import ImageSource, SourceLayer, open_plain, source_of
 
 _TAG = "org.opencontainers.image.ref.name"
 
@@ -50,18 +50,11 @@ def open_layout(reference: Reference, platform: Platform) -> ImageSource:
 
     manifest, digest = resolve_manifest(read, entry.digest, platform, where)
     data = _read_file(_blob(folder, manifest.config.digest), manifest.config.size_bytes)
-    config = read_config(checked(data, manifest.config, f"{where}: the configuration"), where)
-    diff_ids = read_diff_ids(config, len(manifest.layers), where)
-    layers = tuple(
-        SourceLayer(
-            layer.digest,
-            layer.size_bytes,
-            diff_id,
-            partial(_read_range, _blob(folder, layer.digest), 0, MAX_LAYER_BYTES),
-        )
-        for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
-    )
-    return ImageSource(where, digest, config, data, layers, manifest=manifest.data)
+
+    def read_layer(layer: Descriptor, start: int) -> Generator[bytes, None, None]:
+        return _read_range(_blob(folder, layer.digest), 0, MAX_LAYER_BYTES, start)
+
+    return source_of(where, digest, manifest, data, read_layer)
 
 
 def _layout_entry(index: dict[str, object], reference: Reference, platform: Platform, where: str) -> Descriptor:

@@ -6,17 +6,12 @@ from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 
+from msgspec.structs import replace
+
 from bootseer.errors import NotFoundError
 from bootseer.image.reference import Reference
-from bootseer.image.sources.manifest import (
-    Descriptor,
-    Platform,
-    checked,
-    read_config,
-    read_diff_ids,
-    resolve_manifest,
-)
-from bootseer.image.sources.source import ImageSource, SourceLayer
+from bootseer.image.sources.manifest import Descriptor, Platform, resolve_manifest
+from bootseer.image.sources.source import ImageSource, source_of
 from bootseer.io.retry import retrying
 from bootseer.store.open import open_registry
 from bootseer.store.registry import RangeIgnoredError, Registry
@@ -51,16 +46,8 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Image
 
     manifest, digest = resolve_manifest(read, reference.version, platform, where)
     data = retrying(lambda left_s: b"".join(_read_blob(registry, manifest.config, 0)))
-    config = read_config(checked(data, manifest.config, f"{where}: the configuration"), where)
-    diff_ids = read_diff_ids(config, len(manifest.layers), where)
-    layers = tuple(
-        SourceLayer(layer.digest, layer.size_bytes, diff_id, partial(_read_blob, registry, layer))
-        for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
-    )
-    location = f"oci://{registry.host}/{registry.repository}"
-    return ImageSource(
-        where, digest, config, data, layers, location=location, manifest=manifest.data, close=registry.close
-    )
+    image = source_of(where, digest, manifest, data, partial(_read_blob, registry))
+    return replace(image, location=f"oci://{registry.host}/{registry.repository}", close=registry.close)
 
 
 def _read_blob(registry: Registry, blob: Descriptor, start: int) -> Generator[bytes, None, None]:

@@ -9,11 +9,13 @@ import os
 import random
 import stat
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from msgspec import Struct, field
 
 from bootseer.errors import CorruptError, UsageError
+from bootseer.image.sources.manifest import Descriptor, Manifest, checked, read_config, read_diff_ids
 from bootseer.io.retry import retrying
 
 if TYPE_CHECKING:
@@ -55,6 +57,22 @@ class ImageSource(Struct, frozen=True):
     manifest: bytes = b""
     """The manifest's exact bytes; empty for a source without one."""
     close: Callable[[], None] = field(default=lambda: None)
+
+
+def source_of(
+    where: str,
+    digest: str,
+    manifest: Manifest,
+    config_data: bytes,
+    read: Callable[[Descriptor, int], Generator[bytes, None, None]],
+) -> ImageSource:
+    """The image of a manifest; `read` as `SourceLayer.read`. Raises `CorruptError` for a wrong configuration."""
+    config = read_config(checked(config_data, manifest.config, f"{where}: the configuration"), where)
+    layers = tuple(
+        SourceLayer(layer.digest, layer.size_bytes, diff_id, partial(read, layer))
+        for layer, diff_id in zip(manifest.layers, read_diff_ids(config, len(manifest.layers), where), strict=True)
+    )
+    return ImageSource(where, digest, config, config_data, layers, manifest=manifest.data)
 
 
 def open_plain(path: Path) -> IO[bytes]:
