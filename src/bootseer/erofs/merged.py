@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bootseer.erofs.format import Attributes
+from bootseer.erofs.format import MODE_OF_TYPE, Attributes
 from bootseer.erofs.reader import ErofsReader, Inode
 
 OVERLAY, _USER_OVERLAY = MARKS = b"trusted.overlay.", b"user.overlay."
@@ -71,10 +71,17 @@ class Node:
 
     def children(self) -> Iterator[tuple[bytes, Node]]:
         """The directory's entries, sorted by name."""
-        names = {entry.name for layer, directory in self.parts for entry in layer.reader.entries(directory)}
-        for name in sorted(names):
-            node = self.child(name)
-            if node is not None:
+        found: dict[bytes, Node | None] = {}
+        for layer, directory in self.parts:
+            for entry in layer.reader.entries(directory):
+                if entry.name in found:
+                    continue
+                if MODE_OF_TYPE.get(entry.kind) in (stat.S_IFDIR, stat.S_IFCHR):  # may be merged, or a whiteout
+                    found[entry.name] = self.child(entry.name)
+                else:
+                    found[entry.name] = Node(((layer, layer.reader.inode(entry.number)),))
+        for name in sorted(found):
+            if (node := found[name]) is not None:
                 yield name, node
 
 

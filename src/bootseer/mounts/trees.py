@@ -85,7 +85,9 @@ class ErofsTree:
         self._file = file = files[number]
         self._name = file.identity[:16]
         first = bytes(source.read_blocking(number, 0, BLOCK))
-        self._meta_at = Superblock.parse(first).meta_block * BLOCK
+        superblock = Superblock.parse(first)
+        self._num_files = superblock.inodes
+        self._meta_at = superblock.meta_block * BLOCK
         if not BLOCK <= self._meta_at < file.size_bytes:
             raise CorruptError(f"{self._name}: the metadata area lies outside the image")
         if file.size_bytes - self._meta_at > _MAX_METADATA:
@@ -100,7 +102,6 @@ class ErofsTree:
         self._folders: dict[int, bytes] = {}  # blocks of folders outside the metadata area, by offset
         self.reader = ErofsReader(self._read_metadata)
         self._root = self.reader.root().number
-        self._num_files = Superblock.parse(first).inodes
         self._load_folders()
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
@@ -208,20 +209,7 @@ class MergedTree:
         return self._attributes_of(self._node(inode))
 
     def entries(self, inode: int) -> Sequence[Listed]:
-        folder, seen, found = self._node(inode), set(), []
-        for layer, directory in folder.parts:
-            for entry in layer.reader.entries(directory):
-                if entry.name in seen:
-                    continue
-                seen.add(entry.name)
-                kind = MODE_OF_TYPE.get(entry.kind, 0)
-                number: int | None = self._number(layer, entry.number)
-                if kind in (stat.S_IFDIR, stat.S_IFCHR):  # may be merged, or a whiteout
-                    child = folder.child(entry.name)
-                    number = None if child is None else self._inode_of(child)
-                if number is not None:
-                    found.append(Listed(entry.name, number, kind))
-        return found
+        return [Listed(name, self._inode_of(child), child.inode.mode) for name, child in self._node(inode).children()]
 
     def readlink(self, inode: int) -> bytes:
         return self._node(inode).target()
@@ -262,14 +250,11 @@ class MergedTree:
         if node is self._root:
             return 1
         layer, found = node.parts[0]
-        inode = self._number(layer, found.number)
+        inode = _FIRST + found.number * len(self._layers) + int(layer.identity)
         if len(node.parts) > 1:
             inode += _FIRST_MERGED
             self._merged[inode] = node
         return inode
-
-    def _number(self, layer: Layer, number: int) -> int:
-        return _FIRST + number * len(self._layers) + int(layer.identity)
 
     def _attributes_of(self, node: Node) -> Attributes:
         layer, found = node.parts[0]
