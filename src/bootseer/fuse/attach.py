@@ -13,10 +13,12 @@ import socket
 import subprocess
 from pathlib import Path
 
-from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, os_errors_as
+from bootseer.errors import AccessError, PermanentError, TransientError, os_errors_as
 from bootseer.fuse import syscalls
 from bootseer.fuse.protocol import MAX_READ
+from bootseer.logs import logger
 
+_LOG = logger(__name__)
 DEVICE = Path("/dev/fuse")
 HELPER = "fusermount3"
 _HELPER_DEADLINE_S = 10.0
@@ -58,7 +60,12 @@ def _by_helper(target: Path, label: str, writable: bool) -> int:
         problem = _run_helper(["-o", options], target, "mount", theirs.fileno())
         if problem:
             raise AccessError(f"cannot mount {target}: {problem}")
-        return _receive(ours, target)
+        nothing = f"{HELPER} handed over no descriptor for {target}"
+        with os_errors_as(PermanentError, nothing):
+            _, numbers, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not numbers:
+            raise PermanentError(nothing)
+        return numbers[0]
 
 
 def _run_helper(options: list[str], target: Path, action: str, *link: int) -> str:
@@ -84,14 +91,6 @@ def _run_helper(options: list[str], target: Path, action: str, *link: int) -> st
     return messages[-1] if messages else f"{HELPER} failed"
 
 
-def _receive(link: socket.socket, target: Path) -> int:
-    with os_errors_as(PermanentError, f"{HELPER} handed over no descriptor for {target}"):
-        _, numbers, _, _ = socket.recv_fds(link, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not numbers:
-        raise PermanentError(f"{HELPER} handed over no descriptor for {target}")
-    return numbers[0]
-
-
 def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
     """Unmount. Raises `TransientError` while it is in use.
 
@@ -107,14 +106,10 @@ def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
         raise TransientError(f"cannot unmount {target}: {problem}")
 
 
-def widen_read_ahead(target: Path, kib: int = READ_AHEAD_KIB) -> bool:
-    """Set the kernel's read-ahead to one full request; the default of 128 KiB makes eight requests of it.
-
-    Requires root; returns whether it was set. Blocks until the mount answers.
-    """
-    with contextlib.suppress(OSError, BootseerError):
+def widen_read_ahead(target: Path, kib: int) -> None:
+    """Set the kernel's read-ahead, as root; its default of 128 KiB makes eight requests of a full one. Blocks until the
+    mount answers."""
+    with contextlib.suppress(OSError):
         device = target.stat().st_dev
-        knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
-        knob.write_text(str(kib))
-        return True
-    return False
+        Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").write_text(str(kib))
+        _LOG.debug("%s: read-ahead %d KiB", target, kib)

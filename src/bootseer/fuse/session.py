@@ -27,9 +27,7 @@ from bootseer.fuse.filesystem import Caller, Cancel, Data, FileSystem, Listed, T
 from bootseer.fuse.requests import FileRequests, Request
 from bootseer.io.executor import run_reported, show_threads
 from bootseer.io.proc import is_dying
-from bootseer.logs import logger
 
-_LOG = logger(__name__)
 OnError = Callable[[str], None]
 """Called with an error as one line, from any thread."""
 
@@ -425,6 +423,5 @@ def mount_writable(
 
 def _started(session: Session, read_ahead_kib: int) -> Session:
     session.start()
-    wide = attach.widen_read_ahead(session.target, read_ahead_kib)
-    _LOG.debug("%s is mounted, read-ahead %s", session.target, f"{read_ahead_kib} KiB" if wide else "as the kernel's")
+    attach.widen_read_ahead(session.target, read_ahead_kib)
     return session

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -137,7 +138,7 @@ def serve(
             send_line(report, as_message(error))
         return 1
     _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
-    daemon = _MountDaemon(spec, served, session, listener, log, restarts)
+    daemon = _MountDaemon(spec, served, session, listener, log, restarts, served.recorder)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if not restarts:
         is_connected = send_line(report, {"ready": True})
@@ -169,30 +170,23 @@ def catch_signals() -> socket.socket:
     return ours
 
 
+@dataclass
 class _MountDaemon:
     """State of a serving daemon; owned by the main thread."""
 
-    def __init__(
-        self,
-        spec: DaemonSpec,
-        served: Served,
-        session: Session,
-        listener: socket.socket,
-        log: OnError,
-        restarts: int,
-    ) -> None:
-        self._spec = spec
-        self._restarts = restarts
-        self._served = served
-        self._session = session
-        self._listener = listener
-        self._log = log
-        self._started = time.monotonic()
-        self._recording = served.recorder is not None
-        self._stopping = False
-        self._detached = False
-        self._write_result: control.Answer | None = None
-        self._handing_over: threading.Thread | None = None
+    _spec: DaemonSpec
+    _served: Served
+    _session: Session
+    _listener: socket.socket
+    _log: OnError
+    _restarts: int
+    _recorder: Recorder | None
+    """None also when the record has ended."""
+    _started: float = field(default_factory=time.monotonic)
+    _stopping: bool = False
+    _detached: bool = False
+    _write_result: control.Answer | None = None
+    _handing_over: threading.Thread | None = None
 
     def run(self, wake: socket.socket, lifeline: int | None) -> int:
         unmounted, notify_unmounted = socket.socketpair()
@@ -202,8 +196,8 @@ class _MountDaemon:
             wake, unmounted, self._listener, *([] if lifeline is None else [lifeline])
         ]  # fmt: skip
         while not self._stopping:
-            left = self._spec.window_s - (time.monotonic() - self._started) if self._recording else None
-            ready = readable(watched, None if left is None else max(0.0, left))
+            left_s = self._spec.window_s - (time.monotonic() - self._started)
+            ready = readable(watched, None if self._recorder is None else max(0.0, left_s))
             if unmounted in ready:
                 break
             if wake in ready or (lifeline is not None and lifeline in ready):
@@ -212,7 +206,7 @@ class _MountDaemon:
                 break
             if self._listener in ready:
                 control.serve_one(self._listener, self._handle)
-            if self._recording and time.monotonic() - self._started >= self._spec.window_s:
+            if time.monotonic() - self._started >= self._spec.window_s:
                 self._end_recording()
         return self.finish()
 
@@ -250,7 +244,7 @@ class _MountDaemon:
             "pid": os.getpid(),
             "restarts": self._restarts,
             "uptime_s": round(time.monotonic() - self._started, 3),
-            "recording": self._recording,
+            "recording": self._recorder is not None,
             "waiting": self._session.num_pending,
             "requests": self._session.requests,
             "reads": self._session.reads,
@@ -259,10 +253,9 @@ class _MountDaemon:
         }
 
     def _end_recording(self) -> None:
-        recorder = self._served.recorder
-        if not self._recording or recorder is None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
             return
-        self._recording = False
         recorder.end()
         # Merging accesses a store: control requests are answered meanwhile.
         thread = threading.Thread(target=self._hand_over, args=(recorder,), name="hand over", daemon=True)
