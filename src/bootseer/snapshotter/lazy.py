@@ -121,34 +121,26 @@ class LazyImages:
         if match is None:
             return None
         # containerd's own table of snapshots prefixes the chain id with namespace and number.
-        begun = bool(parent) and self._pulled.get(match[0]) == parent.rpartition("/")[2]
-        layer = None if begun else self._known_layer(chain, match, labels, record)
-        if layer is None:
-            self._pulled[match[0]] = chain
-        else:
-            self._pulled.pop(match[0], None)
-        return layer
-
-    def _known_layer(
-        self, chain: str, match: re.Match[str], labels: Mapping[str, str], record: Callable[[str], None]
-    ) -> str | None:
-        try:
-            known = self._look_up(match[0], labels.get(_REF_LABEL, "")).result(_DECIDE_S)
-            if known is None or chain not in known.chains:
-                return None
-            layer = f"{match[1]}-{known.chains[chain]}"
-            with self._mount_turn(match[1]):
-                self._store_known(known)
-                self.lowers(layer)
-                record(layer)
-            return layer
-        except TimeoutError:
-            _LOG.warning("%s: no answer within %g s; its layers are pulled", match[0], _DECIDE_S)
-        except Exception as error:  # of any library: pods must start
-            _LOG.warning("%s: its layers are pulled: %s", match[0], error)
-            unknown: Future[_KnownImage | None] = Future()
-            unknown.set_result(None)
-            self._lookups[match[0]] = (time.monotonic(), unknown)
+        if not parent or self._pulled.get(match[0]) != parent.rpartition("/")[2]:
+            try:
+                known = self._look_up(match[0], labels.get(_REF_LABEL, "")).result(_DECIDE_S)
+                if known is not None and chain in known.chains:
+                    layer, stored = f"{match[1]}-{known.chains[chain]}", self._folder / f"{match[1]}.json"
+                    with self._mount_turn(match[1]):
+                        if not stored.exists():
+                            replace_file(stored, msgspec.json.encode(known), durable=True)
+                        self.lowers(layer)
+                        record(layer)
+                    self._pulled.pop(match[0], None)
+                    return layer
+            except TimeoutError:
+                _LOG.warning("%s: no answer within %g s; its layers are pulled", match[0], _DECIDE_S)
+            except Exception as error:  # of any library: pods must start
+                _LOG.warning("%s: its layers are pulled: %s", match[0], error)
+                unknown: Future[_KnownImage | None] = Future()
+                unknown.set_result(None)
+                self._lookups[match[0]] = (time.monotonic(), unknown)
+        self._pulled[match[0]] = chain
         return None
 
     def lowers(self, name: str) -> list[Path]:
@@ -280,11 +272,6 @@ class LazyImages:
         found.store.close()
         identities, chains = [layer.file.identity for layer in found.document.layers], _chains(found.document)
         return _KnownImage(digest, uri, identities, chains) if chains else None
-
-    def _store_known(self, known: _KnownImage) -> None:
-        path = self._folder / f"{known.digest.removeprefix('sha256:')}.json"
-        if not path.exists():
-            replace_file(path, msgspec.json.encode(known), durable=True)
 
     def _load(self, digest: str) -> _KnownImage:
         path = self._folder / f"{digest}.json"
