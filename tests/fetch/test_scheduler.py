@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from msgspec.structs import replace
 
@@ -468,35 +466,6 @@ def test_one_slow_block_does_not_hold_up_others() -> None:
     w.run(until=1.0)
     assert fast == [b""] * 100
     assert not slow
-
-
-def test_hedges_stay_within_their_credit_when_everything_is_slow() -> None:
-    w = world(fault=lambda fetch, earlier: Fault(hang=True))
-    for block in range(0, 6, 3):
-        w.read(0, [block], Answers())
-    w.run(until=9.0)
-    assert w.scheduler.stats.hedges == SETTINGS.first_hedge_credit  # of four that were needed
-
-
-def test_a_second_hedge_waits_twice_as_long_as_the_first() -> None:
-    w = world(fault=lambda fetch, earlier: Fault(hang=True))
-    w.read(0, [5], Answers())
-    w.run(until=9.0)
-    assert [time for time, _ in w.launched] == pytest.approx([0.0, SETTINGS.hedge_s, 3 * SETTINGS.hedge_s])
-
-
-def test_blocks_that_arrived_for_readers_earn_hedges_and_prefetched_ones_do_not() -> None:
-    def hedges(before: Callable[[World], None]) -> int:
-        w = world(fault=lambda fetch, earlier: Fault(hang=True) if fetch.blocks.start >= 500 else None)
-        before(w)
-        w.run(until=1.0)
-        w.read(0, [500], Answers())
-        w.read(0, [503], Answers())
-        w.run(until=10.0)
-        return w.scheduler.stats.hedges
-
-    assert hedges(lambda w: w.prefetch((0, block) for block in range(100))) == SETTINGS.first_hedge_credit
-    assert hedges(lambda w: w.read(0, range(100), Answers())) == 2 * SETTINGS.max_hedges
 
 
 def test_blocks_of_zeros_need_no_bytes_and_join_their_neighbours() -> None:

@@ -109,6 +109,6 @@ def test_a_conversion_on_a_full_disk_deletes_older_ones_before(node: Node, monke
         mounted.close()
         cache = Cache(blocks_folder(node.cache))
         unmount_idle(Runtime(node.runtime), cache, idle_s=0)
-        until(lambda: not cache.prune(0).in_use)
+        until(lambda cache=cache: not cache.prune(0).in_use)
         age(node)
     assert len([*converted_folder(node.cache).glob("images/*")]) == 1

@@ -18,7 +18,6 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
-from urllib.parse import unquote
 
 from bootseer.errors import UsageError
 from bootseer.store.addresses import without_credentials
@@ -99,7 +98,7 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
         return Requirement("vcs", name or _egg(place), without_credentials(address), reference, editable, hashed)
     if place.startswith("file:"):
         path = re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0])
-        return Requirement("path", name, unquote(path, errors="surrogateescape"), "", editable, hashed)
+        return Requirement("path", name, _decoded(path), "", editable, hashed)
     if "://" in place:
         hashed = hashed or bool(_HASH_IN_URL.search(place))
         return Requirement("url", name or _egg(place), without_credentials(place), "", editable, hashed)
@@ -113,6 +112,14 @@ def split_revision(address: str) -> tuple[str, str]:
     host, slash, path = rest.partition("/")
     path, at, reference = path.rpartition("@")
     return (f"{scheme}://{host}{slash}{path}", reference) if at else (address, "")
+
+
+def _decoded(path: str) -> str:
+    """The path of an address with `%20` and the like decoded."""
+    data = re.sub(
+        rb"%([0-9A-Fa-f]{2})", lambda found: bytes.fromhex(found[1].decode()), path.encode("utf-8", "replace")
+    )
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _egg(address: str) -> str:

@@ -119,7 +119,8 @@ def unique(events: Iterable[Event]) -> tuple[list[Event], int]:
     """The events without repetitions (a log collected twice), and how many were dropped."""
     kept: dict[tuple[object, ...], Event] = {}
     count = 0
-    for count, event in enumerate(events, 1):
+    for event in events:
+        count += 1
         identity = (event.span, event.phase, event.node, event.stage, event.job, event.attempt, event.mono_ns)
         kept.setdefault(identity, event)
     return list(kept.values()), count - len(kept)

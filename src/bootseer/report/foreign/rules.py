@@ -136,11 +136,7 @@ class TableParser(Parser):
         now = _Open(line, self._now_ns if at_ns is None else at_ns, place, attrs, rule, _length(fields))
         key = (rule.stage, fields.get("key") or fields.get("job", ""))
         if rule.role == BEGIN:
-            if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
-                del self._open[key]
-            # Without a time it would hide a later begin.
-            if now.wall_ns is not None and (rule.restarts or key not in self._open):
-                self._open[key] = now
+            self._begin(key, now)
         elif rule.role == NOW:
             self._now_ns = at_ns
         elif rule.role == AT:
@@ -160,6 +156,13 @@ class TableParser(Parser):
             if not key[1]:  # it does not say which: the last that began
                 key = next((known for known in reversed(self._open) if known[0] == rule.stage), key)
             self._end(self._open.pop(key, None), now)
+
+    def _begin(self, key: tuple[str, str], now: _Open) -> None:
+        if now.rule.seldom_ended and key in self._open and self._open[key].rule is now.rule:
+            del self._open[key]
+        # Without a time it would hide a later begin.
+        if now.wall_ns is not None and (now.rule.restarts or key not in self._open):
+            self._open[key] = now
 
     def _end(self, begun: _Open | None, now: _Open) -> None:
         rule, first = now.rule, begun or now
