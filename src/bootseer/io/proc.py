@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import time
 
 _SIGKILL = 9
 _SIGNALED = 0x400  # PF_SIGNALED of the kernel
@@ -70,14 +70,15 @@ def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | N
     with contextlib.suppress(OSError):
         if kill:
             os.kill(pid, _SIGKILL)
-        handle = os.pidfd_open(pid)
-        try:
-            ended = select.poll()
-            ended.register(handle, select.POLLIN)
-            if ended.poll(1000 * timeout_s):
-                return os.waitpid(pid, 0)[1]
-        finally:
-            os.close(handle)
+        # Without a pidfd: a job's Python may be built without `os.pidfd_open`, as Conda's is, and sandboxes forbid it.
+        until_s = time.monotonic() + timeout_s
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return status
+            if time.monotonic() >= until_s:
+                break
+            time.sleep(0.001)
     return None
 
 
