@@ -79,7 +79,7 @@ class Node:
                 if MODE_OF_TYPE.get(entry.kind) in (stat.S_IFDIR, stat.S_IFCHR):  # may be merged, or a whiteout
                     found[entry.name] = self.child(entry.name)
                 else:
-                    found[entry.name] = Node(((layer, layer.reader.inode(entry.number)),))
+                    found[entry.name] = Node(((layer, layer.reader.checked(entry.number, entry.kind)),))
         for name in sorted(found):
             if (node := found[name]) is not None:
                 yield name, node

@@ -169,7 +169,7 @@ class ErofsReader:
             low, high = (middle, high) if first <= name else (low, middle - 1)
         for found, number, kind in decode_directory_block(self.pread(directory, low * BLOCK, BLOCK)):
             if found == name:
-                return self._checked(number, kind)
+                return self.checked(number, kind)
         return None
 
     def walk(self) -> Iterator[tuple[bytes, Inode]]:
@@ -185,14 +185,15 @@ class ErofsReader:
             seen.add(directory.number)
             deeper = []
             for entry in self.entries(directory):
-                inode = self._checked(entry.number, entry.kind)
+                inode = self.checked(entry.number, entry.kind)
                 name = path + b"/" + entry.name if path else entry.name
                 yield name, inode
                 if stat.S_ISDIR(inode.mode):
                     deeper.append((name, inode, depth + 1))
             pending.extend(reversed(deeper))
 
-    def _checked(self, number: int, kind: int) -> Inode:
+    def checked(self, number: int, kind: int) -> Inode:
+        """The inode of a directory entry of this kind. Raises `CorruptError` if it is of another."""
         inode = self.inode(number)
         if file_type(inode.mode) != kind:
             raise CorruptError(f"EROFS image: the types of inode {number} and of its directory entry differ")
