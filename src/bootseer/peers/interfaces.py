@@ -110,9 +110,10 @@ def listen_at_own(addresses: Sequence[str]) -> tuple[list[socket.socket], list[s
     listening, taken = [], []
     for address in addresses:
         host, _, port = address.rpartition(":")
+        host = host.strip("[]")
         try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
-            if ipaddress.ip_address(found).is_loopback and host.strip("[]") not in (found, "localhost"):
+            found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
+            if ipaddress.ip_address(found).is_loopback and ":" not in host and host not in (found, "localhost"):
                 found = "0.0.0.0"  # noqa: S104 - Debian maps a host's own name to a loopback address
             listening.append(listen_at(str(found), int(port)))
         except OSError as error:
