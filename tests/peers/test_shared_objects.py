@@ -20,6 +20,7 @@ from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
 from bootseer.peers.job import FOLDER, JobPeers
 from bootseer.peers.origins import PeerGroup
+from bootseer.peers.protocol import Question
 from bootseer.peers.server import Server
 from bootseer.peers.shared_objects import OfferedObject, open_object
 from bootseer.store.file import FileStore
@@ -115,7 +116,7 @@ def test_nodes_that_do_not_get_it_are_waited_for_once_in_all(
     for node in (first, second):
         node.offer()
         with closing(PeerGroup(node.job)) as group:
-            node.offered._node_with_it(group)
+            group.ask(Question(node.offered.digest, 0, 1, node.peer.name, True), 0)
     third.offer()
     assert third.offered.get(third.said.append) is None
     assert (first.server.served.requests, second.server.served.requests) == (0, 1)
