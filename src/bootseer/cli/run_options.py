@@ -80,7 +80,7 @@ PEERS = (
     ),
     Option(
         "--peers-after-training",
-        "The same from then on (default: a twentieth of the links' speed; off: send nothing).",
+        "The same from then on (default: a twentieth of the links' speed, at most --peers-limit; off: send nothing).",
         metavar="SIZE|off",
     ),
     Option("--peers-tls", "Encrypt traffic between nodes, for 3 to 4 times the CPU time.", FLAG, default=False),
