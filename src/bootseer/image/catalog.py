@@ -155,6 +155,7 @@ def delete_idle(cache_root: Path, cache: Cache, *, idle_s: float) -> None:
         suppress(TransientError),
         os_errors_as(PermanentError, folder),
         flocked(folder / CONVERTING, deadline_s=0.0) as lock,
+        suppress(FileNotFoundError),  # another process deletes, too: the next time
     ):
         # Other machines' processes may not be seen.
         oldest_s = time.time() - max(idle_s, OTHERS_S if may_be_shared(lock) else _STARTING_S)
