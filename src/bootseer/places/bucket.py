@@ -195,8 +195,10 @@ class Bucket:
             self.retry(key, partial(obstore.delete, self.reader, key), WRITE_S)
 
     def copy(self, key: str, new: str) -> None:
-        """Copy an object on the server. One attempt: some GB take a minute."""
-        self.call(new, partial(obstore.copy, self.writer, key, new), WRITE_S)
+        """Copy an object on the server. Repeated after transient errors; each attempt may take all the time that is
+        left, as some GB take a minute."""
+        until_s, copy = time.monotonic() + WRITE_S, partial(obstore.copy, self.reader, key, new)
+        self._retry(lambda _: self.call(new, copy, max(until_s - time.monotonic(), 0.0)), WRITE_S)
 
     def head(self, key: str) -> Any:
         try:
