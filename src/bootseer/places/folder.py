@@ -363,7 +363,11 @@ class FolderFile(FileWithoutNodes):
     """An `OpenFile` in a folder. Takes over the descriptor."""
 
     def __init__(self, descriptor: int, uri: str, reads: PooledReads) -> None:
-        status = os.fstat(descriptor)
+        try:
+            status = os.fstat(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise (
