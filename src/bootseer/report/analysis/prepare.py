@@ -108,7 +108,7 @@ def prepare(startup: StartupSpans, options: Options) -> Prepared:
     job_began = any(map(began_of, startup.nodes.values()))
     lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name], began=job_began)]
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
-    first_ns = {lane.node: lane.begin_ns for lane in lanes}
+    first_ns = {lane.node: lane.begin_ns for lane in sorted(lanes, key=lambda lane: -lane.begin_ns)}
     for span in scheduler:
         if span.outcome == TRUNCATED:  # its end is not in the logs, but was before the node's first stage
             span.end_ns = max(min(span.end_ns, first_ns[span.node]), span.begin_ns)
