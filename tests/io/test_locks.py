@@ -40,27 +40,30 @@ def test_a_file_that_is_not_there_has_no_holders(tmp_path):
 
 
 def test_a_lock_that_another_process_holds_is_given_up_after_a_while(pair, tmp_path):
-    locks.lock(pair[0], tmp_path / "file", 0.0)
-    with pytest.raises(TransientError, match=rf"locked for 0\.05 s by process \[{os.getpid()}\]"):
-        locks.lock(pair[1], tmp_path / "file", 0.05)
+    assert locks.try_flock(pair[0])
+    with (
+        pytest.raises(TransientError, match=rf"locked for 0\.05 s by process \[{os.getpid()}\]"),
+        locks.flocked(tmp_path / "file", deadline_s=0.05),
+    ):
+        pass
     os.close(os.dup(pair[0]))  # a duplicate of the descriptor: the lock stays
     assert not locks.try_flock(pair[1])
 
 
 def test_a_long_wait_is_explained_once(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_LONG_S", 0.0)
-    locks.lock(pair[0], tmp_path / "file", 0.0)
+    assert locks.try_flock(pair[0])
     told = []
-    with pytest.raises(TransientError):
-        locks.lock(pair[1], tmp_path / "file", 0.05, told.append)
+    with pytest.raises(TransientError), locks.flocked(tmp_path / "file", deadline_s=0.05, on_wait=told.append):
+        pass
     assert told == [[os.getpid()]]
 
 
 def test_short_waits_poll_at_equal_intervals(pair, tmp_path, monkeypatch):
-    locks.lock(pair[0], tmp_path / "file", 0.0)
+    assert locks.try_flock(pair[0])
     pauses, sleep = [], locks.time.sleep
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: pauses.append(seconds) or sleep(seconds))
-    with pytest.raises(TransientError):
-        locks.lock(pair[1], tmp_path / "file", 0.05)
+    with pytest.raises(TransientError), locks.flocked(tmp_path / "file", deadline_s=0.05):
+        pass
     assert len(pauses) > 1
     assert max(pauses) == min(pauses)
