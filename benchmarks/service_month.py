@@ -51,7 +51,7 @@ def asked(connection: Connection, month: Month) -> dict[str, Callable[[], Any]]:
             for row in questions.stages(connection, replace(where, bucket=number))
         ],
         "3 open starts": lambda: questions.open_starts(connection),
-        "4 slow nodes": lambda: questions.nodes(connection, where),
+        "4 slow nodes": lambda: questions.nodes(connection, where, questions.node_sums(connection, where), limit=1000),
         "5 starts of a job": lambda: questions.starts(connection, Filter(job="job-0007")),
         "6 scales against before": lambda: questions.buckets(connection, now),
         "7 caches": lambda: (questions.caches(connection, where), questions.caches_by_day(connection, where)),

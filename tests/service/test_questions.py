@@ -196,7 +196,7 @@ def test_stragglers_queues_failures_and_coverage(place: Place) -> None:
 
 def test_an_empty_database_has_empty_answers(tmp_path: Path, database_url: str) -> None:
     place = Place(tmp_path, database_url)
-    for name in ("cost", "stages", "nodes", "starts", "buckets", "caches", "caches_by_day", "by_day", "jobs"):
+    for name in ("cost", "stages", "node_sums", "starts", "buckets", "caches", "caches_by_day", "by_day", "jobs"):
         assert ask(place, getattr(questions, name), ALL) == []
     for name in ("straggling", "queues", "failures"):
         assert ask(place, getattr(questions, name), ALL) == []
