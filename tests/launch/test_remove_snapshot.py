@@ -34,7 +34,7 @@ def test_what_another_start_makes_while_the_removed_ones_are_listed_stays(
         return False
 
     monkeypatch.setattr(Catalog, "has_removed", slowly)
-    task: Any = SimpleNamespace(store_uri=store.uri, options=SimpleNamespace(plain_http=False))
+    task: Any = SimpleNamespace(store_uri=store.uri, open_store=lambda: FileStore(tmp_path))
     restore.remove_snapshot(task, suspect, "an import failed", once_a_day=True)
     assert catalog.find(KEY) == new
     assert capsys.readouterr().err == ""
@@ -55,8 +55,12 @@ def test_of_a_store_without_deletion_the_next_start_makes_it_anew(
 
     monkeypatch.setattr(FileStore, "delete", refuse)
     tracer = SimpleNamespace(emit=lambda *_, **__: None)
-    options, session = SimpleNamespace(plain_http=False), SimpleNamespace(span="", tracer=tracer)
-    task: Any = SimpleNamespace(store_uri=store.uri, options=options, session=session, signatures=signatures)
+    task: Any = SimpleNamespace(
+        store_uri=store.uri,
+        open_store=lambda: FileStore(tmp_path),
+        session=SimpleNamespace(span="", tracer=tracer),
+        signatures=signatures,
+    )
     restore.remove_snapshot(task, damaged, "parts are missing")
     assert "is removed from its store: the next start makes it anew" in capfd.readouterr().err
     decision = decide("auto", catalog.look(KEY), now_s=time.time())
