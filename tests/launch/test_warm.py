@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 
 from bootseer.hook.programs import KNOWN, RECORD, SCHEMA
 from bootseer.launch.command import Options
-from bootseer.launch.run import _warm_start
+from bootseer.launch.run import _start_warm
 from bootseer.launch.session import Session
 from bootseer.launch.warm import Known, Record, merge_records, shared
 
@@ -117,13 +118,18 @@ def test_without_a_folder_for_records_a_start_is_not_warm(
     monkeypatch.setattr("os.getuid", lambda: 64321)  # root's folder does not depend on a home
     options = Options(spool=str(tmp_path), warm="auto")
     session = Session(["true"], options, {})
-    with _warm_start(["true"], options, session, {"HOME": "nowhere"}):
+    with ExitStack() as parts:
+        _start_warm(["true"], options, session, {"HOME": "nowhere"}, parts)
         assert session.warm is None
     assert "not warm: user 64321 has no home folder" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--trace-to", "stderr"], "not warm: there is no"), (["--no-hook"], "not warm: the hook")]
+    ("words", "said"),
+    [
+        (["--trace-to", "stderr", "--spool", "/dev/null/spool"], "not warm: there is no"),
+        (["--no-hook"], "not warm: the hook"),
+    ],
 )
 def test_a_start_that_cannot_be_recorded_is_reported(run, words: list[str], said: str) -> None:
     done = run("run", "-q", "--warm", "auto", *words, "--", "sh", "-c", "echo $BOOTSEER_WARM")
