@@ -216,8 +216,9 @@ def _exec_daemon(daemon: Daemon, uid: int, env: Mapping[str, str]) -> None:
 def _make_run_folders(folders: Iterable[str], daemon: Daemon) -> None:
     """Create missing folders in /run (also called /var/run), which only root may create there, for the daemon's user.
     No link is followed. Raises `OSError`."""
-    for steps in (folder.removeprefix("/var").split("/") for folder in folders):
-        for end in range(2, len(steps) if steps[1] == "run" else 0):
+    missing = (folder for folder in folders if lies_in(folder, ("/run", "/var/run")) and not os.path.isdir(folder))  # noqa: PTH112
+    for steps in (folder.removeprefix("/var").split("/") for folder in missing):
+        for end in range(2, len(steps)):
             with (
                 contextlib.suppress(FileExistsError),
                 SafeTree().folder("/".join(steps[:end])) as above,
