@@ -384,6 +384,15 @@ def test_files_that_the_key_does_not_know_keep_a_snapshot_from_being_made_until_
     assert (place.start()["mode"], place.num_setups) == ("restored", 3)
 
 
+def test_a_cache_that_is_a_link_to_a_folder_above_the_project_does_not_cover_its_files(place: Place) -> None:
+    (place.root / "home/.cache").symlink_to(place.root)
+    place.write("data.txt", "1\n")
+    read = "python -c 'print(open(\"da\" + \"ta.txt\").read())' > seen\n"
+    ran = place.run("--setup", place.alpha_script(read), "--", "true")
+    assert f"it read files that its key does not cover: {place.project}/data.txt" in ran.stderr
+    assert not place.documents()
+
+
 def test_what_a_setup_makes_and_no_snapshot_keeps_is_no_unknown_input(place: Place) -> None:
     """For example, `uv venv` makes a lock file, and conda unpacks packages."""
     for name in (".lock", "conda/pkgs/x"):

@@ -266,7 +266,9 @@ class _CapturedSetup:
         base += [python.prefix, python.base_prefix] if python is not None else []
         base += _installers(task.env.get("PATH"))
         if home := task.env.get("HOME"):
-            base += [f"{home}/{name}" for name in (*AT_HOME, *CREDENTIALS_AT_HOME)]
+            at_home = (os.path.realpath(f"{home}/{name}") for name in (*AT_HOME, *CREDENTIALS_AT_HOME))
+            # A link to a folder above the project would cover the project's own files, which are inputs.
+            base += [path for path in at_home if not lies_in(os.path.realpath(task.cwd), (path,))]
         made = {*(change.path for change in changes), *view.left_out.withheld}
         # Reads have real paths. What the setup made and the rules left out (the lock file of `uv venv`, conda's
         # packages) is no input either.
