@@ -387,7 +387,7 @@ def test_files_that_the_key_does_not_know_keep_a_snapshot_from_being_made_until_
 def test_a_cache_that_is_a_link_to_a_folder_above_the_project_does_not_cover_its_files(place: Place) -> None:
     (place.root / "home/.cache").symlink_to(place.root)
     place.write("data.txt", "1\n")
-    read = "python -c 'print(open(\"da\" + \"ta.txt\").read())' > seen\n"
+    read = 'python -c \'print(open("da" + "ta.txt").read())\' > seen\n'
     ran = place.run("--setup", place.alpha_script(read), "--", "true")
     assert f"it read files that its key does not cover: {place.project}/data.txt" in ran.stderr
     assert not place.documents()
