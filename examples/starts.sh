@@ -192,7 +192,8 @@ in_image start recorded -- "${command[@]}"
 
 say "start 4, again: on the same node" \
   "The blocks of the image${REQUIREMENTS:+, of the snapshot}${CHECKPOINT_STRIPED:+, of the checkpoint} are in the node's cache." \
-  ${RUN_ON:+"The job continues, and is restarted in its container as after a change of the code (bootseer restart)."}
+  ${RUN_ON:+"The job continues, and is restarted in its container as after a change of the code (bootseer restart)."} \
+  ${RUN_ON:+"torchrun ends with a traceback then, as at each SIGTERM."}
 names=(full-pull lazy recorded again)
 if [[ -n ${RUN_ON:-} ]]; then
   # shellcheck disable=SC2086 - words
