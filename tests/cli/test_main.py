@@ -45,6 +45,20 @@ def test_calls_that_were_left_behind_do_not_see_the_interpreter_end(tmp_path: Pa
     assert "torn down" not in errors
 
 
+def test_nor_if_a_verb_ends_early_with_an_exit_code(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-c", _LEFT_BEHIND, "left", "well"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        check=False,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_options_of_a_verb_with_a_command_are_completed_before_the_command_is_there() -> None:
     typed = {"COMP_WORDS": "bootseer run --cap", "COMP_CWORD": "2", "_BOOTSEER_COMPLETE": "bash_complete"}
     ran = subprocess.run(

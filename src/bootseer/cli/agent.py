@@ -86,9 +86,8 @@ def status_command(output: Output) -> None:
         ),
         *([_shipped(status["service"])] if "service" in status else []),
         *([status["problem"]] if status["problem"] else []),
+        failed=bool(status["problem"]),
     )
-    if status["problem"]:
-        raise SystemExit(1)
 
 
 def _shipped(service: dict[str, Any]) -> str:

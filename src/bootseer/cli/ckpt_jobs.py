@@ -133,9 +133,8 @@ def stat_command(file: str, output: Output) -> None:
     with files_at(folder) as files:
         found = anatomy(files, name)
         uri = f"{files.place.uri}/{name}"
-    output({"file": uri, **found}, *_stat_lines(uri, found))
-    if any(part["problem"] for segment in found["segments"] for part in segment["parts"]):
-        raise SystemExit(1)
+    problems = [part["problem"] for segment in found["segments"] for part in segment["parts"] if part["problem"]]
+    output({"file": uri, **found}, *_stat_lines(uri, found), failed=bool(problems))
 
 
 def _stat_lines(uri: str, found: dict[str, Any]) -> list[str]:

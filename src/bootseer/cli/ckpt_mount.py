@@ -88,9 +88,8 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
         {"target": str(folder.absolute()), "published": published, "lost": lost},
         *(f"published while open: {name}" for name in published),
         *(f"NOT published: {name}" for name in lost),
+        failed=bool(lost),
     )
-    if lost:
-        raise SystemExit(1)
 
 
 @click.command("mounted")
@@ -102,9 +101,8 @@ def mounted_command(output: Output) -> None:
         styled(f"{row['target']}: {row['uri']}, ", "").append(_words(row), "red" if row["state"] != "mounted" else "")
         for row in rows
     ]
-    output({"mounts": rows}, *(lines if rows else ["nothing is mounted"]))
-    if any(row["state"] != "mounted" for row in rows):
-        raise SystemExit(1)
+    is_dead = any(row["state"] != "mounted" for row in rows)
+    output({"mounts": rows}, *(lines if rows else ["nothing is mounted"]), failed=is_dead)
 
 
 def _words(row: dict[str, Any]) -> str:

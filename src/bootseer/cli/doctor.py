@@ -75,9 +75,8 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
         "",
         f"BootSeer {'can' if good else 'cannot'} measure here; {num_ok} of {len(checks)} checks are ok.",
         *([f"{bundle}: {', '.join(found['bundle'])}"] if bundle is not None else []),
+        failed=not good,
     )
-    if not good:
-        raise SystemExit(1)
 
 
 def table_of(checks: Sequence[Check]) -> Table:

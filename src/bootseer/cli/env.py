@@ -123,9 +123,8 @@ def key_command(image: str | None, old: str | None, show_all: bool, output: Outp
             **({} if changed is None else {"changed": [row._asdict() for row in changed]}),
         },
         *(_changes(changed) if changed is not None else _explained(key, None if show_all else _MAX_LINES)),
+        failed=bool(key.problems),
     )
-    if key.problems:
-        raise SystemExit(1)
 
 
 def _old_key(old: str, source: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -262,9 +261,8 @@ def verify_command(
         *(f"{path}: {words}" for path, words in found.differences[:_MAX_SHOWN]),
         *([f"and {left} more (--json shows all)"] if left > 0 else []),
         f"{document.key[:12]}: {found.num_paths:,} paths compared, {len(found.differences)} differ",
+        failed=bool(found.differences),
     )
-    if found.differences:
-        raise SystemExit(1)
 
 
 @click.command("lock")

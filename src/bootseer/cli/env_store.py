@@ -318,9 +318,8 @@ def show_pruned(output: Output, done: Pruned, document: Mapping[str, object], le
         *(styled(problem, "red") for problem in done.problems),
         f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; {left}, "
         f"{done.num_in_use} in use",
+        failed=bool(done.problems),
     )
-    if done.problems:
-        raise SystemExit(1)
 
 
 def _mounted(runtime: Runtime) -> set[str]:

@@ -153,9 +153,8 @@ def list_command(output: Output) -> None:
         here = "?" if row["here"] is None else f"{row['here']:.0%}"
         state = styled(row["state"], "red" if row["state"] != "mounted" else "")
         shown_rows.add_row(row["target"], row["image"], row["mode"], here, state)
-    output({"mounts": rows}, shown_rows if rows else "nothing is mounted")
-    if any(row["state"] != "mounted" for row in rows):
-        raise SystemExit(1)
+    is_dead = any(row["state"] != "mounted" for row in rows)
+    output({"mounts": rows}, shown_rows if rows else "nothing is mounted", failed=is_dead)
 
 
 def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:

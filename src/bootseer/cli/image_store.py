@@ -62,9 +62,8 @@ def remove_command(
         *removed,
         *(styled(f"{digest} stays: {reason}", "red") for digest, reason in kept.items()),
         f"{plural(len(removed), 'image')} {'would be removed' if dry_run else 'removed'}",
+        failed=bool(kept),
     )
-    if kept:
-        raise SystemExit(1)
 
 
 @click.command("prune")

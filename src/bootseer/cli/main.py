@@ -41,6 +41,8 @@ def main() -> None:
     except (Interrupted, KeyboardInterrupt) as error:
         _say("bootseer: interrupted")
         code = error.exit_code if isinstance(error, Interrupted) else 130
+    except SystemExit as ended:  # a verb that found problems, or whose output has no reader
+        code = int(ended.code or 0)
     except OSError as error:  # a path that may not be read, a full disk behind the help, a removed working folder
         _log_failure()
         place, hint = (f"{error.filename}: ", "") if error.filename else ("", " (where: BOOTSEER_LOG=debug)")

@@ -43,19 +43,24 @@ class Output(NamedTuple):
     schema: str
     as_json: bool
 
-    def __call__(self, document: Mapping[str, object], *lines: object) -> None:
-        """Print the document or the lines. A line is a string, a rich `Text` or a table; empty tables are omitted."""
+    def __call__(self, document: Mapping[str, object], *lines: object, failed: bool = False) -> None:
+        """Print the document or the lines. A line is a string, a rich `Text` or a table; empty tables are omitted.
+
+        If it `failed`, the verb ends here, with the exit code 1.
+        """
         if self.as_json:
             print_json({"schema": self.schema, **document})
-            return
-        from rich.table import Table
+        else:
+            from rich.table import Table
 
-        with terminal() as console:
-            for line in lines:
-                if not isinstance(line, Table):
-                    console.print(_cleaned(line), soft_wrap=True)
-                elif line.row_count:
-                    console.print(line)
+            with terminal() as console:
+                for line in lines:
+                    if not isinstance(line, Table):
+                        console.print(_cleaned(line), soft_wrap=True)
+                    elif line.row_count:
+                        console.print(line)
+        if failed:
+            raise SystemExit(1)
 
 
 def table(*columns: str, right: Collection[str] = ()) -> Table:
