@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ STORE = "BOOTSEER_STORE"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def cache_root(env: Mapping[str, str], uid: int) -> Path:
-    """The node's cache: `$BOOTSEER_CACHE`, `/var/cache/bootseer` for root, else a folder of the user."""
+def cache_root(env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
+    """The node's cache: `$BOOTSEER_CACHE`, `/var/cache/bootseer` for root, else a folder of the user (by default the
+    process's own)."""
+    uid = os.getuid() if uid is None else uid
     if env.get(CACHE):
         return Path(env[CACHE]).absolute()
     if uid == 0:
@@ -60,11 +63,12 @@ def containers_folder(root: Path) -> Path:
     return root / "containers"
 
 
-def runtime_root(env: Mapping[str, str], uid: int) -> Path:
+def runtime_root(env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
     """The state of mounts: `$BOOTSEER_RUNTIME`, else a folder that is emptied at boot.
 
     If another user has taken the name below `/tmp`, a folder in the cache is used.
     """
+    uid = os.getuid() if uid is None else uid
     if env.get(RUNTIME):
         return Path(env[RUNTIME]).absolute()
     if uid == 0:

@@ -46,8 +46,8 @@ def run_command(
     """Run the agent until a signal ends it. systemd units are in contrib/systemd."""
     logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # why the cache is not cleaned up belongs in the journal
     settings = AgentSettings(
-        cache=(cache or cache_root(os.environ, os.getuid())).absolute(),
-        runtime=runtime_root(os.environ, os.getuid()),
+        cache=(cache or cache_root()).absolute(),
+        runtime=runtime_root(),
         max_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit is not None else None,
         service=ship_to,
         spools=spool_roots or ((default_root(os.environ),) if ship_to else ()),
@@ -60,7 +60,7 @@ def run_command(
 @json_option("bootseer.agent/1")
 def status_command(output: Output) -> None:
     """Show the state of this node's agent. The exit code is 1 if the agent reports a problem."""
-    status = request(runtime_root(os.environ, os.getuid()), STATUS)
+    status = request(runtime_root(), STATUS)
     cache = status["cache"]
     rows = table(
         "mount", "what", "state", "restarts", "fetched", "from peers", right=("restarts", "fetched", "from peers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -42,12 +41,17 @@ def show_command(folder: Path | None, output: Output) -> None:
     total = sum(entry.disk_bytes for entry in entries)
     rows = table("file", "on disk", "here", "last used", "state", right=("on disk", "here", "last used"))
     for entry in entries:
+        state = [
+            word
+            for word, applies in (("damaged", entry.damaged), ("in use", entry.in_use), ("complete", entry.trusted))
+            if applies
+        ]
         rows.add_row(
             entry.identity[:12],
             format_bytes(entry.disk_bytes),
             f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-",
             f"{format_seconds(max(time.time() - entry.last_use_ns / 1e9, 0))} ago" if entry.last_use_ns else "never",
-            styled(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
+            styled(", ".join(state), "red" if entry.damaged else ""),
         )
     names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "in_use", "damaged", "trusted")
     files = [
@@ -99,7 +103,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
     cache = _cache(folder)
     if not dry_run:
         # Layers that are kept mounted for the next start would keep their files in use.
-        runtime = Runtime(runtime_root(os.environ, os.getuid()))
+        runtime = Runtime(runtime_root())
         unmount_idle(runtime, cache, idle_s=0)
         delete_idle_trees(_root(folder), runtime, idle_s=0)
         delete_idle(_root(folder), cache, idle_s=CacheSpace(cache, say).idle_s if to_size is None else 0)
@@ -126,9 +130,4 @@ def _cache(folder: Path | None) -> Cache:
 
 
 def _root(folder: Path | None) -> Path:
-    return folder or cache_root(os.environ, os.getuid())
-
-
-def _state(damaged: bool, in_use: bool, trusted: bool) -> str:
-    words = [word for word, is_so in (("damaged", damaged), ("in use", in_use), ("complete", trusted)) if is_so]
-    return ", ".join(words)
+    return folder or cache_root()

@@ -53,12 +53,12 @@ def mount_command(
     with interruptible(), Progress(f"waiting for {uri}", line=not output.as_json) as progress:
         request = MountRequest(
             uri,
-            cache=cache_root(os.environ, os.getuid()) if cache else None,
+            cache=cache_root() if cache else None,
             spool=None if spool is None else spool.absolute(),
             memory_bytes=parse_size(memory, "--memory") if memory else MEMORY_BYTES,
             **values,
         )
-        runtime = runtime_root(os.environ, os.getuid())
+        runtime = runtime_root()
         mounted = mount_checkpoint(request, folder.absolute(), runtime=runtime, waiting=progress.wait)
     row = _row(mounted)
     tell_fallback((row["daemon"] or {}).get("place", {}))
@@ -133,4 +133,4 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    return runtime_of(runtime_root(os.environ, os.getuid()))
+    return runtime_of(runtime_root())

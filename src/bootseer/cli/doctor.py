@@ -51,14 +51,14 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
     from bootseer.launch import doctor
     from bootseer.snapshotter import service
 
-    cache = cache_root(os.environ, os.getuid())
+    cache = cache_root()
     more = [
         (trial.CHECK, lambda: trial.check(cache)),
         (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache)),
         (doctor.PEERS, doctor.check_peers),
         (doctor.NAMES, doctor.check_names),
         (doctor.STACKS, doctor.check_stacks),
-        (service.CHECK, lambda: service.check(runtime_root(os.environ, os.getuid()))),
+        (service.CHECK, lambda: service.check(runtime_root())),
     ]
     if configuration():
         more.append((doctor.HDFS_LOGIN, doctor.check_hdfs_login))

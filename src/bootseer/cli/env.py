@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from bootseer.artifact.places import cache_root
 from bootseer.cli.env_options import CAPTURE, KEY, SETUP, wanted
-from bootseer.cli.env_store import STORE, cache, catalog_of, document_of
+from bootseer.cli.env_store import STORE, catalog_of, document_of
 from bootseer.cli.image_options import TRUST, request_of_verb
 from bootseer.cli.output import Output, Progress, styled
 from bootseer.cli.verb_parts import MayHaveCommand, json_option, with_options
@@ -54,7 +55,7 @@ def capture_command(
     bootseer env capture --requirements requirements.txt --env-import torch --store /shared/bootseer
     """
     _check_setup(setup, requirements)
-    asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, values, os.environ)
+    asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, values)
     made = make_snapshot(setup, requirements, asked, os.environ)
     size = f"{plural(made.num_files, 'file')}, {format_bytes(made.size_bytes)}, kept in {format_seconds(made.seconds)}"
     output(asdict(made), made.key or "no key", size if made.published else made.why_not)
@@ -104,7 +105,7 @@ def key_command(image: str | None, old: str | None, show_all: bool, output: Outp
     bootseer env key -r requirements.txt --json > key.json; ...; bootseer env key -r requirements.txt --diff key.json
     """
     _check_setup(values["setup"], values["requirements"])
-    asked = wanted(values, {"plain_http": values["plain_http"]}, os.environ)
+    asked = wanted(values, {"plain_http": values["plain_http"]})
     digest = "" if image is None else _image_digest(request_of_verb(image, None, values["plain_http"]))
     key = request_key(key_request(values["setup"], values["requirements"], asked, os.environ, image=digest))
     changed = None
@@ -191,7 +192,7 @@ def restore_command(ctx: click.Context, /, key: str, folder: Path | None, output
     with catalog_of(source) as catalog:
         document = document_of(catalog, key)
         snapshot = SavedSnapshot(
-            document, catalog.store.uri, cache(), os.environ, plain_http=plain_http, signatures=catalog.signatures
+            document, catalog.store.uri, cache_root(), os.environ, plain_http=plain_http, signatures=catalog.signatures
         )
     if folder is None:
         return snapshot.run(words)
@@ -249,7 +250,7 @@ def verify_command(
         raise UsageError("--tier oracle needs a setup to run", hint="give --setup SCRIPT or --requirements FILE")
     with catalog_of(source) as catalog:
         document = document_of(catalog, key)
-        snapshot = SavedSnapshot(document, catalog.store.uri, cache(), os.environ, plain_http=source["plain_http"])
+        snapshot = SavedSnapshot(document, catalog.store.uri, cache_root(), os.environ, plain_http=source["plain_http"])
     with Progress("verifying") as progress:
         if tier == "oracle":
             found = snapshot.compare_with_fresh(setup, requirements)

@@ -115,57 +115,55 @@ ENVIRONMENT = (
 """Options of `run` about the environment."""
 
 
-def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentOptions:
+def wanted(values: Mapping[str, Any], source: Mapping[str, Any]) -> EnvironmentOptions:
     """The environment settings; `source` has the options about store and loading. Raises `UsageError`."""
     from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.launch.environment.task import EnvironmentOptions
 
-    mode: Mode = values.get("env_mode") or _mode(env)
-    wait_s = _duration(values.get("wait"), "--env-wait", env, "BOOTSEER_ENV_WAIT", zero=True)
+    mode: Mode = values.get("env_mode") or _mode()
+    wait_s = _duration(values.get("wait"), "--env-wait", "BOOTSEER_ENV_WAIT", zero=True)
     return EnvironmentOptions(
-        cache=cache_root(env, os.getuid()),
-        runtime=runtime_root(env, os.getuid()),
+        cache=cache_root(),
+        runtime=runtime_root(),
         mode=mode,
-        store=source.get("store") or env.get(STORE) or None,
+        store=source.get("store") or os.environ.get(STORE) or None,
         plain_http=bool(source.get("plain_http")),
-        signatures=signatures(source, env),
+        signatures=signatures(source),
         loading=source.get("loading", "auto"),
         inputs=tuple(values["inputs"]),
         variables=tuple(values["variables"]),
         imports=tuple(values.get("imports", ())),
-        leave_out=_patterns("--env-leave-out", _listed(values["leave_out"], env, "BOOTSEER_ENV_LEAVE_OUT")),
-        keep=_patterns("--env-keep", _listed(values["keep"], env, "BOOTSEER_ENV_KEEP")),
-        secret_rules=tuple(
-            map(os.path.abspath, _listed(values.get("secret_rules", ()), env, "BOOTSEER_ENV_SECRET_RULES"))
-        ),
+        leave_out=_patterns("--env-leave-out", _listed(values["leave_out"], "BOOTSEER_ENV_LEAVE_OUT")),
+        keep=_patterns("--env-keep", _listed(values["keep"], "BOOTSEER_ENV_KEEP")),
+        secret_rules=tuple(map(os.path.abspath, _listed(values.get("secret_rules", ()), "BOOTSEER_ENV_SECRET_RULES"))),
         conflicts=values.get("conflicts") or "refuse",
-        daemons=_daemons(values, env),
-        max_age_s=_duration(values.get("max_age"), "--env-max-age", env, "BOOTSEER_ENV_MAX_AGE", endless=True),
+        daemons=_daemons(values),
+        max_age_s=_duration(values.get("max_age"), "--env-max-age", "BOOTSEER_ENV_MAX_AGE", endless=True),
         wait_s=600.0 if wait_s is None else wait_s,
-        publish_s=_duration(None, "", env, "BOOTSEER_ENV_PUBLISH") or 600.0,
-        tenant=values["tenant"] or env.get("BOOTSEER_ENV_TENANT", ""),
+        publish_s=_duration(None, "", "BOOTSEER_ENV_PUBLISH") or 600.0,
+        tenant=values["tenant"] or os.environ.get("BOOTSEER_ENV_TENANT", ""),
     )
 
 
-def _mode(env: Mapping[str, str]) -> Mode:
-    chosen = env.get(MODE) or "auto"
+def _mode() -> Mode:
+    chosen = os.environ.get(MODE) or "auto"
     for mode in MODES:
         if mode == chosen:
             return mode
     raise UsageError(f"{MODE}={chosen!r} is not a mode", hint=f"choose from {', '.join(MODES)}")
 
 
-def _daemons(values: Mapping[str, Any], env: Mapping[str, str]) -> Daemons:
+def _daemons(values: Mapping[str, Any]) -> Daemons:
     # The variable is the node owner's: if it refuses, the job's option cannot allow it.
-    chosen = {values.get("daemons") or "relaunch", env.get(_DAEMONS) or "relaunch"}
+    chosen = {values.get("daemons") or "relaunch", os.environ.get(_DAEMONS) or "relaunch"}
     if not chosen <= {"relaunch", "refuse"}:
-        raise UsageError(f"{_DAEMONS}={env[_DAEMONS]!r} is unknown", hint="choose from relaunch, refuse")
+        raise UsageError(f"{_DAEMONS}={os.environ[_DAEMONS]!r} is unknown", hint="choose from relaunch, refuse")
     return "refuse" if "refuse" in chosen else "relaunch"
 
 
-def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:
+def _listed(given: Iterable[str], variable: str) -> tuple[str, ...]:
     """The values of an option and those of a variable, separated by colons, that sets it for a whole cluster."""
-    return (*given, *filter(None, env.get(variable, "").split(":")))
+    return (*given, *filter(None, os.environ.get(variable, "").split(":")))
 
 
 def _patterns(option: str, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,11 +173,12 @@ def _patterns(option: str, given: tuple[str, ...]) -> tuple[str, ...]:
     return given
 
 
-def _duration(given: str | None, option: str, env: Mapping[str, str], variable: str, **also: bool) -> float | None:
+def _duration(given: str | None, option: str, variable: str, **also: bool) -> float | None:
     """Seconds of the option, else of the variable, else None; `also` as in `parse_duration`."""
     if given:
         return parse_duration(given, option, **also)
-    return parse_duration(env[variable], variable, **also) if env.get(variable) else None
+    text = os.environ.get(variable)
+    return parse_duration(text, variable, **also) if text else None
 
 
 def parse_duration(text: str, option: str, *, endless: bool = False, zero: bool = False) -> float:

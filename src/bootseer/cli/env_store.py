@@ -50,10 +50,6 @@ STORE = (
 _LEAST_DIGITS = 4
 
 
-def cache() -> Path:
-    return cache_root(os.environ, os.getuid())
-
-
 def check_folder(named: str | None, store: Store) -> None:
     """Raise `UsageError` if a store is a folder that was named and does not exist: it is no empty store."""
     if named and store.uri.startswith("file://") and not Path(store.uri.removeprefix("file://")).is_dir():
@@ -65,10 +61,10 @@ def catalog_of(source: Mapping[str, Any]) -> Iterator[Catalog]:
     """The snapshots of a store. `source`: the values of `STORE`, and of `TRUST` for verbs that use the content of a
     snapshot."""
     uri = source["store"] or os.environ.get(VARIABLE)
-    with closing(open_store(uri or own_store(cache()), plain_http=source["plain_http"])) as store:
+    with closing(open_store(uri or own_store(cache_root()), plain_http=source["plain_http"])) as store:
         check_folder(source["store"], store)
         # The node's own store contains only what this node made, so it needs no signatures.
-        yield Catalog(store, say, signatures(source, os.environ) if uri and "trusted_keys" in source else UNSIGNED)
+        yield Catalog(store, say, signatures(source) if uri and "trusted_keys" in source else UNSIGNED)
 
 
 def full_key(catalog: Catalog, digits: str) -> str:
@@ -287,7 +283,7 @@ def prune_command(grace: str, output: Output, **source: Any) -> None:
     \b
     bootseer env prune --store hdfs://namenode/bootseer
     """
-    runtime = Runtime(runtime_root(os.environ, os.getuid()))
+    runtime = Runtime(runtime_root())
     with catalog_of(source) as catalog:
         done = prune(
             catalog,

@@ -138,7 +138,7 @@ def umount_command(folder: Path, force: bool) -> None:
     from bootseer.image.mounting.mounted import find_mount, unmount_recorded
 
     runtime = _runtime()
-    unmount_recorded(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()), force=force)
+    unmount_recorded(runtime, find_mount(runtime, folder), cache_root(), force=force)
 
 
 @click.command("list")
@@ -178,4 +178,4 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    return Runtime(runtime_root(os.environ, os.getuid()))
+    return Runtime(runtime_root())

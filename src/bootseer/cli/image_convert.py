@@ -98,7 +98,7 @@ def convert_command(
     if not watch and (interval or once or tags or state):
         hint = "give --watch too"
         raise UsageError("--interval, --once, --tag and --state need --watch", hint=hint)
-    limits, signed = LayerLimits(**parse_layer_limits(layer_limits)), signatures({}, os.environ, keys)
+    limits, signed = LayerLimits(**parse_layer_limits(layer_limits)), signatures({}, keys)
     options = ConvertOptions(parse_size(block_size, "--block-size"), limits=limits, signatures=signed)
     chosen = Platform.parse(platform) if platform else None
     settings = _Settings(reference, uri, chosen, jobs, options, plain_http)
@@ -149,7 +149,7 @@ def _watch(
     repository = f"{reference.host}/{reference.repository}"
     if state is None:
         name = hashlib.sha256(f"{repository} {settings.uri} {settings.platform or ''}".encode()).hexdigest()[:16]
-        state = cache_root(os.environ, os.getuid()) / "watch" / f"{reference.repository.rpartition('/')[2]}-{name}.json"
+        state = cache_root() / "watch" / f"{reference.repository.rpartition('/')[2]}-{name}.json"
     numbers = [0, 0]
     try:
         with (

@@ -171,12 +171,12 @@ def request(reference: str, values: Mapping[str, Any]) -> Request:
     return Request(
         reference=parsed,
         store=store_uri(parsed, values["store"] or os.environ.get(STORE)),
-        cache=cache_root(os.environ, os.getuid()),
-        runtime=runtime_root(os.environ, os.getuid()),
+        cache=cache_root(),
+        runtime=runtime_root(),
         plain_http=values["plain_http"],
         loading=values["loading"],
         fallback=values["fallback"],
-        signatures=signatures(values, os.environ),
+        signatures=signatures(values),
         layer_limits=parse_layer_limits(values.get("layer_limits") or ()),
         workload=parse_workload(values.get("workload") or ""),
     )
@@ -266,7 +266,7 @@ def _devices(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence[str] = ()) -> Signatures:
+def signatures(values: Mapping[str, Any], keys: Sequence[str] = ()) -> Signatures:
     """Trusted and signing keys; `keys` are files of private keys, preferred to those of the environment.
 
     Naming trusted keys implies that signatures are required, so the switch cannot be forgotten. Raises `UsageError` for
@@ -274,9 +274,9 @@ def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence
     """
     from bootseer.artifact.signatures import Signatures
 
-    required = values.get("require_signature") or env.get(_REQUIRE, "0") not in ("", "0")
-    trusted = values.get("trusted_keys") or env.get(_TRUSTED_KEYS) or (_DEFAULT_KEYS if required else "")
-    signing = tuple(keys) or tuple(path for path in (env.get(_SIGNING_KEY),) if path)
+    required = values.get("require_signature") or os.environ.get(_REQUIRE, "0") not in ("", "0")
+    trusted = values.get("trusted_keys") or os.environ.get(_TRUSTED_KEYS) or (_DEFAULT_KEYS if required else "")
+    signing = tuple(keys) or tuple(filter(None, [os.environ.get(_SIGNING_KEY)]))
     found = Signatures(signing, trusted)
     found.check()
     return found

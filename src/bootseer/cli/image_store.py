@@ -100,10 +100,10 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
 
 def _uri(store: str | None) -> str:
     """The given store, or this node's own store of converted images."""
-    return store or str(own_folder(converted_folder(cache_root(os.environ, os.getuid()))))
+    return store or str(own_folder(converted_folder(cache_root())))
 
 
 def _mounted() -> dict[str, str]:
     """The digests of mounted images, and their mount points."""
-    runtime = Runtime(runtime_root(os.environ, os.getuid()))
+    runtime = Runtime(runtime_root())
     return {state.details.get("digest", ""): state.target for state in runtime.all() if runtime.health(state) != "gone"}

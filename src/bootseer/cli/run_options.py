@@ -201,20 +201,20 @@ def start(values: Values, command: Sequence[str]) -> int:
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:
-        settings["checkpoint"] = checkpoint_wanted(checkpoint, os.environ)
-    if (peered := peers_wanted(peers, image["store"], os.environ)) is not None:
+        settings["checkpoint"] = checkpoint_wanted(checkpoint)
+    if (peered := peers_wanted(peers, image["store"])) is not None:
         settings["peers"] = peered
     if has_setup:
-        settings["environment"] = env_options.wanted(environment, image, os.environ)
+        settings["environment"] = env_options.wanted(environment, image)
     if not settings["quiet"]:
         settings["show"] = _shown
     return run(command, Options(**settings), {**without_outer_job(os.environ), **identity})  # type: ignore[arg-type]
 
 
-def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersOptions | None:
+def peers_wanted(values: Mapping[str, Any], store: str | None) -> PeersOptions | None:
     """The peer settings; None without peers. `store`: where peers find each other with `auto`. Raises `UsageError`."""
-    source = values["peers"] or env.get(PEERS_VARIABLE) or "off"
-    if source in ("off", "0") or env.get(PEERS_VARIABLE) == "0":
+    source = values["peers"] or os.environ.get(PEERS_VARIABLE) or "off"
+    if source in ("off", "0") or os.environ.get(PEERS_VARIABLE) == "0":
         return None
     from pathlib import Path
 
@@ -233,7 +233,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str,
         interfaces=tuple(values["peers_interface"]),
         before=before if limit else 1 << 30,
         after=0 if after == "off" else parse_size(after, "--peers-after-training") if after else None,
-        runtime=runtime_root(env, os.getuid()),
+        runtime=runtime_root(),
         tls=bool(values["peers_tls"]),
         wait_s=values["wait_for_nodes"],
         min_nodes=values["min_nodes"],
@@ -266,7 +266,7 @@ def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> Chec
         uri=values["checkpoint"],
         target=Path(folder).absolute() if folder else None,
         memory_bytes=parse_size(memory, "--checkpoint-memory") if memory else None,
-        cache=cache_root(env, os.getuid()) if values["checkpoint_cache"] else None,
-        runtime=runtime_root(env, os.getuid()),
+        cache=cache_root() if values["checkpoint_cache"] else None,
+        runtime=runtime_root(),
         way=values["checkpoint_read"],
     )

@@ -61,15 +61,15 @@ def snapshotter_command(
         if path:
             os.environ[variable] = str(Path(path).absolute())
     credential_providers.check_providers(os.environ)
-    runtime = runtime_root(os.environ, os.getuid())
+    runtime = runtime_root()
     settings = Settings(
-        cache=str(cache_root(os.environ, os.getuid())),
+        cache=str(cache_root()),
         runtime=str(runtime),
         store=store or os.environ.get(STORE, ""),
         plain_http=values["plain_http"],
         loading=values["loading"],
         workload=parse_workload(workload),
-        trusted_keys=signatures(values, os.environ).trusted,
+        trusted_keys=signatures(values).trusted,
         record_s=record_s,
     )
     run_snapshotter(root.absolute(), (socket or runtime / SOCKET).absolute(), settings, stop_event())

@@ -176,7 +176,7 @@ def _texts(doctor: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tu
             yield f"hadoop/{name}.txt", "\n".join(f"{key} = {value}" for key, value in sorted(properties.items()))
     yield "mountinfo.txt", Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(BootseerError):  # an unusable runtime folder is shown by a check
-        root = runtime_root(environ, os.getuid())
+        root = runtime_root(environ)
         for kind, runtime in (("images", Runtime(root)), ("checkpoints", runtime_of(root))):
             yield from _mounts(kind, runtime)
 

@@ -130,7 +130,7 @@ class WarmStart:
         self._folder = Path(f"/proc/self/fd/{os.open(session.warm_folder, flags)}")
         self._mode = mode
         name = f"{workload_key(command, setup=environment)}.json"
-        self._path = cache_root(env, os.getuid()) / "warm" / name
+        self._path = cache_root(env) / "warm" / name
         self.shared_path = self._path.with_suffix(".shared")
         """The part shared with other nodes."""
         self.report = StartReport(session, self._save)

@@ -178,7 +178,7 @@ class SavedSnapshot:
     @contextmanager
     def _task(self, setup: str | None, requirements: Sequence[str]) -> Iterator[Task]:
         supervise.block_signals()
-        runtime = runtime_root(self.env, os.getuid())
+        runtime = runtime_root(self.env)
         options = EnvironmentOptions(
             self.cache, runtime, store=self.uri, plain_http=self.plain_http, signatures=self.signatures
         )
@@ -194,7 +194,7 @@ class SavedSnapshot:
         with ExitStack() as opened:
             store = open_store(self.uri, plain_http=self.plain_http)
             opened.callback(store.close)
-            runtime = runtime_root(self.env, os.getuid())
+            runtime = runtime_root(self.env)
             layer_options = LayerOptions(cache=self.cache, runtime=runtime, plain_http=self.plain_http, publish=False)
             layer = mount_layer(self.document, store, layer_options, say=say)
             opened.callback(layer.close)

@@ -70,7 +70,7 @@ def environment_in_image(
         if environment.mode == "require":
             raise
         say(f"no snapshot of the environment: {error}")
-        elsewhere = containers_folder(cache_root(os.environ, os.getuid()))
+        elsewhere = containers_folder(cache_root())
         task = make(options=replace(environment, mode="bypass", cache=elsewhere))
     return ImageEnvironment(EnvironmentStart(task, command), container)
 

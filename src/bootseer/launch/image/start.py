@@ -158,7 +158,7 @@ class _ImageStart:
         began_s = time.monotonic()
         with interruptible(), ExitStack() as stage:
             facts = stage.enter_context(session_stage(self._session, STAGE))
-            containers = containers_folder(cache_root(os.environ, os.getuid()))
+            containers = containers_folder(cache_root())
             self._folder = OwnedFolder.made(containers, _PREFIX, self._unmount_left)
             folder = self._folder.path
             if environment is None:
