@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -13,7 +17,8 @@ import pytest
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.verbs import cli
 from bootseer.env.processes import process
-from bootseer.errors import UsageError
+from bootseer.errors import Interrupted, UsageError
+from bootseer.launch.environment import snapshot
 from environment_place import Place, made_place
 from waiting import until
 
@@ -83,6 +88,17 @@ def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
     place.bootseer("cache", "prune", "--to", "0")
     assert as_json(place, "bootseer.environments-removed/1", "prune", "--grace", "0.001s")["objects"] > 0
     assert not place.mounts()
+
+
+def test_a_signal_ends_a_comparison_with_a_fresh_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "fresh_install_differs", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    layer = SimpleNamespace(path=tmp_path)
+    monkeypatch.setattr(snapshot.SavedSnapshot, "_mounted", lambda self: nullcontext((layer, [])))
+    document: Any = SimpleNamespace(packages=())
+    env = {"HOME": str(tmp_path), "BOOTSEER_RUNTIME": str(tmp_path / "run")}
+    saved = snapshot.SavedSnapshot(document, str(tmp_path), tmp_path / "cache", env)
+    with pytest.raises(Interrupted):
+        saved.compare_with_fresh("true", ())
 
 
 @pytest.mark.root

@@ -137,12 +137,14 @@ class SavedSnapshot:
         def install(view: Capture, more: Mapping[str, str]) -> int:
             baseline = Baseline.take(view.enter)
             more_env = {**more, **baseline.environment}
+            supervise.block_signals()
             try:
                 return SetupRun(SetupHost(task, enter=view.enter, root=str(view.root), more_env=more_env)).run().code
             finally:
                 end_processes(lambda: {*baseline.running()})
+                supervise.unblock_signals()
 
-        with self._task(setup, requirements) as task, self._mounted() as (layer, entries):
+        with self._task(setup, requirements) as task, interruptible(), self._mounted() as (layer, entries):
             return fresh_install_differs(
                 self.document.packages,
                 entries,
