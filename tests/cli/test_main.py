@@ -81,7 +81,18 @@ def test_completing_a_verb_imports_none(typed: str, verb: str) -> None:
     ran = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
     assert ran.stdout.split() == [f"plain,{verb}"], ran.stderr
     imported = set(re.findall(r"bootseer\.cli\.(\w+)", ran.stderr))
-    assert imported <= {"main", "verbs", "verb_parts", "options", "output", "groups"}
+    assert imported <= {"main", "verbs", "verb_parts", "options", "output", "groups", "completion"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize(
+    "typed", ["bootseer report tr", "bootseer run -r tr", "bootseer run -- python tr", "bootseer run -- python --co"]
+)
+def test_files_are_completed_for_values_and_in_the_command_of_the_user(typed: str, shell: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_BOOTSEER_COMPLETE": f"{shell}_complete"}
+    command = [sys.executable, "-P", "-m", "bootseer"]
+    ran = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert re.split(r"[,\s]", ran.stdout)[:2] == ["file", typed.split()[-1]], ran.stderr
 
 
 def test_a_signal_stops_a_service_whose_main_thread_holds_the_lock_of_the_event() -> None:

@@ -114,6 +114,10 @@ def _any_verb() -> int:
 
     from bootseer.cli.verbs import cli
 
+    if "_BOOTSEER_COMPLETE" in os.environ:
+        from bootseer.cli.completion import complete_files
+
+        complete_files()
     try:
         code = cli.main(standalone_mode=False, prog_name="bootseer")
     except click.exceptions.Exit as exit_:
