@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 import pytest
 from hypothesis import given
@@ -29,6 +31,13 @@ VALUES = [
     "--job",
     "é",
 ]
+
+
+def test_the_help_shows_each_option_once() -> None:
+    shown = run_verb.run_command.get_help(click.Context(run_verb.run_command))
+    found = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE)
+    options = [next(flag for flag in option.flags if flag.startswith("--")) for option in OPTIONS]
+    assert sorted(found) == sorted([*options, "--help"])
 
 
 def by_click(arguments: list[str]) -> dict[str, object] | None:

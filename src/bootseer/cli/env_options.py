@@ -24,12 +24,15 @@ _DAEMONS = "BOOTSEER_ENV_DAEMONS"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
-REQUIREMENTS = "File to install from: requirements.txt, pyproject.toml, uv.lock, pylock.toml or environment.yml."
 SETUP = (
-    Option("--setup", "Setup script.", metavar="SCRIPT"),
-    Option("--requirements -r", REQUIREMENTS, metavar="FILE", many=True),
+    Option("--setup", "Script that sets up the environment.", metavar="SCRIPT"),
+    Option(
+        "--requirements -r",
+        "File to install from: requirements.txt, pyproject.toml, uv.lock, pylock.toml or environment.yml.",
+        metavar="FILE",
+        many=True,
+    ),
 )
-"""The setup, for verbs that run no command after it."""
 
 KEY = (
     Option("--env-input", "File or folder that the setup depends on.", metavar="PATH", many=True, dest="inputs"),

@@ -41,7 +41,7 @@ TRUST = (
 
 LAYER_LIMIT = Option(
     "--layer-limit",
-    "Raise a limit for converting layers: unpacked_bytes=128g, members=8000000, text_bytes=1g; may be repeated.",
+    "Raise a limit for converting layers: unpacked_bytes=128g, members=8000000, text_bytes=1g.",
     metavar="NAME=VALUE",
     many=True,
     dest="layer_limits",

@@ -11,12 +11,22 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.run_options import OPTIONS, start
+from bootseer.cli.run_options import OPTIONS, SECTIONS, start
 from bootseer.cli.verb_parts import Count, WithCommand, command_of, with_options
 from bootseer.errors import UsageError
 
 
-@click.command("run", cls=WithCommand)
+class _Run(WithCommand):
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = {param.name or "": param.get_help_record(ctx) or ("", "") for param in self.get_params(ctx)}
+        sections = {title: [rows.pop(option.name) for option in options] for title, options in SECTIONS.items()}
+        sections["Options"] += rows.values()  # --help
+        for title, lines in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(lines)
+
+
+@click.command("run", cls=_Run)
 @with_options(OPTIONS)
 @click.pass_context
 def run_command(ctx: click.Context, /, **values: object) -> int:

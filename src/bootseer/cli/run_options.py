@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bootseer.cli import env_options, image_options
-from bootseer.cli.env_options import ENVIRONMENT, REQUIREMENTS
+from bootseer.cli.env_options import ENVIRONMENT, SETUP
 from bootseer.cli.image_options import IMAGE
 from bootseer.cli.options import COUNT, FLAG, Option, Values, parse_size, split
 from bootseer.errors import UsageError
@@ -47,7 +47,6 @@ CHECKPOINT = (
     Option(
         "--checkpoint-read",
         "Read it through a mount, or plainly from its folder (default: auto, by the kind of storage).",
-        metavar="auto|mount|plain",
         choices=("auto", "mount", "plain"),
         default="auto",
     ),
@@ -69,7 +68,7 @@ PEERS = (
     ),
     Option(
         "--peers-interface",
-        "Serve peers on this network interface; may be repeated (default: the fastest ones).",
+        "Serve peers on this network interface (default: the fastest ones).",
         metavar="NAME",
         many=True,
     ),
@@ -96,36 +95,32 @@ PEERS = (
 )
 """Options of `run` about peers."""
 
-OPTIONS = (
+_GENERAL = (
     Option("--job", "Name of the job (default: the scheduler's, else the script's)."),
     Option("--attempt", "Number of this start of the job.", COUNT),
     Option("--kind", "Kind of startup (default: full).", choices=KINDS),
     Option("--node", "Name of this node, unique within the job."),
     Option("--num-nodes", "Number of nodes, to detect those that report nothing.", COUNT, least=1),
     Option("--gpus", "Number of this node's GPUs that the job uses.", COUNT),
-    Option("--setup", "Script to run first, as the stage environment_setup.", metavar="SCRIPT"),
-    Option("--requirements -r", REQUIREMENTS, metavar="FILE", many=True),
     Option("--spool", "Folder for event files; nodes may share one.", metavar="DIR"),
     Option(
         "--trace-to",
-        "Where events go: spool (default), stderr (the job's own log), otlp or otlp=URL, service or service=URL; may be"
-        " repeated.",
+        "Where events go: spool (default), stderr (the job's own log), otlp or otlp=URL, service or service=URL.",
         metavar="SINK",
         many=True,
         default=("spool",),
         dest="sinks",
     ),
-    Option("--hook --no-hook", "Mark torch's stages in Python processes (default: yes).", FLAG, default=True),
+    Option("--hook --no-hook", "Mark stages of torch and JAX in Python processes (default: yes).", FLAG, default=True),
     Option(
         "--began-pattern",
-        "Output line that marks the end of the first step, for programs without torch.",
+        "Output line that marks the end of the first step, for programs without torch and JAX.",
         metavar="REGEX",
     ),
     Option(
         "--warm",
         "Fork the ranks of torchrun, accelerate or DeepSpeed from a process that has already imported the modules of"
         " earlier starts; on also prints why a start was not warm (default: off; see docs/process.md).",
-        metavar="auto|on|off",
         choices=("auto", "on", "off"),
         default="off",
     ),
@@ -134,25 +129,24 @@ OPTIONS = (
         "Restart the command in place up to N times after a transient failure, and whenever `bootseer restart` asks for"
         " it; 0: only then (default: not at all; see docs/restarts.md).",
         COUNT,
-        default=None,
     ),
     Option("--restart-delay", "Seconds to wait before a restart.", COUNT, most=86_400, default=0),
     Option("--quiet -q", "Print no summary at the end.", FLAG, default=False),
-    *CHECKPOINT,
-    *PEERS,
-    *ENVIRONMENT,
-    *IMAGE,
 )
 
-# Variables that `trace.identity` reads before those of any launcher: the user's options take precedence.
-_IDENTITY = {
-    "job": "BOOTSEER_JOB",
-    "attempt": "BOOTSEER_ATTEMPT",
-    "kind": "BOOTSEER_KIND",
-    "node": "BOOTSEER_NODE",
-    "num_nodes": "BOOTSEER_NUM_NODES",
-    "gpus": "BOOTSEER_GPUS",
+SECTIONS = {
+    "Options": _GENERAL,
+    "Setup before the command, and its snapshots (docs/environments.md)": (*SETUP, *ENVIRONMENT),
+    "Container image (docs/images.md)": IMAGE,
+    "Checkpoint (docs/checkpoints.md)": CHECKPOINT,
+    "Peers (docs/peers.md)": PEERS,
 }
+"""The options by subject, as the help shows them."""
+
+OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
+
+# Passed on as BOOTSEER_* variables, which `trace.identity` reads before those of any launcher.
+_IDENTITY = ("job", "attempt", "kind", "node", "num_nodes", "gpus")
 
 
 def start(values: Values, command: Sequence[str]) -> int:
@@ -237,7 +231,7 @@ def peers_wanted(values: Mapping[str, Any], store: str | None) -> PeersOptions |
         tls=bool(values["peers_tls"]),
         wait_s=values["wait_for_nodes"],
         min_nodes=values["min_nodes"],
-        store=store or env.get("BOOTSEER_STORE", ""),
+        store=store or os.environ.get("BOOTSEER_STORE", ""),
     )
 
 

@@ -54,9 +54,10 @@ def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Ca
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
+            text = f"{option.help} May be repeated." if option.many else option.help
             if option.kind == FLAG:
                 flags = ["/".join(option.flags)] if option.flags[-1].startswith("--no-") else option.flags
-                decorator = click.option(*flags, option.name, is_flag=True, default=option.default, help=option.help)
+                decorator = click.option(*flags, option.name, is_flag=True, default=option.default, help=text)
             else:
                 decorator = click.option(
                     *option.flags,
@@ -65,7 +66,7 @@ def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Ca
                     metavar=option.metavar,
                     multiple=option.many,
                     default=option.default,
-                    help=option.help,
+                    help=text,
                 )
             function = decorator(function)
         return function
@@ -107,7 +108,7 @@ class Group(click.Group):
     its short help."""
 
     def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **more: Any) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, subcommand_metavar="VERB [ARGS]...", **more)
         self.verbs = verbs
 
     def list_commands(self, ctx: click.Context) -> list[str]:
