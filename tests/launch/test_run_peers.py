@@ -305,6 +305,7 @@ def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) 
         (["--peers", "slurm"], "not a Slurm job"),
         (["--peers", "auto", "--num-nodes", "2"], "BOOTSEER_STORE"),
         (["--peers", "oci://localhost/x"], "nodes cannot meet in a registry"),
+        (["--peers", "auto", "--store", "oci://localhost/x"], "nodes cannot meet in a registry"),
         (["--peers", "a", "--peers-limit", "much"], "not a size"),
         (["--peers", "a", "--peers-limit", "0"], "none is no limit"),
         (["--peers-limit", "1g"], "give --peers too"),

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bootseer.cli.options import FLAG, Option, Values, parse_size, split
+from bootseer.cli.options import FLAG, Option, parse_size
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -140,18 +140,8 @@ IMAGE = (
 """Options of `run` about the image."""
 
 
-_SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys")
+SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys")
 """Options of `SOURCE` that also apply to environment snapshots."""
-
-
-def split_image(values: Values, *, has_setup: bool) -> tuple[Values, dict[str, Any]]:
-    """Split off the values of the image options. Raises `UsageError` if one is given without an image.
-
-    `has_setup`: there is an environment setup, which also uses some of these options.
-    """
-    given = values["image"] is not None
-    allowed = [option.name for option in IMAGE] if given else ["image", *(_SHARED if has_setup else ())]
-    return split(values, IMAGE, allowed=allowed, about="a container", hint="give --image REF too")
 
 
 def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> ImageOptions:

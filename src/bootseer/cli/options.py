@@ -53,7 +53,7 @@ class Option(NamedTuple):
         return () if self.many and self.default is None else self.default
 
 
-Values = dict[str, object]
+Values = dict[str, Any]
 
 
 def plain(arguments: Sequence[str], options: Sequence[Option]) -> Values | None:
@@ -79,7 +79,7 @@ def plain(arguments: Sequence[str], options: Sequence[Option]) -> Values | None:
             return None
         if option.many:
             before = values[option.name] if option.name in given else ()
-            values[option.name] = (*before, read)  # type: ignore[misc]
+            values[option.name] = (*before, read)
         else:
             values[option.name] = read
         given.add(option.name)
@@ -99,15 +99,16 @@ def _read(option: Option, value: str) -> object:
 
 
 def split(
-    values: Values, options: Sequence[Option], *, allowed: Collection[str], about: str, hint: str
-) -> tuple[Values, dict[str, Any]]:
+    values: Values, options: Sequence[Option], *, given: bool, allowed: Collection[str] = (), about: str, hint: str
+) -> tuple[Values, Values]:
     """Split the values into those of other options and those of `options`.
 
-    Raises `UsageError` if one of `options` is given that is not `allowed`; `about` says what they all need.
+    `given` is whether there is what these options are about. Raises `UsageError` if not, and one of them is given that
+    is not `allowed` even then.
     """
     ours = {option.name: values[option.name] for option in options}
     for option in options:
-        if option.name not in allowed and ours[option.name] != option.start:
+        if not given and option.name not in allowed and ours[option.name] != option.start:
             flag = [flag for flag in option.flags if flag.startswith("--")][-1]
             raise UsageError(f"{flag} needs {about}", hint=hint)
     return {name: value for name, value in values.items() if name not in ours}, ours

@@ -159,36 +159,33 @@ def start(values: Values, command: Sequence[str]) -> int:
     from bootseer.launch.run import run
 
     has_setup = bool(values["setup"] or values["requirements"])
-    values, image = image_options.split_image(values, has_setup=has_setup)
+    # Also `off`: a site's wrapper may set the other options.
+    has_peers = values["peers"] is not None or bool(os.environ.get(PEERS_VARIABLE))
+    values, image = split(
+        values,
+        IMAGE,
+        given=values["image"] is not None,
+        allowed=image_options.SHARED if has_setup else ("store",) if has_peers else (),
+        about="a container",
+        hint="give --image REF too",
+    )
     values, environment = split(
         values,
         ENVIRONMENT,
-        # A site's wrapper may pass `--env` to every job.
-        allowed=[option.name for option in ENVIRONMENT] if has_setup else ["env_mode"],
+        given=has_setup,
+        allowed=("env_mode",),  # a site's wrapper may pass it to every job
         about="an environment setup",
         hint="give --setup SCRIPT or --requirements FILE too",
     )
-    values, checkpoint = split(
-        values,
-        CHECKPOINT,
-        allowed=["checkpoint"] if values["checkpoint"] is None else [option.name for option in CHECKPOINT],
-        about="a checkpoint",
-        hint="give --checkpoint URI too",
-    )
-    values, peers = split(
-        values,
-        PEERS,
-        # A site's wrapper may set more, and a job may turn peers off.
-        allowed=[option.name for option in PEERS] if values["peers"] or os.environ.get(PEERS_VARIABLE) else ["peers"],
-        about="peers",
-        hint="give --peers too",
-    )
-    identity = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
+    given = values["checkpoint"] is not None
+    values, checkpoint = split(values, CHECKPOINT, given=given, about="a checkpoint", hint="give --checkpoint URI too")
+    values, peers = split(values, PEERS, given=has_peers, about="peers", hint="give --peers too")
+    identity = {f"BOOTSEER_{name.upper()}": str(values[name]) for name in _IDENTITY if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
         from bootseer.cli.pattern import compiled
 
-        settings["began_pattern"] = compiled(str(settings["began_pattern"]))
+        settings["began_pattern"] = compiled(settings["began_pattern"])
     _check_sinks(settings["sinks"])
     if settings["restart_delay"] and not settings["restarts"]:
         raise UsageError("--restart-delay needs --restarts", hint="give --restarts N too, above 0")
@@ -202,7 +199,7 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["environment"] = env_options.wanted(environment, image)
     if not settings["quiet"]:
         settings["show"] = _shown
-    return run(command, Options(**settings), {**without_outer_job(os.environ), **identity})  # type: ignore[arg-type]
+    return run(command, Options(**settings), {**without_outer_job(os.environ), **identity})
 
 
 def peers_wanted(values: Mapping[str, Any], store: str | None) -> PeersOptions | None:
@@ -241,14 +238,14 @@ def _shown(label: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
     return shown(label, unit)
 
 
-def _check_sinks(words: object) -> None:
-    for word in words if isinstance(words, tuple) else ():
+def _check_sinks(words: Sequence[str]) -> None:
+    for word in words:
         if word not in ("spool", "stderr") and word.partition("=")[0] not in ("otlp", "service"):
             known = "choose from spool, stderr, otlp, otlp=URL, service, service=URL"
             raise UsageError(f"--trace-to {word!r}: no such sink", hint=known)
 
 
-def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointOptions:
+def checkpoint_wanted(values: Mapping[str, Any]) -> CheckpointOptions:
     """The checkpoint settings. Raises `UsageError`."""
     from pathlib import Path
 
