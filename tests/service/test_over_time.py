@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import warm
 from bootseer.cli.fleet import _from_service
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.service.deadlines import Deadlines
 from bootseer.service.histogram import CLASSES, class_of
 from bootseer.service.over_time import band, exported, now, since_day
@@ -155,6 +155,12 @@ def test_an_answer_of_another_server_is_told() -> None:
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(PermanentError, match="is not a BootSeer service"):
             _from_service("fleet", {}, f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("address", ["http://starts..example:8765", "http://127.0.0.1:1/\u00e9"])
+def test_an_address_that_cannot_be_encoded_is_one_line(address: str) -> None:
+    with pytest.raises(TransientError, match="does not answer: .*codec"):
+        _from_service("fleet", {}, address)
 
 
 def test_names_that_are_no_hosts_are_not_exported() -> None:

@@ -100,14 +100,14 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be freed.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
     """Free disk space. Files in use are kept; of the others, those go first that were not used for the longest time."""
-    cache = _cache(folder)
+    cache, limit = _cache(folder), parse_size(to_size, "--to") if to_size is not None else None
     if not dry_run:
         # Layers that are kept mounted for the next start would keep their files in use.
         runtime = Runtime(runtime_root())
         unmount_idle(runtime, cache, idle_s=0)
         delete_idle_trees(_root(folder), runtime, idle_s=0)
-        delete_idle(_root(folder), cache, idle_s=CacheSpace(cache, say).idle_s if to_size is None else 0)
-    pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
+        delete_idle(_root(folder), cache, idle_s=CacheSpace(cache, say).idle_s if limit is None else 0)
+    pruned = cache.prune(limit, dry_run=dry_run)
     kept = f", {plural(len(pruned.in_use), 'file')} in use" if pruned.in_use else ""
     output(
         {

@@ -276,7 +276,7 @@ def _from_service(question: str, asked: Mapping[str, str | None], service: str) 
             connection.request("GET", f"{where.path}/api/v1/over-time/{question}?{query}", headers=headers)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_MAX_ANSWER + 1)
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:  # the last: a host or path that cannot be encoded
         raise TransientError(f"{shown} does not answer: {getattr(error, 'strerror', None) or error}") from error
     try:
         found = json.loads(body)

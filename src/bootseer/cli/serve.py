@@ -90,7 +90,7 @@ def _tokens(**place: Any) -> Iterator[Tokens]:
 @click.option("--alert-to", multiple=True, metavar="FORM=URL", envvar="BOOTSEER_ALERT_TO", show_envvar=True,
               help="Send alerts to slack=URL or alertmanager=URL; may be repeated.")  # fmt: skip
 @_pattern_option
-@click.option("--raw-days", type=Count(1), default=14, show_default=True, help="Days to keep raw lines.")
+@click.option("--raw-days", type=Count(1, 1_000_000), default=14, show_default=True, help="Days to keep raw lines.")
 @price_options
 @click.option("--proxy-from", multiple=True, metavar="ADDRESS",
               help="Trust a proxy at this address or network to name the user; may be repeated.")  # fmt: skip
@@ -210,7 +210,7 @@ def _day(ns: int) -> str:
 
 @click.command("revoke")
 @database_options
-@click.argument("number", type=int, metavar="ID")
+@click.argument("number", type=Count(1, 1 << 31), metavar="ID")
 def revoke_command(number: int, **place: Any) -> None:
     """Revoke the token with this number (see `bootseer serve token list`). It takes effect within seconds."""
     with _tokens(**place) as tokens:
