@@ -324,6 +324,20 @@ def test_spools_of_many_jobs_are_sent_and_gone_ones_forgotten(service, tmp_path,
     sender.close()
 
 
+def test_a_line_that_comes_after_a_poll_is_sent_at_the_next_step(service, tmp_path, link):
+    folder, lines = spool(tmp_path / "spool")
+    for _ in range(2):
+        sender = Spools([str(tmp_path / "spool")], link(service.url))
+        sender.step()
+        assert sender.waiting() == 0
+    with next(folder.glob("*.events")).open("ab") as file:
+        file.write(lines[0] + b"\n")
+    assert sender.waiting() == 1
+    sender.step()
+    assert sender.waiting() == 0
+    sender.close()
+
+
 def test_more_folders_than_a_process_may_have_open_are_sent_once(service, env, tmp_path):
     lines = [line for number in range(60) for line in spool(tmp_path / "spool", f"job-{number}", num_nodes=1)[1]]
     words = ["bash", "-c", 'ulimit -n 48; exec "$@"', "-", *BOOTSEER, "ship", "--json", "--to", service.url]
@@ -446,16 +460,19 @@ def test_a_service_that_never_answers_holds_the_verb_no_longer_than_the_limit(ru
     assert time.monotonic() - began < 8
 
 
-def test_a_file_is_tried_again_for_as_long_after_a_part_as_at_first(run, tmp_path):
-    """A short failure of the service, minutes after the file's first batch, must not end the attempts."""
+@pytest.mark.parametrize("words", [["--job", "moe", "job.log"], ["jobs"]])
+def test_all_is_tried_again_for_as_long_after_a_part_as_at_first(words, run, tmp_path):
+    """A short failure of the service, minutes after the first batch, must not end the attempts."""
     (tmp_path / "job.log").write_bytes(b"x" * 79 + b"\n" + b"y" * (2 << 20) + b"\n")
+    for job in ("a", "b"):
+        spool(tmp_path / "jobs", job, num_nodes=1)
 
     def answer(number: int) -> tuple[int, dict[str, str], bytes]:
         time.sleep(0.7 * (number == 0))
         return 503 if number == 1 else 202, {"Retry-After": "0"}, b"{}"
 
     with collector(answer) as server:
-        done = run("ship", "--to", server.url, "--within", "1", "--job", "moe", "job.log")
+        done = run("ship", "--to", server.url, "--within", "1", *words)
     assert done.returncode == 0, done.stderr
 
 

@@ -80,7 +80,7 @@ def ship_command(
     else:
         lines = sum(_send_file(source, job, link, within, quiet, damaged) for source in inputs.sources(files))
         try:
-            waiting = _send_spools(sender, link, time.monotonic() + within, quiet) if folders else 0
+            waiting = _send_spools(sender, link, within, quiet) if folders else 0
         finally:
             sender.close()
     if waiting and quiet:
@@ -183,44 +183,43 @@ class _Lines:
         return bytes(self._held[:end])
 
 
-def _send_spools(sender: Spools, link: Link, until: float, quiet: bool) -> int:
-    """Send until everything is sent or the time is over; the number of folders left."""
-    reported = ""
-    while True:
+def _send_spools(sender: Spools, link: Link, within: float, quiet: bool) -> int:
+    """Send what is in the spools; the number of folders left."""
+
+    def step() -> bool:
         sender.step()
-        waiting = sender.waiting()
-        if not waiting:
-            return 0
-        if link.is_refused:
-            raise PermanentError(f"the service rejects the events: {link.problem}")
-        now = time.monotonic()
-        if now >= until:
-            return waiting
-        if link.problem and not reported and not quiet:
-            reported = _report(link)
-        time.sleep(min(max(0.1, min(link.not_before - now, 1.0)), until - now))
+        return not sender.waiting()
+
+    return 0 if _sent(step, "the events", link, within, quiet) else sender.waiting()
 
 
 def _send_file(source: Source, job: str, link: Link, within: float, quiet: bool, damaged: list[str]) -> int:
     """Send a file's event lines, or with `job` all its lines; returns their number. A file that is truncated or damaged
     is sent up to there, and its name added to `damaged`."""
     name = str(source.path.absolute()) if source.path is not None else f"stdin-{time.time_ns()}"
-    blocks, reported = _blocks(source, damaged), ""
+    blocks = _blocks(source, damaged)
     sent = _Lines(name, lambda: next(blocks), job, link)
-    accepted, until = link.batches, time.monotonic() + within
-    while not sent.step():
-        if link.is_refused:
-            raise PermanentError(f"{source.name}: the service rejects it: {link.problem}")
-        if accepted != link.batches:  # it has taken some since
-            accepted, until = link.batches, time.monotonic() + within
-        if max(time.monotonic(), link.not_before) >= until:
-            raise TransientError(f"{source.name}: not sent completely: {link.problem}")
-        if not reported and not quiet:
-            reported = _report(link)
-        time.sleep(max(link.not_before - time.monotonic(), 0.1))
+    if not _sent(sent.step, source.name, link, within, quiet):
+        raise TransientError(f"{source.name}: not sent completely: {link.problem}")
     if not sent.lines:
         raise UsageError(f"{source.name}: has no event lines", hint="give --job NAME to send a log", exit_code=1)
     return sent.lines
+
+
+def _sent(step: Callable[[], bool], what: str, link: Link, within: float, quiet: bool) -> bool:
+    """Call `step` until it has sent everything; False if the service has accepted nothing for `within` seconds."""
+    accepted, until, reported = link.batches, time.monotonic() + within, ""
+    while not step():
+        if link.is_refused:
+            raise PermanentError(f"the service rejects {what}: {link.problem}")
+        if accepted != link.batches:
+            accepted, until = link.batches, time.monotonic() + within
+        if max(time.monotonic(), link.not_before) >= until:
+            return False
+        if link.problem and not reported and not quiet:
+            reported = _report(link)
+        time.sleep(max(link.not_before - time.monotonic(), 0.1))
+    return True
 
 
 def _blocks(source: Source, damaged: list[str]) -> Iterator[bytes]:

@@ -415,7 +415,9 @@ class Spools:
         """Number of folders with events that the service has not accepted yet."""
         count = 0
         for folder in {folder for place in self._places for folder in attempt_folders(place)}:
-            count += not self._shippers.setdefault(folder, Shipper(folder, self._link)).all_sent()
+            if not self._shippers.setdefault(folder, Shipper(folder, self._link)).all_sent():
+                count += 1
+                self._changed.pop(folder, None)  # the next step polls it
             self._forget(folder)
         return count
 
