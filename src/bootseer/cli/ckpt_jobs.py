@@ -238,11 +238,9 @@ def policy_command(folder: str, inherit: bool, output: Output, **stripes: object
             if any(value is not None for value in stripes.values()):
                 raise UsageError("--inherit cannot be combined with other options", hint="give one or the other")
             files.set_policy("", None)
-        policy, set_for = files.policy_and_folder("")
-        new = changed(policy, stripes)
-        if new is not None:
+        if (new := changed(files.policy(""), stripes)) is not None:
             files.set_policy("", new)
-            policy, set_for = files.policy_and_folder("")
+        policy, set_for = files.policy_and_folder("")
     source = f"set for {set_for}" if set_for else "by default"
     parity = " and parity" if policy.parity else ""
     copies = "the storage's default number of" if policy.replication is None else str(policy.replication)

@@ -63,19 +63,18 @@ def fleet_command(
         text = exported(found["lemons"], export)
         output({"nodes": [row["node"] for row in found["lemons"]], "text": text}, *([text] if text else []))
         return
-    cost = table("team", "starts", "GPU-hours", "share", right=("starts", "GPU-hours", "share"))
+    cost = table("team", "starts", "GPU-hours", "share")
     for row in found["teams"]:
         cost.add_row(row["team"] or "-", f"{row['starts']:,}", _hours(row["gpu_s"]), _share(row["share"]))
-    figures = ("starts", "p50", "p95", "p50 before", "paper")
-    scales = table("GPUs", *figures, right=figures)
+    scales = table("GPUs", "starts", "p50", "p95", "p50 before", "paper")
     for row in found["buckets"]:
         then, paper = _seconds(row["p50_before_s"]), _seconds(row["paper_s"])
         scales.add_row(row["bucket"], f"{row['starts']:,}", _seconds(row["p50_s"]), _seconds(row["p95_s"]), then, paper)
-    stages = table("stage", "starts", "p50", "p95", "GPU-hours", right=("starts", "p50", "p95", "GPU-hours"))
+    stages = table("stage", "starts", "p50", "p95", "GPU-hours")
     for row in found["stages"][:10]:
         hours = _hours(row["gpu_s"])
         stages.add_row(row["stage"], f"{row['n']:,}", _seconds(row["p50_s"]), _seconds(row["p95_s"]), hours)
-    caches = table("cache", "hits", "origin", "a miss costs", right=("hits", "origin", "a miss costs"))
+    caches = table("cache", "hits", "origin", "a miss costs")
     for row in found["caches"]:
         origin = format_bytes(row["origin_bytes"])
         caches.add_row(row["technique"], _share(row["hit_share"]), origin, _seconds(row["miss_costs_s"]))

@@ -72,7 +72,7 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
         }
         for layer in document.layers
     ]
-    rows = table("layer", "size", "stored", "here", right=("size", "stored", "here"))
+    rows = table("layer", "size", "stored", "here")
     for row in layers:
         name = (row["source_digest"] or row["identity"]).removeprefix("sha256:")[:12]
         share = row["here_bytes"] / row["size_bytes"] if row["size_bytes"] else 1.0

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,8 +123,8 @@ def _convert(settings: _Settings) -> tuple[dict[str, object], str]:
         # Not of a mirror, which may still have the image that a tag named before.
         opened = open_source(image, platform=platform, plain_http=plain_http, mirrored=False)
         layers = plural(len(opened.layers) or 1, "layer")
-        report = lambda done, total: progress.show_bytes(done, total, layers)  # noqa: E731
         with closing(opened), closing(open_store(settings.uri, plain_http=plain_http)) as store:
+            report = partial(progress.show_bytes, note=layers)
             document = convert(opened, store, progress=report, jobs=settings.jobs, options=settings.options)
     took_s = time.monotonic() - began_s
     return (
@@ -177,30 +178,24 @@ def _watch(
 
 def _convert_new(watched: Watch, settings: _Settings, output: Output, numbers: list[int]) -> None:
     """Convert what `watched` reports as new. `numbers` counts converted and failed images."""
-    reference = settings.reference
-
-    def failed(tag: str, digest: str, error: BootseerError) -> None:
-        numbers[1] += 1
-        name, again_s = f"{reference.host}/{reference.repository}:{tag}", watched.record_failed(digest or tag)
-        output(
-            {"image": name, "tagged": digest, "error": str(error), "again_s": again_s},
-            f"{name}: {error}; retrying in {format_seconds(again_s)}",
-        )
-
-    unsaved = None
+    reference, unsaved = settings.reference, None
     for tag, digest in watched.find_new():
-        if isinstance(digest, BootseerError):
-            failed(tag, "", digest)
-            continue
+        name = f"{reference.host}/{reference.repository}:{tag}"
         try:
+            if isinstance(digest, BootseerError):
+                raise digest
             # By digest: the tag may move meanwhile.
-            one = settings._replace(reference=replace(reference, tag=tag, digest=digest))
-            document, line = _convert(one)
+            document, line = _convert(settings._replace(reference=replace(reference, tag=tag, digest=digest)))
         except BootseerError as error:
-            failed(tag, digest, error)
+            numbers[1] += 1
+            tagged = "" if isinstance(digest, BootseerError) else digest
+            again_s = watched.record_failed(tagged or tag)
+            output(
+                {"image": name, "tagged": tagged, "error": str(error), "again_s": again_s},
+                f"{name}: {error}; retrying in {format_seconds(again_s)}",
+            )
             continue
         numbers[0] += 1
-        name = f"{reference.host}/{reference.repository}:{tag}"
         output({"image": name, "tagged": digest, **document}, f"{name}: {line}")
         try:
             watched.record_converted(digest)

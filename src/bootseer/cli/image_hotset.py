@@ -31,8 +31,7 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
     """List the hot sets of the image REF."""
     with _opened(reference, store, plain_http) as (found, sets):
         rows = [_row(hot_set, found) for name in sets.workloads() if (hot_set := sets.load(name)) is not None]
-    right = ("runs", "blocks", "stored")
-    sets_shown = table("workload", *right, right=right)
+    sets_shown = table("workload", "runs", "blocks", "stored")
     for row in rows:
         sets_shown.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", format_bytes(row["stored_bytes"]))
     output(

@@ -63,8 +63,8 @@ class Output(NamedTuple):
             raise SystemExit(1)
 
 
-def table(*columns: str, right: Collection[str] = ()) -> Table:
-    """A table without borders. Columns in `right` are aligned to the right.
+def table(*columns: str, right: Collection[str] | None = None) -> Table:
+    """A table without borders. Columns in `right`, by default all but the first, are aligned to the right.
 
     Cells are cleaned: names come from jobs, services and stores, and rich would pass on escape sequences.
     """
@@ -74,6 +74,7 @@ def table(*columns: str, right: Collection[str] = ()) -> Table:
         def add_row(self, *cells: Any, **options: Any) -> None:
             super().add_row(*map(_cleaned, cells), **options)
 
+    right = columns[1:] if right is None else right
     made = Cleaned(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")

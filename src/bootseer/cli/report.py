@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 from bootseer.cli.output import Progress, print_json, terminal, write_file
 from bootseer.cli.pattern import compiled, of_stages
 from bootseer.cli.verb_parts import Count, price_options
+from bootseer.launch.supervise import say
 from bootseer.report.analysis.live import Moment
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.read_logs import read_report
@@ -102,8 +102,8 @@ def report_command(
     with terminal(color) as console:
         render(report, console)
     for path in (html, perfetto):
-        if path is not None and sys.stderr is not None:
-            sys.stderr.write(f"bootseer: wrote {path}\n")
+        if path is not None:
+            say(f"wrote {path}")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -186,7 +185,7 @@ def add_command(scope: str, team: str, note: str, file: IO[str] | None, output: 
         output({"id": number, "scope": scope, "team": team}, f"token {number}, scope {scope}")
         return
     if not output.as_json:
-        sys.stderr.write(f"token {number}, scope {scope}; store it safely, it is not shown again:\n")
+        say(f"token {number}, scope {scope}; store it safely, it is not shown again:")
     output({"id": number, "scope": scope, "team": team, "token": secret}, secret)
 
 

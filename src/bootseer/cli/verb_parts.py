@@ -176,14 +176,11 @@ def stop_event() -> threading.Event:
 
 def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--price` and `--currency`; the verb gets them as `price_per_gpu_hour` (None without one) and `currency`."""
-    for decorator in (
-        click.option("--currency", metavar="SIGN", default="$", envvar="BOOTSEER_CURRENCY", show_default=True,
-                     show_envvar=True, help="Currency of the price, such as $ or EUR."),
-        click.option("--price", "price_per_gpu_hour", type=Amount(), metavar="MONEY",
-                     help="Price of a GPU-hour, to show costs."),
-    ):  # fmt: skip
-        function = decorator(function)
-    return function
+    price = click.option("--price", "price_per_gpu_hour", type=Amount(), metavar="MONEY",
+                         help="Price of a GPU-hour, to show costs.")  # fmt: skip
+    currency = click.option("--currency", metavar="SIGN", default="$", envvar="BOOTSEER_CURRENCY", show_default=True,
+                            show_envvar=True, help="Currency of the price, such as $ or EUR.")  # fmt: skip
+    return price(currency(function))
 
 
 class Count(click.IntRange):
