@@ -92,7 +92,7 @@ def test_files_are_completed_for_values_and_in_the_command_of_the_user(typed: st
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_BOOTSEER_COMPLETE": f"{shell}_complete"}
     command = [sys.executable, "-P", "-m", "bootseer"]
     ran = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
-    assert re.split(r"[,\s]", ran.stdout)[:2] == ["file", typed.split()[-1]], ran.stderr
+    assert re.split(r"[,\s]", ran.stdout)[:2] == ["file", typed.rsplit(maxsplit=1)[-1]], ran.stderr
 
 
 def test_a_signal_stops_a_service_whose_main_thread_holds_the_lock_of_the_event() -> None:

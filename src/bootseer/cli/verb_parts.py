@@ -108,7 +108,8 @@ class Group(click.Group):
     its short help."""
 
     def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **more: Any) -> None:
-        super().__init__(*args, subcommand_metavar="VERB [ARGS]...", **more)
+        super().__init__(*args, **more)
+        self.subcommand_metavar = "VERB [ARGS]..."
         self.verbs = verbs
 
     def list_commands(self, ctx: click.Context) -> list[str]:
