@@ -112,11 +112,10 @@ def _quick_run(arguments: list[str]) -> int | None:
 def _any_verb() -> int:
     import click
 
+    from bootseer.cli.verb_parts import complete_files
     from bootseer.cli.verbs import cli
 
     if "_BOOTSEER_COMPLETE" in os.environ:
-        from bootseer.cli.completion import complete_files
-
         complete_files()
     try:
         code = cli.main(standalone_mode=False, prog_name="bootseer")

@@ -153,6 +153,19 @@ class Group(click.Group):
             formatter.write_dl([(name, short_help) for name, (_, short_help) in self.verbs.items()])
 
 
+def complete_files() -> None:
+    """Have the shells complete names of files where click completes nothing, and in the user's command."""
+    from click import shell_completion as shells
+
+    class Files(shells.ShellComplete):
+        def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+            found = [] if "--" in args else super().get_completions(args, incomplete)
+            return found or [shells.CompletionItem(incomplete, type="file")]
+
+    for shell in (shells.BashComplete, shells.ZshComplete, shells.FishComplete):
+        shells.add_completion_class(type(shell.__name__, (Files, shell), {}))
+
+
 def listen_address(text: str, example: int, *, least: int = 1) -> tuple[str, int]:
     """Host and port of a `--listen`; with `least` 0, port 0 means any free one. Raises `UsageError`."""
     host, colon, port = text.rpartition(":")
