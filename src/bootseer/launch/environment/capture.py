@@ -278,10 +278,10 @@ class _CapturedSetup:
 
     def _packages_outside(self) -> Iterator[str]:
         """Packages in places that are not captured: a Python below /tmp, or on a network disk."""
-        known = {change.path for change in self.changes}
+        # With their folders: those that were replaced are no changes of their own in a scan.
+        known = {path for change in self.changes for path in (change.path, change.path.rpartition("/")[0])}
         for folder, group in groupby(self.done.new, key=lambda one: one.record.rpartition("/")[0]):
-            lost = [one.name for one in group if one.record not in known and os.path.realpath(one.record) not in known]
-            if lost and self._view.way != "scan":
+            if lost := [one.name for one in group if known.isdisjoint((one.record, os.path.realpath(one.record)))]:
                 yield f"it installed {listed(lost)} into {folder}, which is not captured"
 
     def _validate(self, division: Division) -> None:
