@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bootseer.env.changes import Action, Change
 from bootseer.env.installing.choose import Command, Installation
 from bootseer.env.installing.interpreter import ask, runner
 from bootseer.env.installing.packages import Distribution
 from bootseer.errors import Interrupted
 from bootseer.launch.environment import setup
+from bootseer.launch.environment.capture import _CapturedSetup
 from bootseer.launch.environment.setup import SetupHost, SetupRun
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 
@@ -59,3 +64,23 @@ def test_a_signal_during_the_compilation_ends_the_setup(task: Task) -> None:
     with pytest.raises(Interrupted) as raised:
         SetupRun(Host(task, 128 + signal.SIGTERM)).compile(python, new)
     assert raised.value.exit_code == 143
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 1", 130), ("exit 0", 0)])
+def test_a_program_of_a_setup_that_fails_after_a_signal_has_the_signal_s_exit_code(end: str, code: int) -> None:
+    """pip and conda end with 1 after Ctrl-C."""
+    run = (
+        "from bootseer.launch import command, session, supervise; import os, sys; supervise.block_signals();"
+        "sys.exit(command.run_program(sys.argv[1:], os.environ, session.Unmeasured({}).tracer, of_setup=True))"
+    )
+    script = f"trap '{end}' INT; kill -INT $PPID; sleep 60 & wait; exit 3"
+    ended = subprocess.run([sys.executable, "-c", run, "sh", "-c", script], check=False, timeout=120)
+    assert ended.returncode == code
+
+
+def test_packages_that_no_capture_has_found_keep_a_snapshot_from_being_made() -> None:
+    """In a scan, too: of a Python below /tmp, or on a network disk."""
+    new = [Distribution(name, "1", f"/{place}/{name}-1.dist-info", 0) for place, name in ("ax", "ay", "bz")]
+    changes = [Change("/a/x-1.dist-info", Action.ADDED), Change("/a/y-1.dist-info/RECORD", Action.MODIFIED)]
+    captured: Any = SimpleNamespace(changes=changes, done=SimpleNamespace(new=new))
+    assert [*_CapturedSetup._packages_outside(captured)] == ["it installed z into /b, which is not captured"]

@@ -85,7 +85,8 @@ def run_program(
     """Run a program and return its exit code; a shell's exit code, and a message, if it cannot be started.
 
     Signals must be blocked: they are forwarded to the program. `of_setup`: its output goes to standard error, and it
-    gets no input, which is the command's and in no request key.
+    gets no input, which is the command's and in no request key; if it fails after a signal that asked it to end, the
+    exit code is that of the signal, as pip and conda have others.
     """
     try:
         with open(os.devnull, "rb") as empty:
@@ -94,7 +95,9 @@ def run_program(
     except supervise.StartError as error:
         say(str(error))
         return error.code
-    return supervise.wait(pid, tracer=tracer)
+    signals: list[int] = []
+    code = supervise.wait(pid, on_signal=signals.append, tracer=tracer)
+    return next((128 + number for number in signals if of_setup and code and number in supervise.ENDING), code)
 
 
 def run_command(
