@@ -159,8 +159,9 @@ def test_what_a_setup_reads_in_a_mount_and_the_key_does_not_know_keeps_it_from_b
     unknown.write_text("two\n")
     ran, start = job(*words, **become)
     assert (ran.stdout, start["mode"], start["code"]) == ("two\n", "installed", "unsafe")
-    for mode in ("captured", "restored"):
-        ran, start = job("--env-input", str(unknown), *words, **become)
+    (tmp_path / "project" / "link").symlink_to(unknown)
+    for declared, mode in ((str(unknown), "captured"), (str(unknown), "restored"), ("link", "captured")):
+        ran, start = job("--env-input", declared, *words, **become)
         assert (ran.stdout, start["mode"], start["trust"]) == ("two\n", mode, "observed")
 
 

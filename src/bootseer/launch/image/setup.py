@@ -154,8 +154,9 @@ class ImageSetupHost(SetupHost):
     # -- containers ----------------------------------------------------------------------------------------------------
 
     def reads(self) -> Reads:
-        """The setup's reads through mounts, as paths of this machine."""
-        paths = {outside for reads in self._reads for path in reads.paths if (outside := self.places.outside(path))}
+        """The setup's reads through mounts, as real paths of this machine."""
+        outside = (self.places.outside(path) for reads in self._reads for path in reads.paths)
+        paths = map(os.path.realpath, filter(None, outside))
         reason = next((reads.why for reads in self._reads if not reads.complete), "")
         return Reads(frozenset(paths), (), reason)
 
@@ -269,7 +270,8 @@ class UpperLayer:
         try:
             with interruptible():
                 reads = self._host.reads()
-                unknown = unaccounted(reads.paths, key.accounted, (), host=False) if reads.complete else ()
+                accounted = map(os.path.realpath, key.accounted)
+                unknown = unaccounted(reads.paths, accounted, (), host=False) if reads.complete else ()
                 reasons = [*done.reasons, *unknown_reads(unknown)]
                 # In a mount another program may have written.
                 this_time = [*done.unknown, *self._writes_into_mounts(done), *input_changes(task, key)]
