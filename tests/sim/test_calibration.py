@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +18,15 @@ pytestmark = pytest.mark.slow
 
 Run = Callable[..., CompletedProcess[str]]
 FEW = [word for small in ("image.gb=0.4", "checkpoint.gb=20", "environment.gb=0.1") for word in ("--what-if", small)]
-SNAIL = {"stage": "environment_setup", "median_s": 0.05, "cdf": [[0.05, 0.25], [0.05, 0.5], [0.05, 0.75], [92.0, 1.0]]}
-"""One node installs the environment; the others restore it."""
+
+
+def report_of(*setups_s: float) -> dict[str, Any]:
+    """A report of nodes whose environment setups take these times."""
+    segments = [{"stage": "environment_setup.install", "start_s": 1.0, "end_s": 1.0 + seconds, "kind": "work",
+                 "outcome": "ok"} for seconds in setups_s]  # fmt: skip
+    return {"startup": {"num_nodes": len(setups_s)}, "stages": [], "nodes": [{"segments": [one]} for one in segments]}
+
+
 MADE_WITH = {
     "environment.install-s": 70.0, "rest.import-s": 22.0, "rest.connect-s": 4.0, "checkpoint.stream-mb-s": 90.0,
     "processors.unpack-mb-s": 60.0, "noise.sigma": 0.05,
@@ -52,7 +60,7 @@ def test_a_scenario_is_found_again_in_the_reports_of_its_starts(run: Run, tmp_pa
         (json.dumps({"startup": {"num_nodes": 0}, "stages": []}), "a report without nodes"),
         (json.dumps({"startup": {"num_nodes": 2}, "stages": []}), "none of the stages"),
         (json.dumps({"startup": {"num_nodes": 2}, "stages": [{"stage": "x", "median_s": "y"}]}), "median_s"),
-        (json.dumps({"startup": {"num_nodes": 4}, "stages": [SNAIL]}), "slow-factor"),
+        (json.dumps(report_of(0.05, 0.05, 0.05, 92.0)), "slow-factor"),
     ],
 )
 def test_an_invalid_report_is_an_error_in_one_line(run: Run, tmp_path: Path, text: str, said: str) -> None:
@@ -61,6 +69,14 @@ def test_an_invalid_report_is_an_error_in_one_line(run: Run, tmp_path: Path, tex
     assert ran.returncode == 2
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_one_slow_node_of_many_is_one_of_many() -> None:
+    """It counted as one of the 101 points of the report's distribution."""
+    document = report_of(*[60.0 + number / 1000 for number in range(1439)], 120.0)
+    scenario, sources = calibrated(read_scenario("moe"), [msgspec.convert(document, Report)])
+    assert scenario.noise.slow_share == pytest.approx(1 / 1440, rel=0.1)
+    assert any("1 node above" in source for source in sources)
 
 
 def test_what_all_nodes_load_at_once_is_no_part_of_an_install() -> None:

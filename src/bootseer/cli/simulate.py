@@ -18,6 +18,7 @@ from bootseer.sim.job_start import ARMS, MORE_ARMS, Outcome, simulate
 from bootseer.sim.month import Times, policies, simulate_month
 from bootseer.sim.scenario import Month, Scenario, read_scenario
 from bootseer.trace.event import encode
+from bootseer.units import plural
 
 
 @click.command("simulate")
@@ -80,16 +81,16 @@ def simulate_command(
         for label, chosen in _variants(changes)
     ]
     wanted = variants[0][1]
-    of_month = wanted.month is not None and nodes is None
-    if len(variants) > 1 and (reports or events or of_month):
+    month = wanted.month if nodes is None else None
+    if len(variants) > 1 and (reports or events or month):
         raise UsageError("several values can be compared only for starts, without --calibrate and --events")
-    if (reports or of_month) and (arms or html is not None or events is not None):
+    if (reports or month) and (arms or html is not None or events is not None):
         raise UsageError("--arm, --html and --events are for starts, not for --calibrate or a month without --nodes")
-    if wanted.month is not None and of_month and not reports:
-        _month(wanted, wanted.month, range(seed, seed + seeds), output)
-        return
     if reports:
         _calibrate(wanted, reports, output)
+        return
+    if month is not None:
+        _month(wanted, month, range(seed, seed + seeds), output)
         return
     for arm in arms:
         if arm not in ARMS and arm not in MORE_ARMS:
@@ -157,7 +158,7 @@ def _seeds(seeds: range) -> str:
 
 def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) -> None:
     fitted, basis = calibrated(scenario, [read_report(path) for path in reports])
-    text = toml(fitted, [f"Calibrated with {len(reports)} reports; otherwise as in {scenario.name}.", *basis])
+    text = toml(fitted, [f"Calibrated with {plural(len(reports), 'report')}; otherwise as in {scenario.name}.", *basis])
     output(
         {"scenario": scenario.name, "parameters": fitted.digest, "calibrated": basis, "toml": text}, *text.splitlines()
     )

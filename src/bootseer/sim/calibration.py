@@ -17,6 +17,7 @@ import msgspec
 
 from bootseer.errors import UsageError, os_errors_as
 from bootseer.sim.scenario import Scenario
+from bootseer.units import plural
 
 _SLOW: Final = 1.3
 """A node above this multiple of the median is slow, not noisy."""
@@ -26,7 +27,18 @@ _MAX_BYTES: Final = 256 << 20
 class _Stage(msgspec.Struct):
     stage: str
     median_s: float | None = None
-    cdf: list[tuple[float, float]] = []
+
+
+class _Segment(msgspec.Struct):
+    stage: str
+    start_s: float
+    end_s: float
+    kind: str
+    outcome: str
+
+
+class _Node(msgspec.Struct):
+    segments: list[_Segment]
 
 
 class _Startup(msgspec.Struct):
@@ -39,6 +51,7 @@ class Report(msgspec.Struct):
 
     startup: _Startup
     stages: list[_Stage]
+    nodes: list[_Node] = []
 
     def median_s(self, *stages: str) -> float | None:
         """The median of the first of these stages that was observed."""
@@ -74,7 +87,7 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
 
     def of(name: str, *stages: str) -> None:
         if values := _medians(reports, *stages):
-            put(name, median(values), f"{stages[0]}, median of {_starts(values)}")
+            put(name, median(values), f"{stages[0]}, median of {plural(len(values), 'start')}")
 
     of("rest.allocate-s", "allocation", "scheduler")
     of("rest.import-s", "model_initialization.imports")
@@ -86,21 +99,22 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
             installs.append(seconds - downloads[-1])
     if installs:
         source = (
-            f"environment_setup, median of {_starts(installs)}, less the download"
+            f"environment_setup, median of {plural(len(installs), 'start')}, less the download"
             f" ({median(downloads):.1f} s by links.node-gbit and links.index-gbit)"
         )
         put("environment.install-s", median(installs), source)
     pulls = _medians(reports, "image_loading.pull", "image_loading")
     if pulls and median(pulls) > scenario.image.fixed_s:
         rate = scenario.image.gb * 1000 / (median(pulls) - scenario.image.fixed_s)
-        put("processors.unpack-mb-s", rate, f"image_loading, median of {_starts(pulls)}, as a full pull")
+        put("processors.unpack-mb-s", rate, f"image_loading, median of {plural(len(pulls), 'start')}, as a full pull")
     rates = [
         _share_gb(scenario, report.startup.num_nodes) * 1000 / scenario.checkpoint.readers / seconds
         for report in reports
         if (seconds := report.median_s("model_initialization.checkpoint"))
     ]
     if rates and scenario.checkpoint.gb:
-        put("checkpoint.stream-mb-s", median(rates), f"model_initialization.checkpoint, median of {_starts(rates)}")
+        source = f"model_initialization.checkpoint, median of {plural(len(rates), 'start')}"
+        put("checkpoint.stream-mb-s", median(rates), source)
     connects = [
         (report.startup.num_ranks or report.startup.num_nodes * scenario.gpus_per_node, seconds)
         for report in reports
@@ -108,14 +122,14 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
     ]
     if connects:
         base, slope = line(connects)
-        put("rest.connect-s", base, f"connection_setup, line through {_starts(connects)}")
+        put("rest.connect-s", base, f"connection_setup, line through {plural(len(connects), 'start')}")
         put("rest.connect-s-per-1000-ranks", slope * 1000, "the same")
     factors = [factor for report in reports for factor in _factors(report)]
     usual = [math.log(factor) for factor in factors if factor < _SLOW]
     slow = [factor for factor in factors if factor >= _SLOW]
     if len(usual) > 2:
-        put("noise.sigma", pstdev(usual), f"environment_setup of {len(usual)} nodes against their medians")
-        put("noise.slow-share", len(slow) / len(factors), f"{len(slow)} nodes above {_SLOW} times the median")
+        put("noise.sigma", pstdev(usual), f"environment_setup of {plural(len(usual), 'node')} against their medians")
+        put("noise.slow-share", len(slow) / len(factors), f"{plural(len(slow), 'node')} above {_SLOW} times the median")
         if slow:
             put("noise.slow-factor", median(slow), "their median")
     if not sources:
@@ -141,23 +155,20 @@ def _medians(reports: Iterable[Report], *stages: str) -> list[float]:
 
 def _factors(report: Report) -> list[float]:
     """Duration of the environment setup of each node, relative to the median node."""
-    for stage in report.stages:
-        if stage.stage == "environment_setup" and stage.median_s and len(stage.cdf) > 2:
-            return [seconds / stage.median_s for seconds, _ in stage.cdf if seconds > 0]
-    return []
-
-
-def _starts(values: Sequence[object]) -> str:
-    return f"{len(values)} start" + "s" * (len(values) != 1)
+    times = []
+    for node in report.nodes:
+        setup = [part for part in node.segments if part.stage.partition(".")[0] == "environment_setup"]
+        if all(part.outcome not in ("failed", "truncated") for part in setup):
+            times.append(sum(part.end_s - part.start_s for part in setup if part.kind != "wait"))
+    times = [seconds for seconds in times if seconds > 0]
+    return [seconds / median(times) for seconds in times] if len(times) > 2 else []
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Base and slope of a least-squares line; flat through the median if all x are equal."""
+    """Base and slope of a least-squares line; flat through the median if y does not grow, or all x are equal."""
     xs, ys = zip(*points, strict=True)
-    if len(set(xs)) == 1:
-        return median(ys), 0.0
-    slope, base = linear_regression(xs, ys)
-    return base, slope
+    slope, base = linear_regression(xs, ys) if len(set(xs)) > 1 else (0.0, 0.0)
+    return (base, slope) if slope > 0 else (median(ys), 0.0)
 
 
 def toml(scenario: Scenario, comments: Iterable[str]) -> str:
