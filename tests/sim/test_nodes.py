@@ -162,6 +162,14 @@ def test_of_larger_blocks_a_start_loads_more() -> None:
     assert 1.3 * loaded[0] < loaded[1] < 1.6 * loaded[0]
 
 
+def test_a_node_sends_others_at_most_what_the_service_of_peers_sends() -> None:
+    changes = ["image.gb=0.05", "environment.gb=0.05", "checkpoint.gb=4", "noise.sigma=0", "noise.slow-share=0"]
+    outcome = simulate(read_scenario("diffusion", changes), 4, "bootseer")
+    sent_by_each = outcome.peer_bytes / 4
+    assert sent_by_each > 2e9
+    assert outcome.stages()["model_initialization.checkpoint"]["max_s"] > 0.9 * sent_by_each / 2**30
+
+
 def test_one_node_builds_the_first_snapshot_and_the_others_wait_for_it() -> None:
     scenario = read_scenario("moe", SMALL)
     first, after, each = (simulate(scenario, 4, arm) for arm in ("first", "bootseer", "without environment"))
@@ -170,7 +178,7 @@ def test_one_node_builds_the_first_snapshot_and_the_others_wait_for_it() -> None
     assert setups[0] >= 4.0  # on all nodes: one installs, and the others wait for it
     assert after.stages()["environment_setup"]["max_s"] < 1.5
     assert first.began_s > after.began_s
-    assert first.peer_bytes > 0.5 * after.peer_bytes  # the snapshot is read from the node that built it
+    assert 0.5 * after.peer_bytes < first.peer_bytes < 1.5 * after.peer_bytes  # read from the node that built it
     assert each.began_s > after.began_s
 
 

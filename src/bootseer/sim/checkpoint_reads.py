@@ -126,8 +126,7 @@ class Reads:
         """Number of rows with a part that was read from parity."""
         self._cluster, self._way, self._policy = cluster, way, policy
         self._stream_bytes_per_s = stream_bytes_per_s
-        self._transfers: dict[_Transfer, Link] = {}
-        self._paces: list[Link] = []
+        self._transfers: dict[_Transfer, None] = {}
         self._ticking = False
 
     def read(self, num_bytes: int, done: Callable[[], None], *, in_order: bool = False) -> None:
@@ -170,20 +169,19 @@ class Reads:
         while len(self._transfers) < ReadSettings().max_threads and (run := schedule.take(now)) is not None:
             transfer = _Transfer(self, run)
             run.connection = transfer
-            pace = self._paces.pop() if self._paces else self.engine.link(self._stream_bytes_per_s)
-            self._transfers[transfer] = pace
+            self._transfers[transfer] = None
             if schedule.claim(run, min(_PACKET_BYTES, run.length)) is None:
                 self.end(transfer, None)
             else:
-                self.engine.after(_REQUEST_S, partial(self._begin, transfer, pace))
+                self.engine.after(_REQUEST_S, partial(self._begin, transfer))
         while schedule.ended:
             ticket = schedule.ended.popleft()
             ticket.done(ReadOutcome(ticket.error, ticket.node))
 
-    def _begin(self, transfer: _Transfer, pace: Link) -> None:
+    def _begin(self, transfer: _Transfer) -> None:
         name = transfer.run.queue.name
         if not transfer.over and name not in self._cluster.hung:
-            way = (*self._way(self._cluster.links[name]), pace)
+            way = (*self._way(self._cluster.links[name]), self.engine.link(self._stream_bytes_per_s))
             transfer.flow = self.engine.start(way, transfer.run.length, partial(self._arrived, transfer))
 
     def _arrived(self, transfer: _Transfer) -> None:
@@ -208,7 +206,7 @@ class Reads:
         transfer.over, transfer.run.connection = True, None
         if transfer.flow is not None:
             self.engine.stop(transfer.flow)
-        self._paces.append(self._transfers.pop(transfer))
+        del self._transfers[transfer]
         self.schedule.finished(transfer.run, error, self.engine.now)
         self.engine.soon(self._serve)
 

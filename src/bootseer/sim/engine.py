@@ -108,11 +108,12 @@ class Engine:
             ends_s = min((flow.left / flow.rate for flow in self._flows if flow.rate), default=inf) + self.now
             next_s = min(ends_s, self._calls[0][0] if self._calls else inf)
             if next_s == inf or next_s > until_s:
-                self._advance(min(until_s, max(next_s, self.now)) if until_s < inf else self.now)
+                self._advance(until_s if until_s < inf else self.now)
                 return
             self._advance(max(next_s, self.now + self._quantum_s))
             for flow in [flow for flow in self._flows if flow.left <= max(_REST, flow.rate * 1e-9)]:
                 self.stop(flow)
+                flow.left = 0.0
                 flow.done()
             while self._calls and self._calls[0][0] <= self.now:
                 heapq.heappop(self._calls)[2]()

@@ -22,6 +22,8 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision, Lookup, after_election, after_wait, decide
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.fetch.fetch_settings import FetchSettings
+from bootseer.peers.service import Limits
 from bootseer.sim.checkpoint_reads import Cluster, Reads, Shared
 from bootseer.sim.engine import Engine, Link
 from bootseer.sim.nodes import BlockFile, Job, Node, Rack, Store, Think
@@ -31,7 +33,7 @@ from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 from bootseer.units import plural
 
 _GBIT: Final = 1e9 / 8
-_BLOCK_BYTES: Final = 4 << 20
+_BLOCK_BYTES: Final = FetchSettings().request_bytes
 """Size of the largest prefetch request: only requests matter for flows, not the blocks that they consist of."""
 _INDEX_BYTES: Final = 45
 """Size of a block's entry in the index of its file."""
@@ -231,7 +233,8 @@ class _Start:
                 racks.append(Rack(up, down))
                 self._from_servers.append(servers)
             rate = links.node_gbit * _GBIT
-            yield Node(_name(at), engine.link(rate), engine.link(rate), engine.link(load_mb_s * 1e6),
+            up = min(rate, Limits().before or rate)
+            yield Node(_name(at), engine.link(up), engine.link(rate), engine.link(load_mb_s * 1e6),
                        racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
@@ -346,7 +349,8 @@ class _NodeStart:
             return
         start.is_leased = True
         yield from self._install()
-        self._engine.start((node.up,), max(environment.gb * 1e9, 1.0), start.published)
+        up = self._engine.link(self._scenario.links.node_gbit * _GBIT)
+        self._engine.start((up,), max(environment.gb * 1e9, 1.0), start.published)
         node.here |= {(ENVIRONMENT, block) for block in range(start.job.files[ENVIRONMENT].num_blocks)}
 
     def _elected(self, decision: Decision) -> Decision:

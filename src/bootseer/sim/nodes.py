@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from random import Random
 from typing import Final
 
@@ -22,11 +23,11 @@ from bootseer.fetch.scheduler import Scheduler
 from bootseer.peers.choice import Level, Members, Peer, Route, Step
 from bootseer.peers.health import Health, PeerRequest
 from bootseer.peers.origins import run_bytes
+from bootseer.peers.server import FILLING_EVERY_S
 from bootseer.sim.engine import Engine, Flow, Link
 from bootseer.store.store import Stored
 
 STORE: Final = "store"
-_FILLS_EVERY_S: Final = 0.1
 _GIVE_UP_S: Final = 0.5
 Think = tuple[float, int, Sequence[int]]
 """Seconds of computing, followed by a read of blocks of a file."""
@@ -85,6 +86,7 @@ class Node:
 
     name: str
     up: Link
+    """For what it sends to other nodes."""
     down: Link
     cpu: Link
     rack: Rack | None = None
@@ -331,7 +333,7 @@ class Loader:
             num_bytes = len(request.mine) * file.stored_block_bytes
             rack = (node.rack.down,) if node.rack is not None else ()
             way = (store.link, *rack, node.down, node.cpu)
-            request.flow = self._engine.start(way, num_bytes, lambda: self._arrived(request))
+            request.flow = self._engine.start(way, num_bytes, lambda: self._end(request, None))
 
         self._engine.after(store.latency_s, flows)
         self._engine.after(fetch.timeout_s, lambda: self._end(request, TransientError("timed out")))
@@ -363,10 +365,10 @@ class Loader:
                 return
             self.health.filling(asked, self._engine.now)
             request.known_left = num_bytes
-            request.flow = self._engine.start(self.node.way_from(peer), num_bytes, lambda: self._arrived(request))
+            request.flow = self._engine.start(self.node.way_from(peer), num_bytes, lambda: self._end(request, None))
 
         self._engine.after(self.job.latency_s, connected)
-        self._engine.after(_FILLS_EVERY_S, lambda: self._look(request, peer))
+        self._engine.after(FILLING_EVERY_S, lambda: self._look(request, peer))
 
     def _look(self, request: _Request, peer: Node) -> None:
         """Report the progress of a request to `Health`, and end it if it is late."""
@@ -380,19 +382,20 @@ class Loader:
             self.health.filling(asked, now)
         late_s = self.health.late_at(asked) if self.job.patience else asked.begun_s + _GIVE_UP_S
         if late_s > now:
-            self._engine.at(max(late_s, now + _FILLS_EVERY_S), lambda: self._look(request, peer))
+            self._engine.at(max(late_s, now + FILLING_EVERY_S), lambda: self._look(request, peer))
             return
         self.health.gave_up()
         self._end(request, TransientError("late"))
 
-    def _arrived(self, request: _Request) -> None:
-        self._loaded(request, len(request.mine))
-        self._end(request, None)
-
-    def _loaded(self, request: _Request, num_blocks: int) -> None:
+    def _keep(self, request: _Request, bytes_left: float) -> None:
+        """Keep the blocks of a request that have arrived completely."""
         fetch, now = request.fetch, self._engine.now
-        if request.asked is not None and request.flow is not None:
-            self.health.received(request.asked, int(request.known_left - request.flow.left), now)
+        file = self.job.files[fetch.file % self._num_files]
+        size = file.stored_block_bytes
+        if request.asked is not None:
+            size = file.block_bytes
+            self.health.received(request.asked, int(request.known_left - bytes_left), now)
+        num_blocks = len(request.mine) - ceil(bytes_left / size)
         done, request.mine = request.mine[:num_blocks], request.mine[num_blocks:]
         for block in done:
             key = (fetch.file % self._num_files, block)
@@ -408,10 +411,7 @@ class Loader:
         del self._requests[request.fetch.number]
         if request.flow is not None:
             self._engine.stop(request.flow)
-            if request.mine:  # keep the blocks that arrived before the abort
-                file = self.job.files[request.fetch.file % self._num_files]
-                size = file.stored_block_bytes if request.asked is None else file.block_bytes
-                self._loaded(request, len(request.mine) - int(-(-request.flow.left // size)))
+            self._keep(request, request.flow.left)
         if request.asked is not None:
             self.health.ended(request.asked, late=late and error is not None, now_s=now)
         self.scheduler.request_finished(request.fetch.number, now, error)
