@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import package_index
 from environment_claims import SLOW, Names, claims
 from environment_node import WORK, Node, Sample
-from environment_tools import LOCK, Tools
+from environment_tools import LOCK, PORT, Tools
 from harness import ROOT, Benchmark, Outcome
 from image_registry import Registry
 from link import THERE, Link
@@ -68,7 +69,7 @@ def measure(quick: bool) -> Outcome:
     with tempfile.TemporaryDirectory(dir=cache) as text, ExitStack() as stack:
         folder = Path(text)
         link = stack.enter_context(Link())
-        stack.enter_context(tools.index(link))
+        stack.enter_context(package_index.serving(tools.wheels, THERE, PORT, link.inside))
         registry = stack.enter_context(Registry(folder / "registry", THERE, inside=link.inside))
         hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=2, is_brief=False))
         stores = {
@@ -108,7 +109,7 @@ def measure(quick: bool) -> Outcome:
                 print(f"  {arm.name}: {times}", flush=True)
     samples = {name: [sample.imported_s for sample in of_arm] for name, of_arm in found.items()}
     return Outcome(
-        parameters={"packages": tools.num_packages, "work": WORK, "link_mbit_per_s": _GBIT},
+        parameters={"packages": len(tools.lines), "work": WORK, "link_mbit_per_s": _GBIT},
         samples=samples,
         unit="s",
         baselines={name: Names.UV_COLD for name in samples if name.startswith("bootseer")},

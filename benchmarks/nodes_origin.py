@@ -10,15 +10,13 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
-import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import node
-import urllib3
+import package_index
 from harness import ROOT
 from image_registry import Registry
 from nodes_arms import RECORDED, REQUIREMENTS, Origin, Start, Techniques, bootseer
@@ -72,9 +70,11 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
         if sizes.checkpoint_mb:
             checkpoints = _checkpoints(cache / "image", sizes.checkpoint_mb)
             hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=4, is_brief=False, address=site.here))
-            index, index_pid = stack.enter_context(_index(cache / "image/wheels", site.here))
+            port = free_port()
+            index_pid = stack.enter_context(package_index.serving(cache / "image/wheels", site.here, port))
             servers += [index_pid, *(one.pid for one in (*hdfs.datanodes, hdfs.namenode) if one is not None)]
             striped, plain, meet = (f"{hdfs.uri}/{name}" for name in ("striped", "plain", "meet"))
+            index = f"http://{site.here}:{port}/simple"
             here = replace(here, index=index, striped=striped, plain=plain, meet=meet)
             put_checkpoints(checkpoints, here)
         more = f", {_IMPORTS}" if sizes.checkpoint_mb else ""
@@ -201,26 +201,6 @@ def _without_torch(layout: Path, target: Path) -> Path:
     (target / "index.json").unlink()
     (target / "index.json").write_text(json.dumps(index))
     return target
-
-
-@contextmanager
-def _index(wheels: Path, address: str) -> Iterator[tuple[str, int]]:
-    """A package index of the wheels: its URL, and the server's process id."""
-    port = free_port()
-    command = [sys.executable, str(Path(__file__).with_name("package_index.py")), str(wheels), address, str(port)]
-    with subprocess.Popen(command) as server:
-        try:
-            until = time.monotonic() + 60
-            while True:
-                with contextlib.suppress(urllib3.exceptions.HTTPError):
-                    urllib3.request("GET", f"http://{address}:{port}/simple/tqdm/", timeout=1, retries=False)
-                    break
-                if server.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError("the package index did not start")
-                time.sleep(0.1)
-            yield f"http://{address}:{port}/simple", server.pid
-        finally:
-            server.terminate()
 
 
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> None:

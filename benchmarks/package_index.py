@@ -1,7 +1,6 @@
 """A package index of the wheels in one folder for pip and uv: `package_index.py FOLDER ADDRESS PORT`.
 
 Serves names, files, digests and the wheels' metadata (PEP 503, 658), like a public index. Runs until it is terminated.
-Started by `environment` in another network namespace.
 """
 
 from __future__ import annotations
@@ -10,12 +9,41 @@ import hashlib
 import html
 import re
 import shutil
+import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote, unquote
+
+import urllib3
+
+_START_S = 120.0
+
+
+@contextmanager
+def serving(
+    wheels: Path, address: str, port: int, inside: Callable[[Sequence[str]], list[str]] = list
+) -> Iterator[int]:
+    """Run the index; yields the server's process id. `inside` as in `Registry`."""
+    with subprocess.Popen(inside([sys.executable, __file__, str(wheels), address, str(port)])) as server:
+        try:
+            until = time.monotonic() + _START_S
+            while True:
+                try:
+                    urllib3.request("GET", f"http://{address}:{port}/", timeout=1, retries=False)
+                    break
+                except urllib3.exceptions.HTTPError as error:
+                    if server.poll() is not None or time.monotonic() > until:
+                        raise RuntimeError(f"the package index did not start: {error}") from error
+                time.sleep(0.1)
+            yield server.pid
+        finally:
+            server.terminate()
 
 
 class Wheel:
