@@ -41,8 +41,6 @@ class Job:
     """host:port of a DataNode's web server."""
     local: str = ""
     """A file or folder on this machine."""
-    cache: str = ""
-    """Folder of the node cache; "" without one."""
     block_bytes: int = 1 << 30
     replication: int = 1
     stripes: int = 0

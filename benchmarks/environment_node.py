@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import node
 from environment_tools import INDEX, LOCK, Tools, new_venv
 
 _BOOTSEER = str(Path(sys.executable).parent / "bootseer")
@@ -108,11 +107,10 @@ class Node:
             self._run([_BOOTSEER, "cache", "prune", "--to", "0"])
         shutil.rmtree(self._folder)
 
-    def start(self, steps: Sequence[Sequence[str]], received: Any = lambda: 0, *, twice: bool = True) -> Sample:
-        """Run the steps, then the job's imports. A last step with `{job}` runs the job itself."""
-        python = f"{self.venv}/bin/python"
-        once = f"{python} {self.job}"
-        job = ["sh", "-c", f"{once} && {once}" if twice else once]
+    def start(self, steps: Sequence[Sequence[str]], received: Callable[[], int] = lambda: 0) -> Sample:
+        """Run the steps, then the job's imports twice. A last step with `{job}` runs the job itself."""
+        once = f"{self.venv}/bin/python {self.job}"
+        job = ["sh", "-c", f"{once} && {once}"]
         filled = self.disk_bytes()
         before, began = received(), time.monotonic()
         for step in steps[:-1]:
@@ -173,8 +171,3 @@ class Node:
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command[:4])}: {done.stderr[-500:].strip()}")
-
-
-def settle() -> None:
-    """Nothing is in memory, and nothing waits to be written."""
-    node.drop_page_cache()

@@ -166,7 +166,7 @@ def _sample(arm: _Arm, lab: _Lab) -> Sample:
         mark, before = registry.mark(), link.received_bytes()
 
         def seen() -> tuple[int, int]:
-            return link.received_bytes() - before, registry.served(mark).requests
+            return link.received_bytes() - before, registry.requests_since(mark)
 
         linger = way.wait_until_streamed if arm.streamed and isinstance(way, Lazy) else lambda: None
         cold, (link_bytes, requests) = node.start(steps, way.env, others, seen, linger)

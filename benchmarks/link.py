@@ -26,14 +26,14 @@ class Link:
         self._near, self._far = f"bn{os.getpid()}", f"bf{os.getpid()}"
 
     def __enter__(self) -> Link:
-        _run("ip", "netns", "add", self._namespace)
+        run("ip", "netns", "add", self._namespace)
         try:
-            _run("ip", "link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self._namespace)
-            _run("ip", "address", "add", f"{HERE}/30", "dev", self._near)
-            _run("ip", "link", "set", self._near, "up")
-            _run(*self.inside(["ip", "address", "add", f"{THERE}/30", "dev", self._far]))
+            run("ip", "link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self._namespace)
+            run("ip", "address", "add", f"{HERE}/30", "dev", self._near)
+            run("ip", "link", "set", self._near, "up")
+            run(*self.inside(["ip", "address", "add", f"{THERE}/30", "dev", self._far]))
             for device in (self._far, "lo"):  # a server may connect to its own address
-                _run(*self.inside(["ip", "link", "set", device, "up"]))
+                run(*self.inside(["ip", "link", "set", device, "up"]))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -42,7 +42,7 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _run("ip", "netns", "delete", self._namespace)
+        run("ip", "netns", "delete", self._namespace)
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """The command, to be run at the remote end."""
@@ -56,14 +56,15 @@ class Link:
             # What a 1 Gbit/s link carries in 4 ms: with less, the timer's resolution affects the rate.
             limit = ["rate", f"{mbit_per_s}mbit", "burst", "512kb", "latency", "50ms"]
             words = ["tc", "qdisc", "replace", "dev", self._far, "root", "tbf", *limit]
-        _run(*self.inside(words))
+        run(*self.inside(words))
 
     def received_bytes(self) -> int:
         """Bytes received from the remote end so far, with all headers."""
         return int(Path(f"/sys/class/net/{self._near}/statistics/rx_bytes").read_text())
 
 
-def _run(*words: str) -> None:
+def run(*words: str) -> None:
+    """Run a program. Raises `RuntimeError` with its error."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

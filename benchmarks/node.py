@@ -72,6 +72,13 @@ def cpu_s(pid: int) -> float:
     return sum(int(field) for field in fields[11:15]) * _TICK_S
 
 
+def processors_s() -> tuple[float, float]:
+    """Time of all processors since boot: busy, and idle."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) * _TICK_S, idle * _TICK_S
+
+
 def peak_bytes(pid: int) -> int:
     """The largest resident size so far."""
     try:

@@ -13,7 +13,7 @@ from harness import Benchmark, Outcome
 from nodes_arms import Techniques, bootseer, today
 from nodes_claims import Names, claims
 from nodes_rivals import mirror, seeding, torrent
-from nodes_rows import Arm, Lab, has_peers, measure
+from nodes_rows import Arm, Lab, measure
 
 _RIVALS_ON = 4
 """Number of nodes for other tools: enough to show the load on the origin."""
@@ -30,7 +30,7 @@ def _arms(stack: ExitStack, lab: Lab) -> list[Arm]:
     direct = partial(bootseer, techniques=Techniques())
     peers = partial(bootseer, techniques=Techniques(peers=True))
     lazy = partial(bootseer, techniques=Techniques(record=False))
-    arms = [Arm(Names.PEERS, number, peers) for number in numbers] if has_peers() else []
+    arms = [Arm(Names.PEERS, number, peers) for number in numbers]
     arms += [Arm(Names.DIRECT, number, direct) for number in numbers]
     arms += [Arm(Names.LAZY, number, lazy) for number in (numbers[0], numbers[-1])]
     # Eight full pulls take eleven minutes and 14 GB, and show nothing that four do not.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from harness import ROOT, Left, Must, Outcome
 from nodes_arms import Origin, Start, Techniques, bootseer
 from nodes_claims import Found, Names, Row, named
 from nodes_origin import Sizes, origin
-from nodes_site import BOOTSEER, Node, Script, Site
+from nodes_site import Node, Script, Site
 
 _DEADLINE_S = 1800.0
 METHOD = (
@@ -78,12 +77,6 @@ class Lab:
     folder: Path
     rates: Rates
     quick: bool
-
-
-def has_peers() -> bool:
-    """Whether this version of BootSeer has peers."""
-    done = subprocess.run([BOOTSEER, "run", "--help"], capture_output=True, text=True, check=True)
-    return "--peers" in done.stdout
 
 
 def measure(
@@ -150,7 +143,7 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: dict[str, set[bytes]], *,
     ]
     arm.fault.before(site)
     with nodes_site.nodes(site, lab.folder, scripts) as running:
-        before, busy = site.traffic(), _busy()
+        before, busy = site.traffic(), node.processors_s()
         origin_s = sum(map(node.cpu_s, lab.servers))
         cpu_s = [one.cpu_s() for one in running]
         began = nodes_site.start(running)
@@ -160,7 +153,7 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: dict[str, set[bytes]], *,
             arm.fault.act(running)
         awaited = [one for one in running if one.number not in arm.fault.lost]
         nodes_site.wait_until_ready(awaited, _DEADLINE_S)
-        used, idle = (after - b for after, b in zip(_busy(), busy, strict=True))
+        used, idle = (after - b for after, b in zip(node.processors_s(), busy, strict=True))
         moved = site.traffic().since(before)
         cpu_s = [one.cpu_s() - s for one, s in zip(running, cpu_s, strict=True)]
         origin_s = sum(map(node.cpu_s, lab.servers)) - origin_s
@@ -187,13 +180,6 @@ def _is_chosen(name: str) -> bool:
     """Whether `NODES_ARMS`, a list separated by semicolons, has this arm; without it all are measured."""
     chosen = os.environ.get("NODES_ARMS", "")
     return not chosen or name in [word.strip() for word in chosen.split(";")]
-
-
-def _busy() -> tuple[float, float]:
-    """Time of all processors so far: busy, and idle."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = fields[3] + fields[4]
-    return float(sum(fields) - idle), float(idle)
 
 
 def told(row: Row) -> str:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import node
 from harness import ROOT
+from link import run
 
 from hdfs_links import Links
 
@@ -63,14 +64,14 @@ class Site(Links):
         words = ["noqueue"]
         if origin_mbit is not None:
             words = ["tbf", "rate", f"{origin_mbit}mbit", "burst", "128kb", "latency", "100ms"]
-        _run("tc", "qdisc", "replace", "dev", self._name(), "root", *words)
+        run("tc", "qdisc", "replace", "dev", self._name(), "root", *words)
         for i in range(self._number):
             self.set_rate(i, node_mbit)
 
     def limit_upload(self, i: int, mbit: float) -> None:
         """Limit only what a node sends."""
         limit = ["rate", f"{int(mbit * 1000)}kbit", "burst", "64kb", "latency", "100ms"]
-        _run("tc", "-n", self._name(i), "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
+        run("tc", "-n", self._name(i), "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
 
     def traffic(self) -> Traffic:
         """Bytes so far. A node's interface is the other end of ours, so what we received is what it sent."""
@@ -269,9 +270,3 @@ def _bash(script: Script) -> str:
 
 def _counter(device: str, direction: str) -> int:
     return int(Path(f"/sys/class/net/{device}/statistics/{direction}_bytes").read_text())
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

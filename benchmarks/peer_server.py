@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import ROOT, Benchmark, Must, Outcome
+from link import run
 
 _MIB = 1 << 20
 _CONNECTIONS = 64
@@ -215,32 +216,28 @@ class _TwoLinks:
         self._name = f"peers-{os.getpid()}"
 
     def __enter__(self) -> _TwoLinks:
-        _run("ip", "netns", "add", self._name)
+        run("ip", "netns", "add", self._name)
         try:
             for number in range(2):
                 near, far, net = f"pn{os.getpid()}.{number}", f"rail{number}", f"198.19.77.{4 * number}"
                 base = net.rpartition(".")[0]
-                _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", self._name)
-                _run("ip", "address", "add", f"{base}.{4 * number + 1}/30", "dev", near)
-                _run("ip", "link", "set", near, "up")
-                _run("ip", "-n", self._name, "address", "add", f"{base}.{4 * number + 2}/30", "dev", far)
-                _run("ip", "-n", self._name, "link", "set", far, "up")
+                run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", self._name)
+                run("ip", "address", "add", f"{base}.{4 * number + 1}/30", "dev", near)
+                run("ip", "link", "set", near, "up")
+                run("ip", "-n", self._name, "address", "add", f"{base}.{4 * number + 2}/30", "dev", far)
+                run("ip", "-n", self._name, "link", "set", far, "up")
                 limit = ["tbf", "rate", f"{_LINK_MBIT}mbit", "burst", "128kb", "latency", "100ms"]
-                _run("tc", "-n", self._name, "qdisc", "replace", "dev", far, "root", *limit)
+                run("tc", "-n", self._name, "qdisc", "replace", "dev", far, "root", *limit)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        _run("ip", "netns", "delete", self._name)
+        run("ip", "netns", "delete", self._name)
 
     def inside(self, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self._name, *command]
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
 
 
 def _links(folder: Path, rounds: int) -> dict[str, list[float]]:

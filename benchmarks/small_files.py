@@ -19,6 +19,7 @@ from checkpoint_child import Job
 from checkpoint_cluster import run
 from checkpoint_libhdfs import Libhdfs
 from harness import ROOT, Benchmark, Left, Must, Outcome
+from node import cpu_s
 
 from hdfs_cluster import HdfsCluster
 
@@ -76,9 +77,9 @@ def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
             print(f"  {left}", flush=True)
             for arm in arms if number % 2 else reversed(arms):
                 files = num_files[arm.does]
-                seconds, cpu_s, own_s = _run(cluster, arm, number, files, environment)
+                seconds, servers_s, own_s = _run(cluster, arm, number, files, environment)
                 rates[arm.name].append(files / seconds)
-                servers[arm.name].append(cpu_s / files * 1e3)
+                servers[arm.name].append(servers_s / files * 1e3)
                 clients[arm.name].append(own_s / files * 1e3)
                 print(f"  {arm.name}: {rates[arm.name][-1]:.0f} files/s", flush=True)
             left.made_one()
@@ -133,12 +134,7 @@ def _job(cluster: HdfsCluster, folder: str, num_files: int, threads: int) -> Job
 
 def _servers_s(cluster: HdfsCluster) -> float:
     """Processor time of the NameNode and the DataNodes so far."""
-    ticks = 0
-    for process in (cluster.namenode, *cluster.datanodes):
-        assert process is not None
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_s(process.pid) for process in (cluster.namenode, *cluster.datanodes) if process is not None)
 
 
 def _claims(rates: Mapping[str, Sequence[float]]) -> list[Must]:

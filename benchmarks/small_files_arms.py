@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpoint_child import Job, main
+from node import cpu_s
 
 Run = Iterator[Callable[[], Any]]
 T = TypeVar("T")
@@ -139,16 +140,11 @@ def _mounted(job: Job) -> Iterator[Path]:
         assert daemon is not None
         try:
             (mounted.target / job.path.lstrip("/")).stat()
-            began_s = _cpu_s(daemon.pid)
+            began_s = cpu_s(daemon.pid)
             yield mounted.target
-            job.facts["cpu_s"] = _cpu_s(daemon.pid) - began_s
+            job.facts["cpu_s"] = cpu_s(daemon.pid) - began_s
         finally:
             mounted.unmount(force=True)
-
-
-def _cpu_s(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 _ARMS = (fuse_write, fuse_read, fuse_list_read, native_write, native_read, pyarrow_write, pyarrow_read)

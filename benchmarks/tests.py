@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from harness import ROOT, Benchmark, Must, Outcome
+from node import processors_s
 
 _LIMITS_S = {"quick": 90.0, "test": 720.0}
 
@@ -19,12 +19,13 @@ def _measure(quick: bool) -> Outcome:
     details: dict[str, object] = {}
     for target in ("quick",) if quick else ("quick", "test"):
         with tempfile.TemporaryDirectory() as folder:
-            report, busy_s = Path(folder) / "report.xml", _busy_s()
+            # Of the whole machine, because nothing waits for the workers, which are forked.
+            report, busy_s = Path(folder) / "report.xml", processors_s()[0]
             started = time.monotonic()
             # In a separate process group, to end the workers with the run.
             subprocess.run(["make", target, f"ARGS=--junitxml={report}"], cwd=ROOT, check=True, process_group=0)
             samples[f"make {target}"] = [time.monotonic() - started]
-            details[f"make {target}"] = {"cpu_s": _busy_s() - busy_s, **_facts(report)}
+            details[f"make {target}"] = {"cpu_s": processors_s()[0] - busy_s, **_facts(report)}
     limits = [Must(name, took_s, _LIMITS_S[name.removeprefix("make ")], "s") for name, (took_s,) in samples.items()]
     return Outcome(
         parameters={"rounds": 1},
@@ -34,12 +35,6 @@ def _measure(quick: bool) -> Outcome:
         details=details,
         method="one run of each on an idle machine; processor time is that of the whole machine",
     )
-
-
-def _busy_s() -> float:
-    """Busy time of all processors since boot, because nothing waits for the workers, which are forked."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def _facts(report: Path) -> dict[str, object]:

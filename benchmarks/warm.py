@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness import ROOT, Benchmark, Must, Outcome, alternate
@@ -63,14 +64,14 @@ def measure(quick: bool) -> Outcome:
         must_reach=[
             Must(
                 "8 ranks have imported the demo's stack, from the first request on",
-                _median(samples["8 ranks, warm"]),
+                median(samples["8 ranks, warm"]),
                 0.5,
                 "s",
             ),
-            Must("the demo's recorded start, to the first step", _median(samples["start, warm"]), 3.5, "s"),
+            Must("the demo's recorded start, to the first step", median(samples["start, warm"]), 3.5, "s"),
             Must(
                 "the demo's restart, from its launcher's death to the first step, without reading its checkpoint",
-                _median(samples["restart, warm"]),
+                median(samples["restart, warm"]),
                 1.0,
                 "s",
             ),
@@ -87,10 +88,6 @@ def measure(quick: bool) -> Outcome:
 
 def _arms(what: str) -> list[tuple[str, str]]:
     return [(f"{what}, exec", "off"), (f"{what}, warm", "on")]
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 class _Work:
