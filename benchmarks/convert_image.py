@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from statistics import median
 
-from harness import ROOT, Benchmark, Must, Outcome
+from harness import ROOT, Benchmark, Must, Outcome, timed
 
 _CONVERT = "convert"
 _VERIFY = "decompress and verify only"
@@ -58,7 +55,7 @@ def measure(quick: bool) -> Outcome:
 
         for _ in range(1 if quick else 3):
             for name, run in ((_CONVERT, convert_all), (_VERIFY, verify_all)):
-                took_s, busy_s = _timed(run)
+                took_s, busy_s = timed(run)
                 samples[name].append(total / took_s / 1e6)
                 cpu_s[name].append(busy_s)
                 shutil.rmtree(Path(folder) / "store", ignore_errors=True)
@@ -71,16 +68,6 @@ def measure(quick: bool) -> Outcome:
         details={"processor seconds": cpu_s},
         method=_METHOD,
     )
-
-
-def _timed(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and seconds of processor time."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    began_s = time.monotonic()
-    run()
-    took_s = time.monotonic() - began_s
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return took_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 BENCHMARK = Benchmark("convert_image", "How fast is a given image converted?", measure)

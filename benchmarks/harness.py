@@ -121,6 +121,13 @@ def spawn(command: Sequence[str], env: Mapping[str, str] | None = None, exit_cod
     return Cost(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a call, and seconds of processor time of this process."""
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    run()
+    return time.monotonic() - began_s, time.process_time() - began_cpu_s
+
+
 def alternate(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Run each arm once per round, in alternating order. The first round is discarded."""
     results: dict[str, list[T]] = {name: [] for name in arms}
