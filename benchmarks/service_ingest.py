@@ -135,7 +135,8 @@ def _round(engine: str, send: Callable[[str], None], num_nodes: int, num_events:
     with tempfile.TemporaryDirectory() as folder, server as postgres:
         url = postgres.new_database() if postgres is not None else default_url(Path(folder))
         with _service(Path(folder), url) as (address, process):
-            costs = _Costs(process)
+            costs, of_engine = _Costs(process), _Costs(psutil.Process(postgres.pid)) if postgres is not None else None
+            engine_s = of_engine.cpu_s() if of_engine is not None else 0.0
             began_s, before_s = time.monotonic(), costs.cpu_s()
             send(address)
             sent_s = time.monotonic()
@@ -151,6 +152,7 @@ def _round(engine: str, send: Callable[[str], None], num_nodes: int, num_events:
             return {
                 "events_per_cpu_s": num_events / cpu_s,
                 "cpu_s": cpu_s,
+                "postgres_cpu_s": of_engine.cpu_s() - engine_s if of_engine is not None else 0.0,
                 "taken_s": sent_s - began_s,
                 "visible_s": done_s - sent_s,
                 "peak_bytes": costs.peak_bytes,
