@@ -5,6 +5,7 @@ compare.py FOLDER NAME NAME...  bars and a summary in the terminal and in FOLDER
                                 there is a browser) and FOLDER/index.html
 """
 
+import contextlib
 import html
 import json
 import re
@@ -256,7 +257,8 @@ def photograph(svg: Path) -> None:
         size = f"--window-size={found[1]},{found[2]}"
         how = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", size)
         words = (browser, *how, f"--screenshot={svg.with_suffix('.png')}", svg.absolute().as_uri())
-        subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
 
 
 def page(starts: list[Start]) -> str:

@@ -78,7 +78,7 @@ class Keeper:
         if reason := hadoop.missing():
             return _fail(reason)
         if rate_mbit is not None and (reason := links_missing()):
-            return _fail(f"no DataNode can have a link of its own: {reason}; it starts without a rate")
+            return _fail(f"no DataNode can have a link of its own: {reason}; start it without --rate-mbit")
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._runs():
             with self._log.open("wb") as log:
