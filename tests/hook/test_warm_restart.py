@@ -167,10 +167,10 @@ class Tracer:
     def emit(self, *_, attrs, **more):
         print(attrs["why_not"])
 
-restart = WarmRestart(Tracer(), str(os.getpid()))
+restart = WarmRestart(Tracer(), "run")
 if os.fork() == 0:
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    end.connect(f"{programs.AGAIN}{os.getppid()}")
+    end.connect(programs.restart_address("run", os.getppid()))
     _, (answer, *_), *_ = socket.recv_fds(end, 64, 253)
     os.write(answer, marshal.dumps(3))
     signal.pause()
@@ -178,6 +178,32 @@ while not restart.pids():
     time.sleep(0.01)
 print(restart.spawn(dict(os.environ), {}, True))
 """
+
+
+LAUNCHERS = """
+import os
+from bootseer.hook import warm_parent
+from bootseer.launch.warm_restart import WarmRestart
+
+def connects(depth):
+    pid = os.fork()
+    if pid == 0:
+        found = connects(depth - 1) if depth else warm_parent._run(os.getppid()) is not None
+        os._exit(found)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+os.environ["BOOTSEER_RUN_ID"] = "run"
+restart = WarmRestart(None, "run")
+print(connects(1), len(restart.pids()))
+print(connects(2), len(restart.pids()))
+"""
+
+
+def test_only_warm_parents_of_the_commands_own_launcher_connect() -> None:
+    """Otherwise, the 66th of a script that starts many launchers would wait for ever, and a restart could be cold."""
+    words = [sys.executable, "-c", LAUNCHERS]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout == "1 1\n0 1\n"
 
 
 def test_runs_with_the_same_process_id_do_not_disturb_each_other() -> None:

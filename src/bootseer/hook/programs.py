@@ -26,8 +26,6 @@ KNOWN = "warm.json"
 MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
-AGAIN = "\0bootseer-restart-"
-"""Abstract socket address of `bootseer run --restarts`, for warm parents, without the run's id that follows."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
 _IMPORT = re.compile(rb"(?m)^[ \t]*(?:from\s+([\w.]+)\s+import\b\s*(\((?:[^)#]+|#.*)*|[\w, ]*)|import\s+([\w., ]+))")
@@ -155,6 +153,13 @@ def open_files() -> list[int]:
             continue
         found.append(int(word))
     return found
+
+
+def restart_address(run_id: str, pid: int) -> str:
+    """The abstract socket address of `bootseer run --restarts` with this process id, for warm parents. By the id alone
+    those of launchers below the command would connect, too; runs of several pods in the host's network may have the
+    same process id."""
+    return f"\0bootseer-restart-{run_id}-{pid}"
 
 
 def peer(end: socket.socket) -> tuple[int, int]:

@@ -330,7 +330,7 @@ def _run(launcher: int) -> socket.socket | None:
         return None
     run = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        run.connect(f"{programs.AGAIN}{run_id}")
+        run.connect(programs.restart_address(run_id, above))
         if programs.peer(run) == (above, os.getuid()):
             return run
     except OSError:

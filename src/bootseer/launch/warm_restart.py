@@ -38,7 +38,7 @@ class WarmRestart:
             if not prctl(PR_SET_CHILD_SUBREAPER, 1):
                 return
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            self._socket.bind(f"{programs.AGAIN}{span}")
+            self._socket.bind(programs.restart_address(span, os.getpid()))
             self._socket.listen(64)
         except (ImportError, OSError, AttributeError) as error:
             log(__name__, "restarts are not warm: %s", error)
