@@ -106,6 +106,28 @@ def test_a_run_is_alive_where_signals_come_all_the_time() -> None:
     assert set(done.stdout.split()) == {"alive"}, done.stderr
 
 
+HUNG_SPOOL = """
+import os, signal, sys, time
+from bootseer.launch import supervise
+class Hung:
+    def emit(self, stage, phase):
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+script = 'trap "exit 7" TERM; sleep 600 & : > "$0"; wait'
+supervise.block_signals()
+pid = supervise.spawn(["sh", "-c", script, sys.argv[1]], os.environ, own_group=True)
+sys.exit(supervise.wait(pid, own_group=True, tracer=Hung()))
+"""
+
+
+def test_a_signal_is_forwarded_while_the_spool_does_not_answer(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", HUNG_SPOOL, str(tmp_path / "ready")]
+    done = subprocess.run(words, check=False, timeout=120)
+    assert done.returncode == 7
+
+
 @needs_fuse
 def test_a_stop_that_outlasts_the_wait_is_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example by Ctrl-Z or `scontrol suspend`. Python 3.11 to 3.13 then returned such values."""

@@ -12,7 +12,8 @@ the rest of its group gets that signal after the command has ended.
 SIGKILL cannot be forwarded: the kernel is asked to kill the command when this process dies (PR_SET_PDEATHSIG), so that
 `timeout -k` leaves no job behind.
 
-Signals are blocked and taken with `sigtimedwait` in the only thread, so that no handler runs and no signal is lost.
+Signals are blocked in all threads and taken with `sigtimedwait` in the main thread, so that no handler runs and no
+signal is lost.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import select
 import signal
 import sys
 import time
+from _thread import allocate_lock, start_new_thread  # as `threading`, whose import would delay every job by 1.5 ms
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -64,6 +66,7 @@ NOT_EXECUTABLE = 126
 _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
 """Interval of `alive` events, by which the end of a run that SIGKILL ended is known: a second, or a tenth of the time
 that it has run."""
+_LAST_ALIVE_S = 1.0
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_FLUSH_S = 2.0
@@ -295,7 +298,7 @@ def wait(
     `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
     began_s = time.monotonic()
-    alive_s, kill_s, owed = began_s + _ALIVE_S, math.inf, 0
+    alive_s, kill_s, owed, writing = began_s + _ALIVE_S, math.inf, 0, allocate_lock()
     own_group = leads_group() if own_group is None else own_group
     awaited = {*FORWARDED, signal.SIGCHLD}
     if on_restart_request is not None:
@@ -313,8 +316,8 @@ def wait(
             _send(pid, signal.SIGKILL, own_group=own_group)
         if now_s >= alive_s:  # also where a signal comes more often, such as SIGCHLD of adopted orphans
             alive_s = now_s + _ALIVE_S
-            if tracer is not None:
-                tracer.emit(ALIVE, INSTANT)
+            if tracer is not None and writing.acquire(blocking=False):
+                _emit_alive(tracer, writing.release)
                 alive_s = max(alive_s, now_s + (now_s - began_s) * _ALIVE_SHARE)
         if info is None or info.si_signo == signal.SIGCHLD:
             continue
@@ -334,8 +337,25 @@ def wait(
             os.kill(os.getpid(), signal.SIGSTOP)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
+    writing.acquire(timeout=_LAST_ALIVE_S)  # before the event of the command's end
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
+
+
+def _emit_alive(tracer: Tracer, then: Callable[[], object]) -> None:
+    """Write the event in a thread, and call `then` in it: if a file server, or the reader of standard error, does not
+    answer, the command still gets its signals."""
+
+    def emit() -> None:
+        try:
+            tracer.emit(ALIVE, INSTANT)
+        finally:
+            then()
+
+    try:
+        start_new_thread(emit, ())
+    except RuntimeError:  # the limit of processes is reached
+        emit()
 
 
 def next_signal(awaited: Collection[int], timeout_s: float) -> signal.struct_siginfo | None:
