@@ -120,6 +120,24 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_sent_later(service, tmp_pa
     assert service.raw_lines() == lines
 
 
+def test_a_file_that_can_never_be_read_keeps_no_other_file_back(service, tmp_path, monkeypatch, link):
+    """As on a damaged disk."""
+    folder, _ = spool(tmp_path / "spool", num_nodes=3)
+    damaged, *others = sorted(folder.glob("*.events"))
+    shipper, opened = Shipper(str(folder), link(service.url)), os.open
+
+    def open_others(path, *more, **named):
+        if str(path) == str(damaged):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *more, **named)
+
+    monkeypatch.setattr(os, "open", open_others)
+    assert shipper.step()
+    assert not shipper.all_sent()
+    shipper.close()
+    assert service.raw_lines() == sorted(line for path in others for line in path.read_bytes().splitlines())
+
+
 def test_killed_at_any_point_nothing_is_lost_or_counted_twice(service, tmp_path, monkeypatch, link):
     """A crash before or after each step of a batch: another sender continues from the files on the disk."""
     folder, lines = spool(tmp_path / "spool", num_nodes=6)

@@ -317,14 +317,21 @@ class Shipper:
         positions: _Offsets = {}
         lines: list[bytes] = []
         room = BATCH_BYTES
+        problem: OSError | None = None
         listing = spool_files(self.folder)
         for name in self._files.keys() - listing.keys():
             del self._files[name]
         for name, status in listing.items():
-            if found := new_lines(self.folder, name, status, self._files.get(name), room):
+            try:
+                found = new_lines(self.folder, name, status, self._files.get(name), room)
+            except OSError as error:  # the others are sent, also if it stays so, as on a damaged disk
+                found, problem = None, error
+            if found:
                 positions[name], data = found
                 lines += event_lines(data)
                 room -= len(data)
+        if problem is not None and not positions:
+            raise problem
         return (positions, b"".join(lines)) if positions else None
 
 
