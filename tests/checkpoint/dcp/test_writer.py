@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 
 from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
-from bootseer.errors import UsageError  # noqa: E402
+from bootseer.checkpoint.writing.spool import Read  # noqa: E402
+from bootseer.checkpoint.writing.writing import Writing  # noqa: E402
+from bootseer.errors import PermanentError, UsageError  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 
 pytestmark = [
@@ -138,6 +141,26 @@ def test_an_error_in_any_thread_fails_the_save_and_leaves_no_checkpoint(tmp_path
     with pytest.raises(CheckpointException, match="this tensor is gone"):
         dcp.save(state, storage_writer=StripedWriter(tmp_path, thread_count=3), planner=Failing())
     assert not (tmp_path / ".metadata").exists()
+
+
+def test_an_error_in_one_file_ends_the_others_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def write_file(writing: Writing, path: str, size_bytes: int, read: Read, **how: Any) -> None:
+        if path.endswith("_1.distcp"):
+            raise PermanentError("this file cannot be written")
+        for _ in range(2000):
+            try:
+                read(0, 1)
+            except PermanentError:
+                ended.append(path)
+                raise
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Writing, "write_file", write_file)
+    with pytest.raises(CheckpointException, match="this file cannot be written"):
+        save({"large": torch.randn(200, 100), "small": torch.randn(10)}, tmp_path)
+    assert len(ended) == 1
 
 
 def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Generator, Sequence
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -197,9 +196,16 @@ class _PlannerData:
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
+        self.has_failed = False
         self._lock = threading.Lock()
 
+    def check(self) -> None:
+        """Raise if the save has failed: a file that is published later could replace that of the next try."""
+        if self.has_failed:
+            raise PermanentError("another file of the checkpoint could not be written")
+
     def __getitem__(self, item: WriteItem) -> Any:
+        self.check()
         with self._lock:
             data = self.planner.resolve_data(item)
         return data.detach() if isinstance(data, torch.Tensor) else data
@@ -265,11 +271,17 @@ class StripedWriter(filesystem.FileSystemWriter):
         else:
             groups = [[item] for item in plan.items]
         files = [f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}" for number in range(len(groups))]
+        objects = _PlannerData(planner)
         with Tasks("bootseer-dcp", self.thread_count) as threads:
-            written = threads.map(partial(self._write, _PlannerData(planner)), files, groups)
-            results = list(chain.from_iterable(written))
+            written = [threads.submit(self._write, objects, *one) for one in zip(files, groups, strict=True)]
+            try:
+                for one in as_completed(written):
+                    one.result()
+            except BaseException:
+                objects.has_failed = True
+                raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([result for one in written for result in one.result()])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -300,8 +312,13 @@ class StripedWriter(filesystem.FileSystemWriter):
                 return [self._write_item(cast(AppendStream, stream), item, file, objects) for item in items]
         recorded = RecordedFile()
         results = [self._write_item(recorded, item, file, objects) for item in items]
+
+        def read(offset: int, length: int) -> bytes:
+            objects.check()
+            return recorded.replay(offset, length)
+
         mode = target.system.mode(0o666)
-        target.system.writing.write_file(target.path, recorded.size_bytes, recorded.replay, mode=mode)
+        target.system.writing.write_file(target.path, recorded.size_bytes, read, mode=mode)
         return results
 
     def _can_replay(self, items: Sequence[WriteItem], objects: _PlannerData) -> bool:
