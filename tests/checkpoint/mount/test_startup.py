@@ -19,7 +19,7 @@ from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.writing.writing import Writing
-from bootseer.errors import AccessError
+from bootseer.errors import AccessError, TransientError
 from bootseer.places.folder import FolderPlace
 from checkpoint.mounted_place import MIB
 from checkpoint.striped_files import in_memory
@@ -141,6 +141,17 @@ def test_a_checkpoint_of_one_file_is_prefetched(job: Job) -> None:
     startup, _ = job.start("")
     startup.begin()
     assert job.opened == ["step-3.pt"]
+
+
+def test_a_file_that_cannot_be_opened_does_not_end_the_prefetch(job: Job) -> None:
+    def fail(path: str) -> None:
+        if path == "step-1/meta":
+            raise TransientError("the server is restarted")
+
+    job.before = fail
+    job.start("")[0].begin()
+    assert sorted(job.opened) == ["step-1/unused", "step-1/used"]
+    assert job.said == ["step-1/meta is not prefetched: the server is restarted"]
 
 
 def test_large_ordinary_files_which_are_not_cached_are_not_prefetched(job: Job) -> None:

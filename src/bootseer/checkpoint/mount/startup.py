@@ -22,7 +22,7 @@ from bootseer.checkpoint.latest import STEP_NAME, latest_or_none, step_of
 from bootseer.checkpoint.mount.hot_lists import HotLists
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
+from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError, TransientError
 from bootseer.mounts.serve import OnError
 
 _MAX_FILES = 100_000
@@ -84,7 +84,7 @@ class Startup:
                     if not num_pieces:
                         return
                     offset += self._prefetch(file, offset, min(num_pieces * PIECE_BYTES, end - offset))
-            except (NotFoundError, AccessError, CorruptError) as error:
+            except (NotFoundError, AccessError, CorruptError, TransientError) as error:
                 self._on_error(f"{one.path} is not prefetched: {error}")
             except PermanentError:
                 if self._recorder is not None:  # otherwise `end` has closed it
