@@ -6,13 +6,14 @@ import contextlib
 import io
 import stat
 import struct
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.erofs.format import BLOCK, DIRENT, INODE, Attributes, Superblock
+from bootseer.erofs.format import BLOCK, DIRENT, INODE, Attributes, Superblock, file_type
+from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
@@ -122,6 +123,18 @@ def _names(image: bytes | bytearray) -> list[tuple[bytes, int, int]]:
     at = _root_directory(bytes(image))
     size = INODE.unpack_from(image, _meta(bytes(image)))[4]
     return list(decode_directory_block(bytes(image[at : at + size])))
+
+
+def test_an_entry_of_another_type_than_its_file_is_corrupt() -> None:
+    image = bytearray(_image())
+    place = _root_directory(image) + [name for name, _, _ in _names(image)].index(b"file") * DIRENT.size
+    number, offset, _ = DIRENT.unpack_from(image, place)
+    DIRENT.pack_into(image, place, number, offset, file_type(stat.S_IFIFO))
+    root = MergedLayers([Layer(_reader(image), "layer")]).root
+    assert root is not None
+    for read in (partial(root.child, b"file"), lambda: list(root.children())):
+        with pytest.raises(CorruptError, match="differ"):
+            read()
 
 
 @pytest.mark.parametrize("size", [2**63, 2**40, 1 << 30])

@@ -17,7 +17,7 @@ from obstore.store import MemoryStore
 from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError, UsageError
 from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
-from bootseer.peers.interfaces import Interface, chosen
+from bootseer.peers.interfaces import Interface, chosen, listen_at_own
 from bootseer.peers.members import Listed, Membership, open_source, parse_list, slurm_hosts
 from bootseer.peers.rendezvous import Rendezvous, parse_record
 from bootseer.peers.server import Server
@@ -357,6 +357,13 @@ def test_the_fastest_interfaces_serve(
     found = [Interface(name, "10.0.0.1", speed or 1, is_main=not speed) for name, speed in there]
     monkeypatch.setattr("bootseer.peers.interfaces.interfaces", lambda: found)
     assert [each.name for each in chosen([])] == used
+
+
+@pytest.mark.parametrize("address", ["[::1]:0", "[0:0:0:0:0:0:0:1]:0"])
+def test_a_node_that_is_listed_by_a_loopback_address_listens_only_there(address: str) -> None:
+    (listening,), taken = listen_at_own([address])
+    with listening:
+        assert (listening.getsockname()[0], taken) == ("::1", [])
 
 
 @pytest.mark.root

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ from typing import Any
 import pytest
 
 from bootseer.checkpoint.attempts import Attempt
-from bootseer.errors import AccessError, AlreadyExistsError, NotFoundError, PermanentError, UsageError
+from bootseer.errors import (
+    AccessError,
+    AlreadyExistsError,
+    BootseerError,
+    NotFoundError,
+    PermanentError,
+    UsageError,
+)
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
@@ -82,6 +90,27 @@ def test_a_file_that_another_machine_replaces_on_nfs_is_read_again(
 
     monkeypatch.setattr(os, "preadv", stale)
     assert place.read_bytes("latest", 10) == b"step-2"
+
+
+def test_an_open_that_fails_at_its_end_leaves_no_descriptor(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write_bytes("file", b"content")
+    fstat, descriptors = os.fstat, []
+
+    def stale(descriptor: int) -> os.stat_result:
+        if stat.S_ISREG(fstat(descriptor).st_mode):
+            descriptors.append(descriptor)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", stale)
+        with pytest.raises(BootseerError):
+            place.open("file")
+    assert descriptors
+    left = [os.path.realpath(f"/proc/self/fd/{number}") for number in descriptors]
+    assert str(tmp_path / "root" / "file") not in left
 
 
 def test_a_checkpoint_mount_that_refuses_our_names_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

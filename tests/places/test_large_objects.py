@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from bootseer.checkpoint.files import Files, OtherFolderError
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.errors import TransientError, UsageError
-from bootseer.places import objects, open_place, uploads
+from bootseer.places import bucket, objects, open_place, uploads
 from bootseer.places.place import Place
 from fault_proxy import Fault, FaultProxy
 from places.contract import names, opened, read
@@ -103,6 +104,37 @@ def test_a_part_that_was_given_up_while_the_server_hung_leaves_nothing_when_it_a
         while left in s3_server.uploads("large"):
             assert time.monotonic() < until
             time.sleep(0.1)
+
+
+def num_copies(uri: str, proxy: FaultProxy, fault: Callable[[int], Fault | None]) -> int:
+    """How many requests a rename by a copy on the server makes; `fault` is that of a copy, by the number of earlier
+    ones."""
+    numbers = itertools.count()
+    with closing(open_place(uri)) as place:
+        place.write_bytes("old", bytes(1000))
+        proxy.plan = lambda request: fault(next(numbers)) if "x-amz-copy-source" in request.headers else None
+        place.rename("old", "new")
+        assert place.read_bytes("new", 1000) == bytes(1000)
+    return next(numbers)
+
+
+def test_a_copy_on_the_server_may_take_long(uri: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small requests are repeated after a twentieth of the time."""
+    monkeypatch.setattr(objects, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(bucket, "WRITE_S", 40.0)
+    answers = threading.Event()
+    timer = threading.Timer(4.0, answers.set)
+    timer.start()
+    assert num_copies(uri, proxy, lambda number: Fault(gate=answers)) == 1
+    timer.join()
+
+
+def test_a_copy_on_the_server_survives_its_restart(
+    uri: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore itself repeats a request four times."""
+    monkeypatch.setattr(objects, "_SMALL_BYTES", 100)
+    assert num_copies(uri, proxy, lambda number: Fault(status=503) if number < 6 else None) == 7
 
 
 def test_a_profile_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,15 @@ def test_queue_and_allocation_are_the_jobs_and_not_the_nodes():
     assert row(result, "queue").gpu_hours == 0
 
 
+def test_a_queue_without_an_end_lasts_until_the_first_stage_of_any_rank():
+    result = report(
+        span(0, None, "queue"),
+        *(span(begin_s, 200, TORCH, rank=rank, pid=rank + 1) for rank, begin_s in ((0, 100), (1, 130))),
+        *(began(210, rank=rank, pid=rank + 1) for rank in (0, 1)),
+    )
+    assert [(one.stage, one.end_s - one.start_s) for one in result.scheduler] == [("queue", pytest.approx(100))]
+
+
 def test_the_queue_of_a_job_is_no_gpu_time_in_the_sum_of_its_startups():
     parts = []
     for attempt in range(2):
