@@ -32,6 +32,7 @@ _NOT_NEEDED = (
     "site-packages",
     "_tkinter*",
     "*.opt-?.pyc",  # bytecode for `python -O`: half of the library's bytes where an installer of Python made it
+    "*.pyc.*",  # bytecode that another process is writing: it gets another name meanwhile
 )
 # The C library has to fit the kernel's loader and the node's name service: it stays the node's own.
 _GLIBC = re.compile(r"(ld-linux|linux-vdso|lib(c|m|dl|rt|pthread|resolv|util|nsl|anl)\.so)")
@@ -82,7 +83,8 @@ def main(target: Path, extras: list[str]) -> None:
     import bootseer
 
     if not (library / "bootseer").exists():  # installed as an editable
-        shutil.copytree(Path(bootseer.__file__).parent, library / "bootseer")
+        ignore = shutil.ignore_patterns(*_NOT_NEEDED)
+        shutil.copytree(Path(bootseer.__file__).parent, library / "bootseer", ignore=ignore)
     compileall.compile_dir(library, quiet=2)  # images of Python have no bytecode, and jobs may not write it here
     start = target / "bin" / "bootseer"
     start.write_text(_START)
