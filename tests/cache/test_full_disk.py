@@ -45,7 +45,7 @@ def fill_up(folder, *, leave=0):
         os.close(fd)
 
 
-def test_a_block_that_does_not_fit_is_not_there_and_the_others_stay(disk):
+def test_a_block_that_does_not_fit_is_missing_and_the_others_stay(disk):
     data = content(200, zeros=False)
     cache = Cache(disk / "cache", boot=BOOT)
     cached = cache.open(index_of(data))

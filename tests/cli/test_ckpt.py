@@ -108,7 +108,7 @@ def test_put_list_latest_get_verify_and_remove(ckpt: Run, job: str, source: Path
     ],
     ids=" ".join,
 )
-def test_an_hdfs_that_is_not_there_is_an_error_soon(
+def test_an_hdfs_that_does_not_exist_is_an_error_soon(
     run: Run, source: Path, words: Sequence[str], authority: str
 ) -> None:
     pytest.importorskip("hdfs_native", reason="extra hdfs")

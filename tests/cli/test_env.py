@@ -152,7 +152,7 @@ def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) ->
         (("list", "--store", "/no/store"), "/no/store: no such folder"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path: Any, run: Any, words: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_reported_in_one_line(tmp_path: Any, run: Any, words: tuple[str, ...], said: str) -> None:
     ran = run("env", *words, more={"BOOTSEER_STORE": str(tmp_path), "BOOTSEER_CACHE": str(tmp_path / "cache")})
     assert ran.returncode in (1, 2)
     assert said in ran.stderr

@@ -159,7 +159,7 @@ def test_any_bytes_are_refused_with_an_error_of_ours(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("schema", ["bootseer.environment/3", "", None])
-def test_another_version_is_told_apart_from_damage(schema: str | None) -> None:
+def test_another_version_is_distinguished_from_damage(schema: str | None) -> None:
     value = {**json.loads(document().encode()), "schema": schema}
     with pytest.raises(OtherVersionError, match="another version"):
         EnvironmentDocument.parse(json.dumps(value).encode())
@@ -175,7 +175,7 @@ def test_another_version_is_told_apart_from_damage(schema: str | None) -> None:
     ],
     ids=str,
 )
-def test_nothing_is_written_that_nobody_could_read(changes: dict[str, Any]) -> None:
+def test_nothing_is_written_that_could_not_be_read(changes: dict[str, Any]) -> None:
     with pytest.raises(PermanentError, match="cannot be written"):
         document(**changes).encode()
 

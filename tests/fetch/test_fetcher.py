@@ -161,7 +161,7 @@ def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching
     assert fetcher.stats().hot_blocks == len(hot)
 
 
-def test_needs_are_told_once_per_block_with_where_they_were_found(fetching):
+def test_needs_are_reported_once_per_block_with_where_they_were_found(fetching):
     gate = threading.Event()
     needs = []
     fetcher, store, cached = fetching(lambda request: Fault(gate=gate), on_need=lambda *need: needs.append(need))

@@ -71,7 +71,7 @@ def test_a_set_of_real_size_is_small():
 
 
 @pytest.mark.parametrize("schema", ["bootseer.hotset/2", "bootseer.hotset/1.5"])
-def test_a_later_version_is_told_apart_from_nonsense(schema):
+def test_a_later_version_is_distinguished_from_nonsense(schema):
     with pytest.raises(PermanentError, match="version") as raised:
         parse_hot_set(packed({**opened(encode_hot_set(SET)), "schema": schema}))
     assert not isinstance(raised.value, CorruptError)

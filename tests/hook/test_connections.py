@@ -34,7 +34,7 @@ ip link set lo up && ip address add 10.77.0.1/32 dev lo && mount --bind "$1" /et
 @pytest.mark.torch
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
-def test_a_connect_that_waits_for_names_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_a_connect_that_waits_for_names_is_reported_with_its_reason(tmp_path: Path) -> None:
     """In a separate network namespace, with a DNS server that does not answer."""
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\n")

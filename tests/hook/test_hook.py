@@ -80,7 +80,7 @@ def test_every_stage_is_marked_on_every_rank(trained):
         assert stages(mine, "instant")[: len(instants)] == instants
 
 
-def test_the_launcher_is_told_apart(trained):
+def test_the_launcher_is_distinguished(trained):
     _, events = trained
     launcher = [event for event in events if event.stage == STAGE + "launcher_rendezvous"]
     assert [event.phase for event in launcher] == ["begin", "end"]
@@ -88,7 +88,7 @@ def test_the_launcher_is_told_apart(trained):
     assert launcher[0].rank == -1
 
 
-def test_reads_are_told_with_api_and_bytes(trained):
+def test_reads_are_reported_with_api_and_bytes(trained):
     _, events = trained
     reads = [e for e in events if e.stage == STAGE + "checkpoint_read" and e.phase == "begin" and e.rank == 0]
     assert [read.attrs["api"] for read in reads] == [

@@ -23,7 +23,7 @@ def _python(run, program, *more, **kwargs):
     return run("run", "-q", "--", sys.executable, *more, "-c", textwrap.dedent(program), **kwargs)
 
 
-def test_a_missing_module_is_told_with_its_name(run, events):
+def test_a_missing_module_is_reported_with_its_name(run, events):
     assert _python(run, "import json\nimport no_such_module.inner").returncode == 1
     (event,) = _failed(events)
     assert event.phase == "instant"
@@ -31,12 +31,12 @@ def test_a_missing_module_is_told_with_its_name(run, events):
     assert event.attrs["message"] == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
-def test_a_name_that_a_module_lacks_is_told(run, events):
+def test_a_name_that_a_module_lacks_is_reported(run, events):
     assert _python(run, "from json import no_such_name").returncode == 1
     assert _failed(events)[0].attrs["module"] == "json"
 
 
-def test_a_shared_library_that_is_missing_is_told(run, events):
+def test_a_shared_library_that_is_missing_is_reported(run, events):
     assert _python(run, "import ctypes\nctypes.CDLL('libno_such_library.so.3')").returncode == 1
     assert "libno_such_library.so.3" in _failed(events)[0].attrs["message"]
 
@@ -67,7 +67,7 @@ def test_other_ends_are_no_failed_imports(run, events, program):
     assert not _failed(events)
 
 
-def test_nothing_is_told_once_training_has_begun(run, events):
+def test_nothing_is_reported_once_training_has_begun(run, events):
     assert _python(run, _STARTED_TRAINING + "import no_such_module").returncode == 1
     assert not _failed(events)
 

@@ -58,7 +58,7 @@ def _modules(folder: Path, sleep_s: float, *names: str) -> None:
         (folder / f"{name}.py").write_text(_MODULE.replace("SLEEP", str(sleep_s)).replace("REPEAT", str(repeat)))
 
 
-def test_modules_of_which_nothing_ran_are_told_apart_from_those_that_are_used(tmp_path: Path):
+def test_modules_of_which_nothing_ran_are_distinguished_from_those_that_are_used(tmp_path: Path):
     (tmp_path / "pack").mkdir()
     _modules(tmp_path, 0.1, "idle", "used_once", "used_again", "used_often", "pack/used", "pack/idle", "lazily_idle")
     (tmp_path / "pack/__init__.py").write_text("from pack import idle\n")
@@ -80,7 +80,7 @@ def test_modules_of_which_nothing_ran_are_told_apart_from_those_that_are_used(tm
 
 @needs_torch[0]
 @needs_torch[1]
-def test_a_job_that_asks_is_told_in_events_and_report(run, events, tmp_path: Path):
+def test_a_job_that_asks_is_reported_in_events_and_report(run, events, tmp_path: Path):
     _modules(tmp_path, 3.0, "idle", "used_again")
     job = _write(tmp_path, _JOB)
     assert run("run", "-q", "--", sys.executable, job, more={"BOOTSEER_IMPORTS": "1"}).returncode == 0

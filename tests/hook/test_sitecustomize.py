@@ -25,7 +25,7 @@ def test_the_jobs_own_sitecustomize_still_runs(run, tmp_path):
     assert done.stdout == f"own {tmp_path}/sitecustomize.py\n"
 
 
-def test_an_error_in_the_jobs_sitecustomize_is_told_as_ever(run, tmp_path):
+def test_an_error_in_the_jobs_sitecustomize_is_reported_as_ever(run, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('mine')\n")
     more = {"PYTHONPATH": str(tmp_path)}
     done = run("run", "-q", "--", sys.executable, "-c", "print('on')", more=more)

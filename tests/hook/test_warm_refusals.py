@@ -38,7 +38,7 @@ _UNFIT = {
 }
 
 
-def test_a_parent_that_does_not_answer_in_time_is_told_as_late() -> None:
+def test_a_parent_that_does_not_answer_in_time_is_reported_as_late() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, pytest.raises(warm_launcher.LostError, match="did not answer within 0 s") as lost:
         warm_launcher.ask(ours, {}, [], 0.01)

@@ -54,7 +54,7 @@ def test_a_machine_without_files_gets_the_command_that_makes_them(tmp_path: Path
     assert "nvidia-ctk cdi generate" in caught.value.hint
 
 
-def test_an_unknown_device_is_told_with_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_device_is_reported_with_those_that_there_are(tmp_path: Path) -> None:
     (tmp_path / "nvidia.json").write_text(json.dumps(spec()))
     with pytest.raises(UsageError) as caught:
         edits_for(gpu_names("7"), [tmp_path])

@@ -88,7 +88,7 @@ def test_files_as_standard_streams_keep_their_owner(run: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("KILL", 137), ("USR1", 138), ("INT", 130)])
-def test_the_signal_that_ended_the_program_is_told_as_a_shell_does(run: Run, name: str, code: int) -> None:
+def test_the_signal_that_ended_the_program_is_reported_as_a_shell_does(run: Run, name: str, code: int) -> None:
     assert run("sh", "-c", f"kill -{name} $$").returncode == code
 
 
@@ -389,7 +389,7 @@ _PROBLEMS = {126: "may not be executed", 127: "command not found"}
 
 
 @pytest.mark.parametrize(("program", "code"), [("nothing", 127), ("/etc/passwd", 126), ("./nothing", 127)])
-def test_a_program_that_is_not_there_is_told_with_a_shell_s_exit_code(run: Run, program: str, code: int) -> None:
+def test_a_program_that_does_not_exist_is_reported_with_a_shell_s_exit_code(run: Run, program: str, code: int) -> None:
     ran = run(program)
     assert ran.returncode == code, ran.stderr
     assert ran.stderr.splitlines()[-1] == f"bootseer: {program}: {_PROBLEMS[code]} in the container"

@@ -38,7 +38,7 @@ def test_what_is_no_file_of_variables_is_refused_without_telling_its_content(tmp
     assert "words" not in str(caught.value)
 
 
-def test_a_limit_that_may_not_be_set_is_told_at_once() -> None:
+def test_a_limit_that_may_not_be_set_is_reported_at_once() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert parse_ulimit(f"nofile={soft}:{hard}") == ("nofile", soft, hard)
     assert parse_ulimit("core=0") == ("core", 0, 0)
@@ -55,7 +55,7 @@ def test_a_limit_that_may_not_be_set_is_told_at_once() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 
 
-def test_a_right_that_we_do_not_have_is_told_at_once() -> None:
+def test_a_right_that_we_do_not_have_is_reported_at_once() -> None:
     """For example inside a container; a test as root can reduce the bounding set in a child."""
     if os.geteuid() != 0:
         pytest.skip("only root may give up rights")

@@ -246,7 +246,7 @@ def test_a_folder_is_converted_as_it_is(tmp_path: Path) -> None:
     assert facts_of_folder(tmp_path / "out") == before
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a folder"):
         _open(f"dir:{tmp_path}/nothing")
 
@@ -359,7 +359,7 @@ def test_a_registry_that_is_away_for_many_attempts_is_waited_for(registry: Regis
 
 
 @needs_registry
-def test_an_image_that_is_not_there_is_not_found(registry: Registry) -> None:
+def test_an_image_that_does_not_exist_is_not_found(registry: Registry) -> None:
     with pytest.raises(NotFoundError):
         _open(f"{registry.host}/no/such:image")
 

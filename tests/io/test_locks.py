@@ -35,7 +35,7 @@ def test_a_lock_is_held_until_the_block_ends(tmp_path):
     assert locks.holders(path) == []
 
 
-def test_a_file_that_is_not_there_has_no_holders(tmp_path):
+def test_a_file_that_does_not_exist_has_no_holders(tmp_path):
     assert locks.holders(tmp_path / "none") == []
 
 

@@ -104,7 +104,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_what_a_killed_command_wrote_and_could_not_be_published_is_told(run: Run, job: Path) -> None:
+def test_what_a_killed_command_wrote_and_could_not_be_published_is_reported(run: Run, job: Path) -> None:
     """The daemon's log is removed with the mount."""
     ran = run("run", "-q", "--no-hook", "--checkpoint", str(job), "--", sys.executable, "-c", _KILLED, str(job))
     assert ran.returncode == 137
@@ -161,7 +161,7 @@ def test_unmeasured_nothing_is_restarted(run: Run, job: Path) -> None:
     assert (ran.returncode, ran.stdout) == (1, "ran\n")
 
 
-def test_what_is_left_running_does_not_keep_the_mount_and_is_told(run: Run, job: Path, tmp_path: Path) -> None:
+def test_what_is_left_running_does_not_keep_the_mount_and_is_reported(run: Run, job: Path, tmp_path: Path) -> None:
     leave = 'cd "$BOOTSEER_CHECKPOINT" && { setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!; }'
     ran = run("run", "-q", "--checkpoint", str(job), "--", "sh", "-c", leave)
     try:

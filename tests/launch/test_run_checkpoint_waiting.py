@@ -55,7 +55,7 @@ def nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("run", "--checkpoint"), ("ckpt", "mount")])
-def test_a_place_that_does_not_answer_is_told_and_ctrl_c_ends_the_wait(
+def test_a_place_that_does_not_answer_is_reported_and_ctrl_c_ends_the_wait(
     env: dict[str, str], silent: str, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     more = ["--", "touch", "began"] if words[0] == "run" else [str(tmp_path / "m")]
@@ -94,7 +94,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @needs_hdfs[0]
 @needs_hdfs[1]
-def test_what_is_still_being_sent_is_told_and_ctrl_c_leaves_it_to_the_daemon(
+def test_what_is_still_being_sent_is_reported_and_ctrl_c_leaves_it_to_the_daemon(
     env: dict[str, str], tmp_path: Path
 ) -> None:
     with HdfsCluster(tmp_path / "cluster") as cluster:

@@ -181,7 +181,7 @@ def task(tmp_path: Path) -> Iterator[Task]:
         ({"cwd": "/nowhere"}, "agent cannot be started: sh: [Errno 2] No such file or directory: '/nowhere'"),
     ],
 )
-def test_one_that_does_not_start_is_told_in_a_line(task: Task, changed: dict[str, Any], why: str) -> None:
+def test_one_that_does_not_start_is_reported_in_a_line(task: Task, changed: dict[str, Any], why: str) -> None:
     with pytest.raises(EnvironmentUnavailable) as raised:
         start_daemons(task, (replace(DAEMON, **changed),), None)
     assert why in str(raised.value)

@@ -65,7 +65,7 @@ def test_arguments_streams_and_exit_code_pass(run: Run, image: str, node: Node) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_reach_the_command_and_its_end_is_told(
+def test_signals_reach_the_command_and_its_end_is_reported(
     image: str, env: dict[str, str], node: Node, number: int
 ) -> None:
     script = (  # a signal that the command catches does not end its worker
@@ -221,7 +221,7 @@ def test_a_command_that_is_not_in_the_image_ends_as_a_shell_s_would(run: Run, im
     nothing_is_left(node)
 
 
-def test_the_image_is_a_stage_and_its_start_is_told(run: Run, events: Events, image: str, node: Node) -> None:
+def test_the_image_is_a_stage_and_its_start_is_reported(run: Run, events: Events, image: str, node: Node) -> None:
     ran = run("run", "-q", "--image", image, "--loading", "lazy", "--", "sha256sum", "/hot")
     assert ran.returncode == 0
     seen = events()
@@ -400,7 +400,7 @@ def test_an_image_that_is_not_converted_is_a_fallback_in_the_report(run: Run, ev
     assert "as a fallback" in run("report").stdout
 
 
-def test_an_image_that_is_not_there_ends_the_run_with_one_line(run: Run, events: Events, node: Node) -> None:
+def test_an_image_that_does_not_exist_ends_the_run_with_one_line(run: Run, events: Events, node: Node) -> None:
     ran = run("run", "-q", "--image", f"{node.registry.host}/no/such:1", "--", "true")
     assert ran.returncode != 0
     assert "Traceback" not in ran.stderr
@@ -409,7 +409,7 @@ def test_an_image_that_is_not_there_ends_the_run_with_one_line(run: Run, events:
     assert (outcomes["image_loading"], outcomes["run"]) == ("failed", "failed")
 
 
-def test_a_mount_daemon_that_dies_under_the_command_is_told(image: str, env: dict[str, str], node: Node) -> None:
+def test_a_mount_daemon_that_dies_under_the_command_is_reported(image: str, env: dict[str, str], node: Node) -> None:
     words = ["image", "run", "--loading", "lazy", "--entrypoint", "none", image, "--"]
     script = ["sh", "-c", "echo up; read line; cat /cold > /dev/null || echo failed"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -425,7 +425,7 @@ def test_a_mount_daemon_that_dies_under_the_command_is_told(image: str, env: dic
     assert err.count("mount daemon") == 1
 
 
-def test_a_damaged_store_is_told_at_the_end(run: Run, node: Node) -> None:
+def test_a_damaged_store_is_reported_at_the_end(run: Run, node: Node) -> None:
     store = node.folder / "store"
     assert run("image", "convert", node.reference, str(store)).returncode == 0
     largest = max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)

@@ -82,13 +82,13 @@ def test_log_lines_come_when_they_are_asked_for_and_hold_no_arguments(run):
     assert "hunter2" not in said
 
 
-def test_a_command_that_is_not_there_is_127(run):
+def test_a_command_that_does_not_exist_is_127(run):
     done = run("run", "--", "no-such-program-anywhere")
     assert done.returncode == 127
     assert "no-such-program-anywhere: command not found" in done.stderr
 
 
-def test_a_script_with_line_ends_of_windows_is_told_from_a_missing_one(run, tmp_path):
+def test_a_script_with_line_ends_of_windows_is_distinguished_from_a_missing_one(run, tmp_path):
     script = tmp_path / "train.sh"
     script.write_bytes(b"#!/bin/sh\r\ntrue\r\n")
     script.chmod(0o755)
@@ -350,7 +350,7 @@ def test_an_unwritable_spool_costs_the_trace_and_not_the_job(run, tmp_path):
     assert "runs unmeasured" in done.stderr
 
 
-def test_kill_9_of_the_command_is_told(run, events):
+def test_kill_9_of_the_command_is_reported(run, events):
     assert run("run", "--", "sh", "-c", "kill -9 $$").returncode == 137
     ends = {event.stage: event for event in events() if event.phase == "end"}
     assert ends["command"].outcome == "failed"

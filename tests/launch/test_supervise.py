@@ -35,7 +35,7 @@ def test_the_command_runs_where_enter_went(tmp_path: Path) -> None:
     assert Path.cwd() != tmp_path
 
 
-def test_what_enter_raises_is_told_and_no_command_is_started(tmp_path: Path) -> None:
+def test_what_enter_raises_is_reported_and_no_command_is_started(tmp_path: Path) -> None:
     def fail() -> None:
         raise FileNotFoundError(2, "no such folder", "/gone")
 

@@ -9,7 +9,7 @@ from bootseer.peers.protocol import Signer, parse_head
 from bootseer.peers.readiness import READY, Readiness, RollCall, StartReport
 
 
-def test_nodes_that_are_not_ready_are_told_with_their_stage_and_those_that_are_silent_or_were_never_heard_of() -> None:
+def test_nodes_that_are_not_ready_are_reported_with_their_stage_and_so_are_silent_ones() -> None:
     roll = RollCall()
     roll.answer(StartReport("a", READY), [], 0.0)
     roll.answer(StartReport("b", "image_loading"), [], 0.0)

@@ -158,7 +158,7 @@ def test_a_node_keeps_what_came_from_another_and_serves_it(
     assert objects[third].store.stat(NAME).size_bytes == len(DATA)
 
 
-def test_what_is_not_there_is_not_offered_for_long(
+def test_what_does_not_exist_is_not_offered_for_long(
     nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(nodes[0].job.folder))

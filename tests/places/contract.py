@@ -95,7 +95,7 @@ class PlaceContract:
         assert place.read_bytes("lock", 10) == b"%d" % made.index(True)
         assert names(place, "") == {"lock"}
 
-    def test_nothing_is_written_into_a_folder_that_is_not_there(self, place: Place) -> None:
+    def test_nothing_is_written_into_a_folder_that_does_not_exist(self, place: Place) -> None:
         with pytest.raises(NotFoundError):
             place.write_bytes("gone/file", b"")
         with pytest.raises(NotFoundError):

@@ -268,7 +268,7 @@ def test_a_child_of_fork_reads_too(place: Place) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_root_that_is_not_there_is_not_found_and_can_be_made(tmp_path: Path) -> None:
+def test_a_root_that_does_not_exist_is_not_found_and_can_be_made(tmp_path: Path) -> None:
     place = FolderPlace(tmp_path / "not" / "there")
     with pytest.raises(NotFoundError):
         list(place.list(""))
@@ -308,7 +308,7 @@ def test_invalid_places_are_refused_with_a_hint(uri: str) -> None:
     assert caught.value.hint
 
 
-def test_a_root_that_is_a_loop_of_links_is_not_there(tmp_path: Path) -> None:
+def test_a_root_that_is_a_loop_of_links_is_missing(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     place = open_place(f"{tmp_path}/loop/below")
     with pytest.raises(NotFoundError):

@@ -137,7 +137,7 @@ def test_a_copy_on_the_server_survives_its_restart(
     assert num_copies(uri, proxy, lambda number: Fault(status=503) if number < 6 else None) == 7
 
 
-def test_a_profile_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_does_not_exist_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nothing")
     with pytest.raises(UsageError, match="profile"):
         uploads.Uploads("s3://large")

@@ -490,6 +490,6 @@ def test_google_cloud_gets_generations_instead_of_entity_tags(tmp_path: Path, mo
         assert server.requests[-1].headers["x-goog-if-generation-match"] == "17"
 
 
-def test_a_bucket_that_is_not_there_is_called_so(uri: str) -> None:
+def test_a_bucket_that_does_not_exist_is_called_so(uri: str) -> None:
     with closing(open_place("s3://nothing/job")) as place, pytest.raises(NotFoundError, match="no such bucket"):
         list(place.list("job"))

@@ -83,7 +83,7 @@ def test_failures_of_reads_are_reported() -> None:
     assert checkpoint_summary([]) == []
 
 
-def test_nodes_that_read_plainly_and_those_that_mounted_are_told_apart_with_the_reason() -> None:
+def test_nodes_that_read_plainly_and_those_that_mounted_are_distinguished_with_the_reason() -> None:
     rows = starts(
         event("n0", mode="plain", reason="it lies on this machine (ext4)"),
         event("n1", **READ, mode="mounted", reason="its file system (nfs4) may be far away"),

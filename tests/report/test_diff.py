@@ -200,7 +200,7 @@ def test_a_part_of_a_stage_follows_it_when_only_one_side_has_it():
     assert [row.stage for row in pair(a, b).stages] == ["image_loading", "image_loading.mount", "first_step"]
 
 
-def test_changed_facts_are_told():
+def test_changed_facts_are_reported():
     a = report(span(0, 5, INSTALL, attrs={"packages": 7}), began(6))
     b = report(span(0, 5, INSTALL, attrs={"packages": 9}), began(6), gpus_per_node=4)
     told = {change.fact: (change.a, change.b) for change in pair(a, b).changed}

@@ -54,7 +54,7 @@ def test_the_papers_1440_nodes(tmp_path):
     assert report.startup.scale == ">3000"
 
 
-def test_waiting_is_told_from_work():
+def test_waiting_is_distinguished_from_work():
     fleet = Fleet(20, work_of={(3, INSTALL): 100.0})
     report = report_of(fleet)
     for node in report.nodes:
@@ -136,7 +136,7 @@ def test_the_startups_of_a_job_stay_in_order_with_a_clock_of_1970():
     assert report.share.wall_s == pytest.approx(1000 + second.end_s - 1000, abs=1)
 
 
-def test_clocks_that_were_never_set_are_told():
+def test_clocks_that_were_never_set_are_reported():
     report = report_of(Fleet(4, clock_off_s=dict.fromkeys(range(4), -EPOCH_NS / NS)))
     assert len(report.nodes) == 4
     assert any("clocks were never set" in line for line in report.headlines)

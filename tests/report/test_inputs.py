@@ -28,7 +28,7 @@ def read(path) -> bytes:
 
 @pytest.mark.parametrize("name", ["a.log", "a.gz", "a b\n.log", "-x"])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gzip", "zstd"])
-def test_compression_is_told_by_content(tmp_path, name, pack):
+def test_compression_is_detected_by_content(tmp_path, name, pack):
     path = tmp_path / name
     path.write_bytes(pack(LOG))
     assert read(path) == LOG
@@ -101,7 +101,7 @@ def test_a_folder_is_walked_without_loops_fifos_and_hidden_files(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["nowhere", "a/b/c", "n" * 5000])
-def test_what_is_not_there_is_a_usage_error(tmp_path, place):
+def test_what_does_not_exist_is_a_usage_error(tmp_path, place):
     with pytest.raises(UsageError, match="no such file"):
         inputs.sources([str(tmp_path / place)])
 
@@ -112,7 +112,7 @@ def test_a_circle_of_links_is_no_traceback(tmp_path):
         inputs.sources([str(tmp_path / "circle")])
 
 
-def test_an_empty_folder_is_told(tmp_path):
+def test_an_empty_folder_is_reported(tmp_path):
     with pytest.raises(UsageError, match="contains no files"):
         inputs.sources([str(tmp_path)])
 

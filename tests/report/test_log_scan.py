@@ -421,7 +421,7 @@ def test_a_log_of_another_unit_alone_says_so(found):
     ("zone", "trains", "seconds"),
     [("UTC", True, 150), ("Europe/Berlin", True, 150), ("America/Chicago", False, 200)],
 )
-def test_times_of_another_zone_are_told_and_not_billed(found, monkeypatch, zone, trains, seconds):
+def test_times_of_another_zone_are_reported_and_not_billed(found, monkeypatch, zone, trains, seconds):
     """Megatron prints times without a zone: here of a pod, read on a machine in another zone."""
     begin_s = 1_795_197_225 - EPOCH_S  # 17:53:45 UTC, before the first of its lines
     own = [one for stage in ("run", "command") for one in span(begin_s, begin_s + 200, stage, outcome="failed")]

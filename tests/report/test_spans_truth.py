@@ -238,7 +238,7 @@ def test_a_command_that_fails_after_other_stages_is_where_the_node_stopped():
     assert "on 1 node, 1 GPU, and training" in result.verdict
 
 
-def test_a_command_whose_first_step_was_told_is_initialization_until_then():
+def test_a_command_whose_first_step_was_reported_is_initialization_until_then():
     """Like the time of a failed command, and not uncovered time: the program has no hook."""
     parts = [span(0, 10, INSTALL), span(10, 3600, "command")]
     result = report(span(0, 3600, "run"), *parts, began(40, by="pattern"))

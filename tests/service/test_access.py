@@ -344,7 +344,7 @@ def test_there_may_be_more_senders_than_the_usual_limit_of_descriptors(env, tmp_
         (["--proxy-from", "x"], "--proxy-from"),
     ],
 )
-def test_what_cannot_be_served_is_told_in_one_line(run, words, said, tmp_path):
+def test_what_cannot_be_served_is_reported_in_one_line(run, words, said, tmp_path):
     done = run("serve", "--data", "data", "--listen", "127.0.0.1:0", *words)
     assert done.returncode == 2
     assert said in done.stderr
@@ -363,7 +363,7 @@ def test_a_name_may_have_an_address_of_ipv6_only(monkeypatch, tmp_path):
         assert _bound(settings, stack).family == socket.AF_INET6
 
 
-def test_an_address_that_is_in_use_is_told_once(tmp_path):
+def test_an_address_that_is_in_use_is_reported_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as stack:
         address = other.getsockname()
         with pytest.raises(UsageError, match=rf"cannot listen on 127.0.0.1 port {address[1]}: [A-Za-z ]+\Z"):

@@ -247,7 +247,7 @@ class Hook(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_alert_is_told_at_its_begin_and_its_end_also_after_a_webhook_was_away(tmp_path: Path) -> None:
+def test_an_alert_is_reported_at_its_begin_and_its_end_also_after_a_webhook_was_away(tmp_path: Path) -> None:
     server: Any = HTTPServer(("127.0.0.1", 0), Hook)
     server.got, server.status = [], 500
     Thread(target=server.serve_forever, daemon=True).start()

@@ -97,7 +97,7 @@ def test_a_server_that_vanishes_is_noticed_within_two_minutes(database_url: str)
     database.close()
 
 
-def test_a_file_that_is_no_database_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "derived.sqlite").write_bytes(b"\0" * 50 + b"no database" * 100)
     with pytest.raises(PermanentError, match=r"derived\.sqlite: file is not a database$"):
         Database.open(f"sqlite:///{tmp_path / 'derived.sqlite'}")

@@ -88,7 +88,7 @@ def test_a_batch_that_comes_again_is_there_once_and_one_of_several_jobs_is_divid
         ({"x_bootseer_sender": "n", "x_bootseer_kind": "log"}, b"x", 400),
     ],
 )
-def test_bad_batches_are_told_and_leave_nothing(service, headers, data, status):
+def test_bad_batches_are_reported_and_leave_nothing(service, headers, data, status):
     answer = service.post("/v1/lines", data, **headers)
     assert answer.status_code == status
     assert "error" in answer.json()
@@ -285,7 +285,7 @@ def test_lines_inside_of_log_records_are_found(service):
      ("application/json", b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"xyz"}]}]}]}', 400),
      ("text/plain", b"", 415), ("application/json", b"{}", 200)],
 )  # fmt: skip
-def test_what_is_no_otlp_is_told(service, media, data, status):
+def test_what_is_no_otlp_is_reported(service, media, data, status):
     assert service.post("/v1/traces", data, content_type=media).status_code == status
 
 

@@ -117,7 +117,7 @@ def test_a_start_in_progress_is_open_in_the_history(tmp_path: Path) -> None:
     assert re.search(r"^- +1 +- +- *$", told_by_team, re.MULTILINE), told_by_team
 
 
-def test_late_nodes_are_told_of_open_starts(tmp_path: Path) -> None:
+def test_late_nodes_of_open_starts_are_reported(tmp_path: Path) -> None:
     with running_service(tmp_path / "data") as service:
         data = b"".join(Fleet(4, job="moe", killed_in={1: INSTALL}).lines())
         assert service.post("/v1/lines", data, x_bootseer_sender="n", x_bootseer_sequence="0").status_code == 202
@@ -144,7 +144,7 @@ def test_usual_values_are_within_the_band(values: list[float]) -> None:
     assert limit >= middle * 1.1 * (1 - 1e-9)
 
 
-def test_an_answer_of_another_server_is_told() -> None:
+def test_an_answer_of_another_server_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:

@@ -177,7 +177,7 @@ def test_lines_that_arrived_without_the_database_are_found(place: Place) -> None
     assert place.rows(schema.stage_day)
 
 
-def test_a_damaged_object_is_told_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_object_is_reported_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.put(Fleet(2).lines())
     (place.folder / place.batches[0][0]).write_bytes(b"damaged")
     with place.database.write() as connection:

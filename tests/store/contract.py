@@ -134,7 +134,7 @@ class StoreContract:
         assert max(len(piece) for piece in store.read(put(store, DATA).name)) <= PIECE_BYTES
 
     @pytest.mark.parametrize("name", ["sha256:" + "0" * 64, "nothing/here"])
-    def test_what_is_not_there_is_not_found(self, store: Store, name: str) -> None:
+    def test_what_does_not_exist_is_not_found(self, store: Store, name: str) -> None:
         put(store, DATA, "nothing-else/here")
         with pytest.raises(NotFoundError, match=name):
             store.stat(name)

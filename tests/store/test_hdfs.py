@@ -132,7 +132,7 @@ def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster
         assert get(store, name) == DATA
 
 
-def test_a_namenode_that_is_not_there_is_transient() -> None:
+def test_a_namenode_that_does_not_exist_is_transient() -> None:
     refused = pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x/name: .*refused")
     with closing(PlaceStore(open_place(f"hdfs://127.0.0.1:{free_port()}/x"))) as store, refused:
         store.stat("name")

@@ -207,12 +207,12 @@ def test_a_create_without_an_answer_is_transient_and_not_tried_again(store: Stor
         store.create("a/name", b"first")
 
 
-def test_a_bucket_that_is_not_there_is_not_found(bucket: str) -> None:
+def test_a_bucket_that_does_not_exist_is_not_found(bucket: str) -> None:
     with pytest.raises(NotFoundError):
         get(object_store.ObjectStore("s3://no-such-bucket/x"), "name")
 
 
-def test_an_endpoint_that_is_not_there_is_transient(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_does_not_exist_is_transient(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(TransientError, match=f"s3://{bucket}/x: name: "):
         get(object_store.ObjectStore(f"s3://{bucket}/x"), "name")

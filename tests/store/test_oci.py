@@ -156,7 +156,7 @@ def test_an_object_names_the_manifest_that_it_is_about(store: OciStore, outside:
     assert set(store.registry.tags()) == {tag_of("image"), tag_of("hot/a")}
 
 
-def test_a_subject_that_is_not_there_is_not_found(store: OciStore) -> None:
+def test_a_subject_that_does_not_exist_is_not_found(store: OciStore) -> None:
     upload = store.upload()
     upload.write(b"x")
     with pytest.raises(NotFoundError):

@@ -237,7 +237,7 @@ def test_docker_hubs_server_has_another_name_than_its_images() -> None:
         assert client._base == "https://registry-1.docker.io/v2/library/a/"
 
 
-def test_a_host_that_is_not_there_is_named() -> None:
+def test_a_host_that_does_not_exist_is_named() -> None:
     port = free_port()
     refused = pytest.raises(TransientError, match=f"cannot connect to 127.0.0.1:{port}: Connection refused")
     with closing(open_registry(f"127.0.0.1:{port}", "a/b")) as client, refused:

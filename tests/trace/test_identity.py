@@ -149,7 +149,7 @@ def test_gpus(env: dict[str, str], gpus: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "0x10", "٣", "1e3", "9" * 19, "abc", "1 2"])
-def test_what_is_no_count_is_not_told(text: str) -> None:
+def test_what_is_no_count_is_not_reported(text: str) -> None:
     assert number({"RANK": text}, "RANK") is None
 
 

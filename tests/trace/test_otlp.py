@@ -206,7 +206,7 @@ def no_server() -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
 
 
-def test_the_reason_for_no_answer_is_told_without_the_address() -> None:
+def test_the_reason_for_no_answer_is_reported_without_the_address() -> None:
     with no_server() as url:
         exporter = OtlpExporter(f"{url}/v1/traces?token=s3cret")
         exporter.feed([BEGIN, END])

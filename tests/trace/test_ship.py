@@ -296,7 +296,7 @@ def test_a_next_request_at_no_time_is_ignored(tmp_path, link):
         ("http://h", {"BOOTSEER_SERVICE_TOKEN": "a\nb"}, "has characters that a token cannot have"),
     ],
 )
-def test_an_address_or_token_that_cannot_be_used_is_told(url, env, said):
+def test_an_address_or_token_that_cannot_be_used_is_reported(url, env, said):
     with pytest.raises(UsageError, match=said) as error:
         target(url, env)
     assert "secret" not in str(error.value)

@@ -73,7 +73,7 @@ def test_nesting_gives_parents(spool: Spool) -> None:
     assert events[2].mono_ns >= b.mono_ns
 
 
-def test_exceptions_pass_and_are_told(spool: Spool) -> None:
+def test_exceptions_pass_and_are_reported(spool: Spool) -> None:
     with pytest.raises(ZeroDivisionError), bootseer.stage("outer"), bootseer.stage("inner"):
         _ = 1 / 0
     with pytest.raises(SystemExit), bootseer.stage("leaves"):

@@ -96,7 +96,7 @@ def test_a_capture_finds_what_dpkg_does(machine: Machine, way: str) -> None:
 
 
 @BOTH
-def test_deletions_and_replaced_folders_are_told_from_changed_ones(machine: Machine, way: str) -> None:
+def test_deletions_and_replaced_folders_are_distinguished_from_changed_ones(machine: Machine, way: str) -> None:
     for name in ("file", "dir/inside", "again/old", "again/same", "to_file/x", "changed/x", "kept/x"):
         path = machine.work / name
         path.parent.mkdir(exist_ok=True)
@@ -195,7 +195,7 @@ def test_access_lists_are_changes(machine: Machine) -> None:
 
 
 @BOTH
-def test_excluded_paths_are_left_out_and_told(machine: Machine, way: str) -> None:
+def test_excluded_paths_are_left_out_and_reported(machine: Machine, way: str) -> None:
     ended = machine.capture(
         "cd ~; mkdir -p .ssh .cache/huggingface/hub app/node_modules/m; echo k > .ssh/id_rsa;"
         "echo h > .ssh/known_hosts; echo t > .netrc; echo x > .bash_history; echo 12 > app/run.pid;"
@@ -342,7 +342,7 @@ def test_upper_layers_go_elsewhere_where_the_disk_takes_none(machine: Machine) -
     assert ended.below("/srv/")["x"]["text"] == "x\n"
 
 
-def test_a_full_upper_layer_is_told(machine: Machine) -> None:
+def test_a_full_upper_layer_is_reported(machine: Machine) -> None:
     disk = machine.folder / "disk"
     disk.mkdir()
     kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("size", "20m")]), disk)

@@ -86,7 +86,7 @@ def test_without_mounts_of_its_own_a_new_mount_may_be_of_another_program() -> No
     assert any(reason.startswith("it mounted proc on /proc") for reason in this_time)
 
 
-def test_of_what_could_not_be_read_before_no_difference_is_told() -> None:
+def test_of_what_could_not_be_read_before_no_difference_is_reported() -> None:
     unsafe, this_time, _ = Baseline(None, {}, KernelState.now(), "mark").side_effects(NOBODY_WATCHED, grace_s=0.0)
     assert not unsafe
     assert not [reason for reason in this_time if "mounted" in reason or "installed" in reason]
@@ -123,7 +123,7 @@ def test_a_users_name_that_is_no_text_can_be_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_mounts_of_the_setup_are_told_and_those_of_the_host_are_not(machine: Machine) -> None:
+def test_mounts_of_the_setup_are_reported_and_those_of_the_host_are_not(machine: Machine) -> None:
     (machine.work / "theirs").mkdir()
     said = look_at(
         machine,
@@ -151,19 +151,19 @@ def test_what_stays_of_another_starts_container_is_not_the_setups(machine: Machi
 
 
 @pytest.mark.root
-def test_unmounting_is_told(machine: Machine) -> None:
+def test_unmounting_is_reported(machine: Machine) -> None:
     said = look_at(machine, "umount -l /var/tmp")
     assert said["unsafe"] == ["it unmounted /var/tmp"]
 
 
 @pytest.mark.root
-def test_a_changed_setting_of_the_kernel_is_told(machine: Machine) -> None:
+def test_a_changed_setting_of_the_kernel_is_reported(machine: Machine) -> None:
     said = look_at(machine, "hostname renamed")
     assert said["unsafe"] == ["it changed the kernel setting kernel.hostname"]
 
 
 @pytest.mark.root
-def test_shared_memory_is_told(machine: Machine) -> None:
+def test_shared_memory_is_reported(machine: Machine) -> None:
     said = look_at(machine, "ipcmk -M 4096 >&2")
     number = said["error"].split()[-1]
     try:
@@ -180,7 +180,7 @@ def test_users_and_groups_are_restored_with_their_files(machine: Machine) -> Non
 
 
 @pytest.mark.root
-def test_an_environment_in_a_scratch_folder_is_told(machine: Machine) -> None:
+def test_an_environment_in_a_scratch_folder_is_reported(machine: Machine) -> None:
     said = look_at(machine, f"{sys.executable} -m venv --without-pip /var/tmp/env")
     assert said["unsafe"] == ["it installed into /var/tmp/env, which is not kept: use another folder"]
 

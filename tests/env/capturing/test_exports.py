@@ -65,7 +65,7 @@ def run(
 
 @pytest.mark.parametrize("head", [BASH, SH, "#!/usr/bin/env bash\n", "#!/usr/bin/env sh\n", ""])
 @pytest.mark.parametrize("executable", [True, False])
-def test_what_a_script_exports_is_told_as_a_difference(tmp_path: Path, head: str, executable: bool) -> None:
+def test_what_a_script_exports_is_reported_as_a_difference(tmp_path: Path, head: str, executable: bool) -> None:
     ran = run(
         tmp_path,
         f'{head}export A="1 2\n3" \'B=x\'; C=hidden; export PATH="/first:$PATH"; unset KEPT\n',
@@ -118,7 +118,7 @@ def test_a_trap_that_ends_the_script_decides_its_exit_code(tmp_path: Path) -> No
     assert (ran.code, ran.told) == (9, [("A", "set", "1")])
 
 
-def test_a_trap_that_is_taken_back_does_not_run_and_the_environment_is_told(tmp_path: Path) -> None:
+def test_a_trap_that_is_taken_back_does_not_run_and_the_environment_is_reported(tmp_path: Path) -> None:
     ran = run(tmp_path, f"{BASH}trap 'echo no' EXIT\ntrap - EXIT\ntrap '' EXIT\ntrap EXIT\nexport A=1\n")
     assert (ran.code, ran.output, ran.told) == (0, "", [("A", "set", "1")])
 

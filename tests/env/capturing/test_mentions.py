@@ -10,7 +10,7 @@ from bootseer.env.capturing.exports import node_patterns
 from bootseer.env.changes import Action, Change
 
 
-def test_links_into_scratch_folders_and_import_paths_are_told(tmp_path: Path) -> None:
+def test_links_into_scratch_folders_and_import_paths_are_reported(tmp_path: Path) -> None:
     (tmp_path / "app.pth").write_text("/tmp/repository/src\n")
     (tmp_path / "__editable___app_finder.py").write_text("MAPPING = {'app': '/tmp/app'}\n")
     (tmp_path / "notes.txt").write_text("/tmp/notes\n")
@@ -25,7 +25,7 @@ def test_links_into_scratch_folders_and_import_paths_are_told(tmp_path: Path) ->
     ]
 
 
-def test_files_with_names_of_the_node_or_the_job_are_told_if_the_setup_names_such_variables(tmp_path: Path) -> None:
+def test_files_with_names_of_the_node_or_the_job_are_reported_if_the_setup_names_such_variables(tmp_path: Path) -> None:
     texts = {
         "hostfile": "gpu-a12 slots=8\n",
         "job.yaml": "job: 987654\n",

@@ -71,7 +71,7 @@ def test_files_written_past_the_capture_that_stay_are_reported(machine: Machine)
     assert said["writes"] == ["/var/tmp/data/stays"]
 
 
-def test_what_is_written_to_our_own_folders_is_not_told(machine: Machine) -> None:
+def test_what_is_written_to_our_own_folders_is_not_reported(machine: Machine) -> None:
     script = "mkdir /var/tmp/spool; echo x > /var/tmp/spool/events; echo y > /var/tmp/spooled"
     assert look_at(machine, script, own=["/var/tmp/spool"])["writes"] == ["/var/tmp/spooled"]
 
@@ -87,7 +87,7 @@ def test_a_cache_that_a_link_leads_to_is_the_machine_s_own(machine: Machine, env
     assert (folder / "new").exists()
 
 
-def test_what_is_written_on_a_mount_that_cannot_be_captured_is_told_and_no_input(machine: Machine) -> None:
+def test_what_is_written_on_a_mount_that_cannot_be_captured_is_reported_and_no_input(machine: Machine) -> None:
     said = look_at(machine, "echo x > /mnt/x; cat /mnt/x >&2", prepare="mount -t ramfs none /mnt")
     assert (said["writes"], said["unaccounted"]) == (["/mnt/x"], [])
     assert said["unsafe"] == ["it wrote /mnt/x, which is not captured"]

@@ -167,7 +167,7 @@ def test_a_file_that_was_written_again_counts_unless_a_rule_says_otherwise(layer
     )
 
 
-def test_states_are_told_apart(tmp_path: Path) -> None:
+def test_states_are_distinguished(tmp_path: Path) -> None:
     write(str(tmp_path), "a", "x")
     (tmp_path / "link").symlink_to("a")
     os.mkfifo(tmp_path / "fifo")

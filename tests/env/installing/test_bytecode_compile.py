@@ -106,7 +106,7 @@ def test_start_up_files_of_the_environment_have_no_effect(python, library, job_e
     assert done.returncode == 0
 
 
-def test_a_dead_worker_is_told_by_the_exit_code(python, library, job_env):
+def test_a_dead_worker_is_reported_by_the_exit_code(python, library, job_env):
     limited = ["sh", "-c", 'ulimit -v 60000; exec "$@"', "sh"]
     big = Path(library[0].record).parent / "app" / "deep" / "other.py"
     big.write_text("X = [" + "1.5, " * 2_000_000 + "]\n")

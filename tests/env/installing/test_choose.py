@@ -153,7 +153,7 @@ def test_pip_does_not_warn_of_root_unless_it_is_told_to(no_uv, job_env, tmp_path
     assert "as the 'root' user" in said[1]
 
 
-def test_without_uv_pip_installs_and_the_reason_is_told(no_uv, job_env, python, tmp_path):
+def test_without_uv_pip_installs_and_the_reason_is_reported(no_uv, job_env, python, tmp_path):
     make_wheel(tmp_path / "wheels", "app", "1.0")
     installation = _choose(_requirements(tmp_path, "--no-index\n-f wheels\napp\n"), job_env, python, tmp_path)
     assert installation.why_not_uv == "there is no uv"

@@ -57,7 +57,7 @@ def test_remains_of_an_interrupted_pip_are_not_installed(tmp_path):
     assert _found(tmp_path) == set()
 
 
-def test_folders_that_are_not_there_hold_nothing(tmp_path):
+def test_folders_that_do_not_exist_hold_nothing(tmp_path):
     assert installed(["/nowhere"], root=str(tmp_path)).distributions == ()
 
 

@@ -68,7 +68,7 @@ def test_names_are_one_in_all_their_spellings():
     }
 
 
-def test_a_file_that_pip_could_not_read_is_told():
+def test_a_file_that_pip_could_not_read_is_reported():
     assert _settings({"/etc/pip.conf": "no section = here\n"}) == {"unreadable": ("", "/etc/pip.conf")}
 
 
@@ -134,7 +134,7 @@ def test_requirement_files_are_closed_over_what_they_include(translated):
     assert done.refusals == []
 
 
-def test_what_cannot_be_read_is_told(translated):
+def test_what_cannot_be_read_is_reported(translated):
     (gone, remote) = translated("-r gone.txt\n-r https://host/r.txt\n").refusals
     assert "gone.txt: No such file" in gone
     assert remote == "https://host/r.txt cannot be read here"

@@ -34,7 +34,7 @@ def test_the_environment_is_the_given_one():
     assert _run("sh", "-c", 'echo "$MINE-$HOME"', MINE="here").stdout == "here-\n"
 
 
-def test_a_signal_is_told():
+def test_a_signal_is_reported():
     ran = _run("sh", "-c", "kill -9 $$")
     assert (ran.code, last_line(ran)) == (-signal.SIGKILL, "exit code 137")
 
@@ -87,6 +87,6 @@ def test_output_of_start_up_files_does_not_hide_the_answer_of_a_python(tmp_path)
     assert python.prefix == sys.prefix
 
 
-def test_what_is_no_python_is_told():
+def test_what_is_no_python_is_reported():
     with pytest.raises(PermanentError, match="is not a working Python"):
         ask("/bin/true", os.environ, runner())

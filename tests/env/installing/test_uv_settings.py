@@ -59,7 +59,7 @@ def test_passwords_are_in_no_argument():
     assert done.refusals == ["pip's setting constraint (here) has no counterpart in uv"]
 
 
-def test_places_that_are_not_there_are_left_out():
+def test_places_that_do_not_exist_are_left_out():
     done = _translated([("find-links", "/gone /there https://h/w")], there=lambda path: path == "/there")
     assert done.environment["UV_FIND_LINKS"] == "/there,https://h/w"
 
@@ -126,7 +126,7 @@ def test_what_has_no_counterpart_is_a_reason_for_pip(name, value):
     assert reason == f"pip's setting {name} (here) has no counterpart in uv"
 
 
-def test_flags_that_are_set_twice_are_told_once():
+def test_flags_that_are_set_twice_are_reported_once():
     told = Requirements(options=[("--pre", "", "r"), ("--no-index", "", "r")], own_options={"hash"})
     done = _translated([("pre", "1"), ("no-index", "1"), ("require-hashes", "1")], told)
     assert len(done.arguments) == len(set(done.arguments))

@@ -62,13 +62,13 @@ def test_uv_reads_the_project_and_the_user(home: Path) -> None:
     assert _settings(home, UV_NO_CONFIG="1").lines == ()
 
 
-def test_of_a_netrc_only_its_presence_is_told(home: Path) -> None:
+def test_of_a_netrc_only_its_presence_is_reported(home: Path) -> None:
     _write(home, ".netrc", "machine a.test login b password hunter2\n")
     assert _settings(home).lines == ()  # credentials are not part of it, unless an index may need them
     assert _settings(home, PIP_EXTRA_INDEX_URL="https://a.test/simple").lines == ("netrc is there",)
 
 
-def test_secrets_of_conda_and_pip_are_not_told(home: Path) -> None:
+def test_secrets_of_conda_and_pip_are_not_disclosed(home: Path) -> None:
     _write(home, ".condarc", "channels:\n  - https://conda.test/t/x\nauth_token: hunter2\n# hunter2 test\n")
     _write(home, ".config/pip/pip.conf", "[global]\npassword = hunter2\n")
     assert "hunter2" not in repr(_settings(home))

@@ -99,7 +99,7 @@ def test_without_uv_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert "pip install 'bootseer[env]'" in caught.value.hint
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
     program = shutil.which("true") or ""
     with pytest.raises(UsageError, match=r"nowhere\.txt"):
         lock.resolve(["nowhere.txt"], None, tmp_path / "lock.txt", env={}, uv=program)

@@ -65,7 +65,7 @@ def test_of_a_project_only_what_decides_the_installation_counts() -> None:
     assert parts(f"{PROJECT}[build-system]\nrequires = ['hatchling']\n") != before
 
 
-def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> None:
+def test_what_a_file_takes_from_this_machine_or_from_repositories_is_reported() -> None:
     sources = "a = {path = '../a', editable = true}\nb = {git = 'https://tok@h.test/b', branch = 'main'}\n"
     found = list(unhashed_sources("pyproject", "p", f"{PROJECT}[tool.uv.sources]\n{sources}".encode()))
     assert [(one.kind, one.target, one.reference, one.editable) for one in found] == [

@@ -376,7 +376,7 @@ def test_what_an_earlier_start_wrote_is_no_input(empty: Project) -> None:
     assert difference(before.components, empty.key(setup="setup.sh")) == []
 
 
-def test_open_versions_are_told_and_pinned_ones_are_not(empty: Project) -> None:
+def test_open_versions_are_reported_and_pinned_ones_are_not(empty: Project) -> None:
     empty.write("open.txt", "click\nrich>=13\n./missing.whl\n")
     empty.write("pinned.txt", "click==8.1.7\n")
     empty.write("hashed.txt", f"click==8.1.7 \\\n    --hash=sha256:{'a' * 64}\n")

@@ -160,7 +160,7 @@ def test_too_many_files_are_a_problem() -> None:
     assert any("more than 500" in problem for problem in found.problems)
 
 
-def test_variables_in_a_file_are_told() -> None:
+def test_variables_in_a_file_are_reported() -> None:
     assert _closed({"/job/r.txt": "--index-url https://${USER_1}:${TOKEN}@h.test/"}, "r.txt").variables == {
         "USER_1",
         "TOKEN",

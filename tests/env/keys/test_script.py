@@ -355,7 +355,7 @@ def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Pat
         ("cat > /opt/x <<EOF\npip install click\nEOF", "what setup.sh installs"),
     ],
 )
-def test_what_comes_in_any_version_is_told(folder: Path, text: str, words: str) -> None:
+def test_what_comes_in_any_version_is_reported(folder: Path, text: str, words: str) -> None:
     found = _read(folder, text)
     found.requirements.close()
     assert ", ".join(found.requirements.unpinned) == words

@@ -80,5 +80,5 @@ def test_a_value_that_is_not_known_to_be_harmless_is_only_a_digest() -> None:
         ("https://h.test/t/how-to-use-12-4-with-550-54/1234", "https://h.test/t/how-to-use-12-4-with-550-54/1234"),
     ],
 )
-def test_addresses_lose_what_must_not_be_told(text: str, clean: str) -> None:
+def test_addresses_lose_what_must_not_be_disclosed(text: str, clean: str) -> None:
     assert without_credentials(text) == clean

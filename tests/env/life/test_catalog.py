@@ -104,7 +104,7 @@ def test_a_busy_store_is_asked_again(catalog: Catalog, store: Store) -> None:
 DOWN = Fault(status=503, retry_after_s=3600)
 
 
-def test_a_store_that_is_down_is_told_apart_from_a_snapshot_that_is_not_there(store: Store) -> None:
+def test_a_store_that_is_down_is_distinguished_from_a_snapshot_that_does_not_exist(store: Store) -> None:
     catalog = Catalog(FaultyStore(store, lambda request: DOWN))
     with pytest.raises(TransientError):
         catalog.find(KEY)

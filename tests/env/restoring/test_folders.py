@@ -7,7 +7,7 @@ from pathlib import Path
 from bootseer.env.restoring.safe_tree import TreeFolders
 
 
-def test_environments_are_told_by_what_is_in_them(tmp_path: Path) -> None:
+def test_environments_are_recognized_by_what_is_in_them(tmp_path: Path) -> None:
     for name in ("conda/conda-meta", "python/lib/python3.12", "threads/lib/python3.13t", "debian/lib/python3"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("venv/pyvenv.cfg", "file/lib/python3.12"):

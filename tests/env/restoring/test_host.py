@@ -131,7 +131,7 @@ def test_a_job_that_destroys_its_environment_destroys_no_other(
     assert not venv.exists()
 
 
-def test_what_a_job_wrote_into_its_environment_is_kept_and_told(
+def test_what_a_job_wrote_into_its_environment_is_kept_and_reported(
     setup: Setup, tmp_path: Path, venv: Path, show: Show, said: list[str]
 ) -> None:
     view = show(setup.at, venv)

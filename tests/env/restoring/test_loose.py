@@ -424,7 +424,7 @@ def test_a_mount_hides_nothing_but_what_the_setup_had_found(machine: Machine, na
     assert machine.at(f"/etc/{name}").read_text() == text
 
 
-def test_settings_that_are_not_there_are_no_longer_what_the_setup_found(machine: Machine) -> None:
+def test_settings_that_do_not_exist_are_no_longer_what_the_setup_found(machine: Machine) -> None:
     entries = settings(machine, sha256("found"))
     with pytest.raises(Conflict, match="/etc/profile"):
         machine.restore(entries, roots=("/etc",))

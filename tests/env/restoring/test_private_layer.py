@@ -43,7 +43,7 @@ def settled(changes: Path, root: str, *files: str) -> list[str]:
 
 
 @pytest.mark.parametrize("root", ["/usr", "/etc", "/var/lib/app", "/usr/local"])
-def test_files_that_are_lost_with_the_systems_folders_are_told(tmp_path: Path, root: str) -> None:
+def test_files_that_are_lost_with_the_systems_folders_are_reported(tmp_path: Path, root: str) -> None:
     (line,) = settled(tmp_path, root, "share/result.txt", "share/other.txt")
     assert f"2 files into {root}" in line
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +98,7 @@ def test_results_survive_two_processes_that_find_them_at_once(tmp_path: Path, mo
     assert [path.read_text() for path in tmp_path.glob("*/files/home/u/venv/result")] == ["x"]
 
 
-def test_what_a_full_disk_kept_from_being_recorded_is_told_by_the_next_run(tmp_path: Path) -> None:
+def test_what_a_full_disk_kept_from_being_recorded_is_reported_by_the_next_run(tmp_path: Path) -> None:
     folder = PrivateFolder(tmp_path, ["/home/u/venv"])
     (folder.folders("/home/u/venv")[0] / "result").write_text("x")
     with full_disk(), pytest.raises(OSError, match="too large"):

@@ -245,5 +245,5 @@ def test_the_systems_folders_are_known_by_their_names(path: str, system: bool) -
         *((path, False) for path in (f"{VENV}/{PYTHON}/site-packages/a.py", "/usr/local/x/__pycache__/a.pyc")),
     ],
 )
-def test_files_that_people_edit_are_told_from_those_of_packages(path: str, edited: bool) -> None:
+def test_files_that_people_edit_are_distinguished_from_those_of_packages(path: str, edited: bool) -> None:
     assert may_be_edited(path) is edited

@@ -13,7 +13,7 @@ from bootseer.env.snapshot.contents import inspect_changes, read_pieces
 from bootseer.errors import PermanentError
 
 
-def test_holes_are_told_and_not_read(tmp_path: Path) -> None:
+def test_holes_are_reported_and_not_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(64 << 20)

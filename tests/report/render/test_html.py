@@ -208,7 +208,7 @@ def test_distributions_are_drawn_where_there_is_spread() -> None:
         (["n9", "n10", "x"], "n[10,9], x"),
     ],
 )
-def test_names_are_told_as_slurm_takes_them(nodes: list[str], told: str) -> None:
+def test_names_are_written_as_slurm_takes_them(nodes: list[str], told: str) -> None:
     assert host_list(nodes) == told
 
 

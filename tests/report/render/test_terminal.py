@@ -108,7 +108,7 @@ def test_bars_are_to_scale():
     assert line.count("◆") == pytest.approx(50, abs=1)
 
 
-def test_many_nodes_are_told_by_quantiles_and_stragglers():
+def test_many_nodes_are_summarized_by_quantiles_and_stragglers():
     text = shown(fleet(num_nodes=100, work_of={(42, INSTALL): 99.0}))
     assert "p50 of 100" in text
     assert "node-0042" in text
