@@ -6,7 +6,7 @@ import contextlib
 import io
 import stat
 import struct
-from functools import cache, partial
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -132,9 +132,10 @@ def test_an_entry_of_another_type_than_its_file_is_corrupt() -> None:
     DIRENT.pack_into(image, place, number, offset, file_type(stat.S_IFIFO))
     root = MergedLayers([Layer(_reader(image), "layer")]).root
     assert root is not None
-    for read in (partial(root.child, b"file"), lambda: list(root.children())):
-        with pytest.raises(CorruptError, match="differ"):
-            read()
+    with pytest.raises(CorruptError, match="differ"):
+        root.child(b"file")
+    with pytest.raises(CorruptError, match="differ"):
+        list(root.children())
 
 
 @pytest.mark.parametrize("size", [2**63, 2**40, 1 << 30])
