@@ -4,6 +4,7 @@ a run that executed no test, `lock_tracker` checks the use of locks."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import os
@@ -44,6 +45,7 @@ _LONGEST = (
 )
 """The longest units of work, roughly longest first: test files, and groups that share a server (`_unit`)."""
 _EXAMPLES = 50
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _base = pytest.StashKey[Path]()
 _passed = pytest.StashKey[bool]()
 
@@ -51,6 +53,9 @@ _passed = pytest.StashKey[bool]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are collected: none of the objects become garbage, and garbage collection took 3 s
+    # Freed memory is used again. The kernel takes 1 ms for each new MiB, and tests read and compare many MiB.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc accepts
+    ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 512 << 20)
     # Each run has its own folder, which other users can traverse. pytest's folder is closed to them, and each run
     # closes it again for the other runs.
     if config.option.basetemp is None and not config.option.collectonly:
@@ -78,6 +83,7 @@ def _remove_earlier_runs() -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, 20)
     gc.enable()
 
 
