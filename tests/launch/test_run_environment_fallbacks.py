@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from environment_place import DEADLINE_S, Place, made_place
+from plain_user import protect_disks
 
 pytestmark = pytest.mark.root
 
@@ -59,7 +61,8 @@ def test_a_cache_without_room_for_files_costs_the_snapshot_alone(place: Place, d
     words = ("--setup", place.alpha_script("export GREETING=hello\n"), "--", "sh", "-c", job)
     for num_inodes in (3, 5, 7, 9, 12, 16):
         mount_on(disk, f"size=64m,nr_inodes={num_inodes}")
-        ran = place.bootseer("run", "-q", *words, more={"BOOTSEER_CACHE": str(disk)})
+        env = {**place.env, "BOOTSEER_CACHE": str(disk)}
+        ran = warm.bootseer(("run", "-q", *words), env=env, cwd=place.project, become=protect_disks)
         assert (ran.returncode, ran.stdout.splitlines()[0]) == (7, "1.0"), (num_inodes, ran.stderr)
         assert "Traceback" not in ran.stderr
         assert ran.stdout.splitlines()[1] == "hello" or " do not reach the command" in ran.stderr
