@@ -14,9 +14,10 @@ from bootseer.places.place import Place
 
 
 def content_of(size_bytes: int, seed: int = 0) -> bytes:
-    """Bytes in which all chunks differ."""
-    rng = random.Random(seed)
-    return b"".join(rng.randbytes(min(CHUNK_BYTES, size_bytes - at)) for at in range(0, size_bytes, CHUNK_BYTES))
+    """Bytes in which all chunks differ: the same noise, which begins at another place in each."""
+    noise = random.Random(seed).randbytes(min(CHUNK_BYTES, size_bytes)) * 2
+    starts = (number * 7919 % CHUNK_BYTES for number in range(num_chunks(size_bytes)))
+    return b"".join(noise[start : start + CHUNK_BYTES] for start in starts)[:size_bytes]
 
 
 def in_memory(data: bytes | bytearray) -> tuple[int, Callable[[int, int], bytes]]:

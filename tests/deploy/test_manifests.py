@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ Document = dict[str, Any]
 
 
 def documents(text: str) -> list[Document]:
-    return [each for each in yaml.safe_load_all(text) if each]
+    return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
 
 
 def kustomized(folder: str) -> list[Document]:
@@ -34,11 +35,18 @@ def kustomized(folder: str) -> list[Document]:
     return documents(done.stdout.decode())
 
 
-def validated(document: Document) -> None:
-    import kubernetes_validate
+@functools.cache
+def validator() -> Callable[..., str]:
+    """The function of kubernetes_validate, which otherwise parses a megabyte of schemas in each call."""
+    from kubernetes_validate import utils
 
+    utils.schema_contents = functools.cache(utils.schema_contents)
+    return utils.validate
+
+
+def validated(document: Document) -> None:
     for version in VERSIONS:
-        kubernetes_validate.validate(document, version, strict=True)
+        validator()(document, version, strict=True)
 
 
 def pod_templates(value: object) -> Iterator[Document]:

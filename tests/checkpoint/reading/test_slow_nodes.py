@@ -88,6 +88,7 @@ class Reader:
 
     def __init__(self, content, links, source, settings):
         self._content = content
+        self._memory = bytearray(len(content))
         self.links = links
         self._source = source
         self._settings = settings
@@ -98,7 +99,8 @@ class Reader:
 
     def read_part(self, start, end, on_begin=lambda: None):
         """Read and check a range; returns the seconds. `on_begin` is called when the read has begun."""
-        memory, ends = memoryview(bytearray(end - start)), []
+        self._memory[:] = bytes(len(self._memory))
+        memory, ends = memoryview(self._memory)[: end - start], []
         wants = [(at, memory[at - start : at - start + MIB]) for at in range(start, end, MIB)]
         settings = self._settings
         gather = Gather(ends.append)
@@ -114,7 +116,7 @@ class Reader:
         on_begin()
         seconds = self.links.run(lambda: bool(ends))
         assert ends == [None]
-        assert memory == self._content[start:end]
+        assert self._memory.startswith(self._content[start:end])  # comparing a memoryview takes 60 times as long
         return seconds
 
 

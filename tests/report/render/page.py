@@ -17,10 +17,11 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str]]] = []
-        self.text: dict[int, str] = {}
+        self._parts: dict[int, list[str]] = {}
         self.open: list[tuple[str, int]] = []
         self.feed(text)
         self.close()
+        self.text = {index: "".join(parts) for index, parts in self._parts.items()}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, {key: value or "" for key, value in attrs}))
@@ -36,7 +37,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         for _, index in self.open:
-            self.text[index] = self.text.get(index, "") + data
+            self._parts.setdefault(index, []).append(data)
 
     def with_key(self) -> list[tuple[str, str, str]]:
         """Key, raw value and text of each number with a `data-key`, its place in the JSON."""

@@ -67,7 +67,7 @@ def _with_steps(text: str, steps: str) -> str:
 
 
 def _root(dom: str) -> dict[str, str]:
-    return next(attrs for tag, attrs in Page(dom).elements if tag == "html")
+    return Page(dom[: dom.index("<head")]).elements[0][1]
 
 
 def _said(dom: str) -> Any:
