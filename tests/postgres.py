@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from once import copy, once
 from registry import free_port
 
 _BIN = max(Path("/usr/lib/postgresql").glob("*/bin"), default=None, key=lambda path: int(path.parent.name))
@@ -35,13 +36,17 @@ class Postgres:
         )
         if self._as_user:
             shutil.chown(folder, "postgres", "postgres")
-        self._run(
-            "initdb", "--pgdata", str(self._data), "--auth=trust", "--username=bootseer", "--no-sync", "-E", "UTF8"
-        )
+        copy(once("postgres", self._create), self._data)
         with (self._data / "postgresql.conf").open("a") as settings:
             settings.write(f"port = {self.port}\nlisten_addresses = '127.0.0.1'\nunix_socket_directories = ''\n")
-            settings.write("shared_buffers = 64MB\n")
+            settings.write("shared_buffers = 64MB\nfsync = off\n")  # tests kill the server, but not the kernel
         self.start()
+
+    def _create(self, data: Path) -> None:
+        # In the folder of `once`, the user could not create it.
+        options = ["--auth=trust", "--username=bootseer", "--no-sync", "--wal-segsize=1", "-E", "UTF8"]
+        self._run("initdb", "--pgdata", str(self._data), *options)
+        shutil.move(self._data, data)
 
     def start(self) -> None:
         """Start the server; returns when it accepts connections."""

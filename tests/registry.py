@@ -170,9 +170,9 @@ def free_port() -> int:
                 return port
 
 
-def make_certificate(key: Path, certificate: Path) -> None:
+def make_certificate(key: Path, certificate: Path, algorithm: str = "ed25519") -> None:
     """Create a key and a self-signed certificate for 127.0.0.1 and registry.test."""
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    command = f"openssl req -x509 -newkey {algorithm} -nodes -days 2 -subj /CN=127.0.0.1"
     names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:registry.test"]
     files = [*names, "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)

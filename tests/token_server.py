@@ -45,7 +45,7 @@ class TokenServer:
 
     def __enter__(self) -> TokenServer:
         self._folder.mkdir(parents=True)
-        make_certificate(self._folder / "key.pem", self._folder / "certificate.pem")
+        make_certificate(self._folder / "key.pem", self._folder / "certificate.pem", "rsa:2048")
         tokens = self
 
         class Handler(BaseHTTPRequestHandler):
