@@ -17,7 +17,7 @@ from typing import Any
 
 FETCHED = Path(__file__).parents[1] / ".hadoop" / "3.3.6"
 _SERVER = "org.apache.hadoop.hdfs.server"
-_JAVA_OPTIONS = ("-Xmx512m", "-Djava.net.preferIPv4Stack=true")
+_JAVA_OPTIONS = ("-Xmx512m", "-Djava.net.preferIPv4Stack=true", "-XX:-UsePerfData")
 _BRIEF_OPTIONS = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 """For servers that run for seconds: optimizing compilation would be half of their processor time and not pay off."""
 ARCHIVE = "classes.jsa"

@@ -297,7 +297,7 @@ class Busy:
 
     def _run(self) -> None:
         try:
-            while self._goes_on.wait() and not self._is_over.is_set():
+            while self._goes_on.wait() and not self._is_over.wait(0.1):
                 self._round(f"{self._folder}/{self.rounds}")
                 self.rounds += 1
         except BaseException as error:
