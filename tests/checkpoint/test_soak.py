@@ -28,7 +28,7 @@ SOAK_S = float(os.environ.get("BOOTSEER_SOAK_S", "0"))
 # A killed node is not restarted before the end.
 PHASES = [(killed, loaded) for killed in (False, True) for loaded in (False, True) if SOAK_S or not loaded]
 PHASE_S = SOAK_S / len(PHASES)
-SIZE = (96 if SOAK_S else 32) << 20
+SIZE = (96 if SOAK_S else 16) << 20
 JOBS = 3
 _LAST = ("nice", "-n", "5")
 HUNG_S = 120.0

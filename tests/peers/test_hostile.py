@@ -7,8 +7,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -18,13 +19,20 @@ from bootseer.peers.client import Client
 from bootseer.peers.connection import Connection
 from bootseer.peers.protocol import Question, Signer, encode_answer
 from bootseer.peers.readiness import StartReport
+from fetch.files import content
 from peers.nodes import SECRET
-from peers.test_origins import Job, job
+from peers.test_origins import Job
 
-__all__ = ["job"]
 pytestmark = pytest.mark.slow
 
 Answer = Callable[[socket.socket, int], object]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Of 192 blocks, the hostile node `n3` owns 32."""
+    with closing(Job(tmp_path, monkeypatch, content(192))) as job:
+        yield job
 
 
 class Hostile:

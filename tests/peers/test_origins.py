@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,13 @@ DATA = content(512)
 class Job:
     """Nodes of one job, and a store that counts the bytes read."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, data: bytes = DATA) -> None:
         monkeypatch.setattr("bootseer.peers.origins.RUN_BYTES", RUN)
         monkeypatch.setattr("bootseer.peers.service.open_store", lambda uri, **options: self.store)
         self.plan: Callable[[object], Fault | None] = lambda request: None
         self.inner = FileStore(folder / "store")
-        self.index: Index = stored(self.inner, DATA)
+        self.data = data
+        self.index: Index = stored(self.inner, data)
         self.store = FaultyStore(self.inner, lambda request: self.plan(request))  # noqa: PLW0108 - tests replace it
         self.nodes = [Node(f"n{at}", folder, self.store, self.index) for at in range(4)]
         self.peers = [node.peer for node in self.nodes]
@@ -66,7 +68,11 @@ class Job:
             thread.join(60)
         for node in nodes:
             assert node.cached.complete
-            assert node.cached.path.read_bytes() == DATA
+            assert node.cached.path.read_bytes() == self.data
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
 
     def sent_by(self, name: str) -> list[dict[str, float]]:
         return [node.group.stats().get(name, {}) for node in self.nodes]
@@ -74,10 +80,8 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    job = Job(tmp_path, monkeypatch)
-    yield job
-    for node in job.nodes:
-        node.close()
+    with closing(Job(tmp_path, monkeypatch)) as job:
+        yield job
 
 
 def test_the_store_sends_one_copy_to_all(job: Job) -> None:

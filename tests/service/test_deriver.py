@@ -124,13 +124,14 @@ def test_late_lines_of_a_start_whose_lines_were_removed_leave_no_live_state(plac
 
 def test_attempts_whose_lines_keep_arriving_leave_the_others_their_turn(place: Place) -> None:
     last, ended = 11, threading.Event()
+    lines = [Fleet(2, attempt=attempt).lines() for attempt in range(last + 1)]
     for attempt in range(last + 1):
-        place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)
+        place.put(lines[attempt], attempt=attempt)
 
     def keep_arriving() -> None:
         while not ended.wait(0.1):
             for attempt in range(last):
-                place.put(Fleet(2, attempt=attempt).lines(), attempt=attempt)
+                place.put(lines[attempt], attempt=attempt)
 
     def computed() -> dict[int, int]:
         return {row.attempt: row.computed_n for row in place.rows(schema.start)}
