@@ -33,33 +33,30 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(env: dict[str, str], tmp_path: Path) -> Run:
-    """`run(words, ...)`: run bootseer with these arguments and wait for its end."""
-    return _run(env, tmp_path)
-
-
-@pytest.fixture
-def run_copy(env: dict[str, str], tmp_path: Path) -> Run:
-    """The same in a fork of a process that has imported the commands, if the options allow it."""
-    anew = _run(env, tmp_path)
+def run(env: dict[str, str], tmp_path: Path, run_anew: Run) -> Run:
+    """`run(words, ...)`: run bootseer with these arguments and wait for its end, in a fork of a process that has imported
+    the commands if the options allow it."""
 
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         more = more or {}
         of_python = any(name.startswith(_OF_THE_INTERPRETER) for name in more)
         if of_python or kwargs.keys() - {"cwd", "timeout", "input", "become"}:
-            return anew(*words, more=more, **kwargs)
+            return run_anew(*words, more=more, **kwargs)
         return warm.bootseer(words, env={**env, **more}, **{"cwd": tmp_path, **kwargs})
 
     return call
 
 
-def _run(env: dict[str, str], cwd: Path) -> Run:
+@pytest.fixture
+def run_anew(env: dict[str, str], tmp_path: Path) -> Run:
+    """The same in a new process of Python."""
+
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: object) -> subprocess.CompletedProcess[str]:
         options: dict[str, object] = {
             "capture_output": True,
             "text": True,
             "timeout": 600,
-            "cwd": cwd,
+            "cwd": tmp_path,
             "check": False,
             **kwargs,
         }

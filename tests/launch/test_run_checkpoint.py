@@ -31,11 +31,6 @@ def env(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(run_copy: Run) -> Run:
-    return run_copy
-
-
-@pytest.fixture
 def job(run: Run, tmp_path: Path) -> Path:
     """A job's folder with one striped checkpoint, which `latest` names."""
     step = tmp_path / "step-1"

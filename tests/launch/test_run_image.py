@@ -36,11 +36,6 @@ def env(env: dict[str, str], node: Node) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(run_copy: Run) -> Run:
-    return run_copy
-
-
-@pytest.fixture
 def image(node: Node) -> str:
     """The reference of a converted image."""
     have_converted(node)

@@ -33,11 +33,6 @@ export GREETING=hello
 
 
 @pytest.fixture
-def run(run_copy: Run) -> Run:
-    return run_copy
-
-
-@pytest.fixture
 def job(run: Run, node: Node, tmp_path: Path, events: Callable[[], list[Event]]) -> Callable[..., Any]:
     """`job(words)`: run in the image with the setup; the finished process, and the environment's event."""
     project = tmp_path / "project"

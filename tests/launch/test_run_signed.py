@@ -31,11 +31,6 @@ def place() -> Iterator[Place]:
 
 
 @pytest.fixture
-def run(run_copy: Run) -> Run:
-    return run_copy
-
-
-@pytest.fixture
 def key(tmp_path: Path) -> Path:
     return make_key(tmp_path / "key")
 
