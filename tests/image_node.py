@@ -72,7 +72,7 @@ def make_node(tmp_path: Path) -> Iterator[Node]:
         pytest.skip("only root may mount")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened")
-    shutil.copytree(once("box", _make_box), tmp_path, symlinks=True, dirs_exist_ok=True)
+    _copy(once("box", _make_box), tmp_path)
     layout = tmp_path / "layout"
     digest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
     env = {"BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
@@ -116,12 +116,24 @@ def have_in_registry(node: Node, name: str, work: Callable[[Registry], object]) 
     """Like `work(node.registry)`, but run once for all tests: its result must depend only on the node's image."""
 
     def make(folder: Path) -> None:
-        shutil.copytree(once("box", _make_box) / "registry", folder / "at" / "registry")
+        _copy(once("box", _make_box) / "registry", folder / "at" / "registry")
         with Registry(folder / "at") as registry:
             work(registry)
         _keep_data(registry, folder)
 
-    shutil.copytree(once(name, make), node.folder, dirs_exist_ok=True)
+    _copy(once(name, make), node.folder)
+
+
+def _copy(tree: Path, folder: Path) -> None:
+    """Copy a tree; large files, which no test changes, become hard links."""
+
+    def copy(source: str, target: str) -> None:
+        if Path(source).stat().st_size < 1 << 20:
+            shutil.copy2(source, target)
+        elif not Path(target).exists():
+            Path(target).hardlink_to(source)
+
+    shutil.copytree(tree, folder, symlinks=True, dirs_exist_ok=True, copy_function=copy)
 
 
 def push(layout: Path, host: str, repository: str, tag: str) -> None:
