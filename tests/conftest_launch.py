@@ -34,8 +34,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(env: dict[str, str], tmp_path: Path, run_anew: Run) -> Run:
-    """`run(words, ...)`: run bootseer with these arguments and wait for its end, in a fork of a process that has imported
-    the commands if the options allow it."""
+    """`run(words, ...)`: run bootseer with these arguments and wait for its end, in a fork of a process that has
+    imported the commands if the options allow it."""
 
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         more = more or {}

@@ -48,8 +48,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a worker, do not send reports of short setups and teardowns, which nothing shows: half of all reports, and each
-    takes a millisecond of processor time."""
+    """In a worker, do not send reports of short setups and teardowns, which nothing shows: half of all reports, and
+    each takes a millisecond of processor time."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor" and config.option.xmlpath is None:
             plugin.sendevent = partial(_send_unless_dull, plugin.sendevent)

@@ -46,8 +46,9 @@ def _become(people: Path, fuse: Path | None, covered: bool) -> None:
 
 
 def protect_disks() -> None:
-    """For `become`: the machine's folders are read-only but for those of tests, so captures do not look into them. Where
-    nothing can be mounted, a capture reads every file's attributes twice: 17 s of processor time for a million files."""
+    """For `become`: the machine's folders are read-only but for those of tests, so captures do not look into them.
+    Where nothing can be mounted, a capture reads every file's attributes twice: 17 s of processor time for a million
+    files."""
     kernel.unshare_mounts()
     for path in Path("/").iterdir():
         if path.is_dir() and not path.is_symlink() and path.name not in ("dev", "proc", "run", "srv", "sys", "tmp"):

@@ -233,8 +233,8 @@ class _Start:
                 racks.append(Rack(up, down))
                 self._from_servers.append(servers)
             rate = links.node_gbit * _GBIT
-            up = min(rate, Limits().before or rate)
-            yield Node(_name(at), engine.link(up), engine.link(rate), engine.link(load_mb_s * 1e6),
+            sent = min(rate, Limits().before or rate)
+            yield Node(_name(at), engine.link(sent), engine.link(rate), engine.link(load_mb_s * 1e6),
                        racks[-1] if racks else None)  # fmt: skip
 
     def run(self) -> Outcome:
