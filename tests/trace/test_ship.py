@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from bootseer.errors import UsageError
 from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
 from bootseer.service import schema
@@ -284,33 +283,6 @@ def test_a_next_request_at_no_time_is_ignored(tmp_path, link):
         assert shipper.step()
         assert sender.next_s == 2.0
         shipper.close()
-
-
-@pytest.mark.parametrize(
-    ("url", "env", "said"),
-    [
-        ("", {}, "no service is named"),
-        ("ftp://x", {}, "not the address"),
-        ("http://user:secret@host", {}, "not the address"),
-        ("http://h", {"BOOTSEER_SERVICE_TOKEN_FILE": "/nonexistent"}, "cannot be read"),
-        ("http://h", {"BOOTSEER_SERVICE_TOKEN": "a\nb"}, "has characters that a token cannot have"),
-    ],
-)
-def test_an_address_or_token_that_cannot_be_used_is_reported(url, env, said):
-    with pytest.raises(UsageError, match=said) as error:
-        target(url, env)
-    assert "secret" not in str(error.value)
-
-
-def test_a_tokens_file_is_for_its_owner_alone(tmp_path):
-    path = tmp_path / "token"
-    path.write_text("bst_x\n")
-    path.chmod(0o640)
-    env = {"BOOTSEER_SERVICE_TOKEN_FILE": str(path)}
-    with pytest.raises(UsageError, match="read by others"):
-        target("http://h", env)
-    path.chmod(0o600)
-    assert target("https://h/base/", env) == (True, "h", 443, "/base", "bst_x")
 
 
 def test_a_token_that_is_replaced_in_its_file_is_read_again(tmp_path, monkeypatch):

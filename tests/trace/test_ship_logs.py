@@ -247,3 +247,30 @@ def test_following_a_log_and_a_pipe_until_ctrl_c(service, env, tmp_path):
         sender.stdin.close()
         assert sender.wait(60) == 0
     has("piped", {"stdin": [b"first", b"last, without an end"]})
+
+
+@pytest.mark.parametrize(
+    ("url", "env", "said"),
+    [
+        ("", {}, "no service is named"),
+        ("ftp://x", {}, "not the address"),
+        ("http://user:secret@host", {}, "not the address"),
+        ("http://h", {"BOOTSEER_SERVICE_TOKEN_FILE": "/nonexistent"}, "cannot be read"),
+        ("http://h", {"BOOTSEER_SERVICE_TOKEN": "a\nb"}, "has characters that a token cannot have"),
+    ],
+)
+def test_an_address_or_token_that_cannot_be_used_is_reported(url, env, said):
+    with pytest.raises(UsageError, match=said) as error:
+        target(url, env)
+    assert "secret" not in str(error.value)
+
+
+def test_a_tokens_file_is_for_its_owner_alone(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("bst_x\n")
+    path.chmod(0o640)
+    env = {"BOOTSEER_SERVICE_TOKEN_FILE": str(path)}
+    with pytest.raises(UsageError, match="read by others"):
+        target("http://h", env)
+    path.chmod(0o600)
+    assert target("https://h/base/", env) == (True, "h", 443, "/base", "bst_x")
