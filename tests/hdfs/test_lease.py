@@ -144,4 +144,4 @@ def test_a_block_that_no_node_has_reported_does_not_end_the_file(namenode: NameN
     lease = begin(namenode, f"{folder}/a")
     new = lease.add_block([])
     with pytest.raises(TransientError, match="no DataNode confirmed"):
-        lease.complete(replace(new.block, length=10), 10, 0.2)
+        lease.complete(replace(new.block, length=10), 10, 1.0)
