@@ -206,6 +206,35 @@ def test_what_nothing_can_use_goes_too(tmp_path: Path) -> None:
     assert not [name for name in files(folder) if "0" * 32 in name]
 
 
+def test_an_image_whose_document_cannot_be_read_for_a_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cache = tmp_path / "converted", Cache(tmp_path / "blocks")
+    image = converted(tmp_path, FileStore(folder), "image")
+    age(folder, 1000)
+    before = files(folder)
+
+    def fail(store: FileStore, name: str, *more: object, **named: object) -> Iterator[bytes]:
+        raise PermanentError(f"{name}: Input/output error")
+
+    with monkeypatch.context() as patched, pytest.raises(PermanentError, match="Input/output error"):
+        patched.setattr(FileStore, "read", fail)
+        delete_idle(tmp_path, cache, idle_s=0)
+    assert files(folder) == before
+    delete_idle(tmp_path, cache, idle_s=0)
+    assert image.name not in files(folder)
+
+
+def test_a_document_of_another_version_can_be_removed_and_replaced(tmp_path: Path, store: Store) -> None:
+    image = converted(tmp_path, store, "image")
+    images = images_in(store)
+    put(store, image.name, b'{"schema":"bootseer.image/1"}')
+    assert converted(tmp_path, store, "image") == image == images.find(image.digest)
+    put(store, image.name, b'{"schema":"bootseer.image/1"}')
+    assert remove(images, image.digest, NOW_S, mounted={}) == ""
+    assert images.find(image.digest) is None
+
+
 def test_on_a_file_system_of_several_machines_they_stay_for_a_month(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

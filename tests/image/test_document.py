@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.artifact.document import OtherVersionError
 from bootseer.blocks.block_file import BlockFile
 from bootseer.erofs.format import Attributes
-from bootseer.errors import CorruptError, PermanentError
+from bootseer.errors import CorruptError
 from bootseer.image.conversion import layer_document
 from bootseer.image.conversion.layer_document import ConvertedLayer, layer_name
 from bootseer.image.document import ImageDocument, LayerFile, document_name
@@ -66,7 +67,7 @@ def test_a_damaged_document_is_corrupt(data: bytes) -> None:
 
 
 def test_a_document_of_another_version_says_so() -> None:
-    with pytest.raises(PermanentError, match=r"image/1.*convert the image again"):
+    with pytest.raises(OtherVersionError, match=r"image/1.*convert the image again"):
         ImageDocument.parse(_changed(schema="bootseer.image/1"))
 
 

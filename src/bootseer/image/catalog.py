@@ -146,7 +146,8 @@ def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
 def delete_idle(cache_root: Path, cache: Cache, *, idle_s: float) -> None:
     """Delete what was converted on this node, except images that a start has used within `idle_s` seconds, or whose
     blocks a process has open in `cache`, and what interrupted conversions have stored since then. Nothing is deleted
-    during a conversion. An image whose blocks are all in `cache` keeps its document, and can be started.
+    during a conversion. An image whose blocks are all in `cache` keeps its document, and can be started. Raises
+    `PermanentError` if a document cannot be read; then no object is deleted.
     """
     folder = own_folder(converted_folder(cache_root), make=False)
     if not folder.is_dir():
@@ -164,14 +165,16 @@ def delete_idle(cache_root: Path, cache: Cache, *, idle_s: float) -> None:
         complete = {entry.identity for entry in entries if entry.trusted}
         catalog, needed, deleted = images_in(FileStore(folder)), set[str](), set[str]()
         for digest in catalog.published_keys():
-            document, path = catalog.look(digest).document, folder / document_name(digest)
-            layers = [layer.file for layer in document.layers] if document is not None else []
+            found, path = catalog.look(digest), folder / document_name(digest)
+            if found.kind == "unreachable":  # a failure of the disk: what the image needs is unknown
+                raise PermanentError(found.why)
+            layers = [layer.file for layer in found.document.layers] if found.document is not None else []
             identities = {layer.identity for layer in layers}
             if path.stat().st_mtime >= oldest_s or identities & opened:
                 needed.update(stored.name for layer in layers for stored in layer.objects)
             elif layers and identities <= complete:
                 needed.update(layer.index_name for layer in layers)
-            else:  # also one that cannot be read
+            else:  # also one that is invalid or of another version
                 path.unlink()
         for path in (*folder.glob("sha256/*/*"), *folder.glob(".uploads/*")):
             if f"sha256:{path.name}" not in needed and path.stat().st_mtime < oldest_s:

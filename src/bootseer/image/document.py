@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.artifact.document import convert, encode, parse_object, readable
+from bootseer.artifact.document import OtherVersionError, convert, encode, parse_object, readable
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored
@@ -87,10 +87,10 @@ class ImageDocument(Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes) -> ImageDocument:
-        """Parse a document. Raises `CorruptError`, and `PermanentError` for another schema version."""
+        """Parse a document. Raises `CorruptError`, or `OtherVersionError`."""
         value = parse_object(data, "image document", MAX_DOCUMENT_BYTES)
         if value.get("schema") != SCHEMA:
-            raise PermanentError(
+            raise OtherVersionError(
                 f"image document: schema {value.get('schema')!r}, this BootSeer reads {SCHEMA}; convert the image again"
             )
         try:
