@@ -45,25 +45,29 @@ def remove_command(
     mounted = _mounted()
     removed: list[str] = []
     kept: dict[str, str] = {}
-    for reference in references:
-        asked = request_of_verb(reference, store, plain_http)
-        with closing(open_store(_uri(asked.store), plain_http=plain_http)) as opened:
-            catalog = images.images_in(opened, say)
-            digest = converted_digest(catalog, asked, say)
-            reason = images.remove(catalog, digest, time.time(), mounted=mounted, dry_run=dry_run)
-        if reason:
-            kept[digest] = reason
-            continue
-        removed.append(digest)
-        if not dry_run:
-            Metadata(asked.cache, say).forget(digest)
-    output(
-        {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": text} for key, text in kept.items()]},
-        *removed,
-        *(styled(f"{digest} stays: {reason}", "red") for digest, reason in kept.items()),
-        f"{plural(len(removed), 'image')} {'would be removed' if dry_run else 'removed'}",
-        failed=bool(kept),
-    )
+    try:
+        for reference in references:
+            asked = request_of_verb(reference, store, plain_http)
+            with closing(open_store(_uri(asked.store), plain_http=plain_http)) as opened:
+                catalog = images.images_in(opened, say)
+                digest = converted_digest(catalog, asked, say)
+                reason = images.remove(catalog, digest, time.time(), mounted=mounted, dry_run=dry_run)
+            if reason:
+                kept[digest] = reason
+                continue
+            removed.append(digest)
+            if not dry_run:
+                Metadata(asked.cache, say).forget(digest)
+    finally:
+        if removed or kept:  # also if a later one failed
+            output(
+                {"dry_run": dry_run, "removed": removed, "kept": [{"digest": key, "why": kept[key]} for key in kept]},
+                *removed,
+                *(styled(f"{digest} stays: {reason}", "red") for digest, reason in kept.items()),
+                f"{plural(len(removed), 'image')} {'would be removed' if dry_run else 'removed'}",
+            )
+    if kept:
+        raise SystemExit(1)
 
 
 @click.command("prune")
