@@ -166,6 +166,10 @@ def test_times_are_read(text: str, value_s: float) -> None:
     assert parse_duration(text, "--env-wait") == value_s
 
 
+def test_a_number_may_have_another_unit() -> None:
+    assert parse_duration("1.5", "--older-than", unit="h") == parse_duration("90m", "--older-than", unit="h") == 5400
+
+
 def test_a_wait_may_be_none_at_all() -> None:
     assert parse_duration("0s", "--env-wait", zero=True) == 0
 

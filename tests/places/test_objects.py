@@ -439,7 +439,7 @@ def test_what_a_killed_writer_has_sent_is_found_and_ended_but_not_what_is_young(
     clean = [sys.executable, "-m", "bootseer", "ckpt", "clean", uri, "--json"]
     assert json.loads(subprocess.run(clean, check=True, capture_output=True).stdout)["uploads"] == []
     assert server.uploads("jobs") == left
-    ended = json.loads(subprocess.run([*clean, "--older-than", "1"], check=True, capture_output=True).stdout)
+    ended = json.loads(subprocess.run([*clean, "--older-than", "100m"], check=True, capture_output=True).stdout)
     assert ended["uploads"] == [f"{uri.rpartition('/')[2]}/killed & gone"]
     assert server.uploads("jobs") == []
 

@@ -12,8 +12,9 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.catalog import anatomy, checkpoints, flaw, newest_whole, remove
 from bootseer.checkpoint.latest import LATEST, read_latest, set_latest
 from bootseer.cli.ckpt_place import STRIPES, changed, files_at, split
+from bootseer.cli.env_options import parse_duration
 from bootseer.cli.output import Output, styled, table
-from bootseer.cli.verb_parts import Number, json_option, with_options
+from bootseer.cli.verb_parts import json_option, with_options
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
@@ -192,18 +193,19 @@ def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
 
 @click.command("clean")
 @click.argument("job", metavar="JOB")
-@click.option("--older-than", type=Number(min=0), default=24.0, metavar="HOURS", show_default=True,
-              help="Keep younger uploads, which may still be in progress.")  # fmt: skip
+@click.option("--older-than", metavar="TIME", default="24h", show_default=True,
+              help="Keep younger uploads, which may still be in progress; without a unit in hours.")  # fmt: skip
 @json_option("bootseer.checkpoint-clean/1")
-def clean_command(job: str, older_than: float, output: Output) -> None:
+def clean_command(job: str, older_than: str, output: Output) -> None:
     """Remove leftovers of killed writers in the folder JOB and below it.
 
     In S3 this includes unfinished multipart uploads below JOB, which no listing shows but which are billed. Other
     leftovers are removed 10 minutes after their writer's last heartbeat, or after a day if it had none.
 
     \b
-    bootseer ckpt clean s3://checkpoints/moe --older-than 48
+    bootseer ckpt clean s3://checkpoints/moe --older-than 2d
     """
+    age_s = parse_duration(older_than, "--older-than", zero=True, unit="h")
     ended: list[str] = []
     with files_at(job) as files:
         leftovers = collect(files.place, "", below=True)
@@ -211,7 +213,7 @@ def clean_command(job: str, older_than: float, output: Output) -> None:
         from bootseer.places.uploads import Uploads  # needs the extra s3
 
         uploads = Uploads(job)
-        for upload in uploads.left(older_than * 3600):
+        for upload in uploads.left(age_s):
             uploads.end(upload)
             ended.append(upload.key)
     removed = f"{plural(leftovers, 'leftover')} removed, {plural(len(ended), 'upload')} ended"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MODE = "BOOTSEER_ENV"
 _DAEMONS = "BOOTSEER_ENV_DAEMONS"
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
 SETUP = (
@@ -176,7 +176,7 @@ def _patterns(option: str, given: tuple[str, ...]) -> tuple[str, ...]:
     return given
 
 
-def _duration(given: str | None, option: str, variable: str, **also: bool) -> float | None:
+def _duration(given: str | None, option: str, variable: str, **also: Any) -> float | None:
     """Seconds of the option, else of the variable, else None; `also` as in `parse_duration`."""
     if given:
         return parse_duration(given, option, **also)
@@ -184,17 +184,16 @@ def _duration(given: str | None, option: str, variable: str, **also: bool) -> fl
     return parse_duration(text, variable, **also) if text else None
 
 
-def parse_duration(text: str, option: str, *, endless: bool = False, zero: bool = False) -> float:
-    """Seconds of `90`, `90s`, `10m`, `12h`, `7d`, `2w`; with `endless` also `none`, infinity; with `zero` also 0.
-
-    Raises `UsageError`.
+def parse_duration(text: str, option: str, *, endless: bool = False, zero: bool = False, unit: str = "s") -> float:
+    """Seconds of `90` (in `unit`), `90s`, `10m`, `12h`, `7d`, `2w`; with `endless` also `none`, infinity; with `zero`
+    also 0. Raises `UsageError`.
     """
     import re
 
     if endless and text.strip() == "none":
         return math.inf
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw]?)", text.strip().lower(), re.ASCII)
-    value_s = float(match[1]) * _UNITS[match[2]] if match is not None else -1.0
+    value_s = float(match[1]) * _UNITS[match[2] or unit] if match is not None else -1.0
     if not (0 < value_s <= _MAX_S or (zero and value_s == 0)):
         raise UsageError(f"{option} {text!r} is not a duration", hint="for example 90s, 10m, 12h or 7d")
     return value_s
