@@ -84,6 +84,8 @@ def test_limits_are_numbers(run, logs):
         for value in ("nan", "inf", "-1"):
             result = run("diff", "fast.log", "slow.log", option, value)
             assert (result.returncode, result.stdout) == (2, "")
+    for words in (("agent", "run", "--every"), ("snapshotter", "--record"), ("agent", "run", "--idle")):
+        assert "is not a number up to 1,000,000,000" in run(*words, "nan").stderr
 
 
 def test_how_many_sides(run, logs):

@@ -7,7 +7,7 @@ import os
 import click
 
 from bootseer.cli.output import Progress, print_json, terminal
-from bootseer.cli.verb_parts import Amount
+from bootseer.cli.verb_parts import Number
 from bootseer.report.analysis.diff import Limits, compare
 from bootseer.report.read_logs import read_runs
 
@@ -15,11 +15,11 @@ from bootseer.report.read_logs import read_runs
 @click.command("diff")
 @click.argument("sides", nargs=-1, required=True, metavar="[A] B")
 @click.option("--baseline", multiple=True, metavar="A", help="Run to compare B with, instead of A; may be repeated.")
-@click.option("--min-share", type=Amount(), default=0.10, show_default=True, help="Ignore smaller relative changes.")
-@click.option("--min-seconds", type=Amount(), default=0.5, show_default=True, help="Ignore changes of fewer seconds.")
+@click.option("--min-share", type=Number(0), default=0.10, show_default=True, help="Ignore smaller relative changes.")
+@click.option("--min-seconds", type=Number(0), default=0.5, show_default=True, help="Ignore changes of fewer seconds.")
 @click.option(
     "--run-variation",
-    type=Amount(),
+    type=Number(0),
     default=0.15,
     show_default=True,
     metavar="SHARE",

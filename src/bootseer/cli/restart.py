@@ -8,13 +8,13 @@ import click
 from msgspec.structs import asdict
 
 from bootseer.cli.output import Output, Progress
-from bootseer.cli.verb_parts import Amount, json_option
+from bootseer.cli.verb_parts import Number, json_option
 from bootseer.launch.restart_request import restart
 
 
 @click.command("restart")
 @click.argument("job", default="")
-@click.option("--within", type=Amount(), default=60.0, show_default=True, metavar="S",
+@click.option("--within", type=Number(0), default=60.0, show_default=True, metavar="S",
               help="How many seconds to wait for the command to start again.")  # fmt: skip
 @json_option("bootseer.restart/1")
 def restart_command(job: str, within: float, output: Output) -> None:

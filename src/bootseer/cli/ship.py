@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from bootseer.cli.output import Output
-from bootseer.cli.verb_parts import Amount, json_option, stop_event
+from bootseer.cli.verb_parts import Number, json_option, stop_event
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.launch.supervise import say
 from bootseer.logs import set_up
@@ -40,7 +40,7 @@ from bootseer.units import plural
 @click.argument("places", nargs=-1, metavar="[DIR|FILE]...")
 @click.option("--to", "url", default="", metavar="URL", help="URL of the service (default: $BOOTSEER_SERVICE).")
 @click.option("--follow", is_flag=True, help="Keep sending what is written, until a signal ends it.")
-@click.option("--within", type=Amount(), default=60.0, show_default=True, metavar="S",
+@click.option("--within", type=Number(0), default=60.0, show_default=True, metavar="S",
               help="How many seconds to retry if the service is unreachable (--follow: no limit).")  # fmt: skip
 @click.option("--job", default="", metavar="NAME",
               help="Send the named files as logs of this job, for programs without BootSeer.")  # fmt: skip

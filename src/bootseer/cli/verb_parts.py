@@ -190,7 +190,7 @@ def stop_event() -> threading.Event:
 
 def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--price` and `--currency`; the verb gets them as `price_per_gpu_hour` (None without one) and `currency`."""
-    price = click.option("--price", "price_per_gpu_hour", type=Amount(), metavar="MONEY",
+    price = click.option("--price", "price_per_gpu_hour", type=Number(0), metavar="MONEY",
                          help="Price of a GPU-hour, to show costs.")  # fmt: skip
     currency = click.option("--currency", metavar="SIGN", default="$", envvar="BOOTSEER_CURRENCY", show_default=True,
                             show_envvar=True, help="Currency of the price, such as $ or EUR.")  # fmt: skip
@@ -202,17 +202,12 @@ class Count(click.IntRange):
 
 
 class Number(click.FloatRange):
+    """A number that is small enough to stay finite in products."""
+
     name = "number"
-
-
-class Amount(Number):
-    """A number that is not negative, and small enough to stay finite in products."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not number <= 1e9:  # also catches nan
-            self.fail(f"{value} is not a number from 0 to 1,000,000,000.", param, ctx)
+            self.fail(f"{value} is not a number up to 1,000,000,000.", param, ctx)
         return number
