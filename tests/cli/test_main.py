@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,23 @@ def test_files_are_completed_for_values_and_in_the_command_of_the_user(typed: st
     command = [sys.executable, "-P", "-m", "bootseer"]
     ran = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
     assert re.split(r"[,\s]", ran.stdout)[:2] == ["file", typed.rsplit(maxsplit=1)[-1]], ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("bootseer ckp", "ckpt\tCopy, mount and check checkpoints that are striped over storage nodes."),
+        ("bootseer report ~/tr", "~/train, 1.log"),
+    ],
+)
+def test_fish_shows_whole_descriptions_and_files_at_home(tmp_path: Path, typed: str, found: str) -> None:
+    (tmp_path / "train, 1.log").touch()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = f'_BOOTSEER_COMPLETE=fish_source bootseer | source; complete -C "{typed}"'
+    env = {**os.environ, "HOME": str(tmp_path), "PATH": path}
+    ran = subprocess.run(["fish", "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert ran.stdout == f"{found}\n", ran.stderr
 
 
 def test_a_signal_stops_a_service_whose_main_thread_holds_the_lock_of_the_event() -> None:

@@ -163,7 +163,10 @@ def complete_files() -> None:
             return found or [shells.CompletionItem(incomplete, type="file")]
 
     for shell in (shells.BashComplete, shells.ZshComplete, shells.FishComplete):
-        shells.add_completion_class(type(shell.__name__, (Files, shell), {}))
+        # Fish cut descriptions at commas, and found no files below `~` and variables.
+        script = shell.source_template.replace('split ","', 'split -m 1 ","')
+        script = script.replace("__fish_complete_path $metadata[2]", "complete -C\"'' \"(commandline -ct)")
+        shells.add_completion_class(type(shell.__name__, (Files, shell), {"source_template": script}))
 
 
 def listen_address(text: str, example: int, *, least: int = 1) -> tuple[str, int]:
