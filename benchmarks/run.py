@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -60,6 +61,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names).difference(NAMES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    _end_on_sigterm()
     # An installed program has bytecode: the discarded round writes it.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     names = arguments.names or [name for name in NAMES if name not in _BY_NAME]
@@ -83,6 +85,19 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1000):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds")
     return int(text)
+
+
+def _end_on_sigterm() -> None:
+    """Have SIGTERM end this process as Ctrl-C does, so that network links, mounts and servers are removed."""
+    own = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() != own:  # a fork: they belong to its parent
+            os._exit(128 + number)
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the removal
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 with pytest.MonkeyPatch.context() as patched:
     # Only for this import: some test modules have the same names as benchmarks.
-    patched.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    patched.setattr(sys, "path", [*sys.path, BENCHMARKS])
     import harness
     from harness import Benchmark, Left, Outcome
 
@@ -57,3 +59,25 @@ def test_rounds_are_given_only_where_they_are_made(results: Path) -> None:
 
 def test_the_remaining_time_is_shown_before_the_first_measurement() -> None:
     assert str(Left([300.0, 60.0, 60.0])) == "round 1 of 3, about 7 min are left"
+
+
+STOPPED = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import run
+def measure(*_):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("removed", flush=True)
+run.harness.run = measure
+sys.exit(run.main())
+"""
+
+
+def test_sigterm_does_not_leave_links_and_servers_behind() -> None:
+    words = [sys.executable, "-c", STOPPED, BENCHMARKS, "run_overhead"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (143, ["removed"]), done.stderr
