@@ -158,6 +158,25 @@ def test_a_secret_that_the_last_node_of_an_earlier_start_removes_is_put_back(tmp
     assert meeting(tmp_path, "c", None).secret() == secret
 
 
+def test_so_is_one_that_was_read_while_the_last_node_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, first = meeting(tmp_path, "a", None), meeting(tmp_path, "b", None)
+    secret = earlier.secret()
+    listening = earlier.listen()
+    delete = earlier._files.delete
+
+    def join_before(name: str) -> None:
+        if name == "secret":
+            first.secret()
+            listening.extend(first.listen())
+        delete(name)
+
+    monkeypatch.setattr(earlier._files, "delete", join_before)
+    earlier.leave()
+    for sock in listening:
+        sock.close()
+    assert meeting(tmp_path, "c", None).secret() == secret
+
+
 def test_nodes_meet_in_a_bucket_and_leave_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     bucket = MemoryStore()

@@ -117,9 +117,14 @@ class Rendezvous:
         if self.own is None:
             return
         self._files.delete(self._record)
-        if not any(_RECORD.fullmatch(name) for name in self._files.names()):
+        if self._is_empty():
             self._files.delete("secret")
+            if self._secret and not self._is_empty():  # the first node of the next start has read it meanwhile
+                self._files.create("secret", self._secret)
             self._files.remove()
+
+    def _is_empty(self) -> bool:
+        return not any(_RECORD.fullmatch(name) for name in self._files.names())
 
 
 def parse_record(data: bytes) -> Peer:
