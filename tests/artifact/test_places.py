@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.places import cache_root, runtime_root
+from bootseer.artifact.hotsets import hotset_name
+from bootseer.artifact.places import blocks_folder, cache_root, folders_of, runtime_root
+from bootseer.env.document import document_name as environment_name
+from bootseer.env.life.catalog import TRASH
 from bootseer.errors import UsageError
+from bootseer.image.catalog import _TRASH
+from bootseer.image.conversion.layer_document import layer_name
+from bootseer.image.document import document_name
+from bootseer.store.file import FileStore
 
 
 @pytest.mark.parametrize(
@@ -57,3 +64,21 @@ def test_without_a_home_the_cache_is_in_that_of_the_user_database_or_nowhere() -
     assert cache_root({}, 1) == Path(pwd.getpwuid(1).pw_dir, ".cache", "bootseer")
     with pytest.raises(UsageError, match="user 64321 has no home folder"):
         cache_root({}, 64321)
+
+
+def test_all_folders_of_a_store_are_known(tmp_path: Path) -> None:
+    """Captures treat the rest of its folder as the machine's own."""
+    digest = "sha256:" + "0" * 64
+    store = FileStore(tmp_path)
+    names = [
+        environment_name("key"),
+        hotset_name(digest, "job"),
+        layer_name("sha256:1", block_size=1, level=1),
+        f"{TRASH}x",
+    ]
+    for name in (*names, document_name(digest), f"{_TRASH}x"):
+        store.create(name, b"{}")
+    store.upload().commit()
+    known = folders_of(cache=Path("/cache"), stores=[str(tmp_path)])
+    assert set(tmp_path.iterdir()) == {path for path in known if path.parent == tmp_path}
+    assert blocks_folder(Path("/cache")) in known

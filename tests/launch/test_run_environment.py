@@ -384,13 +384,29 @@ def test_files_that_the_key_does_not_know_keep_a_snapshot_from_being_made_until_
     assert (place.start()["mode"], place.num_setups) == ("restored", 3)
 
 
-def test_a_cache_that_is_a_link_to_a_folder_above_the_project_does_not_cover_its_files(place: Place) -> None:
-    (place.root / "home/.cache").symlink_to(place.root)
-    place.write("data.txt", "1\n")
-    read = 'python -c \'print(open("da" + "ta.txt").read())\' > seen\n'
+@pytest.mark.parametrize(("cache", "name"), [(".", "project/data.txt"), ("disk", "disk/data.txt")])
+def test_a_cache_that_is_a_link_to_a_folder_of_all_covers_no_other_files(place: Place, cache: str, name: str) -> None:
+    (place.root / "disk").mkdir()
+    (place.root / "home/.cache").symlink_to(place.root / cache)
+    data = place.root / name
+    data.write_text("1\n")
+    read = f'python -c \'print(open("{data.parent}/da" + "ta.txt").read())\' > seen\n'
     ran = place.run("--setup", place.alpha_script(read), "--", "true")
-    assert f"it read files that its key does not cover: {place.project}/data.txt" in ran.stderr
+    assert f"it read files that its key does not cover: {data}" in ran.stderr
     assert not place.documents()
+
+
+@pytest.mark.parametrize("variable", ["BOOTSEER_CACHE", "BOOTSEER_STORE"])
+def test_a_cache_or_store_may_contain_the_project(place: Place, variable: str) -> None:
+    place.more[variable] = str(place.root)
+    place.write("data.txt", "1\n")
+    script = place.alpha_script('python -c \'print(open("da" + "ta.txt").read())\' > seen\n')
+    ran = place.run("--setup", script, "--", "true")
+    assert f"it read files that its key does not cover: {place.project}/data.txt" in ran.stderr
+    for mode in ("captured", "restored"):
+        (place.project / "seen").unlink()
+        place.run("--env-input", "data.txt", "--setup", script, "--", "cat", "seen")
+        assert place.start()["mode"] == mode
 
 
 def test_what_a_setup_makes_and_no_snapshot_keeps_is_no_unknown_input(place: Place) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from bootseer.artifact.objects import LocalObjects, put_once, read_all
-from bootseer.artifact.places import own_folder
+from bootseer.artifact.places import hotsets_folder, own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
@@ -53,7 +53,7 @@ class HotSets:
         self, cache_root: Path, digest: str, store: Store | None, say: Say, signatures: Signatures = UNSIGNED
     ) -> None:
         """`store` is the image's; None: only this node is used. `say` gets a line for each problem."""
-        self._local = LocalObjects(own_folder(cache_root / "hotsets", make=False), say)
+        self._local = LocalObjects(own_folder(hotsets_folder(cache_root), make=False), say)
         self._store = store
         self._stores = [self._local.store, *([store] if store is not None else [])]
         self._signatures = signatures

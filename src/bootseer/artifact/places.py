@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,34 +33,43 @@ own_folder = partial(trusted_folder.own_folder, otherwise=f"set {CACHE} to anoth
 """For folders in the cache, unless another remedy is named."""
 
 
-def blocks_folder(root: Path) -> Path:
-    """Cached blocks."""
-    return root / "blocks"
+_names: list[str] = []
 
 
-def metadata_folder(root: Path) -> Path:
-    """Documents and indexes of images."""
-    return root / "images"
+def _in_cache(name: str) -> Callable[[Path], Path]:
+    """A function that returns this folder of a cache, given the cache's root."""
+    _names.append(name)
+    return lambda root: root / name
 
 
-def environments_folder(root: Path) -> Path:
-    """Documents and indexes of environments."""
-    return root / "environments"
+blocks_folder = _in_cache("blocks")
+"""Cached blocks."""
+metadata_folder = _in_cache("images")
+"""Documents and indexes of images."""
+environments_folder = _in_cache("environments")
+"""Documents and indexes of environments."""
+hotsets_folder = _in_cache("hotsets")
+"""Hot sets and records of images."""
+converted_folder = _in_cache("converted")
+"""The store of images converted on this node."""
+unpacked_folder = _in_cache("unpacked")
+"""Images unpacked to files."""
+containers_folder = _in_cache("containers")
+"""Containers, and changes made in mounted images."""
+warm_folder = _in_cache("warm")
+"""What ranks import, for their warm parents."""
+watch_folder = _in_cache("watch")
+"""States of watched repositories."""
+spool_folder = _in_cache("spool")
+"""Files without names: parts of checkpoints that are being written."""
+_runtime_folder = _in_cache("runtime")
+_STORED = ("environments", "hotsets", "image-trash", "images", "layers", "sha256", ".uploads")
 
 
-def converted_folder(root: Path) -> Path:
-    """The store of images converted on this node."""
-    return root / "converted"
-
-
-def unpacked_folder(root: Path) -> Path:
-    """Images unpacked to files."""
-    return root / "unpacked"
-
-
-def containers_folder(root: Path) -> Path:
-    """Containers, and changes made in mounted images."""
-    return root / "containers"
+def folders_of(*, cache: Path, stores: Iterable[str]) -> list[Path]:
+    """All folders in a cache and in stores. What else lies there, on a disk that is used for other files, too, is not
+    BootSeer's, except locks in the cache's root: empty files that are named `*.lock`."""
+    return [*(cache / name for name in _names), *(Path(store, name) for store in stores for name in _STORED)]
 
 
 def runtime_root(env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
@@ -83,5 +92,5 @@ def runtime_root(env: Mapping[str, str] = os.environ, uid: int | None = None) ->
     with contextlib.suppress(FileNotFoundError):
         if found.lstat().st_uid != uid:
             # A home may be shared by several nodes: separate them by boot id.
-            return cache_root(env, uid) / "runtime" / _BOOT.read_text().strip()
+            return _runtime_folder(cache_root(env, uid)) / _BOOT.read_text().strip()
     return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import click
 from msgspec.structs import replace
 
-from bootseer.artifact.places import STORE, cache_root
+from bootseer.artifact.places import STORE, cache_root, watch_folder
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import LAYER_LIMIT, PLAIN_HTTP, parse_layer_limits, signatures
 from bootseer.cli.options import parse_size
@@ -150,7 +150,7 @@ def _watch(
     repository = f"{reference.host}/{reference.repository}"
     if state is None:
         name = hashlib.sha256(f"{repository} {settings.uri} {settings.platform or ''}".encode()).hexdigest()[:16]
-        state = cache_root() / "watch" / f"{reference.repository.rpartition('/')[2]}-{name}.json"
+        state = watch_folder(cache_root()) / f"{reference.repository.rpartition('/')[2]}-{name}.json"
     numbers = [0, 0]
     try:
         with (

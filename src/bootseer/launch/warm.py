@@ -20,7 +20,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from bootseer.artifact import document
-from bootseer.artifact.places import cache_root, own_folder
+from bootseer.artifact.places import cache_root, own_folder, warm_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError
 from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, recorded
@@ -130,7 +130,7 @@ class WarmStart:
         self._folder = Path(f"/proc/self/fd/{os.open(session.warm_folder, flags)}")
         self._mode = mode
         name = f"{workload_key(command, setup=environment)}.json"
-        self._path = cache_root(env) / "warm" / name
+        self._path = warm_folder(cache_root(env)) / name
         self.shared_path = self._path.with_suffix(".shared")
         """The part shared with other nodes."""
         self.report = StartReport(session, self._save)

@@ -68,3 +68,10 @@ def test_a_project_in_a_scratch_folder_counts_and_the_rest_of_the_folder_does_no
     assert (
         unaccounted(reads, ["/tmp/project"], {"/var/tmp/env/bin/tool"}, inside=["/tmp/project", "/var/tmp/env"]) == ()
     )
+
+
+def test_folders_of_the_base_above_the_project_do_not_cover_it() -> None:
+    reads = ["/opt/app/pins.txt", "/opt/app/venv/bin/python", "/opt/cuda/lib/libcudart.so", "/opt/app/declared"]
+    found = unaccounted(reads, ["/opt/app/declared"], (), ["/opt/app/venv"], project="/opt/app")
+    assert found == ("/opt/app/pins.txt",)
+    assert unaccounted(reads, [], (), ["/opt/app"], project="/opt/app") == (), "an environment with the project in it"

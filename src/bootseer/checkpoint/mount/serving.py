@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.places import blocks_folder, spool_folder
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.locations import job_peers
@@ -55,9 +55,6 @@ class MountRequest(Struct, frozen=True):
     prefetch."""
 
 
-_SPOOL = "spool"
-
-
 def _ignore(path: str, offset: int, length: int) -> None:
     """Used where reads are not recorded."""
 
@@ -86,7 +83,7 @@ class MountedPlace(Served):
                 opened.callback(self.recorder.end)
             if request.spool is not None:  # fail now, not at the first save
                 Spool(request.spool).close()
-            spool = request.spool or (None if request.cache is None else request.cache / _SPOOL)
+            spool = request.spool or (None if request.cache is None else spool_folder(request.cache))
             self._writing = Writing(files, spool=spool)
             opened.callback(self._writing.close)
             self.shown = CheckpointFiles(

@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from bootseer.env.capturing.exclude import RULES, Exclusions
+from bootseer.env.changes import lies_in
 from bootseer.units import listed
 
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - names, not files that we make
@@ -137,9 +138,10 @@ def unaccounted(
     reads: Collection[str],
     accounted: Iterable[str],
     captured: Collection[str],
-    base: Sequence[str] = (),
+    base: Iterable[str] = (),
     inside: Sequence[str] = (),
     *,
+    project: str = "",
     host: bool = True,
 ) -> tuple[str, ...]:
     """The reads that are not accounted for, sorted. All paths are absolute, without symbolic links.
@@ -147,21 +149,21 @@ def unaccounted(
     `accounted` are the files and folders whose content is in the key; `captured` the paths that the setup changed,
     whose previous state is in the manifest and checked by a restore; `base` folders of the base besides the system's
     (Python's prefixes, BootSeer's own code, `AT_HOME` of a home that is neither /root nor in /home); `inside` captured
-    folders that lie in scratch space. Without `host` the setup ran in an image, and the reads are files of this machine
-    that were mounted into it, so that the host's base does not cover them.
+    folders that lie in scratch space. A folder of the base does not cover a `project` (the job's working folder) that
+    lies in it. Without `host` the setup ran in an image, and the reads are files of this machine that were mounted into
+    it, so that the host's base does not cover them.
     """
-    covered = {*(SYSTEM if host else ()), *(posixpath.normpath(path) for path in (*accounted, *base))}
+    known = {posixpath.normpath(path) for path in accounted}
     homes = ["/root", *{found[0] for path in reads if (found := _HOME.match(path)) is not None}]
     at_home = (*(AT_HOME if host else ()), *CREDENTIALS_AT_HOME)
-    covered.update(posixpath.join(home, name) for home in homes for name in at_home)
-    # A base of "/" would cover everything.
-    covered.discard("/")
+    folders = {*(SYSTEM if host else ()), *base, *(posixpath.join(home, name) for home in homes for name in at_home)}
+    everywhere, in_project = known | folders, known | {one for one in folders if not project.startswith(f"{one}/")}
     return tuple(
         sorted(
             path
             for path in reads
             if path not in captured
-            and not _is_covered(path, covered)
+            and not _is_covered(path, in_project if lies_in(path, [project]) else everywhere)
             and (not host or _below(path, inside) or not _below(path, TRANSIENT))
         )
     )

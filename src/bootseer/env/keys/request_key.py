@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.artifact.places import environments_folder
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.changes import lies_in
 from bootseer.env.keys import key_settings, node
@@ -81,7 +82,7 @@ def changed_inputs(ask: KeyRequest, key: RequestKey, *, facts_folder: Path | Non
 
 def facts_folder_of(cache_root: Path) -> Path:
     """The folder for facts in the node's cache."""
-    return cache_root / "environments" / "facts"
+    return environments_folder(cache_root) / "facts"
 
 
 def _visible(ask: KeyRequest) -> Callable[[str], bool]:

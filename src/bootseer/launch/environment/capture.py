@@ -50,6 +50,7 @@ from bootseer.launch.environment.view import (
     check_setup,
     enter_function,
     open_view,
+    own_folders,
     show_changes,
 )
 from bootseer.launch.environment.watch import Watch
@@ -261,20 +262,18 @@ class _CapturedSetup:
 
     def _unaccounted(self, changes: Sequence[Change]) -> tuple[str, ...]:
         """Files that the setup read and the key does not cover."""
-        task, python, view = self._task, self.done.python, self._view
-        base = [str(Path(bootseer.__file__).parent), str(task.options.cache)]
+        task, python, view, real = self._task, self.done.python, self._view, os.path.realpath  # reads have real paths
+        base = [str(Path(bootseer.__file__).parent), *own_folders(task), *_installers(task.env.get("PATH"))]
         base += [python.prefix, python.base_prefix] if python is not None else []
-        base += _installers(task.env.get("PATH"))
-        if home := task.env.get("HOME"):
-            at_home = (os.path.realpath(f"{home}/{name}") for name in (*AT_HOME, *CREDENTIALS_AT_HOME))
-            # A link to a folder above the project would cover the project's own files, which are inputs.
-            base += [path for path in at_home if not lies_in(os.path.realpath(task.cwd), (path,))]
+        for name in (*AT_HOME, *CREDENTIALS_AT_HOME) if task.env.get("HOME") else ():
+            path = real(f"{task.env['HOME']}/{name}")
+            # A link to a folder of another name may lead to a disk with other files.
+            if Path(name).name.lstrip(".") in Path(path).name or not os.path.isdir(path):  # noqa: PTH112
+                base.append(path)
         made = {*(change.path for change in changes), *view.left_out.withheld}
-        # Reads have real paths. What the setup made and the rules left out (the lock file of `uv venv`, conda's
-        # packages) is no input either.
-        real = os.path.realpath
+        # What the setup made and the rules left out (the lock file of `uv venv`, conda's packages) is no input either.
         accounted = [*map(real, self._key.accounted), *chain.from_iterable(view.left_out.paths.values())]
-        return unaccounted(self.reads.paths, accounted, made, base=[*map(real, base)], inside=view.points)
+        return unaccounted(self.reads.paths, accounted, made, map(real, base), view.points, project=task.cwd)
 
     def _packages_outside(self) -> Iterator[str]:
         """Packages in places that are not captured: a Python below /tmp, or on a network disk."""

@@ -32,7 +32,7 @@ from bootseer.launch.environment.restore import restore
 from bootseer.launch.environment.setup import SetupHost, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentOptions, Task
-from bootseer.launch.environment.view import EnvironmentUnavailable
+from bootseer.launch.environment.view import EnvironmentUnavailable, own_folders
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import reporting_errors
 from bootseer.launch.restart import end_processes
@@ -152,7 +152,7 @@ class SavedSnapshot:
                 install,
                 folder=task.folder.path,
                 env=self.env,
-                own=[self.cache, task.options.runtime],
+                own=own_folders(task),
                 folders=[task.cwd],
                 say=say,
             )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from bootseer.artifact.places import folders_of
 from bootseer.env.changes import Change
 from bootseer.env.life.decide import REASONS, Decision, fall_back
 from bootseer.env.restoring import loose, placement
@@ -93,6 +93,13 @@ def private_capture_ways() -> tuple[Way, ...]:
     return () if must_copy_files() else ("overlay", "user")
 
 
+def own_folders(task: Task) -> list[str]:
+    """BootSeer's own folders, into which this start and others write while a setup runs."""
+    options, session = task.options, task.session
+    found = [options.runtime, *folders_of(cache=options.cache, stores=task.store_folder), session.folder]
+    return [str(folder) for folder in found if folder]
+
+
 def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Capture:
     """Open a capture, closed by `opened`. With `scan` it may be one of the machine itself, as a last resort.
 
@@ -101,8 +108,6 @@ def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Captur
     from bootseer.env.capturing.capture import open_capture
 
     options = task.options
-    own: list[Path | str] = [options.cache, options.runtime, *task.store_folder]
-    own += [task.session.folder] if task.session.folder else []
     ways = private_capture_ways()
     if scan:
         if not ways:
@@ -114,7 +119,7 @@ def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Captur
             ways,
             say=say,
             env=task.env,
-            own=own,
+            own=own_folders(task),
             folders=[task.cwd],
             leave_out=options.leave_out,
             keep=options.keep,
