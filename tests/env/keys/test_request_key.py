@@ -166,6 +166,16 @@ def test_credentials_in_an_index_address_are_neither_in_the_key_nor_in_its_words
     assert found[0].components["variable PIP_EXTRA_INDEX_URL"] == "=https://index.test/simple?token="
 
 
+def test_credentials_in_a_home_that_a_link_leads_to_are_not_in_the_key(empty: Project) -> None:
+    (empty.root / "link").symlink_to(empty.job)
+    empty.env["HOME"] = str(empty.root / "link")
+    empty.write("setup.sh", "cp config.toml /etc/app.toml\ncp .aws/credentials /etc/app\n")
+    empty.write("config.toml", "a = 1\n")
+    empty.write(".aws/credentials", "secret\n")
+    found = [name for name in empty.key(setup="setup.sh").components if name.startswith("file ")]
+    assert found == ["file config.toml"]
+
+
 def test_a_renewed_login_in_a_requirement_file_does_not_change_the_key(project: Project) -> None:
     keys = set()
     for login, host in (("me:old", "x"), ("me:new", "x"), ("me:new", "y")):

@@ -253,7 +253,7 @@ class _Collector:
 
     def _is_secret(self, path: str) -> bool:
         """Whether these are credentials: they do not decide what is installed, and a digest helps to guess them."""
-        rule = self._secrets.rule_on_path(path)
+        rule = self._secrets.forbidding_rule(path)
         return rule is not None and rule.secret
 
     def _absolute(self, path: str) -> str:
