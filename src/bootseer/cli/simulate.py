@@ -95,9 +95,14 @@ def simulate_command(
     for arm in arms:
         if arm not in ARMS and arm not in MORE_ARMS:
             raise UsageError(f"no arm {arm!r}; choose from {', '.join([*ARMS, *MORE_ARMS])}")
+    if html is not None and not html.parent.is_dir():
+        raise UsageError(f"{html.parent}: no such folder")
+    if events is not None:  # before the simulation, which can take minutes
+        with os_errors_as(PermanentError, events):
+            events.mkdir(parents=True, exist_ok=True)
     done = _simulated([
         (label, variant, number, arm, one)
-        for number in wanted.nodes for arm in arms or ARMS for label, variant in variants
+        for number in dict.fromkeys(wanted.nodes) for arm in dict.fromkeys(arms or ARMS) for label, variant in variants
         for one in range(seed, seed + seeds)
     ])  # fmt: skip
     if events is not None:
@@ -185,8 +190,6 @@ def _draw(html: Path, document: dict[str, Any], variants: list[Scenario]) -> Non
 
 def _write(folder: Path, outcome: Outcome, name: str) -> None:
     job = f"simulated-{name}-{outcome.arm.replace(' ', '-')}-{outcome.nodes}"
-    with os_errors_as(PermanentError, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{job}.events").open("wb") as file:
-            for event in outcome.events(job):
-                file.write(encode(event))
+    with os_errors_as(PermanentError, folder), (folder / f"{job}.events").open("wb") as file:
+        for event in outcome.events(job):
+            file.write(encode(event))

@@ -138,6 +138,10 @@ class Fault(_Part, frozen=True):
     work_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     """Factor of its fixed times, installs and imports, from the beginning."""
 
+    def __post_init__(self) -> None:
+        if self.node is None and self.datanode is None:
+            raise ValueError("a fault needs a node or a datanode")
+
 
 class Month(_Part, frozen=True):
     """The starts of a cluster over some time, and the cache and snapshot policies to compare."""
@@ -188,6 +192,13 @@ class Scenario(_Part, frozen=True):
     fold: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 64
     """Several nodes of a rack (a power of two) are simulated as one, as long as this many groups remain."""
 
+    def __post_init__(self) -> None:
+        nodes = max((*self.nodes, *(self.month.job_nodes if self.month is not None else ())))
+        datanodes = self.links.datanodes
+        for fault in self.fault:
+            if (fault.node or 0) >= nodes or (fault.datanode or 0) >= datanodes:
+                raise ValueError(f"fault: there are {nodes} nodes and {datanodes} DataNodes, numbered from 0")
+
     @property
     def digest(self) -> str:
         """Digest of all parameters except the numbers of nodes: equal digest, arm, nodes and seed give equal starts."""
@@ -200,7 +211,7 @@ class Scenario(_Part, frozen=True):
 
     @property
     def _encoded(self) -> bytes:
-        fields = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(self, nodes=[])))
+        fields = {**msgspec.json.decode(msgspec.json.encode(self)), "nodes": []}
         if self.month is None:  # irrelevant for starts
             del fields["month"]
         return msgspec.json.encode(fields)
@@ -240,4 +251,7 @@ def _change(fields: dict[str, Any], change: str) -> None:
         fields = fields.setdefault(table, {})
         if not isinstance(fields, dict):
             raise UsageError(f"{change!r}: {table} is not a table")
-    fields[last] = tomllib.loads(f"value = {value}")["value"]
+    try:
+        fields[last] = tomllib.loads(f"value = {value}")["value"]
+    except ValueError as error:
+        raise UsageError(f'{change!r}: the value must be a number, true, false, "text" or [a list]') from error
