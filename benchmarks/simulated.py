@@ -1,8 +1,9 @@
 """The figures of `docs/evaluation.md`: shipped scenarios, simulated and drawn as one page and a PNG of each figure.
 
 Results of simulations are cached next to the figures, by parameters and program version, so that an interrupted run can
-be continued, and several runs with different seeds can share the work. One seed takes about ten minutes of one
-processor. Without a browser (chromium, google-chrome) on PATH there are no PNGs.
+be continued, and several runs with different seeds can share the work. After a change of the program, give another
+folder. Starts of the scenario `moe` are also written as `moe.json`. One seed takes about ten minutes of one processor.
+Without a browser (chromium, google-chrome) on PATH there are no PNGs.
 
     python benchmarks/simulated.py docs/simulated --seeds 3
 """
@@ -53,6 +54,8 @@ class Runs:
         """`progress` is called with the name of each simulation before it runs."""
         self.parameters: dict[str, str] = {}
         """The parameters of each scenario so far, by its name and digest."""
+        self.made: dict[str, dict[str, dict[str, Any]]] = {}
+        """All starts so far, by the digest of their parameters and by name."""
         self._kept, self._seeds, self._progress = folder / "simulated", seeds, progress
 
     def starts(
@@ -61,12 +64,13 @@ class Runs:
         """The document of `bootseer simulate --json`, with at least `least` seeds."""
         seeds = range(self._seeds[0], self._seeds[0] + max(len(self._seeds), least))
         scenario = self._scenario(name, [*changes, _FOLD])
-        starts = [
-            self._once(f"{scenario.digest}-{number}-{arm.replace(' ', '-')}-{seed}",
-                       partial(simulate, scenario, number, arm, seed))
+        starts = {
+            (name := f"{scenario.digest}-{number}-{arm.replace(' ', '-')}-{seed}"):
+            self._once(name, partial(simulate, scenario, number, arm, seed))
             for number in nodes or scenario.nodes for arm in arms for seed in seeds
-        ]  # fmt: skip
-        return {"scenario": scenario.name, "parameters": scenario.digest, "starts": starts}
+        }  # fmt: skip
+        self.made.setdefault(scenario.digest, {}).update(starts)
+        return {"scenario": scenario.name, "parameters": scenario.digest, "starts": [*starts.values()]}
 
     def months(self, name: str) -> Document:
         """The results of all policies of a month."""
@@ -98,13 +102,17 @@ class Runs:
 
 
 def write(folder: Path, seeds: range, progress: Callable[[str], None]) -> list[Path]:
-    """Write all figures as `index.html`, and each as PNG if there is a browser. Raises `PermanentError`."""
+    """Write all figures as `index.html`, and each as PNG if there is a browser; and `moe.json`. Raises
+    `PermanentError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         runs = Runs(folder, seeds, progress)
         drawn = list(_figures(runs))
-        written = [folder / "index.html"]
+        written = [folder / "index.html", folder / "moe.json"]
         written[0].write_text(figures.page("Simulated starts: evaluation", drawn, runs.parameters))
+        digest = read_scenario("moe", [_FOLD]).digest
+        moe = {"schema": "bootseer.simulation/1", "simulated": True, "scenario": "moe", "parameters": digest}
+        written[1].write_text(json.dumps({**moe, "starts": [*runs.made[digest].values()]}) + "\n")
         browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
         if browser is not None:
             written += [_photographed(browser, figure, folder) for figure in drawn]

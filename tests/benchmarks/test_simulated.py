@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.sim.job_start import ARMS
 from bootseer.sim.scenario import Scenario, read_scenario
 
 with pytest.MonkeyPatch.context() as patched:
@@ -41,7 +43,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_figures_say_that_and_what_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no browser
     done: list[str] = []
-    assert simulated.write(tmp_path, range(1), done.append) == [tmp_path / "index.html"]
+    assert simulated.write(tmp_path, range(1), done.append) == [tmp_path / "index.html", tmp_path / "moe.json"]
+    starts = json.loads((tmp_path / "moe.json").read_text())["starts"]
+    assert {(start["arm"], start["nodes"]) for start in starts} >= {(arm, nodes) for arm in ARMS for nodes in (1, 2)}
     page = (tmp_path / "index.html").read_text()
     figures = page.split("<figure ")[1:]
     assert {re.findall(r'id="([^"]+)"', figure)[0] for figure in figures} == WANTED
