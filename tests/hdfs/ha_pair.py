@@ -36,9 +36,9 @@ from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection
 from hdfs.whole_files import read_all
 from hdfs_cluster import copy_formatted
 from registry import free_port
+from waiting import DEADLINE_S
 
-_START_S = 90.0
-_CALL_S = 30.0
+_CALL_S = 90.0
 _PROTOCOL = "org.apache.hadoop.ha.HAServiceProtocol"
 _NAMES = ("one", "two")
 _PRINCIPAL = "dfs.namenode.kerberos.principal"
@@ -175,7 +175,7 @@ class HaPair:
         else:
             with (self.folder / "format.log").open("wb") as log:
                 format_it = [*self._namenode(0), "-format", "-force", "-nonInteractive"]
-                subprocess.run(format_it, stdout=log, stderr=log, check=True, timeout=_START_S)
+                subprocess.run(format_it, stdout=log, stderr=log, check=True, timeout=DEADLINE_S)
         shutil.copytree(self.folder / "namenode0", self.folder / "namenode1")
         self.namenodes = [self._start(f"namenode{number}", self._namenode(number)) for number in range(2)]
         self.datanodes = [
@@ -210,14 +210,14 @@ class HaPair:
     # State.
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
-        until = time.monotonic() + _START_S
+        until = time.monotonic() + DEADLINE_S
         while time.monotonic() < until:
             with contextlib.suppress(OSError, ValueError, LookupError, BootseerError):
                 if ready():
                     return
             time.sleep(0.1)
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log"))
-        raise RuntimeError(f"{what} is not ready after {_START_S} s: {logs}")
+        raise RuntimeError(f"{what} is not ready after {DEADLINE_S} s: {logs}")
 
     def _state(self, number: int) -> int | None:
         try:
@@ -273,7 +273,7 @@ class Busy:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join(120)
+        self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
         if self.error is not None:
             raise self.error
@@ -281,7 +281,7 @@ class Busy:
     def wait(self, rounds: int) -> None:
         """Wait for this number of further complete rounds."""
         wanted = self.rounds + rounds
-        until = time.monotonic() + 90
+        until = time.monotonic() + DEADLINE_S
         while self.rounds < wanted and self.error is None:
             assert time.monotonic() < until, "no answer"
             time.sleep(0.02)

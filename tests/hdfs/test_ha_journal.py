@@ -3,6 +3,7 @@ replaced while it runs, with one JournalNode killed."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -20,8 +21,20 @@ from bootseer.hdfs.client import HdfsClient
 from hdfs.ha_pair import DATA, Busy, HaPair
 from hdfs.whole_files import read_all
 from registry import free_port
+from waiting import until
 
 pytestmark = [*needs_hdfs, pytest.mark.slow]
+
+
+# A NameNode ends itself if a JournalNode's answer takes longer: 20 s by default.
+PATIENT = {
+    f"dfs.qjournal.{what}.timeout.ms": "120000" for what in ("write-txns", "start-segment", "select-input-streams")
+}
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
@@ -48,6 +61,8 @@ def journal(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]
             stack.callback(process.wait)
             stack.callback(process.kill)
             started.append(process)
+        # A NameNode tries to connect for 10 s only.
+        until(lambda: all(is_open(port) for port in ports), "the JournalNodes")
         yield uri, started
 
 
@@ -56,7 +71,7 @@ def test_nothing_is_lost_or_wrong_when_the_active_one_is_killed_or_replaced(
 ) -> None:
     uri, nodes = journal
     with (
-        HaPair(tmp_path, settings={"dfs.namenode.shared.edits.dir": uri}) as pair,
+        HaPair(tmp_path, settings={"dfs.namenode.shared.edits.dir": uri, **PATIENT}) as pair,
         closing(HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))) as client,
     ):
         client.make_folder("/tests", parents=True)
