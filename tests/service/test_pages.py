@@ -29,7 +29,7 @@ from bootseer.service.database import Database, default_url
 from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.shared_answers import Answers
 from bootseer.service.upkeep import roll_up
-from bootseer.units import format_money
+from bootseer.units import format_hours, format_money
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
 from fleet_month import Month
 from running_service import RunningService, ask, running_service
@@ -93,6 +93,9 @@ def test_pages_and_their_json_say_the_same(service: RunningService) -> None:
     assert sum(row["starts"] for row in fleet["by_team"]) == fleet["coverage"]["starts"] == 6
     page = get(service, "/").text
     assert '<p class="big">6</p>' in page
+    jobs, page = get(service, "/api/v1/jobs").json()["jobs"], get(service, "/jobs").text
+    assert min(job["gpu_s"] for job in jobs) < 3600
+    assert all(f">{format_hours(job['gpu_s'] / 3600)}</td>" in page for job in jobs), "a small cost is not 0.0"
     nodes = get(service, "/api/v1/nodes").json()
     assert nodes["nodes"][0]["node"] == "node-0001"
     assert nodes["lemons"] == [], "four of five starts of so few nodes may be bad luck"

@@ -15,7 +15,7 @@ import click
 from bootseer.cli.output import Output, Progress, print_json, table, terminal
 from bootseer.cli.verb_parts import json_option
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.units import S_PER_H, format_bytes, format_seconds
+from bootseer.units import S_PER_H, format_bytes, format_hours, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -310,4 +310,4 @@ def _share(value: float | None) -> str:
 
 
 def _hours(gpu_s: float | None) -> str:
-    return "-" if gpu_s is None else f"{gpu_s / S_PER_H:,.1f}"
+    return "-" if gpu_s is None else format_hours(gpu_s / S_PER_H)

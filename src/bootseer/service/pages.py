@@ -40,7 +40,7 @@ from bootseer.service.charts import bars
 from bootseer.service.over_time import ADDRESS, QUESTIONS, exported, lemons, now
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
-from bootseer.units import PROMETHEUS, S_PER_H, format_bytes, format_money, format_seconds
+from bootseer.units import PROMETHEUS, S_PER_H, format_bytes, format_hours, format_money, format_seconds
 
 if TYPE_CHECKING:
     from bootseer.service.app import Service
@@ -84,7 +84,7 @@ class Pages:
             "seconds": lambda value: "–" if value is None else format_seconds(value),
             "bytes": lambda value: "–" if value is None else format_bytes(value),
             "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
-            "hours": lambda value: "–" if value is None else f"{value / S_PER_H:,.1f}",
+            "hours": lambda value: "–" if value is None else format_hours(value / S_PER_H),
             "money": lambda gpu_s: (
                 "–" if gpu_s is None else format_money(gpu_s / S_PER_H * settings.price, settings.currency)
             ),
