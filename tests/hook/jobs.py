@@ -202,6 +202,19 @@ assert os.waitpid(child, 0)[1] == 0
 print(len(slept), max(slept), dynamic._delay is delay, handler._state_holder._cache_duration)
 """
 
+RENDEZVOUS_AGAIN = """
+import os, socket
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+words = {"min_nodes": 1, "max_nodes": 1, "local_addr": "127.0.0.1", "is_host": True}
+handler = registry.get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "job", **words))
+for _ in range(3):
+    handler.next_rendezvous()
+    print(os.environ["BOOTSEER_RENDEZVOUS"])
+"""
+
 SPARE_LAUNCHER = """
 import socket, threading, time
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters, registry

@@ -23,6 +23,7 @@ from hook.jobs import (
     INITIALIZES_OPTIMIZER,
     KEEPS_THE_READER,
     MARKED,
+    RENDEZVOUS_AGAIN,
     SPARE_LAUNCHER,
     START,
     STEPS_BEFORE,
@@ -86,6 +87,16 @@ def test_the_launcher_is_distinguished(trained):
     assert [event.phase for event in launcher] == ["begin", "end"]
     assert launcher[0].attrs["barrier"] == "launcher_rendezvous:0"
     assert launcher[0].rank == -1
+
+
+def test_each_rendezvous_begins_a_restart_on_all_nodes(hooked, events):
+    """torchrun counts only the failures of a node's own workers, and the others' restarts would lack that node."""
+    done = hooked(RENDEZVOUS_AGAIN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1", "2"], "for the workers"
+    found = [event for event in events() if event.stage == STAGE + "launcher_rendezvous" and event.phase == "begin"]
+    expected = [(0, "full"), (1, "restart"), (2, "restart")]
+    assert sorted((event.restart, event.kind) for event in found) == expected
 
 
 def test_reads_are_reported_with_api_and_bytes(trained):

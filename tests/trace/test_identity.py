@@ -135,6 +135,17 @@ def test_kind(env: dict[str, str], kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("failures", "rendezvous", "restart"), [("0", "1", 1), ("1", "1", 1), ("1", "3", 3), ("2", "", 2)]
+)
+def test_workers_that_were_replaced_because_of_another_node_are_of_its_restart(
+    failures: str, rendezvous: str, restart: int
+) -> None:
+    env = {"TORCHELASTIC_RESTART_COUNT": failures, "BOOTSEER_RENDEZVOUS": rendezvous}
+    assert discover(env, hostname="box").restart == restart
+    assert discover({**env, "BOOTSEER_RESTART": "4"}, hostname="box").restart == 4 + restart
+
+
+@pytest.mark.parametrize(
     ("env", "gpus"),
     [
         ({"SLURM_GPUS_ON_NODE": "8"}, 8),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -20,6 +21,7 @@ from bootseer.hook.connections import mark_groups, ranks_connected
 from bootseer.hook.state import STAGE, active, compiling, guarded, join
 from bootseer.hook.wrap import replace, replace_decorated, spanned
 from bootseer.trace.event import INSTANT
+from bootseer.trace.identity import RENDEZVOUS, discover
 
 _FULL_DELAY_NODES = 100
 """From this many nodes on, launchers wait as long as PyTorch lets them."""
@@ -127,7 +129,13 @@ def mark_launcher(registry: ModuleType) -> None:
 
         def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
             nonlocal rounds
+            os.environ[RENDEZVOUS] = str(rounds)
             rounds += 1
+            state = active()
+            if state is not None:  # this one, too, belongs to the restart of the workers that it precedes
+                known = state.tracer.identity
+                now = discover(os.environ, hostname=known.node)
+                state.tracer.identity = known._replace(restart=now.restart, kind=now.kind)
             return {"barrier": f"launcher_rendezvous:{rounds - 1}", "backend": str(handler.get_backend())}
 
         def join(*args: Any, **kwargs: Any) -> Any:

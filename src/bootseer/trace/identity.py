@@ -17,13 +17,16 @@ MAX_HOSTS = 20_000
 _MAX_PIECES = 10
 """Slurm's names have at most five numbers."""
 RESTART = "BOOTSEER_RESTART"
+RENDEZVOUS = "BOOTSEER_RENDEZVOUS"
+"""Set by the hook in torchrun's agent for its workers: the number of its rendezvous, from 0."""
 OUTER_NODE = "BOOTSEER_SLURM_NODE"
 """Set by a run in a job of Slurm: the name of its node; empty where `salloc` was called."""
 OUTER_JOB = "BOOTSEER_SLURM_JOB"
 """Set by a run in a job of Slurm: the number of the job."""
 _SET_BY_RUN = frozenset(
-    "BOOTSEER_TRACE BOOTSEER_JOB BOOTSEER_ATTEMPT BOOTSEER_KIND BOOTSEER_NODE BOOTSEER_RESTART BOOTSEER_RUN_ID "  # noqa: SIM905
-    "BOOTSEER_NUM_NODES BOOTSEER_GPUS BOOTSEER_CHECKPOINT BOOTSEER_PEERS_DIR BOOTSEER_WARM TRACEPARENT".split()
+    "BOOTSEER_TRACE BOOTSEER_JOB BOOTSEER_ATTEMPT BOOTSEER_KIND BOOTSEER_NODE BOOTSEER_RESTART BOOTSEER_RENDEZVOUS "  # noqa: SIM905
+    "BOOTSEER_RUN_ID BOOTSEER_NUM_NODES BOOTSEER_GPUS BOOTSEER_CHECKPOINT BOOTSEER_PEERS_DIR BOOTSEER_WARM "
+    "TRACEPARENT".split()
 )
 
 
@@ -132,8 +135,10 @@ def _gpus(env: Env) -> int | None:
 def discover(env: Env, *, hostname: str) -> Identity:
     """The identity according to the environment; never raises."""
     job, source = _job(env)
-    # `bootseer run --restarts` starts the launcher again, whose own count then restarts at 0.
-    restart = (number(env, RESTART) or 0) + (number(env, "TORCHELASTIC_RESTART_COUNT") or 0)
+    # `bootseer run --restarts` starts the launcher again, whose own count then restarts at 0. torchrun counts only
+    # failures of the node's own workers; on the other nodes, workers are replaced after another rendezvous.
+    launchers = max(number(env, RENDEZVOUS) or 0, number(env, "TORCHELASTIC_RESTART_COUNT") or 0)
+    restart = (number(env, RESTART) or 0) + launchers
     kind = env.get("BOOTSEER_KIND", "")
     if restart and kind != "hot_update":
         kind = "restart"

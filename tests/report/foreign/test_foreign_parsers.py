@@ -102,6 +102,30 @@ def test_an_announced_restart_counts_before_its_rendezvous_completes(read: Any) 
     assert read("\n".join(lines))["torchelastic"]["events"][0]["restart"] == 1
 
 
+def test_a_restart_for_another_nodes_failure_counts_although_torch_does_not_count_it(read: Any) -> None:
+    """As PyTorch 2.13 writes it on a node whose workers still run."""
+    said = [
+        "[default] Rendezvous'ing worker group",
+        "[default] Rendezvous complete for workers. Result:",
+        "  restart_count=0",
+        "[default] Starting worker group",
+        "[default] Detected 1 new nodes from group_rank=0; will restart worker group",
+        "[default] Rendezvous'ing worker group",
+        "[default] Rendezvous complete for workers. Result:",
+        "  restart_count=0",
+        "[default] Starting worker group",
+        "[default] Worker group FAILED. 2/2 attempts left; will restart worker group",
+        "[default] Rendezvous'ing worker group",
+        "[default] Rendezvous complete for workers. Result:",
+        "  restart_count=1",
+    ]
+    lines = [AGENT.format(second=number // 2, pid=7) + text for number, text in enumerate(said)]
+    events = read("\n".join(lines))["torchelastic"]["events"]
+    begins = [event for event in events if event["phase"] == "begin"]
+    assert [event.get("restart", 0) for event in begins] == [0, 1, 2]
+    assert [event["attrs"]["barrier"] for event in begins] == [f"launcher_rendezvous:{number}" for number in range(3)]
+
+
 @pytest.mark.parametrize("run_id", ["none", "0127649f-4eb9-4c0f-82f0-e554a9f7c3e8"])
 def test_a_generated_run_id_names_no_job(read: Any, run_id: str) -> None:
     line = "W1120 17:54:26.000000 1 torch/distributed/launcher/api.py:254]   run_id                   : " + run_id

@@ -9,6 +9,9 @@ It reads the agent's log lines, which exist at `LOGLEVEL=INFO`, as torch has wri
 At the default level only failures and the warning about OMP_NUM_THREADS are printed: the launcher's start, and each
 failed worker. An agent prints one failure for each restart, so that a second failure means that the workers were
 restarted after the first.
+
+`restart_count` counts failures of the agent's own workers. When those of another node fail, the agent finds that node
+waiting, and restarts its workers with the same count.
 """
 
 from __future__ import annotations
@@ -56,6 +59,8 @@ class _Agent:
 
     launched: Line | None = None
     restart: int = 0
+    by_others: int = 0
+    """How many of the restarts were made because another node waited."""
     rendezvous: _Rendezvous | None = None
     all: list[_Rendezvous] = field(default_factory=list)
     instants: list[tuple[Line, str, int, dict[str, Any]]] = field(default_factory=list)
@@ -109,8 +114,9 @@ class TorchElasticParser(Parser):
         elif "] Starting worker group" in message:
             restart, attrs = (current.restart, current.attrs) if current else (agent.restart, {})
             agent.instants.append((line, "worker_start", restart, attrs))
-        elif "attempts left" in message and "will restart worker group" in message:
+        elif "will restart worker group" in message:
             agent.restart += 1
+            agent.by_others += " new nodes from " in message
         elif signalled := _SIGNALLED.match(message):
             agent.instants.append((line, "launcher_signal", agent.restart, {"signal": signalled[1]}))
 
@@ -120,7 +126,7 @@ class TorchElasticParser(Parser):
         if key != "restart_count":
             agent.rendezvous.attrs[key] = value
         elif value <= MAX_RESTARTS:
-            agent.rendezvous.restart = agent.restart = value
+            agent.rendezvous.restart = agent.restart = value + agent.by_others
 
     def _name_job(self, run_id: str) -> None:
         job = make.name(run_id)
