@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files, OtherFolderError
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import TransientError, UsageError
 from bootseer.places import bucket, objects, open_place, uploads
 from bootseer.places.place import Place
-from fault_proxy import Fault, FaultProxy
+from fault_proxy import Fault, FaultProxy, once
 from places.contract import names, opened, read
 from s3_server import S3Server, environment_for
 
@@ -55,6 +57,21 @@ def test_what_is_larger_than_one_copy_is_written_but_not_renamed(
         assert read(file, 0, len(data)) == data
     assert names(place, "step-1") == {"step-1/one"}
     assert s3_server.uploads("large") == []
+
+
+@pytest.mark.parametrize("stripes", [1, 2])
+def test_an_upload_whose_completion_was_lost_on_the_way_back_is_repeated(
+    uri: str, proxy: FaultProxy, tmp_path: Path, stripes: int
+) -> None:
+    data = os.urandom(20 * _MIB + 3)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "one").write_bytes(data)
+    proxy.plan = once(Fault(cut_after=0), "?uploadId=", "POST")
+    with closing(open_place(uri)) as place:
+        put_checkpoint(place, tmp_path / "step-1", "step-1", settings=PutSettings(policy=Policy(stripes=stripes)))
+        with closing(Reading(place)) as reading:
+            get_checkpoint(Files(place), reading, "step-1", tmp_path / "got")
+    assert (tmp_path / "got" / "one").read_bytes() == data
 
 
 def test_files_of_many_parts_are_uploaded_in_larger_ones(place: Place) -> None:

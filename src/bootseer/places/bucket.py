@@ -298,6 +298,9 @@ class Bucket:
         said = f"{self.uri}: {name}: {_first_line(error)}"
         status = status_of(error)
         is_no_bucket = "NoSuchBucket" in str(error)
+        # Servers other than Amazon's answer so if the request that completes an upload is repeated after a lost answer.
+        if "NoSuchUpload" in str(error):
+            return TransientError(f"{self.uri}: {name}: the server no longer knows the upload; try again")
         if is_no_bucket or isinstance(error, FileNotFoundError):
             return NotFoundError(f"{self.uri}: no such bucket" if is_no_bucket else f"{self.uri} has no object {name}")
         code = (_CODE.findall(str(error)) or [("", "")])[0][0]
