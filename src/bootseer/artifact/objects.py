@@ -106,6 +106,7 @@ class LocalObjects:
         self.store = FileStore(folder)
         self._folder = folder
         self._say = say
+        self._refused = False
 
     def index(self, file: BlockFile, origin: Store) -> Index:
         """The index of a block file, read like `content`. Raises as `read_index`."""
@@ -134,11 +135,13 @@ class LocalObjects:
         return data
 
     def keep(self, name: str, data: bytes) -> None:
-        """`write`, with an error as a line: without the copy a start works."""
+        """`write`, with the first error as a line: without the copies a start works."""
         try:
             self.write(name, data)
         except BootseerError as error:
-            self._say(f"no copy was stored on this node: {error}")
+            if not self._refused:  # an image of many layers would give the same line for each
+                self._refused = True
+                self._say(f"no copy was stored on this node: {error}")
 
     def write(self, name: str, data: bytes) -> None:
         """Store a copy of an immutable object, or replace a mutable one. Raises `BootseerError`.
