@@ -128,6 +128,28 @@ def test_a_signal_is_forwarded_while_the_spool_does_not_answer(tmp_path: Path) -
     assert done.returncode == 7
 
 
+HUNG_END = """
+import os, sys, time
+from bootseer.launch import command, run, supervise
+from bootseer.trace.sinks import SpoolSink
+write = SpoolSink.write
+def hang(sink, line):
+    if os.path.exists(sys.argv[1]):
+        time.sleep(600)
+    write(sink, line)
+SpoolSink.write, supervise.LAST_EVENT_S = hang, 0.1
+words = ["sh", "-c", ': > "$0"; exit 7', sys.argv[1]]
+sys.exit(run.run(words, command.Options(spool=sys.argv[2]), os.environ))
+"""
+
+
+def test_a_run_ends_while_the_spool_does_not_answer(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", HUNG_END, str(tmp_path / "ended"), str(tmp_path / "spool")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (7, 1)
+    assert "does not answer: the end of the run is not recorded" in done.stderr
+
+
 @needs_fuse
 def test_a_stop_that_outlasts_the_wait_is_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example by Ctrl-Z or `scontrol suspend`. Python 3.11 to 3.13 then returned such values."""

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from bootseer.artifact.progress import Show, no_progress
@@ -140,8 +141,9 @@ def run_command(
         code = _run_once(command, options, env, session, restarts, enter, signals.append)
         session.is_asked_to_end |= not supervise.ENDING.isdisjoint(signals)
         outcome = OK if code == 0 else FAILED
-        facts = {"exit_code": code}
-        session.tracer.emit("command", END, span=span, parent=session.span, outcome=outcome, attrs=facts)
+        emit = partial(session.tracer.emit, "command", END, span=span, parent=session.span, outcome=outcome)
+        if not supervise.write_beside(partial(emit, attrs={"exit_code": code})).acquire(timeout=supervise.LAST_EVENT_S):
+            session.drop_events()
         if restarts is None:
             return code
         span = new_span()

@@ -156,6 +156,12 @@ class Session(RunEvents):
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 
+    def drop_events(self) -> None:
+        """Write no more events: the file server does not answer, and the run has to end."""
+        if self.folder:  # else standard error
+            say(f"{self.folder} does not answer: the end of the run is not recorded")
+        self.tracer.sink, self.quiet = FanOut([]), True
+
     def command_did_not_start(self) -> None:
         """Suppress the hint at the report, unless an earlier start of the command has run."""
         self.quiet = self.quiet or self.tracer.identity == self._initial_identity

@@ -27,7 +27,7 @@ import select
 import signal
 import sys
 import time
-from _thread import allocate_lock, start_new_thread  # as `threading`, whose import would delay every job by 1.5 ms
+from _thread import LockType, allocate_lock, start_new_thread  # `threading` would delay every job by 1.5 ms
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -66,11 +66,12 @@ NOT_EXECUTABLE = 126
 _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
 """Interval of `alive` events, by which the end of a run that SIGKILL ended is known: a second, or a tenth of the time
 that it has run."""
-_LAST_ALIVE_S = 1.0
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_FLUSH_S = 2.0
 """How long the end of the run waits for exporters and relays."""
+LAST_EVENT_S = 10.0
+"""A file server that does not answer for longer when the command has ended gets no more events."""
 RESTART_GRACE_S = 30.0
 """Between SIGTERM and SIGKILL for a command that is to be started again: it may save its state."""
 _START_S = 120.0
@@ -316,8 +317,8 @@ def wait(
             _send(pid, signal.SIGKILL, own_group=own_group)
         if now_s >= alive_s:  # also where a signal comes more often, such as SIGCHLD of adopted orphans
             alive_s = now_s + _ALIVE_S
-            if tracer is not None and writing.acquire(blocking=False):
-                _emit_alive(tracer, writing.release)
+            if tracer is not None and not writing.locked():
+                writing = write_beside(functools.partial(tracer.emit, ALIVE, INSTANT))
                 alive_s = max(alive_s, now_s + (now_s - began_s) * _ALIVE_SHARE)
         if info is None or info.si_signo == signal.SIGCHLD:
             continue
@@ -337,25 +338,27 @@ def wait(
             os.kill(os.getpid(), signal.SIGSTOP)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
-    writing.acquire(timeout=_LAST_ALIVE_S)  # before the event of the command's end
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
 
 
-def _emit_alive(tracer: Tracer, then: Callable[[], object]) -> None:
-    """Write the event in a thread, and call `then` in it: if a file server, or the reader of standard error, does not
-    answer, the command still gets its signals."""
+def write_beside(emit: Callable[[], object]) -> LockType:
+    """Write an event in a thread, which then releases the lock: if a file server, or the reader of standard error, does
+    not answer, the command still gets its signals, and the run ends."""
+    writing = allocate_lock()
+    writing.acquire()
 
-    def emit() -> None:
+    def write() -> None:
         try:
-            tracer.emit(ALIVE, INSTANT)
+            emit()
         finally:
-            then()
+            writing.release()
 
     try:
-        start_new_thread(emit, ())
+        start_new_thread(write, ())
     except RuntimeError:  # the limit of processes is reached
-        emit()
+        write()
+    return writing
 
 
 def next_signal(awaited: Collection[int], timeout_s: float) -> signal.struct_siginfo | None:
