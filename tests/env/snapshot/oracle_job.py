@@ -56,15 +56,16 @@ def main() -> None:
     for source, target in spec["moved"].items():
         shutil.move(source, target)
     try:
-        found = fresh_install_differs(
-            packages,
-            written.entries,
-            tree,
-            lambda view, env: run_in(view, ["sh", "-ec", spec["setup"]], env, stdout=2),
-            folder=folder,
-            env=env,
-            folders=[PLACE],
-        )
+        with open_capture(folder / "capture", env=env, ways=["overlay"], folders=[PLACE]) as view:
+            found = fresh_install_differs(
+                packages,
+                written.entries,
+                tree,
+                view,
+                lambda env: run_in(view, ["sh", "-ec", spec["setup"]], env, stdout=2),
+                folder=folder,
+                env=env,
+            )
     except BootseerError as error:
         print(json.dumps({"error": str(error)}))
         return

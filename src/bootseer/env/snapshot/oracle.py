@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bootseer.env.capturing.capture import Say, open_capture
 from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.walk import same_bytes
 from bootseer.env.changes import Change
@@ -60,9 +59,6 @@ def _same_content(tree: str, root: str, path: str) -> bool:
     return canonical(path, restored.read_bytes()) == canonical(path, installed.read_bytes())
 
 
-Install = Callable[[Capture, Mapping[str, str]], int]
-"""Run the setup in this capture with this environment, bytecode included; its exit code."""
-
 _PINS = "pins.txt"
 _CONSTRAINTS = ("PIP_CONSTRAINT", "UV_CONSTRAINT")
 
@@ -71,33 +67,26 @@ def fresh_install_differs(
     packages: Iterable[str],
     entries: Sequence[Entry],
     tree: Path,
-    install: Install,
+    view: Capture,
+    install: Callable[[Mapping[str, str]], int],
     *,
     folder: Path,
     env: Mapping[str, str],
-    own: Iterable[Path | str] = (),
-    folders: Iterable[Path | str] = (),
-    say: Say = lambda line: None,
 ) -> Comparison:
     """Run a fresh installation and compare.
 
     `packages` are those of the snapshot's document, `entries` its manifest, `tree` is where its files can be read.
-    `folder` lies on a disk with room for another installation; the other arguments are `open_capture`'s. The snapshot
-    must not be mounted in this process's namespace. Raises `PermanentError` if the setup fails, or cannot be captured
-    without changing this machine.
+    `install` runs the setup in the open capture `view` with an environment, bytecode included, and returns its exit
+    code; `env` is the environment besides the pins, which are kept in `folder`. The snapshot must not be mounted in
+    this process's namespace. Raises `PermanentError` if the setup fails.
     """
     pins = folder / _PINS
     pins.write_text(pinned(packages), encoding="utf-8")
-    # Not by a scan: the installation would change this machine itself.
-    with open_capture(folder / "capture", ("overlay", "user"), say=say, env=env, own=own, folders=folders) as view:
-        # For pip and uv wherever the setup calls them, in addition to the user's constraints.
-        pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}
-        code = install(view, {**env, **pinning})
-        if code:
-            raise PermanentError(
-                f"the fresh installation failed with exit code {code}; there is nothing to compare with"
-            )
-        return compare(entries, str(tree), view.changes(), str(view.root))
+    # For pip and uv wherever the setup calls them, in addition to the user's constraints.
+    pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}
+    if code := install({**env, **pinning}):
+        raise PermanentError(f"the fresh installation failed with exit code {code}; there is nothing to compare with")
+    return compare(entries, str(tree), view.changes(), str(view.root))
 
 
 def pinned(packages: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ from bootseer.env.capturing.daemons import SetupContext
 from bootseer.env.capturing.effects import Baseline, files_of_node, mentions
 from bootseer.env.capturing.exports import node_patterns
 from bootseer.env.capturing.leftovers import AT_HOME, CREDENTIALS_AT_HOME, unaccounted
-from bootseer.env.capturing.reads import Reads, not_watched
+from bootseer.env.capturing.reads import Reads
 from bootseer.env.changes import Change, lies_in
 from bootseer.env.document import Daemon, Trust, apply_exports
 from bootseer.env.installing.interpreter import runner
@@ -48,7 +48,6 @@ from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import (
     PreparedEnvironment,
     check_setup,
-    enter_function,
     open_view,
     own_folders,
     show_changes,
@@ -72,7 +71,7 @@ def set_up_in_view(task: Task, decision: Decision) -> tuple[int, PreparedEnviron
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=False)
             facts["way"] = view.way
-        done = SetupRun(SetupHost(task, enter=enter_function(view), root=str(view.root))).run()
+        done = SetupRun(SetupHost(task, enter=view.enter, root=str(view.root))).run()
         check_setup(view, done)
         if done.code:
             return done.code, None
@@ -107,33 +106,22 @@ def capture(
     with contextlib.ExitStack() as opened:
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=True)
-            enter = enter_function(view)
-            watch = None
-            if enter is not None:
-                log = task.folder.path / "reads.log"
-                watch = Watch.begin(view.points, passthrough=view.passthrough, enter=enter, log=log)
-                opened.callback(watch.end)
-            baseline = Baseline.take(enter)
+            log = task.folder.path / "reads.log"
+            watch = Watch.begin(view.points, passthrough=view.passthrough, enter=view.enter, log=log)
+            opened.callback(watch.end)
+            baseline = Baseline.take(view.enter)
             facts["way"] = view.way
-        host = SetupHost(task, enter=enter, root=str(view.root), more_env=baseline.environment)
+        host = SetupHost(task, enter=view.enter, root=str(view.root), more_env=baseline.environment)
         done = SetupRun(host).run()
         check_setup(view, done)
         if done.code:
             return done, None, None
-        captured = _CapturedSetup(task, key, view, baseline, done)
+        captured = _CapturedSetup(host, key, view, baseline, done)
         with interruptible(), task.stage("capture") as facts:
-            captured.reads = watch.end() if watch is not None else not_watched("the setup could not be watched")
-            if task.options.daemons == "relaunch":
-                captured.daemon_context = SetupContext(
-                    env=host.env,
-                    mark=next(iter(baseline.environment.items())),
-                    scripts=tuple(os.path.realpath(path) for path in (task.setup,) if path is not None),
-                    node=task.node,
-                    ended_s=time.monotonic(),
-                )
+            captured.reads = watch.end()
             captured.find_changes()
             facts["changes"] = len(captured.changes)
-        if captured.compile_own_environments(host):
+        if captured.compile_own_environments():
             with interruptible():
                 captured.find_changes()
         with interruptible():
@@ -186,15 +174,15 @@ class _CapturedSetup:
 
     reads: Reads
     changes: Sequence[Change]
-    daemon_context: SetupContext | None = None
-    """For recording the processes that it left; None: they make it unsafe."""
     daemons: tuple[Daemon, ...] = ()
     """Processes that can be started again."""
     unknown: tuple[str, ...] = ()
     """Files that it read and the key does not cover, once `unsafe_reasons` has looked."""
 
-    def __init__(self, task: Task, key: RequestKey, view: Capture, baseline: Baseline, done: SetupResult) -> None:
-        self._task = task
+    def __init__(self, host: SetupHost, key: RequestKey, view: Capture, baseline: Baseline, done: SetupResult) -> None:
+        self._host = host
+        self._task = host.task
+        self._ended_s = time.monotonic()
         self._key = key
         self._view = view
         self._baseline = baseline
@@ -205,7 +193,7 @@ class _CapturedSetup:
         unknown = self._unaccounted(())
         self.changes = self._view.changes(always_changed=frozenset(path for path in unknown if not is_system(path)))
 
-    def compile_own_environments(self, host: SetupHost) -> bool:
+    def compile_own_environments(self) -> bool:
         """Compile bytecode of packages in environments that the setup has made; whether there are any."""
         done, root = self.done, str(self._view.root)
         if done.python is None:
@@ -216,17 +204,25 @@ class _CapturedSetup:
         if not new:
             return False
         packages = tuple(sorted({*done.packages, *new_packages(replace(done.before, system=None), found)}))
-        SetupRun(host).compile(done.python, new)
+        SetupRun(self._host).compile(done.python, new)
         self.done = replace(done, packages=packages).ending_now()
         return True
 
     def unsafe_reasons(self, command: Sequence[str], division: Division) -> tuple[list[str], list[str]]:
         """Reasons why restoring the files alone would not be enough: what the setup does, and what happened this
         time."""
-        done = self.done
-        used = [self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
-        pid_files = tuple(path for path in self._view.left_out.reasons if path.endswith(".pid"))
-        setup = replace(self.daemon_context, paths=pid_files) if self.daemon_context is not None else None
+        done, task = self.done, self._task
+        used = [task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
+        setup = None
+        if task.options.daemons == "relaunch":
+            setup = SetupContext(
+                env=self._host.env,
+                mark=next(iter(self._baseline.environment.items())),
+                scripts=() if task.setup is None else (os.path.realpath(task.setup),),
+                paths=tuple(path for path in self._view.left_out.reasons if path.endswith(".pid")),
+                node=task.node,
+                ended_s=self._ended_s,
+            )
         unsafe, this_time, daemons = self._baseline.side_effects(
             self.reads, mentions=used, command=command, relaunch=setup
         )
@@ -235,14 +231,14 @@ class _CapturedSetup:
             say(line)
         # Build logs contain the node's name, too: only setups that name such variables are searched.
         named = re.findall(r"\w+", " ".join(self._key.details.get("variables left out", ())))
-        patterns = node_patterns(self._task.node, named, {"HOSTNAME": os.uname().nodename, **self._task.env})
+        patterns = node_patterns(task.node, named, {"HOSTNAME": os.uname().nodename, **task.env})
         if lists := files_of_node([one for one in self.changes if division.is_loose(one.path)], patterns):
             unsafe.append(f"it wrote names of this node or job to {listed(lists)}: let the command write such files")
         left_out = chain.from_iterable(self._view.left_out.paths.values())
         own = (*(change.path for change in self.changes), *left_out) if self._view.way == "scan" else ()
         self.unknown = self._unaccounted(self.changes) if self.reads.complete else ()
         reasons = [*done.reasons, *unsafe, *self._packages_outside(), *unknown_reads(self.unknown)]
-        return reasons, [*done.unknown, *this_time, *input_changes(self._task, self._key, own)]
+        return reasons, [*done.unknown, *this_time, *input_changes(task, self._key, own)]
 
     def publication(self, decision: Decision, division: Division) -> Publication:
         # Written by daemons at each start: restored, they would be in the way.

@@ -119,7 +119,7 @@ class SetupHost:
         """Its working folder, as the setup sees it."""
         self.root = root
         # Hard links to uv's cache cannot be made out of a capture, of which uv would warn.
-        private = {"UV_LINK_MODE": "copy"} if enter is not None else {}
+        private = {"UV_LINK_MODE": "copy"} if root != "/" else {}
         self.env: Mapping[str, str] = {**private, **task.env, **more_env}
         """The environment of its processes."""
         self._enter = enter

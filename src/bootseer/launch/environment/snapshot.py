@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from bootseer.artifact.places import runtime_root
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.env.capturing.capture_base import Capture
+from bootseer.env.capturing.capture import open_capture
+from bootseer.env.capturing.capture_base import Way
 from bootseer.env.capturing.effects import Baseline
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.catalog import NodeCatalog
@@ -134,7 +135,7 @@ class SavedSnapshot:
     def compare_with_fresh(self, setup: str | None, requirements: Sequence[str]) -> Comparison:
         """Run the setup again, in a capture, and compare its changes with the snapshot."""
 
-        def install(view: Capture, more: Mapping[str, str]) -> int:
+        def install(more: Mapping[str, str]) -> int:
             baseline = Baseline.take(view.enter)
             more_env = {**more, **baseline.environment}
             supervise.block_signals()
@@ -145,17 +146,10 @@ class SavedSnapshot:
                 supervise.unblock_signals()
 
         with self._task(setup, requirements) as task, interruptible(), self._mounted() as (layer, entries):
-            return fresh_install_differs(
-                self.document.packages,
-                entries,
-                layer.path,
-                install,
-                folder=task.folder.path,
-                env=self.env,
-                own=own_folders(task),
-                folders=[task.cwd],
-                say=say,
-            )
+            packages, env, folder, own = self.document.packages, self.env, task.folder.path, own_folders(task)
+            ways: tuple[Way, ...] = ("overlay", "user")  # a scan would change this machine itself
+            with open_capture(folder / "capture", ways, say=say, env=env, own=own, folders=[task.cwd]) as view:
+                return fresh_install_differs(packages, entries, layer.path, view, install, folder=folder, env=env)
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command with the snapshot's files in their places; its exit code.

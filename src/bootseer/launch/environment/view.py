@@ -130,11 +130,6 @@ def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Captur
     return view
 
 
-def enter_function(view: Capture) -> Callable[[], None] | None:
-    """The function that enters the view; None if the view is the machine itself."""
-    return None if view.way == "scan" else view.enter
-
-
 def check_setup(view: Capture, done: SetupResult) -> None:
     """Report a failed setup. Raises `EnvironmentUnavailable` if the view may be the cause: then it runs without."""
     if not done.code:
