@@ -142,6 +142,16 @@ def test_the_rules_apply_to_a_home_that_a_link_leads_to(machine: Machine, way: s
 
 
 @BOTH
+def test_credentials_that_links_at_home_lead_to_are_left_out(machine: Machine, way: str) -> None:
+    (machine.work / "aws").mkdir()
+    for name, target in ((".aws", "aws"), (".pgpass", "passwords")):
+        (machine.home / "user" / name).symlink_to(f"/srv/{target}")
+    ended = machine.capture("echo secret > ~/.aws/credentials; echo word > ~/.pgpass; echo x > ~/.aws/config", way)
+    assert ended.actions("/srv/") == {"aws/config": "added"}
+    assert sorted(ended.said["left_out"]["credentials"]) == ["/srv/aws/credentials", "/srv/passwords"]
+
+
+@BOTH
 def test_what_was_only_touched_or_written_anew_is_no_change(machine: Machine, way: str) -> None:
     for name in ("touched", "same", "mode", "other"):
         (machine.work / name).write_text("content of one size")

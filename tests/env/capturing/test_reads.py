@@ -87,6 +87,21 @@ def test_a_cache_that_a_link_leads_to_is_the_machine_s_own(machine: Machine, env
     assert (folder / "new").exists()
 
 
+def test_a_scratch_folder_that_is_a_link_keeps_its_name_and_its_rules(machine: Machine) -> None:
+    (machine.work / "scratch" / "project").mkdir(parents=True)
+    (machine.work / "scratch" / "project" / "pins").write_text("1")
+    script = """
+        cd /var/tmp; echo x > uv-1f.lock; cat uv-1f.lock >&2; mkdir venv; echo x > venv/pyvenv.cfg
+        cd project; cat pins >&2; echo x > made
+    """
+    prepare = "mount -t tmpfs none /var; ln -s /srv/scratch /var/tmp"
+    said = look_at(machine, script, prepare=prepare, env={"VIRTUAL_ENV": "/var/tmp/project"})
+    assert said["writes"] == ["/var/tmp/uv-1f.lock", "/var/tmp/venv/pyvenv.cfg"]
+    assert said["unsafe"] == ["it installed into /var/tmp/venv, which is not kept: use another folder"]
+    assert [path for path in said["unaccounted"] if "scratch" in path] == ["/srv/scratch/project/pins"]
+    assert not (machine.work / "scratch" / "project" / "made").exists()
+
+
 def test_what_is_written_on_a_mount_that_cannot_be_captured_is_reported_and_no_input(machine: Machine) -> None:
     said = look_at(machine, "echo x > /mnt/x; cat /mnt/x >&2", prepare="mount -t ramfs none /mnt")
     assert (said["writes"], said["unaccounted"]) == (["/mnt/x"], [])

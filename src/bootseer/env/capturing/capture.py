@@ -147,11 +147,11 @@ def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterabl
         prefix = os.path.dirname(folder)  # noqa: PTH120
         if any(os.path.exists(f"{prefix}/{mark}") for mark in ("pyvenv.cfg", "conda-meta")):  # noqa: PTH110
             named.append(prefix)
+    scratch = _with_real(SCRATCH)
     for path in dict.fromkeys(os.path.realpath(path) for path in named):
-        if any(is_below(path, scratch) for scratch in SCRATCH) and os.path.isdir(path):  # noqa: PTH112
-            rule = exclusions.rule_on_path(path, kind="directory")
-            if rule is not None and rule is not OWN:
-                yield path
+        is_own = exclusions.rule_on_path(path, kind="directory") is OWN
+        if any(is_below(path, folder) for folder in scratch) and os.path.isdir(path) and not is_own:  # noqa: PTH112
+            yield path
 
 
 def _places(folder: Path) -> list[tuple[Path, int]]:
@@ -198,11 +198,13 @@ def open_capture(
     """
     settings = os.environ if env is None else env
     homes = _homes(settings)
+    all_homes = _with_real([*homes, settings.get("HOME", "")])
     exclusions = Exclusions(
-        homes=_with_real([*homes, settings.get("HOME", "")]),
+        homes=all_homes,
         own=[os.path.realpath(path) for path in (*own, folder)],
         caches=_with_real(caches_of(settings)),
-        credentials=_with_real(credentials_of(settings)),
+        # A setup may write them through links, such as one from ~/.aws to a folder of all settings.
+        credentials=_with_real(Exclusions(homes=all_homes, credentials=credentials_of(settings)).credentials),
         leave_out=leave_out,
         keep=keep,
     )

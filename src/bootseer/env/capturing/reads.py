@@ -13,7 +13,7 @@ import contextlib
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -73,7 +73,7 @@ def start_watching(
     for mount in table:
         mask = OPENED if mount.path in captured else OPENED | WRITTEN
         if mount.path in passthrough:
-            mask = WRITTEN if mount.path in SCRATCH else 0
+            mask = WRITTEN if mount.path in _scratch() else 0
         try:
             if mask:
                 group.watch_mount(mount.path, mask)
@@ -125,11 +125,19 @@ class AccessLog:
         """The result in parts, for `Reads.of`."""
         written = {path.removesuffix(_DELETED) for path in self._written}
         opened = {path.removesuffix(_DELETED) for path in self._opened} - written
+        scratch = _scratch()
         local = {mount.path.rstrip("/"): mount.kind in _LOCAL for mount in table}
         # Passthrough folders inside a scratch folder are not mounts of their own.
-        local.update((path.rstrip("/"), False) for path in passthrough if path not in SCRATCH)
-        outside = sorted(path for path in _existing(written) if _is_local(path, local))
-        for kind, paths in (("read", _existing(opened)), ("written", iter(outside))):
+        local.update((path.rstrip("/"), False) for path in passthrough if path not in scratch)
+        linked = {real: name for real, name in scratch.items() if real != name}
+
+        def named(path: str) -> str:
+            """The path as rules and commands have it: by the name of the scratch folder, if that is a link."""
+            real = next((real for real in linked if is_below(path, real)), "")
+            return f"{linked[real]}{path[len(real) :]}" if real and _mount_of(path, local) == real else path
+
+        outside = sorted(named(path) for path in _existing(written) if local.get(_mount_of(path, local)))
+        for kind, paths in (("read", map(named, _existing(opened))), ("written", iter(outside))):
             while part := list(islice(paths, _MAX_PATHS)):
                 yield {kind: part}
         yield {"why": self._problem}
@@ -143,10 +151,16 @@ def _existing(paths: Iterable[str]) -> Iterator[str]:
                 yield path
 
 
-def _is_local(path: str, local: dict[str, bool]) -> bool:
-    while path and path not in local:
+def _scratch() -> dict[str, str]:
+    """The names of scratch folders, by their real paths."""
+    return {os.path.realpath(name): name for name in reversed(SCRATCH)}
+
+
+def _mount_of(path: str, mounts: Collection[str]) -> str:
+    """The mount that a path lies in; empty for the root."""
+    while path and path not in mounts:
         path = path.rpartition("/")[0]
-    return local.get(path, False)
+    return path
 
 
 @dataclass(frozen=True, slots=True)
