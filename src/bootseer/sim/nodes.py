@@ -28,7 +28,6 @@ from bootseer.sim.engine import Engine, Flow, Link
 from bootseer.store.store import Stored
 
 STORE: Final = "store"
-_GIVE_UP_S: Final = 0.5
 Think = tuple[float, int, Sequence[int]]
 """Seconds of computing, followed by a read of blocks of a file."""
 
@@ -134,14 +133,10 @@ class Job:
         peers: bool,
         seed: int = 0,
         latency_s: float = 0.0005,
-        patience: bool = True,
     ) -> None:
-        """`latency_s`: of a round trip between two nodes. `patience` False, for comparison: a request to an owner that
-        is still fetching is given up after 0.5 s, and any node may ask the store.
-        """
+        """`latency_s`: of a round trip between two nodes."""
         self.engine, self.store, self.nodes, self.files = engine, store, nodes, files
         self.latency_s = latency_s
-        self.patience = patience
         self.by_name = {node.name: node for node in nodes}
         racks = {id(node.rack): f"rack{at}" for at, node in enumerate(nodes) if node.rack is not None}
         members = [Peer(node.name, ("",), racks.get(id(node.rack), "")) for node in nodes]
@@ -177,14 +172,11 @@ class _Routes:
         return self._members.turn
 
     def route(self, block: int, now: float) -> Route:
-        loader = self._loader
-        absent = loader.health.absent(now, self._identity)
+        absent = self._loader.health.absent(now, self._identity)
         route = self._members.route(self._identity, block // self.run_blocks, absent)
-        if self._levels is None and loader.job.patience:
+        if self._levels is None:
             return route
-        steps = tuple(step for step in route.steps if self._levels is None or step.level in self._levels)
-        may_ask_origin = route.may_ask_origin or not loader.job.patience
-        return Route(steps, may_ask_origin)
+        return Route(tuple(step for step in route.steps if step.level in self._levels), route.may_ask_origin)
 
 
 @dataclass(eq=False)
@@ -380,7 +372,7 @@ class Loader:
             self.health.received(asked, int(moved), now)
         elif request.fills and peer.alive:
             self.health.filling(asked, now)
-        late_s = self.health.late_at(asked) if self.job.patience else asked.begun_s + _GIVE_UP_S
+        late_s = self.health.late_at(asked)
         if late_s > now:
             self._engine.at(max(late_s, now + FILLING_EVERY_S), lambda: self._look(request, peer))
             return
