@@ -155,7 +155,8 @@ def _figures(runs: Runs) -> Iterator[Figure]:
     yield from _parts(runs)
     yield Figure("ablation", "Every technique, and all but one, on 16 to 1,024 GPUs",
                  lines(by_nodes(ablation["starts"], "startup_s"), y="s", x="nodes of 8 GPUs"),
-                 "From the allocation until all nodes are ready and connected.", origin_of(ablation))  # fmt: skip
+                 "From the allocation until all nodes are ready and connected. Today: pulled images, installs, one "
+                 "stream.", origin_of(ablation))  # fmt: skip
     yield _stragglers(runs)
     yield _connections(runs)
     yield from _months(runs)
