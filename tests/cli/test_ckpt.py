@@ -198,9 +198,11 @@ def test_policies_are_set_for_folders_and_those_below(ckpt: Run, tmp_path: Path)
     assert below["policy"]["part_bytes"] == 16 * _MIB
     assert below["set_for"] == f"file://{tmp_path}/jobs"
     ckpt("policy", "jobs/moe", "--no-parity", "--replication", "2")
-    assert "2 copies" in ckpt("policy", "jobs/moe").stdout
+    assert "replication 2" in ckpt("policy", "jobs/moe").stdout
     ckpt("policy", "jobs/moe", "--inherit")
     assert "8 stripes and parity" in ckpt("policy", "jobs/moe").stdout
+    ckpt("policy", "jobs/moe", "--stripes", "1", "--replication", "1")
+    assert "1 stripe and parity, parts of up to 16.0 MiB, replication 1, " in ckpt("policy", "jobs/moe").stdout
     for words in (("--part-size", "5"), ("--part-size", "x"), ("--inherit", "--parity")):
         assert "hint" in ckpt("policy", "jobs", *words, code=2).stderr
     for verb in (("policy", "jobs"), ("put", ".", "jobs")):

@@ -245,9 +245,9 @@ def policy_command(folder: str, inherit: bool, output: Output, **stripes: object
         policy, set_for = files.policy_and_folder("")
     source = f"set for {set_for}" if set_for else "by default"
     parity = " and parity" if policy.parity else ""
-    copies = "the storage's default number of" if policy.replication is None else str(policy.replication)
+    copies = "the storage's default replication" if policy.replication is None else f"replication {policy.replication}"
     output(
         {"folder": folder, "set_for": set_for, "policy": asdict(policy)},
-        f"{policy.stripes} stripes{parity}, parts of up to {format_bytes(policy.part_bytes)}, {copies} copies, "
+        f"{plural(policy.stripes, 'stripe')}{parity}, parts of up to {format_bytes(policy.part_bytes)}, {copies}, "
         f"{source}",
     )
