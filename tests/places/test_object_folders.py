@@ -28,6 +28,7 @@ from s3_server import S3Server
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectPlace]:
     monkeypatch.setattr(objects, "_CACHED_S", 0.0)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")  # memory needs none
     with closing(ObjectPlace("s3://bucket/jobs")) as opened:
         opened._bucket.reader = opened._bucket.writer = MemoryStore()
         yield opened

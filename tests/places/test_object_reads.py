@@ -18,6 +18,7 @@ from bootseer.errors import AccessError, BootseerError, NoSpaceError, PermanentE
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.places import object_data, open_place
 from bootseer.places.bucket import Bucket
+from bootseer.places.gets import Gets
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import Place
 from fault_proxy import Fault, FaultProxy, once
@@ -53,7 +54,7 @@ def test_only_what_a_request_has_not_brought_is_asked_for_again(proxy: FaultProx
             assert read(file, 0, 9) == data[:9]
             proxy.plan = once(fault, "/file", "GET")
             assert read(file, 0, len(data)) == data
-    asked = [request for request in proxy.requests if request.method == "GET" and request.path.endswith("/file")]
+    asked = [request for request in proxy.requests if request.method == "GET" and "/file" in request.path]
     assert len(asked) == 3
     assert int(re.findall(r"\d+", asked[-1].headers["range"])[0]) >= _MIB
 
@@ -226,6 +227,59 @@ def test_a_server_that_sends_another_range_than_it_is_asked_for_is_not_asked_for
         with opened(place, "file") as file, pytest.raises(TransientError, match="requested"):
             read(file, 0, 1000)
         assert len(proxy.requests) < 20
+
+
+@pytest.mark.parametrize("length", [9 * _MIB, 1000])
+def test_plain_http_is_read_over_few_connections_without_obstore(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    data = os.urandom(9 * _MIB)
+    proxy.plan = lambda _: Fault(headers={"connection": ""})  # moto closes each
+    with closing(open_place(uri)) as place:
+        place.write_bytes("a file+?", data)
+        with opened(place, "a file+?") as file:
+            before = proxy.num_connections
+            monkeypatch.setattr(obstore, "get", lambda *_, **__: pytest.fail("not needed"))
+            for _ in range(3):
+                assert read(file, 0, length) == data[:length]
+            assert proxy.num_connections == before + 1
+            proxy._server.end_connections()
+            assert read(file, 7, 1000) == data[7:1007]  # an idle connection that the server has closed is no failure
+            assert not place.facts()["nodes"][""]["failures"]  # type: ignore[index]
+        place.close()
+        assert not place._reads._gets._idle  # type: ignore[attr-defined]
+
+
+def test_a_server_that_refuses_signed_addresses_is_read_by_obstore(proxy: FaultProxy, uri: str) -> None:
+    """Like one that needs other headers."""
+    data = os.urandom(1000)
+    proxy.plan = lambda request: Fault(status=403) if "X-Amz-Signature" in request.path else None
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            for _ in range(3):
+                assert read(file, 0, len(data)) == data
+            assert not place.facts()["nodes"][""]["failures"]  # type: ignore[index]
+    assert sum("X-Amz-Signature" in request.path for request in proxy.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_ENDPOINT", "https://localhost"),
+        ("AWS_ENDPOINT", "http://user@localhost"),
+        ("http_proxy", "http://localhost"),
+        ("AWS_SKIP_SIGNATURE", "true"),
+    ],
+)
+def test_tls_proxies_and_public_buckets_are_left_to_obstore(
+    uri: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Gets, "_connection", lambda *_: pytest.fail("not permitted"))
+    bucket = Bucket(uri, allow_http=True)
+    file = object_data.ObjectFile(object_data.ObjectReads(bucket), "file", "", {"e_tag": '"tag"', "size": 1})
+    assert file.reads._gets._plain(file, 0, 1) is None
 
 
 def test_a_read_that_ends_while_bytes_of_another_connection_arrive_is_delivered_once() -> None:

@@ -17,11 +17,10 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Unpack
 
-import obstore
 from obstore.exceptions import PreconditionError
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
@@ -30,6 +29,7 @@ from bootseer.io.pooled_reads import DEADLINE_S, FileWithoutNodes, ReadOptions, 
 from bootseer.io.retry import pause_s
 from bootseer.io.timer import Timer
 from bootseer.places.bucket import Bucket, OtherRangeError, SilentError, status_of, time_ns
+from bootseer.places.gets import Gets
 from bootseer.places.place import ChangedError, Entry
 
 _MAX_CONCURRENT = 48
@@ -49,8 +49,6 @@ _MAX_HEDGES = 3
 _MAX_EXTENSIONS = 4
 """How often the deadline of a request is extended while the server sends others their bytes."""
 _NUM_PAUSES = 64
-_PIECE_BYTES = 256 << 10
-"""Size of the pieces that are copied to readers: each is still in the processor's cache."""
 _REQUEST_BYTES = 8 << 20
 """Usual limit of one request, which costs a server little more than a small one."""
 _MAX_REQUEST_BYTES = 32 << 20
@@ -169,6 +167,7 @@ class ObjectReads:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._gets = Gets(bucket)
         # Twice as many, for hedges: a thread whose connection is dead waits for obstore's timeout.
         self._threads = Executor("bootseer-objects", 2 * _MAX_CONCURRENT)
         self._timer = Timer("bootseer-objects-timer", threads=1)
@@ -311,15 +310,9 @@ class ObjectReads:
         whether the last ones arrived over this one."""
         file, start = request.file, request.at
         at, received_s, pause_s, is_first = start, time.monotonic(), 0.0, False
-        options: Any = {} if file.e_tag.startswith("W/") else {"if_match": file.e_tag}  # a weak tag never matches
-        if request.end - start < file.size_bytes:  # some servers ignore the range if it is the whole object
-            options["range"] = (start, request.end)
-        with self._bucket.mapping(file.key):
+        with self._bucket.mapping(file.key), closing(self._gets.pieces(file, start, request.end)) as pieces:
             try:
-                answer = obstore.get(self._bucket.reader, file.key, options=options)
-                if (answer.meta["e_tag"] or file.e_tag).removeprefix("W/") != file.e_tag.removeprefix("W/"):
-                    raise PreconditionError("the server ignores If-Match")
-                for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                for piece in pieces:
                     data, now_s = memoryview(piece), time.monotonic()
                     at, received_s, pause_s = at + len(data), now_s, max(pause_s, now_s - received_s)
                     if at > request.end:
@@ -452,6 +445,7 @@ class ObjectReads:
             read.finish(TransientError(f"{self._bucket.uri}: closed before it was read"))
         self._timer.close(drop=True)
         self._threads.close()
+        self._gets.close()
 
 
 class ObjectFile(FileWithoutNodes):
