@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from bootseer.checkpoint.writing.spool import Read  # noqa: E402
 from bootseer.checkpoint.writing.writing import Writing  # noqa: E402
 from bootseer.errors import PermanentError, UsageError  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
+from waiting import DEADLINE_S  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -145,10 +147,13 @@ def test_an_error_in_any_thread_fails_the_save_and_leaves_no_checkpoint(tmp_path
 
 def test_an_error_in_one_file_ends_the_others_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
+    other_began = threading.Event()
 
     def write_file(writing: Writing, path: str, size_bytes: int, read: Read, **how: Any) -> None:
         if path.endswith("_1.distcp"):
+            other_began.wait(DEADLINE_S)
             raise PermanentError("this file cannot be written")
+        other_began.set()
         for _ in range(2000):
             try:
                 read(0, 1)
