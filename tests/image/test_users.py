@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from bootseer.errors import UsageError
 from bootseer.image.containers.rootfs import User, program_at, read_in_root, resolve_user
 from busybox import GROUP, PEOPLE
+from waiting import until
 
 
 @pytest.fixture
@@ -72,3 +75,18 @@ def test_a_program_is_found_through_links(root: Path) -> None:
     (root / "link").symlink_to("/program")
     answers = [program_at(root, name) for name in ("program", "link", "text", "etc", "nothing")]
     assert answers == ["program", "program", "", "", ""]
+
+
+def test_files_that_are_renamed_elsewhere_do_not_hide_a_program_behind_a_link(root: Path, tmp_path: Path) -> None:
+    """For a path with `..`, the kernel answers EAGAIN if anything was renamed meanwhile."""
+    (root / "bin").mkdir()
+    (root / "bin" / "python3.11").touch(0o755)
+    (root / "etc" / "python3").symlink_to("../bin/python3.11")
+    renaming = "import os\nwhile True: os.rename('a', 'b'); os.rename('b', 'a')"
+    (tmp_path / "a").touch()
+    with subprocess.Popen([sys.executable, "-c", renaming], cwd=tmp_path) as process:
+        try:
+            until((tmp_path / "b").exists)
+            assert {program_at(root, "/etc/python3") for _ in range(5000)} == {"python3.11"}
+        finally:
+            process.kill()

@@ -23,6 +23,8 @@ from bootseer.errors import PermanentError, UsageError
 _OPENAT2 = 437  # the same number on all architectures
 _RESOLVE_IN_ROOT = 0x10
 _RESOLVE_NO_MAGICLINKS = 0x02
+_TRIES = 1000
+"""A path with `..` must be opened again if anything on the machine was renamed or mounted at the same time."""
 
 
 def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
@@ -58,7 +60,10 @@ def _opened(root: Path, path: str, flags: int = os.O_PATH | os.O_CLOEXEC) -> Ite
     with contextlib.ExitStack() as opened:
         top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         opened.callback(os.close, top)
-        fd = syscall(ctypes.c_long(_OPENAT2), ctypes.c_int(top), name, how, ctypes.c_size_t(len(how)))
+        for _ in range(_TRIES):
+            fd = syscall(ctypes.c_long(_OPENAT2), ctypes.c_int(top), name, how, ctypes.c_size_t(len(how)))
+            if fd >= 0 or ctypes.get_errno() != errno.EAGAIN:
+                break
         if fd < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), path)
