@@ -63,7 +63,7 @@ watch_folder = _in_cache("watch")
 spool_folder = _in_cache("spool")
 """Files without names: parts of checkpoints that are being written."""
 _runtime_folder = _in_cache("runtime")
-_STORED = ("environments", "hotsets", "image-trash", "images", "layers", "sha256", ".uploads")
+_STORED = ("environments", "hotsets", "image-trash", "images", "layers", "peers", "sha256", ".uploads")
 
 
 def folders_of(*, cache: Path, stores: Iterable[str]) -> list[Path]:
