@@ -133,8 +133,8 @@ class AccessLog:
 
         def named(path: str) -> str:
             """The path as rules and commands have it: by the name of the scratch folder, if that is a link."""
-            real = next((real for real in linked if is_below(path, real)), "")
-            return f"{linked[real]}{path[len(real) :]}" if real and _mount_of(path, local) == real else path
+            mount = _mount_of(path, local)
+            return f"{linked[mount]}{path[len(mount) :]}" if mount in linked else path
 
         outside = sorted(named(path) for path in _existing(written) if local.get(_mount_of(path, local)))
         for kind, paths in (("read", map(named, _existing(opened))), ("written", iter(outside))):
