@@ -158,7 +158,7 @@ class Session(RunEvents):
 
     def drop_events(self) -> None:
         """Write no more events: the file server does not answer, and the run has to end."""
-        if self.folder:  # else standard error
+        if self.folder and not self.sinks.endswith("stderr"):  # else it may be standard error
             say(f"{self.folder} does not answer: the end of the run is not recorded")
         self.tracer.sink, self.quiet = FanOut([]), True
 
