@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPResponse
 from typing import TYPE_CHECKING, Any
@@ -115,17 +116,16 @@ class Gets:
 
     def _connection(self, address: str) -> _Connection:
         """An idle one, unless the server has closed it, or a new one."""
-        while self._idle:
-            try:
+        with suppress(IndexError):  # none is left
+            while True:
                 connection = self._idle.popleft()
-            except IndexError:  # another thread has taken it
-                break
-            if connection.sock is not None and not wait_for_read(connection.sock, 0.0):
-                return connection
-            connection.close()
+                if connection.sock is not None and not wait_for_read(connection.sock, 0.0):
+                    return connection
+                connection.close()
         return _Connection(address, timeout=_CONNECT_S)
 
     def close(self) -> None:
         self._off_until_s = math.inf
-        while self._idle:
-            self._idle.pop().close()
+        with suppress(IndexError):  # other threads do the same when their requests end
+            while True:
+                self._idle.popleft().close()
