@@ -34,11 +34,16 @@ _VALID = timedelta(minutes=15)
 """Like a signature in a header: clocks may differ by as much."""
 _UNUSUAL = {"HTTP_PROXY", "ALL_PROXY", "AWS_PROXY_URL", "AWS_SKIP_SIGNATURE"}
 _OFF_S = 60.0
+_IDLE_S = 90.0
+"""For how long a connection may be idle, as in obstore: routers forget it after some minutes, without a word."""
 _PIECE_BYTES = 256 << 10
 """Size of the pieces that are copied to readers: each is still in the processor's cache."""
 
 
 class _Connection(HTTPConnection):
+    until_s = 0.0
+    """Not used again after this time."""
+
     def connect(self) -> None:
         super().connect()
         self.sock.settimeout(_READ_S)
@@ -109,6 +114,7 @@ class Gets:
             response.close()
             connection.close()
             raise
+        connection.until_s = time.monotonic() + _IDLE_S
         self._idle.append(connection)  # before the last piece, which may bring about the next request
         if self._off_until_s == math.inf:
             self.close()
@@ -119,7 +125,8 @@ class Gets:
         with suppress(IndexError):  # none is left
             while True:
                 connection = self._idle.popleft()
-                if connection.sock is not None and not wait_for_read(connection.sock, 0.0):
+                is_young = time.monotonic() < connection.until_s
+                if is_young and connection.sock is not None and not wait_for_read(connection.sock, 0.0):
                     return connection
                 connection.close()
         return _Connection(address, timeout=_CONNECT_S)
