@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -21,7 +22,6 @@ from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import PreconditionError
-from urllib3.util import wait_for_read
 
 from bootseer.places.bucket import Bucket
 
@@ -47,6 +47,14 @@ class _Connection(HTTPConnection):
     def connect(self) -> None:
         super().connect()
         self.sock.settimeout(_READ_S)
+
+    def is_usable(self) -> bool:
+        """Whether the server has not closed it, and sends nothing that was not requested."""
+        if self.sock is None or time.monotonic() > self.until_s:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return not poll.poll(0)
 
     def __del__(self) -> None:
         self.close()  # of a place that was not closed
@@ -125,8 +133,7 @@ class Gets:
         with suppress(IndexError):  # none is left
             while True:
                 connection = self._idle.popleft()
-                is_young = time.monotonic() < connection.until_s
-                if is_young and connection.sock is not None and not wait_for_read(connection.sock, 0.0):
+                if connection.is_usable():
                     return connection
                 connection.close()
         return _Connection(address, timeout=_CONNECT_S)
