@@ -2,8 +2,8 @@
 
 obstore allocates and clears memory for each piece, copies into it, and wakes two threads; Python's client receives into
 one buffer for each request. It uses addresses signed by obstore. What is not usual is left to obstore: TLS, proxies,
-other clouds, and after any other response than the requested bytes all requests of the next minute: so only obstore's
-errors need to be understood.
+other clouds, and after any other response than the requested bytes, or none, all requests of the next minute: so only
+obstore's errors need to be understood.
 """
 
 from __future__ import annotations
@@ -90,24 +90,24 @@ class Gets:
         if address.scheme != "http" or "@" in address.netloc:
             self._off_until_s = math.inf
             return None
-        connection = self._connection(address.netloc)
+        connection, is_usual = self._connection(address.netloc), False
         try:
             is_whole = end - start == file.size_bytes
             headers = {"If-Match": file.e_tag} | ({} if is_whole else {"Range": f"bytes={start}-{end - 1}"})
             connection.request("GET", f"{address.path}?{address.query}", headers=headers)
             response = connection.getresponse()
             wanted = "" if is_whole else f"bytes {start}-{end - 1}/{file.size_bytes}"
-            is_usual = response.status == (200 if is_whole else 206) and response.length == end - start
-            is_usual &= response.getheader("Content-Range", "") == wanted
-            if is_usual and response.getheader("ETag") == file.e_tag:
-                return self._body(connection, response)
-        except BaseException:
-            connection.close()
-            raise
-        response.close()
-        connection.close()
-        self._off_until_s = max(self._off_until_s, time.monotonic() + _OFF_S)
-        return None
+            is_usual = (
+                response.status == (200 if is_whole else 206)
+                and response.length == end - start
+                and response.getheader("Content-Range", "") == wanted
+                and response.getheader("ETag") == file.e_tag
+            )
+            return self._body(connection, response) if is_usual else None
+        finally:
+            if not is_usual:  # or no response that Python's client understands
+                connection.close()
+                self._off_until_s = max(self._off_until_s, time.monotonic() + _OFF_S)
 
     def _body(self, connection: _Connection, response: HTTPResponse) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(min(response.length or 0, _PIECE_BYTES)))
