@@ -250,16 +250,19 @@ def test_plain_http_is_read_over_few_connections_without_obstore(
         assert not place._reads._gets._idle  # type: ignore[attr-defined]
 
 
-def test_a_server_that_refuses_signed_addresses_is_read_by_obstore(proxy: FaultProxy, uri: str) -> None:
+@pytest.mark.parametrize(("fault", "num_failures"), [(Fault(status=403), 0), (Fault(drop=True), 1)])
+def test_a_server_that_refuses_signed_addresses_is_read_by_obstore(
+    proxy: FaultProxy, uri: str, fault: Fault, num_failures: int
+) -> None:
     """Like one that needs other headers."""
     data = os.urandom(1000)
-    proxy.plan = lambda request: Fault(status=403) if "X-Amz-Signature" in request.path else None
+    proxy.plan = lambda request: fault if "X-Amz-Signature" in request.path else None
     with closing(open_place(uri)) as place:
         place.write_bytes("file", data)
         with opened(place, "file") as file:
             for _ in range(3):
                 assert read(file, 0, len(data)) == data
-            assert not place.facts()["nodes"][""]["failures"]  # type: ignore[index]
+            assert place.facts()["nodes"][""]["failures"] == num_failures  # type: ignore[index]
     assert sum("X-Amz-Signature" in request.path for request in proxy.requests) == 1
 
 
