@@ -168,7 +168,7 @@ class ObjectReads:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._gets = Gets(bucket)
-        # Twice as many, for hedges: a thread whose connection is dead waits for obstore's timeout.
+        # Twice as many, for hedges: a thread whose connection is dead waits for its timeout.
         self._threads = Executor("bootseer-objects", 2 * _MAX_CONCURRENT)
         self._timer = Timer("bootseer-objects-timer", threads=1)
         self._lock = threading.Lock()
@@ -280,7 +280,7 @@ class ObjectReads:
             request.num_running += 1
         request.received_s = began_s
         if not is_hedge:
-            with suppress(TransientError):  # no thread for the timer: no hedges, and obstore's timeout ends the request
+            with suppress(TransientError):  # no thread for the timer: no hedges, and its connection times out
                 self._timer.after(min(self._late_s(), request.until_s - began_s), partial(self._check_late, request))
         failure: BootseerError | None = None
         is_first = False
