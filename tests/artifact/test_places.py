@@ -16,6 +16,7 @@ from bootseer.errors import UsageError
 from bootseer.image.catalog import _TRASH
 from bootseer.image.conversion.layer_document import layer_name
 from bootseer.image.document import document_name
+from bootseer.peers.rendezvous import _Folder
 from bootseer.store.file import FileStore
 
 
@@ -79,6 +80,7 @@ def test_all_folders_of_a_store_are_known(tmp_path: Path) -> None:
     for name in (*names, document_name(digest), f"{_TRASH}x"):
         store.create(name, b"{}")
     store.upload().commit()
+    _Folder(str(tmp_path), "job.0").create("secret", b"")
     known = folders_of(cache=Path("/cache"), stores=[str(tmp_path)])
     assert set(tmp_path.iterdir()) == {path for path in known if path.parent == tmp_path}
     assert blocks_folder(Path("/cache")) in known
