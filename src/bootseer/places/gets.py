@@ -23,11 +23,13 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.exceptions import PreconditionError
 
+from bootseer.logs import logger
 from bootseer.places.bucket import Bucket
 
 if TYPE_CHECKING:
     from bootseer.places.object_data import ObjectFile
 
+_LOG = logger(__name__)
 _CONNECT_S, _READ_S = 10.0, 60.0
 """As in `bucket`."""
 _VALID = timedelta(minutes=15)
@@ -107,6 +109,7 @@ class Gets:
         finally:
             if not is_usual:  # or no response that Python's client understands
                 connection.close()
+                _LOG.info("%s: obstore reads for %g s: no usual response to a signed address", self._bucket.uri, _OFF_S)
                 self._off_until_s = max(self._off_until_s, time.monotonic() + _OFF_S)
 
     def _body(self, connection: _Connection, response: HTTPResponse) -> Iterator[memoryview]:
