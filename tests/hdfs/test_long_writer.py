@@ -19,7 +19,7 @@ from bootseer.hdfs import placement
 from bootseer.hdfs.addresses import ClientSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import Native, NativeWriter
-from bootseer.hdfs.placement import MultiBlockWriter
+from bootseer.hdfs.placement import BlockFileWriter
 from bootseer.places import open_place
 from bootseer.store.file import PlaceStore
 from hdfs.whole_files import read_all
@@ -36,9 +36,9 @@ LATE = {
 """Longer than hdfs-native's timeout at the end of a file, 15 s."""
 
 
-def begin(client: HdfsClient, path: str, *, replication: int = 1) -> MultiBlockWriter:
+def begin(client: HdfsClient, path: str, *, replication: int = 1) -> BlockFileWriter:
     writer = client.create(path, block_size=MIB, replication=replication)
-    assert isinstance(writer, MultiBlockWriter)
+    assert isinstance(writer, BlockFileWriter)
     return writer
 
 
@@ -138,7 +138,7 @@ class TestLate:
             closing(PlaceStore(open_place(f"{late.uri}/store"))) as store,
         ):
 
-            def write(writer: MultiBlockWriter | NativeWriter) -> None:
+            def write(writer: BlockFileWriter | NativeWriter) -> None:
                 writer.write(self.data)
                 writer.close()
 

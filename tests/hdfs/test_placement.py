@@ -23,7 +23,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 from bootseer.hdfs.block_locations import has_distinct_nodes
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.placement import PlacedWriter, nodes_at_capacity
+from bootseer.hdfs.placement import BlockFileWriter, nodes_at_capacity
 from hdfs.whole_files import read_all
 
 DATA = random.Random(3).randbytes(3_000_001)
@@ -221,16 +221,16 @@ def begin(
     block_size: int = 8 * MIB,
     replication: int | None = None,
     avoid: frozenset[str] = frozenset(),
-) -> Sequence[PlacedWriter]:
+) -> Sequence[BlockFileWriter]:
     parts = client.create_placed(
         [f"{folder}/{prefix}{part}" for part in range(number)],
         block_size=block_size,
         replication=replication,
         avoid=avoid,
     )
-    return [part for part in parts if isinstance(part, PlacedWriter)]
+    return [part for part in parts if isinstance(part, BlockFileWriter)]
 
 
-def write_and_close(part: PlacedWriter) -> tuple[str, ...]:
+def write_and_close(part: BlockFileWriter) -> tuple[str, ...]:
     part.write(DATA)
     return part.close()

@@ -264,16 +264,6 @@ class ExcludedDataNodes(ExcludedNodes):
     def __init__(self) -> None:
         super().__init__(_BAD_S)
         self._ids: dict[str, bytes] = {}
-        self._no_busy_wait_until_s = 0.0
-
-    @property
-    def may_wait_for_busy(self) -> bool:
-        """Whether to wait for nodes that the NameNode does not choose: no such wait was in vain recently."""
-        return time.monotonic() >= self._no_busy_wait_until_s
-
-    def suspend_busy_wait(self) -> None:
-        """Do not wait for such nodes for a while: they may be full."""
-        self._no_busy_wait_until_s = time.monotonic() + _BAD_S
 
     def remember(self, new: NewBlock) -> None:
         """Remember the NameNode's ids of the block's nodes."""

@@ -21,7 +21,7 @@ from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.native import Native, NativeReads, NativeWriter
-from bootseer.hdfs.placement import FileSettings, MultiBlockWriter, PlacedWriter, PlacementGroup
+from bootseer.hdfs.placement import BlockFileWriter, FileSettings, PlacementGroup
 from bootseer.hdfs.reads import HdfsReads
 from bootseer.logs import logger
 
@@ -83,14 +83,14 @@ class HdfsClient(Names):
         block_size: int | None = None,
         replication: int | None = None,
         parents: bool = True,
-    ) -> MultiBlockWriter | NativeWriter:
+    ) -> BlockFileWriter | NativeWriter:
         """Create a file of any length, and with `parents` its folder. Raises `AlreadyExistsError`.
 
         `block_size` in bytes and `replication` default to the cluster's.
         """
         try:
             settings = self._file_settings(block_size, replication, mode, parents=parents)
-            return MultiBlockWriter(self._namenode, path, settings)
+            return BlockFileWriter(self._namenode, path, settings)
         except UnsupportedError as error:
             if str(error) != self.fallback:
                 _LOG.info("%s%s is written through hdfs-native: %s", self.uri, path, error)
@@ -109,7 +109,7 @@ class HdfsClient(Names):
         replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
         last_resort: Sequence[str] = (),
-    ) -> Sequence[PlacedWriter | MultiBlockWriter | NativeWriter]:
+    ) -> Sequence[BlockFileWriter | NativeWriter]:
         """Create files of one block of `block_size` bytes each, on distinct nodes as far as possible. Files of more
         than 1 GiB have several blocks of the cluster's size, placed by the NameNode.
 

@@ -57,7 +57,7 @@ class NoNodesError(TransientError):
 
     @property
     def num_running(self) -> int:
-        """Live nodes, 0 if unknown; those neither excluded nor chosen are full, or too busy now (`considerLoad`)."""
+        """Live nodes, 0 if unknown."""
         count = _RUNNING.search(str(self))
         return int(count[1]) if count is not None else 0
 

@@ -1,17 +1,15 @@
-"""New files on chosen DataNodes: `PlacementGroup` spreads files of one block over distinct DataNodes, so that reading
-them together uses all of these nodes; `MultiBlockWriter` writes a file of any length.
+"""New files on chosen DataNodes. A `PlacementGroup` spreads files of one block over distinct DataNodes, so that reading
+them together uses all of these nodes; other files have any length, and the NameNode places their blocks.
 
 Placement. The NameNode chooses where a block lies, but accepts a list of nodes to exclude, and a block without data can
 be abandoned. With one replica, files exclude the nodes of their siblings. With more replicas, it must not happen that
 all nodes of a file also serve siblings: blocks are allocated and abandoned until each file can have a node for itself.
-With fewer nodes than files, files share nodes evenly; before that, nodes that the NameNode considers too busy are
-waited for. A node that does not accept a block is excluded, for a minute also for the client's other files
-(`ExcludedDataNodes`). After `_MAX_ALLOCATIONS` any block is accepted: a bad placement only costs speed. A block
-is allocated at a file's first `write`; siblings may be written by different threads.
+With fewer nodes than files, files share nodes evenly. A node that does not accept a block is excluded, for a minute
+also for the client's other files (`ExcludedDataNodes`). After `_MAX_ALLOCATIONS` any block is accepted: a bad placement
+only costs speed. A block is allocated at a file's first `write`; siblings may be written by different threads.
 
-Recovery. hdfs-native fails a file when a DataNode reports an earlier block late to the NameNode. A `MultiBlockWriter`
-waits for the report (`lease`), and restarts a block whose DataNode fails on other nodes; for that, the block's bytes
-are kept on the local disk until it is complete.
+Recovery. A DataNode that fails in the middle of a block ends a file of a group: the caller writes it again. Of other
+files the block is restarted on other nodes; for that, its bytes are kept on the local disk until it is complete.
 
 Writers are used by one thread at a time, in the process that created them.
 """
@@ -31,7 +29,7 @@ from typing import IO, Final
 
 from msgspec.structs import replace
 
-from bootseer.errors import BootseerError, NoSpaceError, TransientError, UsageError, os_errors_as
+from bootseer.errors import BootseerError, TransientError, UsageError, os_errors_as
 from bootseer.hdfs.block_locations import Block, FileStatus, has_distinct_nodes
 from bootseer.hdfs.block_writer import BlockWriter, ExcludedDataNodes, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
@@ -47,10 +45,10 @@ STALL_S: Final = 8.0
 """Longer than busy disks block their readers during write-back."""
 MAX_FAILURES: Final = 4
 """Failed attempts in a row before the cluster counts as unable to write."""
-BUSY_S = 7.0
-"""How long to wait for nodes that are not chosen before two files share one: two of the heartbeats that report a
-DataNode's load (`dfs.namenode.redundancy.considerLoad`), and some."""
-_BUSY_PAUSE_S = 0.5
+_IDLE_S: Final = 30.0
+"""A connection lost after a longer pause is not counted as a failure: DataNodes close silent ones after 60 s."""
+_RESEND_BYTES: Final = 1 << 20
+_SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 _MAX_ALLOCATIONS = 24
 _ALLOCATIONS_PER_SHARE = 12
 """With 4 nodes and 2 replicas, 12 allocations fail to give distinct nodes less than once in 1000 times."""
@@ -73,13 +71,16 @@ class FileSettings:
 
 
 class BlockFileWriter:
-    """Base of the writers: a file that is created, given blocks and completed."""
+    """A file that is created, given blocks and completed: one of a group, of one block, or else of any length. It is
+    visible under its name from the beginning, and complete after `close`."""
 
-    def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
+    def __init__(
+        self, namenode: NameNode, path: str, settings: FileSettings, apart: PlacementGroup | None = None
+    ) -> None:
         """Create the file. Raises `AlreadyExistsError`, `UnsupportedError` and other `BootseerError`s."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
-        """The nodes that store it, if known."""
+        """The nodes that store it; of a file of a group, from the first `write` on."""
         self.size_bytes = 0
         """Bytes written so far."""
         self.status: FileStatus | None = None
@@ -88,6 +89,10 @@ class BlockFileWriter:
         self._namenode = namenode
         self._settings = settings
         self._excluded = settings.excluded
+        self._apart = apart
+        self._spool = None if apart is not None else _BlockSpool()
+        self._failures = 0
+        """Of the current block."""
         namenode.protection.check_key()
         self._lease = Lease(
             namenode, path, block_size=settings.block_size, replication=settings.replication, mode=settings.mode,
@@ -105,8 +110,11 @@ class BlockFileWriter:
         self._is_over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. Blocks while HDFS is slower. After an error the file cannot be used."""
+        """Append. Blocks while HDFS is slower. The first bytes of a block allocate it. After an error the file cannot
+        be used."""
         self._check_usable()
+        if self._apart is not None and self.size_bytes + len(data) > self._lease.block_size:
+            raise UsageError(f"{self._uri}: more than one block", hint="begin it with a larger block size")
         view = memoryview(data).cast("B")
         try:
             while view:
@@ -126,6 +134,8 @@ class BlockFileWriter:
             self._end_block()
         self.status = self._lease.complete(self._last, self.size_bytes, self._settings.close_s)
         self._is_over = True
+        if self._spool is not None:
+            self._spool.close()
         return self.nodes
 
     def abort(self) -> None:
@@ -134,30 +144,35 @@ class BlockFileWriter:
             return
         self._is_over = True
         self._is_usable = False
-        self._release()
+        if self._apart is not None:
+            self._apart.give_back(self.path)
+        if self._spool is not None:
+            self._spool.close()
         if self._block is not None:
             self._block.close()
         # A file that stays has a hidden name; `clean` removes it.
         with contextlib.suppress(BootseerError):
             self._lease.remove()
 
-    def _release(self) -> None:
-        """Release other resources of the file."""
-
     def _check_usable(self) -> None:
         if not self._is_usable:
             raise UsageError(f"{self._uri}: this file was closed or has failed", hint="begin another one")
 
     def _allocate(self, failed: Nodes) -> NewBlock:
-        """A block from the NameNode, if possible not on nodes that failed just now."""
-        raise NotImplementedError
-
-    def _recover(self, error: PipelineError) -> None:
-        """A node has failed: restart the block, or raise `TransientError`."""
-        raise NotImplementedError
+        """A block from the NameNode, if possible not on nodes that failed recently, or else just now."""
+        if self._apart is not None:
+            return self._apart.add_block(self._lease, failed)
+        for excluded in (self._excluded.names() | failed, failed):
+            with contextlib.suppress(NoNodesError):
+                new = self._lease.add_block(self._excluded.ids_of(excluded), self._last)
+                self._excluded.remember(new)
+                return new
+        return self._lease.add_block([], self._last)
 
     def _append(self, piece: memoryview) -> None:
         """Append bytes to the current block, or to a new one."""
+        if self._spool is not None:
+            self._spool.write(self._at, piece)
         block = self._block or self._begin_block()
         self._at += len(piece)
         self.size_bytes += len(piece)
@@ -166,6 +181,9 @@ class BlockFileWriter:
         except PipelineError as error:
             self._recover(error)
         self._used_s = time.monotonic()
+        # Not with the next write: DataNodes close idle connections.
+        if self._apart is None and self._at == self._lease.block_size:
+            self._end_block()
 
     def _end_block(self) -> None:
         while True:
@@ -178,8 +196,31 @@ class BlockFileWriter:
                 self._recover(error)
         block.close()
         self._last = replace(new.block, length=self._at)
-        self._block, self._at = None, 0
+        self._block, self._at, self._failures = None, 0, 0
         self._used_s = time.monotonic()
+
+    def _recover(self, error: PipelineError) -> None:
+        """A node has failed: restart the block on other nodes, and write its bytes so far there, or raise
+        `TransientError`."""
+        while True:
+            _LOG.info("%s: DataNode %s has failed: %s", self._uri, error.node or "unknown", error)
+            if self._spool is None or time.monotonic() - self._used_s < _IDLE_S:
+                self._excluded.exclude([error.node])
+                self._failures += 1
+            if self._block is not None:
+                self._block.close()
+            if self._spool is None or self._failures == MAX_FAILURES or not self._spool.is_whole:
+                raise TransientError(f"{self._uri}: {error}") from error
+            if self._new is not None:
+                self._lease.abandon(self._new.block)
+            self._used_s = math.inf  # a failure of the new pipeline counts, however long the pause was
+            block = self._begin_block()
+            try:
+                for start in range(0, self._at, _RESEND_BYTES):
+                    block.write(memoryview(self._spool.read(start, min(_RESEND_BYTES, self._at - start))))
+                return
+            except PipelineError as another:
+                error = another
 
     def _begin_block(self) -> BlockWriter:
         """Start a block on nodes that accept it."""
@@ -203,6 +244,8 @@ class BlockFileWriter:
                     raise TransientError(f"{self._uri}: no DataNode accepts it: {error}") from error
             else:
                 self._new = new
+                if self._apart is not None:
+                    self.nodes = tuple(node.host_port for node in new.block.nodes)
                 return self._block
 
 
@@ -227,13 +270,12 @@ class PlacementGroup:
         self.excluded = settings.excluded
         self._avoid = avoid
         self._last_resort = tuple(last_resort)
-        self._lock = threading.RLock()  # taken by blocks, as in `io.executor`
-        self._change = threading.Condition(self._lock)
+        self._lock = threading.Lock()
         self._taken: dict[str, Nodes] = {}
-        self.writers: list[PlacedWriter] = []
+        self.writers: list[BlockFileWriter] = []
         try:
             for path in paths:
-                self.writers.append(PlacedWriter(self, namenode, path))
+                self.writers.append(BlockFileWriter(namenode, path, settings, self))
         except BaseException:
             for writer in self.writers:
                 writer.abort()
@@ -246,7 +288,6 @@ class PlacementGroup:
         """
         last_resort, share, allocate = self._last_resort, 1, 1
         is_unwanted = True
-        busy_until = None
         with self._lock:
             self._taken.pop(lease.path, None)
             while True:
@@ -257,16 +298,13 @@ class PlacementGroup:
                 excluded = [] if last else self.excluded.ids_of((unwanted | used).union(last_resort))
                 try:
                     new = lease.add_block(excluded)
-                except NoNodesError as error:
+                except NoNodesError:
                     if not excluded:
                         raise
                     # All others are excluded: relax the exclusions step by step. An avoided node is better than none;
                     # one that failed just now is the last resort.
                     if last_resort:
                         last_resort = last_resort[(len(last_resort) + 1) // 2 :]
-                    elif error.num_running > len(excluded) and self.excluded.may_wait_for_busy:
-                        busy_until = self._wait_for_busy(lease, error, busy_until)
-                        continue
                     elif share <= len(others):
                         share += 1
                     elif is_unwanted:
@@ -285,126 +323,14 @@ class PlacementGroup:
                     share += 1
                 allocate += 1
 
-    def _wait_for_busy(self, lease: Lease, error: NoNodesError, until: float | None) -> float:
-        """Wait a moment for nodes that the NameNode did not choose; returns the deadline of this wait."""
-        if until is None:
-            reason = lease.explain(error)
-            if isinstance(reason, NoSpaceError):
-                raise reason from error
-            # Nodes that are nearly full are not waited for.
-            until = time.monotonic() + (BUSY_S if reason is error else 0.0)
-        # Meanwhile siblings may allocate, or end and free a node.
-        self._change.wait(min(_BUSY_PAUSE_S, max(until - time.monotonic(), 0.0)))
-        if time.monotonic() >= until:
-            self.excluded.suspend_busy_wait()
-        return until
-
     def give_back(self, path: str) -> None:
         with self._lock:
             self._taken.pop(path, None)
-            self._change.notify_all()
-
-
-class PlacedWriter(BlockFileWriter):
-    """One file of a group. Its `nodes` are known after the first `write`. A failed node ends it."""
-
-    def __init__(self, apart: PlacementGroup, namenode: NameNode, path: str) -> None:
-        super().__init__(namenode, path, apart.settings)
-        self._apart = apart
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """As `BlockFileWriter.write`; the first call allocates the block."""
-        self._check_usable()
-        if self.size_bytes + len(data) > self._lease.block_size:
-            raise UsageError(f"{self._uri}: more than one block", hint="begin it with a larger block size")
-        super().write(data)
-
-    def _release(self) -> None:
-        self._apart.give_back(self.path)
-
-    def _allocate(self, failed: Nodes) -> NewBlock:
-        return self._apart.add_block(self._lease, failed)
-
-    def _begin_block(self) -> BlockWriter:
-        block = super()._begin_block()
-        self.nodes = tuple(node.host_port for node in block.nodes)
-        return block
-
-    def _recover(self, error: PipelineError) -> None:
-        _LOG.info("%s: DataNode %s is excluded: %s", self._uri, error.node or "unknown", error)
-        self._excluded.exclude([error.node])
-        raise TransientError(f"{self._uri}: {error}") from error
 
 
 def nodes_at_capacity(files: Sequence[Nodes], share: int) -> Nodes:
     counts = collections.Counter(node for nodes in files for node in nodes)
     return frozenset(node for node, count in counts.items() if count >= share)
-
-
-_IDLE_S: Final = 30.0
-"""A connection lost after a longer pause is not counted as a failure: DataNodes close silent ones after 60 s."""
-_RESEND_BYTES: Final = 1 << 20
-_SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
-
-
-class MultiBlockWriter(BlockFileWriter):
-    """A file of any length: visible under its name from the beginning, complete after `close`. Each block has its own
-    nodes, and is restarted on others when one of them fails."""
-
-    def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
-        super().__init__(namenode, path, settings)
-        self._failures = 0
-        self._spool = _BlockSpool()
-
-    def close(self) -> tuple[str, ...]:
-        """See `BlockFileWriter.close`. Its nodes are not returned."""
-        super().close()
-        self._spool.close()
-        return ()
-
-    def _release(self) -> None:
-        self._spool.close()
-
-    def _append(self, piece: memoryview) -> None:
-        self._spool.write(self._at, piece)
-        super()._append(piece)
-        if self._at == self._lease.block_size:  # not with the next write: DataNodes close idle connections
-            self._end_block()
-
-    def _end_block(self) -> None:
-        super()._end_block()
-        self._failures = 0
-
-    def _allocate(self, failed: Nodes) -> NewBlock:
-        """A block avoiding nodes that failed recently, or else those that failed just now."""
-        for excluded in (self._excluded.names() | failed, failed):
-            with contextlib.suppress(NoNodesError):
-                new = self._lease.add_block(self._excluded.ids_of(excluded), self._last)
-                self._excluded.remember(new)
-                return new
-        return self._lease.add_block([], self._last)
-
-    def _recover(self, error: PipelineError) -> None:
-        """Restart the block on other nodes, and write its bytes so far there."""
-        while True:
-            if time.monotonic() - self._used_s < _IDLE_S:
-                self._excluded.exclude([error.node])
-                self._failures += 1
-            _LOG.info("%s: block %d starts over: %s", self._uri, self.size_bytes // self._lease.block_size, error)
-            if self._block is not None:
-                self._block.close()
-            if self._failures == MAX_FAILURES or not self._spool.is_whole:
-                raise TransientError(f"{self._uri}: {error}") from error
-            if self._new is not None:
-                self._lease.abandon(self._new.block)
-            self._used_s = math.inf  # a failure of the new pipeline counts, however long the pause was
-            block = self._begin_block()
-            try:
-                for start in range(0, self._at, _RESEND_BYTES):
-                    block.write(memoryview(self._spool.read(start, min(_RESEND_BYTES, self._at - start))))
-                return
-            except PipelineError as another:
-                error = another
 
 
 class _BlockSpool:
