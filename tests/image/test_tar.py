@@ -17,8 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError
-from bootseer.image.conversion.tar import MAX_RECORDS_BYTES, TarReader
-from bootseer.image.conversion.tar_header import HARD_LINK, Member, parse_records, parse_time
+from bootseer.image.conversion.tar import (
+    HARD_LINK,
+    MAX_RECORDS_BYTES,
+    Member,
+    TarReader,
+    parse_records,
+    parse_time,
+)
 from bootseer.image.sources.decompress import Stream
 from oci_images import device, directory, file, hard_link, layer, symlink
 

@@ -28,8 +28,7 @@ from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, SignatureError
 from bootseer.image.conversion.layer_document import MAX_BYTES, ConvertedLayer, encode, layer_name, parse
 from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
-from bootseer.image.conversion.tar import TarReader, shown
-from bootseer.image.conversion.tar_header import Member
+from bootseer.image.conversion.tar import Member, TarReader, shown
 from bootseer.image.sources.decompress import Stream, decompressed
 from bootseer.image.sources.source import SourceLayer, read_resumed
 from bootseer.io.retry import retrying

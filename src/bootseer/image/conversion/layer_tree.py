@@ -26,8 +26,7 @@ from bootseer.erofs.merged import OPAQUE, WHITEOUT_MODE, MergedLayers, Node, esc
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
-from bootseer.image.conversion.tar import shown
-from bootseer.image.conversion.tar_header import HARD_LINK, Member
+from bootseer.image.conversion.tar import HARD_LINK, Member, shown
 
 _MAX_PATH = 4095
 _MAX_FOLLOWED = 40  # MAXSYMLINKS of the kernel

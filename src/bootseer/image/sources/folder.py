@@ -16,7 +16,7 @@ from bootseer.erofs.merged import MergedLayers
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.conversion.layer_tree import LayerTree
-from bootseer.image.conversion.tar_header import HARD_LINK, Member
+from bootseer.image.conversion.tar import HARD_LINK, Member
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import ImageSource
