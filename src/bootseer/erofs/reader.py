@@ -74,14 +74,14 @@ class ErofsReader:
 
     def __init__(self, read: Read) -> None:
         self._read_raw = read
-        self._super = Superblock.parse(self._exactly(0, BLOCK))
-        self.size_bytes = self._super.blocks * BLOCK
-        self._meta = self._super.meta_block * BLOCK
+        self.superblock = Superblock.parse(self._exactly(0, BLOCK))
+        self.size_bytes = self.superblock.blocks * BLOCK
+        self._meta = self.superblock.meta_block * BLOCK
         if not BLOCK <= self._meta < self.size_bytes:
             raise CorruptError("EROFS image: the metadata area lies outside the image")
 
     def root(self) -> Inode:
-        root = self.inode(self._super.root_nid)
+        root = self.inode(self.superblock.root_nid)
         if not stat.S_ISDIR(root.mode):
             raise CorruptError("EROFS image: the root is not a directory")
         return root

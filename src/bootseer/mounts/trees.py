@@ -16,11 +16,12 @@ import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from bootseer.erofs.format import BLOCK, MODE_OF_TYPE, Superblock
+from bootseer.erofs.format import BLOCK, MODE_OF_TYPE
 from bootseer.erofs.merged import MARKS, Layer, Node, for_user_namespace
-from bootseer.erofs.reader import ErofsReader, Inode
+from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.fuse.filesystem import Attributes, Cancel, Listed, Reply
 from bootseer.mounts.user_namespace import num_owners
@@ -74,112 +75,52 @@ class LazyFiles:
         return self._source.read(inode - _FIRST, offset, length, reply)
 
 
-class ErofsTree:
-    """The tree of one EROFS image. Inode 1 is its root; other inode numbers are the image's nids plus 2. Overlay xattrs
-    have the form that user namespaces use."""
+class _Image:
+    """One EROFS image, with its metadata in memory."""
 
-    def __init__(self, source: Fetcher, files: Sequence[Index], number: int = 0) -> None:
+    def __init__(self, source: Fetcher, file: Index, number: int) -> None:
         """Read all metadata of the file with this number, blocking. Raises `CorruptError` for an invalid image."""
-        self._source = source
-        self._number = number
-        self._file = file = files[number]
-        self._name = file.identity[:16]
-        first = bytes(source.read_blocking(number, 0, BLOCK))
-        superblock = Superblock.parse(first)
-        self._num_files = superblock.inodes
-        self._meta_at = superblock.meta_block * BLOCK
-        if not BLOCK <= self._meta_at < file.size_bytes:
-            raise CorruptError(f"{self._name}: the metadata area lies outside the image")
+        self.number = number
+        self.name = file.identity[:16]
+        self.size_bytes = file.size_bytes
+        self._read_blocking = partial(source.read_blocking, number)
+        self._first = bytes(self._read_blocking(0, BLOCK))
+        self.reader = ErofsReader(self._read)
+        self._meta_at = self.reader.superblock.meta_block * BLOCK
         if file.size_bytes - self._meta_at > _MAX_METADATA:
-            raise PermanentError(f"{self._name}: more than {_MAX_METADATA >> 20} MiB of metadata")
+            raise PermanentError(f"{self.name}: more than {_MAX_METADATA >> 20} MiB of metadata")
         self._metadata = b"".join(
-            bytes(source.read_blocking(number, at, min(_PIECE, file.size_bytes - at)))
+            bytes(self._read_blocking(at, min(_PIECE, file.size_bytes - at)))
             for at in range(self._meta_at, file.size_bytes, _PIECE)
         )
-        self._first = first
-        self._num_owners = num_owners()
-        self._owner, self._group = os.geteuid(), os.getegid()
         self._folders: dict[int, bytes] = {}  # blocks of folders outside the metadata area, by offset
-        self.reader = ErofsReader(self._read_metadata)
-        self._root = self.reader.root().number
         self._load_folders()
 
-    def lookup(self, parent: int, name: bytes) -> Attributes | None:
-        found = self.reader.lookup(self._inode(parent), name)
-        return None if found is None else self.attributes_of(found, self._tree_inode(found.number))
-
-    def attributes(self, inode: int) -> Attributes:
-        return self.attributes_of(self._inode(inode), inode)
-
-    def attributes_of(self, found: Inode, inode: int) -> Attributes:
-        """The attributes of an inode of the image, shown as number `inode`."""
-        return Attributes(
-            inode,
-            found.mode,
-            found.size,
-            found.nlink,
-            found.uid if found.uid < self._num_owners else self._owner,
-            found.gid if found.gid < self._num_owners else self._group,
-            os.makedev(*found.rdev),
-            found.mtime_ns,
-        )
-
-    def entries(self, inode: int) -> Sequence[Listed]:
-        return [
-            Listed(entry.name, self._tree_inode(entry.number), MODE_OF_TYPE.get(entry.kind, 0))
-            for entry in self.reader.entries(self._inode(inode))
-        ]
-
-    def readlink(self, inode: int) -> bytes:
-        return self.reader.readlink(self._inode(inode))
-
-    def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
-        return for_user_namespace(self.reader.xattrs(self._inode(inode)))
-
-    def total(self) -> tuple[int, int]:
-        return self._file.size_bytes, self._num_files
-
-    def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
-        return self.read_file(self._inode(inode), offset, length, reply)
-
-    def read_file(self, found: Inode, offset: int, length: int, reply: Reply) -> Cancel | None:
-        """Begin to read a file of the image: see `Tree.read`."""
-        if not stat.S_ISREG(found.mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        if found.tail_at is not None:
-            raise CorruptError(f"{self._name}: inode {found.number} has inline data, which is not supported")
-        return self._source.read(self._number, found.first_block * BLOCK + offset, length, reply)
-
     def _load_folders(self) -> None:
-        pending, seen = [self._root], {self._root}
+        root = self.reader.root().number
+        pending, seen = [root], {root}
         while pending:
             folder = self.reader.inode(pending.pop())
             blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
             for at in range(folder.first_block * BLOCK, (folder.first_block + blocks) * BLOCK, BLOCK):
-                self._folders[at] = bytes(self._source.read_blocking(self._number, at, BLOCK))
+                self._folders[at] = bytes(self._read_blocking(at, BLOCK))
             if len(self._folders) * BLOCK > _MAX_METADATA:
-                raise PermanentError(f"{self._name}: more than {_MAX_METADATA >> 20} MiB of folders")
+                raise PermanentError(f"{self.name}: more than {_MAX_METADATA >> 20} MiB of folders")
             for entry in self.reader.entries(folder):
                 if MODE_OF_TYPE.get(entry.kind) == stat.S_IFDIR:
                     if entry.number in seen:
-                        raise CorruptError(f"{self._name}: a folder has two names")
+                        raise CorruptError(f"{self.name}: a folder has two names")
                     seen.add(entry.number)
                     pending.append(entry.number)
 
-    def _inode(self, tree_inode: int) -> Inode:
-        return self.reader.inode(self._root if tree_inode == 1 else tree_inode - 2)
-
-    def _tree_inode(self, number: int) -> int:
-        return 1 if number == self._root else number + 2
-
-    def _read_metadata(self, offset: int, length: int) -> bytes:
+    def _read(self, offset: int, length: int) -> bytes:
         if offset + length <= BLOCK:
             return self._first[offset : offset + length]
         if offset < self._meta_at:
             # ErofsReader reads folders in whole blocks, except for the end of the last one.
             block = self._folders.get(offset)
             if block is None or length > BLOCK:
-                raise CorruptError(f"{self._name}: metadata outside its area")
+                raise CorruptError(f"{self.name}: metadata outside its area")
             return block[:length]
         return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
 
@@ -195,11 +136,14 @@ class MergedTree:
 
     def __init__(self, source: Fetcher, files: Sequence[Index]) -> None:
         """Read the metadata of all layers, blocking. Raises `CorruptError` for an invalid layer."""
-        self._trees = [ErofsTree(source, files, number) for number in range(len(files))][::-1]
-        self._layers = [Layer(tree.reader, str(place)) for place, tree in enumerate(self._trees)]
+        self._source = source
+        self._images = [_Image(source, file, number) for number, file in enumerate(files)][::-1]
+        self._layers = [Layer(image.reader, str(place)) for place, image in enumerate(self._images)]
         self._root = Node(tuple((layer, layer.reader.root()) for layer in self._layers))
         self._merged: dict[int, Node] = {}
         """Merged folders found so far, by their inode numbers."""
+        self._num_owners = num_owners()
+        self._owner, self._group = os.geteuid(), os.getegid()
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         found = self._node(parent).child(name)
@@ -219,15 +163,17 @@ class MergedTree:
         return {name: value for name, value in layer.reader.xattrs(found).items() if not name.startswith(MARKS)}
 
     def total(self) -> tuple[int, int]:
-        totals = [tree.total() for tree in self._trees]
-        return sum(size for size, _ in totals), sum(files for _, files in totals)
+        files = sum(layer.reader.superblock.inodes for layer in self._layers)
+        return sum(image.size_bytes for image in self._images), files
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
         layer, found = self._node(inode).parts[0]
-        return self._tree(layer).read_file(found, offset, length, reply)
-
-    def _tree(self, layer: Layer) -> ErofsTree:
-        return self._trees[int(layer.identity)]
+        image = self._images[int(layer.identity)]
+        if not stat.S_ISREG(found.mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if found.tail_at is not None:
+            raise CorruptError(f"{image.name}: inode {found.number} has inline data, which is not supported")
+        return self._source.read(image.number, found.first_block * BLOCK + offset, length, reply)
 
     def _node(self, inode: int) -> Node:
         if inode == 1:
@@ -257,5 +203,34 @@ class MergedTree:
         return inode
 
     def _attributes_of(self, node: Node) -> Attributes:
-        layer, found = node.parts[0]
-        return self._tree(layer).attributes_of(found, self._inode_of(node))
+        found = node.inode
+        return Attributes(
+            self._inode_of(node),
+            found.mode,
+            found.size,
+            found.nlink,
+            found.uid if found.uid < self._num_owners else self._owner,
+            found.gid if found.gid < self._num_owners else self._group,
+            os.makedev(*found.rdev),
+            found.mtime_ns,
+        )
+
+
+class ErofsTree(MergedTree):
+    """The tree of one layer as it is, with its whiteouts. Overlay xattrs have the form that user namespaces use."""
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        layer, folder = self._node(parent).parts[0]
+        found = layer.reader.lookup(folder, name)
+        return None if found is None else self._attributes_of(Node(((layer, found),)))
+
+    def entries(self, inode: int) -> Sequence[Listed]:
+        layer, folder = self._node(inode).parts[0]
+        return [
+            Listed(entry.name, _FIRST + entry.number, MODE_OF_TYPE.get(entry.kind, 0))
+            for entry in layer.reader.entries(folder)
+        ]
+
+    def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
+        layer, found = self._node(inode).parts[0]
+        return for_user_namespace(layer.reader.xattrs(found))
