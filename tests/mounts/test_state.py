@@ -9,7 +9,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -144,24 +143,19 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
-def cache_at(root: Path) -> Any:
-    """A stub of the cache with the file of a layer."""
-    return SimpleNamespace(root=root)
-
-
 def test_a_kept_layer_is_left_alone_during_mounts(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "image", {b"a": b"alpha"})
     layer = mount_shared(runtime, Layer(image))
     folder = runtime.new_folder()  # of an image on this layer that is being mounted and has no record yet
-    assert unmount_idle(runtime, cache_at(place), idle_s=0) == []
+    assert unmount_idle(runtime, idle_s=0) == []
     assert (layer / "a").read_bytes() == b"alpha"
     os.utime(folder, (0, 0))
     runtime.remove_stale()
     assert runtime.is_mounting(), "a large image may take longer"
     (folder / "maker").write_text("1 0")  # an ended process
     assert not runtime.is_mounting()
-    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=0) == [IDENTITY]
 
 
 def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
@@ -198,29 +192,6 @@ def test_a_folder_of_the_runtime_that_others_can_change_is_not_used(place: Path,
         Runtime(place / "run")
 
 
-@pytest.mark.usefixtures("alarm")
-@pytest.mark.parametrize("what", ["folder", "file", "link", "pipe"])
-def test_a_record_of_another_user_is_ignored(place: Path, what: str) -> None:
-    runtime = Runtime(place / "run")
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
-        folder = runtime.new_folder()
-        state = MountState(folder.name, str(place / "x"), "i", runtime.boot, daemon=ProcessId.of(sleeper.pid))
-        runtime.write(state)
-        record = folder / "mount.json"
-        if what in ("link", "pipe"):
-            record.rename(place / "written")
-            record.symlink_to(place / "written") if what == "link" else os.mkfifo(record)
-        else:
-            os.chown(folder if what == "folder" else record, 12345, 12345)
-        assert list(runtime.all()) == []
-        runtime.remove_stale()
-        assert sleeper.poll() is None
-    finally:
-        sleeper.kill()
-        sleeper.wait(DEADLINE_S)
-
-
 def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha"})
@@ -229,8 +200,8 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     (layer,) = found
     assert (layer / "a").read_bytes() == b"alpha"
     assert [point for point in kernel.mount_points() if point == str(layer)] == [str(layer)]
-    assert unmount_idle(runtime, cache_at(place), idle_s=3600) == []
-    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=3600) == []
+    assert unmount_idle(runtime, idle_s=0) == [IDENTITY]
     assert mounted_layers(runtime) == []
 
 
@@ -255,9 +226,9 @@ def test_a_layer_of_a_mounted_image_is_not_released(place: Path) -> None:
     runtime = Runtime(place / "run")
     state = mounted_state(runtime, place)
     mount_shared(runtime, Layer(place / "image"))
-    assert unmount_idle(runtime, cache_at(place), idle_s=0) == []
+    assert unmount_idle(runtime, idle_s=0) == []
     kernel.unmount(Path(state.target))
-    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=0) == [IDENTITY]
 
 
 KEEPER = """
@@ -291,7 +262,7 @@ def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
     (place / "empty").mkdir()
     (place / "at").mkdir()
     mount_overlay([place / "empty", layer], place / "at")
-    assert unmount_idle(runtime, cache_at(place), idle_s=0) == [IDENTITY]
+    assert unmount_idle(runtime, idle_s=0) == [IDENTITY]
     assert (place / "at" / "a").read_bytes() == b"alpha" * 1000
 
 
