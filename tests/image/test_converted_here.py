@@ -45,7 +45,7 @@ def age(node: Node) -> None:
 
 def clean_up(node: Node, *, evict: bool = True) -> None:
     cache = Cache(blocks_folder(node.cache))
-    unmount_idle(Runtime(node.runtime), cache, idle_s=0)
+    unmount_idle(Runtime(node.runtime), idle_s=0)
     cache.prune(0 if evict else None)
     delete_idle(node.cache, cache, idle_s=7 * 86_400)
 
@@ -78,7 +78,7 @@ def test_an_image_whose_blocks_are_all_in_the_cache_can_still_be_started(node: N
     assert again.facts["mode"] == "local"
     assert (again.root / "hot").read_bytes() == (node.folder / "tree" / "hot").read_bytes()
     again.close()
-    unmount_idle(Runtime(node.runtime), Cache(blocks_folder(node.cache)), idle_s=0)
+    unmount_idle(Runtime(node.runtime), idle_s=0)
     Cache(blocks_folder(node.cache)).prune(0)
     with pytest.raises(UsageError, match="not found"):  # its name by the digest says no registry
         mount(node, node.digest)
@@ -108,7 +108,7 @@ def test_a_conversion_on_a_full_disk_deletes_older_ones_before(node: Node, monke
         assert (mounted.root / "file").read_text() == content * 1000
         mounted.close()
         cache = Cache(blocks_folder(node.cache))
-        unmount_idle(Runtime(node.runtime), cache, idle_s=0)
+        unmount_idle(Runtime(node.runtime), idle_s=0)
         until(lambda cache=cache: not cache.prune(0).in_use)
         age(node)
     assert len([*converted_folder(node.cache).glob("images/*")]) == 1

@@ -272,7 +272,7 @@ def test_a_copy_of_a_mount_in_another_namespace_survives_eviction(
             assert other.stdout.readline() == b"ready\n"
             mounted.close()
             cache = Cache(blocks_folder(request.cache))
-            unmount_idle(image.runtime, cache, idle_s=0)
+            unmount_idle(image.runtime, idle_s=0)
             delete_idle_trees(request.cache, image.runtime, idle_s=0)
             freed = cache.prune(0).freed_bytes
             assert (freed == 0) == (is_seen and way is MountMethod.EROFS_FILE)

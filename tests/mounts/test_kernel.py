@@ -11,9 +11,7 @@ def mount(number: int, parent: int, path: str) -> Mount:
 
 def test_a_line_with_optional_fields_and_blanks_is_read() -> None:
     line = rb"44 27 254:0 /a\040b /mnt/c\134d rw,nosuid shared:1 master:2 - fuse.sshfs some\040one ro,user_id=0"
-    assert parse(line) == Mount(
-        44, 27, "254:0", "/a b", "/mnt/c\\d", frozenset({"rw", "nosuid", "ro"}), "fuse.sshfs", "some one"
-    )
+    assert parse(line) == Mount(44, 27, "254:0", "/a b", "/mnt/c\\d", frozenset({"rw", "nosuid", "ro"}), "fuse.sshfs")
 
 
 def test_of_mounts_on_one_place_the_top_one_is_visible() -> None:

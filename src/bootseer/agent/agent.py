@@ -108,7 +108,7 @@ class Agent:
         idle_s, problems = self.settings.idle_s, list[str]()
         for step in (
             self.ended_jobs.clean_up,
-            partial(unmount_idle, self._runtime, self._cache, idle_s=idle_s),
+            partial(unmount_idle, self._runtime, idle_s=idle_s),
             partial(delete_idle_trees, self.settings.cache, self._runtime, idle_s=idle_s),
             self._delete_idle_images,
             self._evict,

@@ -88,5 +88,5 @@ def release_unused(runtime: Runtime, space: CacheSpace, cache_root: Path, needed
     """
     with contextlib.suppress(BootseerError, OSError):
         idle_s = space.idle_s
-        shared_layers.unmount_idle(runtime, space.cache, idle_s=idle_s, needed=needed)
+        shared_layers.unmount_idle(runtime, idle_s=idle_s, needed=needed)
         delete_idle_trees(cache_root, runtime, idle_s=idle_s, needed=tree_name(needed))

@@ -104,7 +104,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
     if not dry_run:
         # Layers that are kept mounted for the next start would keep their files in use.
         runtime = Runtime(runtime_root())
-        unmount_idle(runtime, cache, idle_s=0)
+        unmount_idle(runtime, idle_s=0)
         delete_idle_trees(_root(folder), runtime, idle_s=0)
         delete_idle(_root(folder), cache, idle_s=CacheSpace(cache, say).idle_s if limit is None else 0)
     pruned = cache.prune(limit, dry_run=dry_run)

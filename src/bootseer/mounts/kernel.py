@@ -171,8 +171,6 @@ class Mount(Struct, frozen=True):
     """Options of the mount (`ro`, `nosuid`), and `ro` of its file system."""
     kind: str
     """Type of the file system: `ext4`, `fuse.sshfs`."""
-    source: str = ""
-    """What is mounted, as the file system shows it: a device, a file, any text."""
 
 
 def mount_table() -> list[Mount]:
@@ -183,8 +181,7 @@ def parse(line: bytes) -> Mount:
     """Parse one line of mountinfo. The optional fields end with a dash."""
     left, _, right = line.partition(b" - ")
     number, parent, device, root, path, options = left.split(b" ")[:6]
-    kind, _, rest = right.partition(b" ")
-    source, _, inside = rest.partition(b" ")
+    kind, _, inside = right.split(b" ", 2)
     words = {*options.split(b","), *(word for word in inside.split(b",") if word == b"ro")}
     return Mount(
         int(number),
@@ -194,7 +191,6 @@ def parse(line: bytes) -> Mount:
         _unescape(path),
         frozenset(map(os.fsdecode, words)),
         os.fsdecode(kind),
-        _unescape(source),
     )
 
 

@@ -22,7 +22,6 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.io import locks
@@ -89,21 +88,12 @@ def mounted_layers(runtime: Runtime) -> list[str]:
     return sorted({point.removeprefix(f"{runtime.layers}/") for point in kernel.mounts_below(runtime.layers)})
 
 
-def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Collection[str] = ()) -> list[str]:
+def unmount_idle(runtime: Runtime, *, idle_s: float, needed: Collection[str] = ()) -> list[str]:
     """Unmount layers that no mounted image uses and that were not used for `idle_s` seconds, and remove records of dead
     mounts; returns the unmounted layers. Those in `needed` stay mounted.
-
-    Layers from files of another cache that uses the same runtime folder stay: this one would gain
-    no space.
     """
     runtime.remove_stale()
-    root = f"{os.path.realpath(cache.root)}/"
-    foreign = [
-        os.path.basename(mount.path)  # noqa: PTH119 - of many mounts
-        for mount in kernel.mount_table()
-        if os.path.dirname(mount.path) == str(runtime.layers) and not _file_of(mount).startswith(root)  # noqa: PTH120
-    ]
-    used = {*needed, *foreign, *(layer for state in runtime.all() for layer in state.layers)}
+    used = {*needed, *(layer for state in runtime.all() for layer in state.layers)}
     unmounted = []
     for identity in mounted_layers(runtime):
         # Read the mtime before taking the lock, which updates it.
@@ -119,13 +109,6 @@ def unmount_idle(runtime: Runtime, cache: Cache, *, idle_s: float, needed: Colle
             _LOG.info("layer %s was idle and is unmounted", identity)
             unmounted.append(identity)
     return unmounted
-
-
-def _file_of(layer: kernel.Mount) -> str:
-    """The file that a layer is mounted from, directly or through a loop device."""
-    with contextlib.suppress(OSError):
-        return Path("/sys/block", Path(layer.source).name, "loop/backing_file").read_text()
-    return os.path.realpath(layer.source)
 
 
 def _lock_path(runtime: Runtime, identity: str) -> Path:

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.unpacked import delete_idle_trees
-from bootseer.cache.cache import Cache
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.errors import BootseerError
@@ -102,12 +100,11 @@ def test_one_mount_serves_all_starts_and_survives_them(
     assert first.path == second.path
     check_tree(second, setup)
     runtime = Runtime(tmp_path / "runtime")
-    cache = Cache(blocks_folder(tmp_path / "cache"))
     first.close()
-    assert unmount_idle(runtime, cache, idle_s=0) == []
+    assert unmount_idle(runtime, idle_s=0) == []
     second.close()
     assert kernel.is_mount(first.path)
-    assert unmount_idle(runtime, cache, idle_s=0) == [document.file.identity]
+    assert unmount_idle(runtime, idle_s=0) == [document.file.identity]
 
 
 def test_on_a_full_disk_a_start_keeps_the_mount_that_it_needs(bring: BringIt, tmp_path: Path) -> None:
