@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
@@ -184,17 +182,13 @@ def test_an_answer_that_was_not_read_gives_up_its_connection_alone(client: Clien
     [
         ("7", 7, 7),
         ("0", 0, 0),
-        (timedelta(seconds=120), 20, 120),
-        (timedelta(days=-1), 0, 0),
         ("999999", 300, 300),
     ],
 )
 @pytest.mark.parametrize("status", [429, 503])
 def test_retry_after_of_a_loaded_server_is_used(
-    client: Client, proxy: FaultProxy, status: int, value: str | timedelta, least: float, most: float
+    client: Client, proxy: FaultProxy, status: int, value: str, least: float, most: float
 ) -> None:
-    if isinstance(value, timedelta):  # from now, not from when the tests were collected
-        value = format_datetime(datetime.now(UTC) + value, usegmt=True)
     proxy.plan = once(Fault(status=status, headers={"Retry-After": value}))
     with pytest.raises(TransientError, match=str(status)) as caught:
         read(client)
@@ -202,7 +196,7 @@ def test_retry_after_of_a_loaded_server_is_used(
     assert least <= caught.value.retry_after_s <= most
 
 
-@pytest.mark.parametrize("value", ["", "soon", "-5", "1e9", "9" * 5000])
+@pytest.mark.parametrize("value", ["", "soon", "-5", "1e9", "9" * 5000, "Fri, 31 Dec 2100 23:59:59 GMT"])
 def test_an_invalid_retry_after_is_ignored(client: Client, proxy: FaultProxy, value: str) -> None:
     proxy.plan = once(Fault(status=429, headers={"Retry-After": value}))
     with pytest.raises(TransientError) as caught:

@@ -136,7 +136,12 @@ class Catalog(Generic[D]):
             if old is not None and old != document:
                 self.write_tombstone(self.kind.tombstone(old, now_s))
             put(self.store, document.name, data, document.objects, subject=subject)
-        self._check_objects(document)
+        if absent := missing(self.store, document.objects):
+            self.store.delete(document.name)
+            raise PermanentError(
+                f"{self.store.uri}: {absent[0].name} of the {self.kind.noun} is not there, or not as large as it should"
+                " be; it was not published"
+            )
         return True
 
     def all(self) -> Listing[D]:
@@ -203,13 +208,3 @@ class Catalog(Generic[D]):
             self._say(f"the objects of an unreadable {self.kind.noun} document are not deleted: {error}")
             return True, None
         return document is not None, document
-
-    def _check_objects(self, document: D) -> None:
-        absent = missing(self.store, document.objects)
-        if not absent:
-            return
-        self.store.delete(document.name)
-        raise PermanentError(
-            f"{self.store.uri}: {absent[0].name} of the {self.kind.noun} is not there, or not as large as it should be;"
-            " it was not published"
-        )

@@ -72,7 +72,8 @@ class ObjectStore:
             missing = end - start
             for piece in answer.stream(min_chunk_size=PIECE_BYTES // 4):
                 missing -= len(piece)
-                yield from _cut(bytes(piece))
+                data = bytes(piece)
+                yield from (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
             if missing:
                 raise TransientError(f"{self.uri}: the answer for {name} has another length than it should")
 
@@ -188,11 +189,3 @@ class ObjectUpload:
             # It exists if its upload was completed. If this user may not delete it, the bucket's rule does.
             with contextlib.suppress(BootseerError):
                 self._bucket.call("an upload", lambda: obstore.delete(self._bucket.writer, part.key))
-
-
-def _cut(piece: bytes) -> Iterator[bytes]:
-    if len(piece) <= PIECE_BYTES:
-        yield piece
-        return
-    for at in range(0, len(piece), PIECE_BYTES):
-        yield piece[at : at + PIECE_BYTES]

@@ -13,7 +13,6 @@ timeout once for sending and once for the whole response, which makes it a deadl
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import io
 import ipaddress
 import os
@@ -179,16 +178,9 @@ class Answer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The bounded `Retry-After` in seconds from now; None without a valid one."""
+        """The bounded `Retry-After` in seconds; None without one, or if it is a date."""
         text = self.headers.get("Retry-After", "").strip()
-        if re.fullmatch(r"\d{1,9}", text):
-            seconds = float(text)
-        else:
-            try:
-                seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-            except (ValueError, OverflowError):
-                return None
-        return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+        return min(float(text), MAX_RETRY_AFTER_S) if re.fullmatch(r"\d{1,9}", text) else None
 
     def pieces(self) -> Generator[bytes, None, None]:
         """The body as it arrives. Raises `TransientError` if it ends early."""
@@ -470,9 +462,5 @@ def _broken(origin: Origin, error: Exception, hint: str) -> BootseerError:
         return PermanentError(f"{origin} does not use TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
     if isinstance(error, SSLError):
         return TransientError(f"{origin}: TLS failed: {error}")
-    return TransientError(f"{origin}: the connection broke: {_short(error)}{hint}")
-
-
-def _short(error: BaseException) -> str:
     cause = error.__cause__ or error.__context__ or error
-    return (str(cause) or type(cause).__name__)[:200]
+    return TransientError(f"{origin}: the connection broke: {(str(cause) or type(cause).__name__)[:200]}{hint}")

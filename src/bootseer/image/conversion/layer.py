@@ -57,10 +57,6 @@ class LayerLimits:
     text_bytes: int = 512 << 20
     """Size of all names, link targets and extended attributes, which are held in memory."""
 
-    def unpacked_limit(self, compressed_bytes: int) -> int:
-        """The limit in bytes for a layer of this compressed size."""
-        return self.unpacked_bytes or max(_BOMB_FLOOR, _BOMB_RATIO * compressed_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
@@ -149,7 +145,7 @@ class _Conversion:
         self._writer = writer
         self._tree = LayerTree(writer, lower=None if job.lower else MergedLayers([]))
         self._limits = job.options.limits
-        self._unpacked_limit = self._limits.unpacked_limit(job.layer.size_bytes)
+        self._unpacked_limit = self._limits.unpacked_bytes or max(_BOMB_FLOOR, _BOMB_RATIO * job.layer.size_bytes)
         self._queued: deque[tuple[Member, Extent]] = deque()
         self._text_bytes = 0
         self._current = b""  # name of the member being converted, for messages

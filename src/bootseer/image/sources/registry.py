@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 
 from msgspec.structs import replace
@@ -24,16 +24,8 @@ _WHOLE_TIMEOUT_S = 1800.0
 
 def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool, mirrored: bool) -> ImageSource:
     """The image of a tag or digest. Raises as `open.open_source` does."""
-    registry = open_registry(reference.host, reference.repository, plain_http=plain_http, mirrored=mirrored)
-    try:
-        return _open(registry, reference, platform)
-    except BaseException:
-        registry.close()
-        raise
-
-
-def _open(registry: Registry, reference: Reference, platform: Platform) -> ImageSource:
     where = str(reference)
+    registry = open_registry(reference.host, reference.repository, plain_http=plain_http, mirrored=mirrored)
 
     def read(version: str) -> tuple[bytes, str, str]:
         try:
@@ -44,10 +36,12 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Image
             raise NotFoundError(f"no such tag or repository: {where}") from error
         return manifest.data, manifest.media_type, manifest.digest
 
-    manifest, digest = resolve_manifest(read, reference.version, platform, where)
-    data = retrying(lambda left_s: b"".join(_read_blob(registry, manifest.config, 0)))
-    image = source_of(where, digest, manifest, data, partial(_read_blob, registry))
-    return replace(image, location=f"oci://{registry.host}/{registry.repository}", close=registry.close)
+    with ExitStack() as opened:
+        opened.callback(registry.close)
+        manifest, digest = resolve_manifest(read, reference.version, platform, where)
+        data = retrying(lambda left_s: b"".join(_read_blob(registry, manifest.config, 0)))
+        image = source_of(where, digest, manifest, data, partial(_read_blob, registry))
+        return replace(image, location=f"oci://{registry}", close=opened.pop_all().close)
 
 
 def _read_blob(registry: Registry, blob: Descriptor, start: int) -> Generator[bytes, None, None]:
