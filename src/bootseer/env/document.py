@@ -97,6 +97,11 @@ class Daemon(Struct, frozen=True):
     ready_s: _Seconds = 0.0
     """How long it took during the setup until its pid files existed, and to the end of the setup if it listens."""
 
+    @property
+    def runtime_files(self) -> tuple[str, ...]:
+        """Pid files and sockets, which it creates at each start."""
+        return (*self.pid_files, *(text[5:] for text in self.sockets if text.startswith("unix /")))
+
 
 class LeftOutPath(Struct, frozen=True):
     """A path that the setup wrote and that is not in the snapshot."""

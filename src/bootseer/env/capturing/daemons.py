@@ -20,7 +20,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 from bootseer.env.capturing import exports
-from bootseer.env.capturing.leftovers import TRANSIENT
+from bootseer.env.capturing.leftovers import EMPTIED
 from bootseer.env.capturing.reads import Reads
 from bootseer.env.capturing.secrets import is_secret_variable
 from bootseer.env.document import Daemon
@@ -73,12 +73,6 @@ def find_restartable(pids: Mapping[int, str], setup: SetupContext, reads: Reads)
             if Path(f"/proc/{top.pid}").exists():  # it has not ended just now
                 reasons.append(f"it left a process running: {top.name} ({top.pid}), which cannot be looked at")
     return found, reasons
-
-
-def runtime_files(daemon: Daemon) -> tuple[str, ...]:
-    """Files that it creates at each start."""
-    sockets = [address.removeprefix("unix ") for address in daemon.sockets]
-    return (*daemon.pid_files, *(path for path in sockets if path.startswith("/")), daemon.output)
 
 
 def privileges(pid: int | str) -> dict[str, str]:
@@ -192,9 +186,7 @@ def _is_ephemeral(port: int) -> bool:
 
 
 def _is_transient(path: str) -> bool:
-    return any(path.startswith(f"{folder}/") for folder in TRANSIENT if folder not in ("/dev", "/proc", "/sys")) or (
-        path.startswith("/dev/shm/")  # noqa: S108 - compared
-    )
+    return path.startswith(tuple(f"{folder}/" for folder in EMPTIED))
 
 
 def _paths(argv: list[str], at: Path) -> list[str]:
@@ -205,9 +197,7 @@ def _paths(argv: list[str], at: Path) -> list[str]:
 def _pid_files(at: Path, family: set[int], argv: list[str], written: Iterable[str]) -> tuple[str, ...]:
     root = f"{at}/root"
     paths = {path for path in written if "pid" in path.rpartition("/")[2].lower()}
-    folders = (
-        found for folder in TRANSIENT if folder not in ("/dev", "/proc", "/sys") for found in os.walk(root + folder)
-    )
+    folders = (found for folder in EMPTIED for found in os.walk(root + folder))
     for folder, _, names in itertools.islice(folders, _MAX_FOLDERS):
         paths.update(f"{folder.removeprefix(root)}/{name}" for name in names if "pid" in name.lower())
     paths.update(_paths(argv, at), (path for path in open_files(int(at.name)) if path.endswith(".pid")))

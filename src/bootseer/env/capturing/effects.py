@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.artifact.child import run_in_child
-from bootseer.env.capturing.daemons import SetupContext, find_restartable, privileges, runtime_files
+from bootseer.env.capturing.daemons import SetupContext, find_restartable, privileges
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.reads import Reads
@@ -192,14 +192,14 @@ Mounted = tuple[str, str, str, str]
 """Path, kind of file system, device and root of a mount."""
 
 
+@dataclass(frozen=True, slots=True)
 class Baseline:
     """The state before a setup."""
 
-    def __init__(self, enter: Enter | None, before: Mapping[str, Any], kernel: KernelState, mark: str) -> None:
-        self._enter = enter
-        self._before = before
-        self._kernel = kernel
-        self._mark = mark
+    _enter: Enter | None
+    _before: Mapping[str, Any]
+    _kernel: KernelState
+    _mark: str
 
     @classmethod
     def take(cls, enter: Enter | None = None) -> Baseline:
@@ -249,8 +249,8 @@ class Baseline:
             )
             mentions = [*mentions, *(word for one in daemons for word in one.argv)]
         unsafe = [listed(unsafe, 5)] if unsafe else []
-        again = {path for one in daemons for path in runtime_files(one)}
-        # Of what could not be read, before or now, no difference is known.
+        again = {path for one in daemons for path in (*one.runtime_files, one.output)}
+        # If one of the two states could not be read, no difference is known.
         inside = self._before and (_inspect_inside(self._enter) or self._before)
         # Without mounts of its own, or a watch, these may be another program's.
         (this_time if self._enter is None else unsafe).extend(self._mount_changes(inside))

@@ -113,8 +113,10 @@ SYSTEM = (
     "/var/cache", "/var/lib", "/var/log", "/var/spool",
 )  # fmt: skip
 """The base: system packages and their configuration."""
-TRANSIENT = ("/dev", "/proc", "/run", "/sys", "/tmp", "/var/run", "/var/tmp")  # noqa: S108 - nothing is written
-"""State of the running system, and scratch space."""
+EMPTIED = ("/run", "/var/run", *SCRATCH)
+"""Folders that a restart of the machine may empty; those of daemons first, as searches in large ones are limited."""
+TRANSIENT = (*EMPTIED, "/dev", "/proc", "/sys")
+"""The same, and what shows the state of the kernel."""
 AT_HOME = (
     # The user's own programs and packages, as /usr/local is the machine's. The packages are in the key.
     ".local/bin", ".local/lib", ".local/share/mise", ".local/share/uv", ".asdf", ".cargo", ".nvm", ".pyenv", ".rustup",

@@ -136,7 +136,7 @@ def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _save_record(folder: Path, roots: Mapping[str, str], **more: float) -> None:
-    """Write the record of a run; after an error the one before is there."""
+    """Write the record of a run; after an error the old one is still there."""
     replace_file(folder / _RECORD, json.dumps({"roots": roots, **more}).encode())
 
 
@@ -166,7 +166,7 @@ def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None
     if not touched:
         delete_tree(folder)
         return
-    # The disk may be full, by what the job wrote: first of all there is room.
+    # The record last: what the job wrote may have filled the disk.
     for child in folder.iterdir():
         if child != files and child.is_dir():
             delete_tree(child)

@@ -28,7 +28,7 @@ from bootseer.erofs.merged import MARKS
 from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.tasks import Tasks
 
-_KINDS: Mapping[int, Kind] = {
+KINDS: Mapping[int, Kind] = {
     stat.S_IFREG: "file",
     stat.S_IFDIR: "directory",
     stat.S_IFLNK: "symlink",
@@ -97,7 +97,7 @@ def inspect_changes(changes: Iterable[Change], ended_s: float | None) -> tuple[l
 
 
 def _item(change: Change, raw: bytes, status: os.stat_result) -> Item:
-    kind = _KINDS[stat.S_IFMT(status.st_mode)]
+    kind = KINDS[stat.S_IFMT(status.st_mode)]
     python_source = (source_of(change.path) or "") if kind == "file" else ""
     # Not for bytecode: each name refers to the source beside it.
     several = kind != "directory" and status.st_nlink > 1 and not python_source

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from bootseer.env.snapshot.contents import digest_of_file, xattrs_of
+from bootseer.env.snapshot.contents import KINDS, digest_of_file, xattrs_of
 from bootseer.env.snapshot.manifest import Entry, path_bytes
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
@@ -19,7 +19,6 @@ from bootseer.io.tasks import Tasks
 Tier = Literal["quick", "full"]
 MAX_DIFFERENCES = 1000
 _BATCH = 128
-_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo"}
 _MARK = b"trusted.overlay.opaque"
 
 
@@ -125,7 +124,7 @@ class _Comparison(NamedTuple):
             elif not (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0):
                 yield "not marked as deleted"
             return
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device or socket")
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "device or socket")
         if kind != entry.kind:
             yield f"a {kind}, not a {entry.kind}"
             return

@@ -14,7 +14,6 @@ import msgspec
 from msgspec.structs import replace
 
 from bootseer.artifact.lease import Held, Lease, NoLease
-from bootseer.artifact.places import environments_folder
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys.key import RequestKey, gate
 from bootseer.env.keys.request_key import KeyRequest, facts_folder_of, request_key
@@ -178,11 +177,9 @@ class LookupProcess:
                 self._mark(store, reason)
 
     def _mark(self, store: Store, reason: bytes) -> None:
-        from bootseer.env.capturing.exclude import Exclusions
-        from bootseer.env.snapshot.secret_check import SecretCheck  # needed by few starts
+        from bootseer.env.capturing.exclude import Exclusions  # needed by few starts
+        from bootseer.env.capturing.walk import LeftOut
 
-        options = self._task.options
-        rules, cache = options.secret_rules, environments_folder(options.cache) / "secret-rules"
-        check = SecretCheck(Exclusions(), variables=self._task.env, rules=rules, cache=cache)
+        check = self._task.secret_check(LeftOut(Exclusions()))
         mark = unsafe.Mark(self._key.digest, reason.decode("utf-8", "replace"), self._task.node, time.time())
         unsafe.write_mark(store, mark, check)

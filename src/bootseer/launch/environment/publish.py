@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from bootseer import __version__
-from bootseer.artifact.places import environments_folder
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import MAX_LEFT_OUT, Daemon, EnvironmentDocument, Trust
@@ -135,16 +134,9 @@ def start_publishing(task: Task, publication: Publication) -> Publishing:
 
 def _publish(task: Task, publication: Publication, send: Send) -> None:
     began_s = time.monotonic()
-    options = task.options
     key, num_changes = publication.key.digest[:12], len(publication.changes)
     _log.info("environment %s: %d changes are checked and written", key, num_changes)
-    check = SecretCheck(
-        publication.left_out.exclusions,
-        withheld=publication.left_out.withheld.values(),
-        variables=task.env,
-        rules=options.secret_rules,
-        cache=environments_folder(options.cache) / "secret-rules",
-    )
+    check = task.secret_check(publication.left_out)
     try:
         publication.validate()
         _write(task, publication, check, began_s, send)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bootseer.env.capturing.leftovers import TRANSIENT
+from bootseer.env.capturing.leftovers import EMPTIED
 from bootseer.env.changes import lies_in
 from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
@@ -190,8 +190,7 @@ def _exec_daemon(daemon: Daemon, uid: int, env: Mapping[str, str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     os.nice(daemon.nice if uid == 0 else max(daemon.nice, 0))
-    paths = (*daemon.pid_files, *(text[5:] for text in daemon.sockets if text.startswith("unix /")))
-    folders = [path.rpartition("/")[0] for path in paths]
+    folders = [path.rpartition("/")[0] for path in daemon.runtime_files]
     if daemon.uid != uid:  # root drops its privileges
         _make_run_folders(folders, daemon)
         if daemon.user:
@@ -204,7 +203,7 @@ def _exec_daemon(daemon: Daemon, uid: int, env: Mapping[str, str]) -> None:
     prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     os.umask(daemon.umask)
     for folder in folders:
-        if lies_in(folder, TRANSIENT):  # in no snapshot
+        if lies_in(folder, EMPTIED):  # in no snapshot
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - a name
     os.chdir(daemon.cwd)
     output = _output(daemon)

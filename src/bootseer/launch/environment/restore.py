@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -36,7 +36,6 @@ from bootseer.launch.environment.view import EnvironmentUnavailable, PreparedEnv
 from bootseer.launch.observers import reporting_errors
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
-from bootseer.store.store import Store
 from bootseer.trace.event import INSTANT, Event
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import format_seconds, listed
@@ -200,26 +199,28 @@ def remove_snapshot(task: Task, document: EnvironmentDocument, why: str, *, once
     setup is not reproducible."""
     label = f"{why}: the environment's snapshot {document.key[:12]}"
 
-    def remove(store: Store) -> bool:
-        catalog = Catalog(store, say)
-        # Before the look: it takes long in a registry, and another start may make a new one meanwhile.
-        again = once_a_day and catalog.has_removed(document.key, time.time() - _DAY_S)
-        found = catalog.look(document.key)
-        if found.kind == "none" or (found.document is not None and build_id(found.document) != build_id(document)):
-            return False
-        if again:
-            say(f"{label} is used further, as one was removed within the last day; --env refresh makes it anew")
-            return False
-        try:
-            catalog.remove(document.key, time.time())
-        except PermanentError:  # many registries do not support deletion; an expired snapshot is made anew, too
-            expired = replace(document, max_age_s=0.0).encode()
-            put(store, document.name, task.signatures.seal(document.name, expired))
-        say(f"{label} is removed from its store: the next start makes it anew")
-        return True
+    def remove() -> bool:
+        with contextlib.closing(task.open_store()) as store:
+            catalog = Catalog(store, say)
+            # Before the look: it takes long in a registry, and another start may make a new one meanwhile.
+            again = once_a_day and catalog.has_removed(document.key, time.time() - _DAY_S)
+            found = catalog.look(document.key)
+            if found.kind == "none" or (found.document is not None and build_id(found.document) != build_id(document)):
+                return False
+            if again:
+                say(f"{label} is used further, as one was removed within the last day; --env refresh makes it anew")
+                return False
+            try:
+                catalog.remove(document.key, time.time())
+            except PermanentError:  # many registries do not support deletion; an expired snapshot is made anew, too
+                expired = replace(document, max_age_s=0.0).encode()
+                put(store, document.name, task.signatures.seal(document.name, expired))
+            say(f"{label} is removed from its store: the next start makes it anew")
+            return True
 
     try:
-        if _with_store(task, remove):
+        # In a child if the store's client may have threads.
+        if run_in_child(remove) if breaks_forks(task.store_uri) else remove():
             attrs = {"key": document.key, "why": why}
             task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=attrs)
     except BootseerError as error:
@@ -232,13 +233,3 @@ def _evidence(events: list[Event], code: int) -> str:
             module, message = (str(event.attrs.get(name) or "") for name in ("module", "message"))
             return f"an import failed ({module or 'unknown'}: {message})" if message else f"import {module} failed"
     return f"the command died by {_FAULTS[code]}" if code in _FAULTS else ""
-
-
-def _with_store(task: Task, work: Callable[[Store], bool]) -> bool:
-    """The result of this work with the store, in a child if its client may have threads."""
-
-    def work_in_store() -> bool:
-        with contextlib.closing(task.open_store()) as store:
-            return work(store)
-
-    return bool(run_in_child(work_in_store)) if breaks_forks(task.store_uri) else work_in_store()

@@ -25,6 +25,8 @@ from bootseer.launch.session import Session, Unmeasured, session_stage
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
     from bootseer.env import Mode
+    from bootseer.env.capturing.walk import LeftOut
+    from bootseer.env.snapshot.secret_check import SecretCheck
     from bootseer.store.store import Store
 
 
@@ -145,6 +147,14 @@ class Task:
         from bootseer.store.open import open_store
 
         return open_store(self.store_uri, plain_http=self.options.plain_http)
+
+    def secret_check(self, left_out: LeftOut) -> SecretCheck:
+        """The check of all that goes to the store. Raises what `SecretCheck` raises."""
+        from bootseer.env.snapshot.secret_check import SecretCheck
+
+        exclusions, withheld = left_out.exclusions, left_out.withheld.values()
+        rules, cache = self.options.secret_rules, environments_folder(self.options.cache) / "secret-rules"
+        return SecretCheck(exclusions, withheld=withheld, variables=self.env, rules=rules, cache=cache)
 
     @property
     def changes(self) -> Path:
