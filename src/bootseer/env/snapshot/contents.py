@@ -1,8 +1,7 @@
 """The items of a snapshot (one for each path) and their contents.
 
-All paths are inspected before any file is read. Most files are small, and their cost is opening them: a few threads
-read ahead, bounded by bytes. Large files are read in pieces, without their holes. A file that changes meanwhile is an
-error: a snapshot must hold what the setup left.
+All paths are inspected before any file is read. Large files are read in pieces, without their holes. A file that
+changes meanwhile is an error: a snapshot must hold what the setup left.
 """
 
 from __future__ import annotations
@@ -10,23 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import BinaryIO
 
 from blake3 import blake3
 
 from bootseer.artifact.unpacked import read_sparse
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.bytecode import NS, Source, settle_header, source_of
+from bootseer.env.snapshot.bytecode import NS, source_of
 from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
-from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.erofs.format import NO_XATTRS, has_prefix
 from bootseer.erofs.merged import MARKS
 from bootseer.errors import PermanentError, os_errors_as
-from bootseer.io.tasks import Tasks
 
 KINDS: Mapping[int, Kind] = {
     stat.S_IFREG: "file",
@@ -150,64 +146,11 @@ def path_errors(path: str) -> contextlib.AbstractContextManager[None]:
 SMALL_BYTES = 1 << 20
 _PIECE = 1 << 20
 _ZEROS = bytes(_PIECE)
-_BATCH_FILES = 64
-_BATCH_BYTES = 4 << 20
-_BATCHES_PER_THREAD = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of a small file and its digest; no data: bytecode that Python would reject."""
-
-    data: bytes | None
-    digest: str
-    secret: str = ""
-    """A secret that was found in it (`SecretCheck.check_content`)."""
-
-
-def small_contents(
-    items: Sequence[Item], source_of: Callable[[Item], Source | None], check: SecretCheck, threads: int
-) -> Generator[tuple[Item, Content], None, None]:
-    """The small files among the items with their contents, read ahead in a few threads. `source_of` returns the source
-    of a file in `__pycache__`. Raises `PermanentError`."""
-
-    def read(batch: list[Item]) -> list[tuple[Item, Content]]:
-        return [(item, _content(item, source_of, check)) for item in batch]
-
-    batches = _batches(items)
-    with Tasks("bootseer-read", threads) as pool:
-        ahead = deque(pool.submit(read, batch) for batch in islice(batches, threads * _BATCHES_PER_THREAD))
-        while ahead:
-            yield from ahead.popleft().result()
-            ahead.extend(pool.submit(read, batch) for batch in islice(batches, 1))
-
-
-def _content(item: Item, source_of: Callable[[Item], Source | None], check: SecretCheck) -> Content:
-    with path_errors(item.path):
-        whole = read_whole(item)
-        data = settle_header(whole, source_of(item)) if item.python_source else whole
-    secret = "" if item.python_source else check.check_content(item.path, data or b"")
-    return Content(data, digest_of(data or b""), secret)
 
 
 def is_small(item: Item) -> bool:
     """Whether a file is read as a whole."""
     return item.entry.size <= SMALL_BYTES or bool(item.python_source)
-
-
-def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
-    size = 0
-    for item in items:
-        if not is_small(item):
-            continue
-        batch.append(item)
-        size += item.entry.size
-        if len(batch) >= _BATCH_FILES or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def digest_of(data: bytes) -> str:

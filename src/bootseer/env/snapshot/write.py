@@ -1,8 +1,8 @@
 """Write a setup's changes as a snapshot: one EROFS block file and one manifest, both canonical.
 
-The same files give the same two objects, independent of time, place and order of writing. Files are read and digested
-in a few threads, compressed in others, and stored by the caller's. Nothing is buffered on disk, and in memory only what
-is in flight.
+The same files give the same two objects, independent of time, place and order of writing. Files are read, checked and
+stored by the caller's thread, and compressed in others. Nothing is buffered on disk, and in memory only what is in
+flight.
 
 The tree has overlayfs' form: a deletion becomes a whiteout, a directory that replaces one is marked opaque for both
 kinds of overlay mounts. Unchanged parent directories are in the tree, too, with the attributes of the real ones: an
@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -26,15 +25,15 @@ from bootseer.blocks.writer import BlockWriter
 from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Change
 from bootseer.env.restoring.roots import is_checked
-from bootseer.env.snapshot.bytecode import Source, Times
+from bootseer.env.snapshot.bytecode import Source, Times, settle_header
 from bootseer.env.snapshot.contents import (
-    Content,
     Item,
+    digest_of,
     inspect_changes,
     is_small,
     path_errors,
     read_pieces,
-    small_contents,
+    read_whole,
     xattrs_of,
 )
 from bootseer.env.snapshot.manifest import MAX_ENTRIES, Entry, Manifest, path_bytes
@@ -125,7 +124,7 @@ def write_snapshot(
     def once(_left_s: float) -> tuple[BlockFile, _SnapshotWriter]:
         with BlockWriter(store, head_bytes=BLOCK, threads=threads) as blocks:
             run = _SnapshotWriter(ErofsWriter(blocks), items, began_s, root, is_loose, check)
-            return blocks.finish(run.write(threads)), run
+            return blocks.finish(run.write()), run
 
     # A failed upload cannot be resumed, only repeated as a whole.
     file, run = retrying(once, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
@@ -200,20 +199,14 @@ class _SnapshotWriter:
         self._tree.update(ROOT, self._directory_attributes(b""))
         self._first: dict[tuple[int, int], tuple[int, Entry]] = {}  # inode and entry of files with several names
 
-    def write(self, threads: int) -> bytes:
+    def write(self) -> bytes:
         """Write everything; returns block 0 of the image."""
-        reading, names = [], set()
         for item in self._items:
-            if item.kind == "file" and (item.inode == _ALONE or item.inode not in names):
-                names.add(item.inode)
-                reading.append(item)
-        with closing(small_contents(reading, self._source_of, self._check, threads)) as contents:
-            for item in self._items:
-                self._add(item, contents)
+            self._add(item)
         raise_if_secret(self._secrets)
         return self._writer.finish()
 
-    def _add(self, item: Item, contents: Iterator[tuple[Item, Content]]) -> None:
+    def _add(self, item: Item) -> None:
         known = self._first.get(item.inode) if item.inode != _ALONE else None
         if known is not None:
             inode, first = known
@@ -223,13 +216,13 @@ class _SnapshotWriter:
         extent, digest = Extent(0, 0), ""
         if item.kind == "file":
             if is_small(item):
-                found, content = next(contents)
-                assert found is item  # noqa: S101 - both sides go through the same list
-                if content.data is None:
+                with path_errors(item.path):
+                    data = self._content(item)
+                if data is None:
                     self._drop(item)
                     return
-                self._write(content.data, content.secret)
-                digest = content.digest
+                self._write(data, "" if item.python_source else self._check.check_content(item.path, data))
+                digest = digest_of(data)
             elif not self._secrets:
                 judge = self._check.check_large(item.path, item.entry.size)
                 with path_errors(item.path):
@@ -241,6 +234,11 @@ class _SnapshotWriter:
         entry = self._keep(item, size=extent.size, digest=digest)
         if item.inode != _ALONE:
             self._first[item.inode] = inode, entry
+
+    def _content(self, item: Item) -> bytes | None:
+        """The content of a small file in the snapshot; None for bytecode that Python would reject."""
+        data = read_whole(item)
+        return settle_header(data, self._source_of(item)) if item.python_source else data
 
     def _write(self, data: bytes, secret: str) -> None:
         if secret:
