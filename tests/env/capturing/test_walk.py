@@ -44,18 +44,19 @@ def found(layer: Layer) -> dict[str, Change]:
     return {change.path: change for change in walk.changes()}
 
 
-def test_whiteouts_of_both_forms_are_deletions(layer: Layer) -> None:
-    for name in ("device", "marked", "user_marked", "kept"):
+def test_whiteouts_are_deletions(layer: Layer) -> None:
+    for name in ("device", "emptied", "kept"):
         write(layer.lower, name, name)
     os.mknod(Path(layer.upper, "device"), 0o020000, os.makedev(0, 0))
     os.mknod(Path(layer.upper, "never_there"), 0o020000, os.makedev(0, 0))
-    os.setxattr(write(layer.upper, "marked"), "trusted.overlay.whiteout", b"y")
-    os.setxattr(write(layer.upper, "user_marked"), "user.overlay.whiteout", b"y")
+    # As in an image that the setup unpacks for containers without root: the kernel shows the file.
+    os.setxattr(write(layer.upper, "emptied"), "user.overlay.whiteout", b"y")
     changes = found(layer)
-    assert {path: change.action for path, change in changes.items()} == dict.fromkeys(
-        ("/data/device", "/data/marked", "/data/user_marked"), Action.DELETED
-    )
-    assert changes["/data/marked"].before == described(Path(layer.lower, "marked"))
+    assert {path: change.action for path, change in changes.items()} == {
+        "/data/device": Action.DELETED,
+        "/data/emptied": Action.MODIFIED,
+    }
+    assert changes["/data/device"].before == described(Path(layer.lower, "device"))
 
 
 @pytest.mark.parametrize("mark", ["trusted.overlay.opaque", "user.overlay.opaque"])

@@ -32,7 +32,6 @@ _KINDS: Mapping[int, Kind] = {
 }
 _MARKS = ("trusted.overlay.", "user.overlay.")
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
-_WHITEOUT = ("trusted.overlay.whiteout", "user.overlay.whiteout")
 _PATHS_KEPT = 20
 """For each rule."""
 _log = logger(__name__)
@@ -308,12 +307,7 @@ def join(folder: str, name: str) -> str:
 
 
 def _is_whiteout(found: PathState) -> bool:
-    status = found.status
-    if stat.S_ISCHR(status.st_mode):
-        return status.st_rdev == 0
-    # Written by tools that may not create devices: an empty file with an attribute.
-    is_empty = stat.S_ISREG(status.st_mode) and status.st_size == 0
-    return is_empty and not found.xattrs(marks=True).keys().isdisjoint(_WHITEOUT)
+    return stat.S_ISCHR(found.status.st_mode) and found.status.st_rdev == 0
 
 
 def _is_opaque(found: PathState) -> bool:
