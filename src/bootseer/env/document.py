@@ -67,7 +67,9 @@ def apply_exports(exports: Iterable[Export], env: Mapping[str, str]) -> dict[str
 
 
 _Argument = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", max_length=MAX_TEXT)]
-_Path = Annotated[str, Meta(pattern=r"\A/[^\0]*\Z", max_length=4096)]
+_NAMES = r"(/(?!\.{1,2}(/|\Z))[^/\0]+)+"
+_Path = Annotated[str, Meta(pattern=rf"\A{_NAMES}\Z", max_length=4096)]
+"""Absolute, without `.` and `..`."""
 _Id = Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]
 
 
@@ -79,7 +81,7 @@ class Daemon(Struct, frozen=True):
     argv: Annotated[tuple[_Argument, ...], Meta(min_length=1, max_length=1000)]
     env: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)]
     """Differences between its environment and the job's."""
-    cwd: _Path
+    cwd: Annotated[str, Meta(pattern=rf"\A(/|{_NAMES})\Z", max_length=4096)]
     user: Annotated[str, Meta(max_length=256)]
     """Name of the user; empty without one."""
     uid: _Id
@@ -87,7 +89,7 @@ class Daemon(Struct, frozen=True):
     nice: Annotated[int, Meta(ge=-39, le=39)] = 0
     """Added to the nice value of the run."""
     umask: Annotated[int, Meta(ge=0, le=0o777)] = 0o022
-    output: Annotated[str, Meta(pattern=r"\A(/[^\0]*)?\Z", max_length=4096)] = ""
+    output: Annotated[str, Meta(pattern=rf"\A({_NAMES})?\Z", max_length=4096)] = ""
     """The file for its output; empty without one."""
     sockets: Annotated[
         tuple[Annotated[str, Meta(pattern=r"\A(tcp|udp|unix) [^\0]+\Z", max_length=512)], ...], Meta(max_length=100)
@@ -127,7 +129,7 @@ class EnvironmentDocument(Struct, frozen=True):
     """Digests of all files (see `snapshot.manifest`), compressed."""
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     """Digest of the snapshot's canonical content, equal for equal files: `sha256:<hex>`."""
-    roots: Annotated[tuple[str, ...], Meta(max_length=1000)]
+    roots: Annotated[tuple[_Path, ...], Meta(max_length=1000)]
     """Folders that a restore mounts (`restoring.roots`), as absolute paths."""
     num_loose: _Count
     """Number of paths outside of `roots`, which a restore writes to the node."""
@@ -216,15 +218,10 @@ class EnvironmentDocument(Struct, frozen=True):
                 raise _wrong(name)
         # Folders to be mounted over: none of the kernel's, and none nested in another.
         folders = sorted(f"{path}/" for path in self.roots)
-        if not all(_is_plain_path(path) and not lies_in(path, _NEVER_ROOTS) for path in self.roots) or any(
+        if any(lies_in(path, _NEVER_ROOTS) for path in self.roots) or any(
             inner.startswith(outer) for outer, inner in pairwise(folders)
         ):
             raise _wrong("roots")
-        paths = [path for one in self.daemons for path in (one.program, one.output, *one.pid_files) if path]
-        if not all(map(_is_plain_path, paths)) or not all(
-            one.cwd == "/" or _is_plain_path(one.cwd) for one in self.daemons
-        ):
-            raise _wrong("daemons")
         # A host's document that refers to none of its files would restore nothing, which only the job would notice.
         on_machine = str(self.platform.get("base", "")).startswith("host")
         if on_machine and self.num_files and not self.roots and self.loose is None:
@@ -243,8 +240,3 @@ def document_name(key: str) -> str:
 
 def _wrong(name: str) -> CorruptError:
     return CorruptError(f"environment document: {name} is missing or impossible")
-
-
-def _is_plain_path(path: str) -> bool:
-    is_absolute = path.startswith("/") and len(path) <= 4096 and "\0" not in path
-    return is_absolute and {"", ".", ".."}.isdisjoint(path[1:].split("/"))

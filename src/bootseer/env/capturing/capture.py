@@ -116,9 +116,10 @@ def open_overlay(
     _make_caches(homes, env)
     passthrough = (*exclusions.passthrough_folders, *PASSTHROUGH_FILES)
     problems: list[str] = []
-    for place, memory_bytes in _places(folder):
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for memory_bytes in (0, free_bytes // _SHARE_OF_MEMORY):  # on the folder's disk, or in memory
         try:
-            own = OwnedFolder.made(place, "capture-")
+            own = OwnedFolder.made(folder, "capture-")
         except BootseerError as error:
             problems.append(str(error))
             continue
@@ -136,7 +137,7 @@ def open_overlay(
             return OverlayCapture(way, namespace, own, plan, exclusions)
         except BootseerError as error:
             own.remove()
-            problems.append(f"{'in memory' if memory_bytes else place}: {error}")
+            problems.append(f"{'in memory' if memory_bytes else folder}: {error}")
     raise PermanentError("; ".join(dict.fromkeys(problems)))
 
 
@@ -152,11 +153,6 @@ def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterabl
         is_own = exclusions.rule_on_path(path, kind="directory") is OWN
         if any(is_below(path, folder) for folder in scratch) and os.path.isdir(path) and not is_own:  # noqa: PTH112
             yield path
-
-
-def _places(folder: Path) -> list[tuple[Path, int]]:
-    """Places for upper layers, the best first; with a size limit in bytes for the one in memory, otherwise 0."""
-    return [(folder, 0), (folder, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE_OF_MEMORY)]
 
 
 def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> None:

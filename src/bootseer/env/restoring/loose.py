@@ -34,7 +34,6 @@ SourceOf = Callable[[str], Path]
 """Where the snapshot's version of a path can be read."""
 Operation = Literal["make", "replace", "set_attributes", "delete"]
 """`set_attributes`: the content is right already."""
-_PIECE = 1 << 20
 _GIT_FILES = re.compile(r".*/\.git/(.*/)?(index|logs/.*|FETCH_HEAD|ORIG_HEAD|packed-refs)", re.DOTALL)
 """Files of a clone that git rewrites at read-only commands or for housekeeping."""
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")
@@ -236,12 +235,9 @@ class _Planner(Struct):
                 if is_settled(found):
                     self.facts.put("blake3", entry.path, stamp_of(found), digest)
             return bool(digest == entry.digest)
-        here = self.tree.read(entry.path)
-        with os.fdopen(here, "rb") as restored, self.source_of(entry.path).open("rb") as existing:
-            while piece := existing.read(_PIECE):
-                if restored.read(len(piece)) != piece:
-                    return False
-            return not restored.read(1)
+        with self.source_of(entry.path).open("rb") as file:
+            left = hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(self.tree.read(entry.path)) == left
 
     def _check_others(self, entry: Entry) -> None:
         """Delete, or refuse, entries of a replaced folder that are not in its new version."""

@@ -20,7 +20,7 @@ from msgspec import Struct
 from bootseer.errors import PermanentError, UsageError, os_errors_as
 from bootseer.launch.command import Options, run_command, run_program
 from bootseer.launch.session import Session, session_stage
-from bootseer.launch.supervise import say
+from bootseer.launch.supervise import NOT_FOUND, say
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from bootseer.env.keys.requirement import FileKind
 
 STAGE = "environment_setup"
-_CANNOT_START = 127
 
 
 def check_files(script: str | None, requirements: Sequence[str]) -> None:
@@ -161,7 +160,7 @@ def run_setup(
                 argv, more = install_command(kind, files, env)
                 code = _step("install", label, argv, {**env, **more}, session)
             except PermanentError as error:
-                code = _CANNOT_START
+                code = NOT_FOUND
                 say(str(error))
                 say_failed(label, code)
             if code:
