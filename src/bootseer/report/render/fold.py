@@ -16,7 +16,7 @@ from bootseer.report.model import Link, Node, Report, Segment
 from bootseer.trace.event import encodable
 
 FOLD_ABOVE = 32
-MAX_OUTLIERS = 20
+_MAX_OUTLIERS = 20
 _CUTS = ((0, 50), (50, 90), (90, 99), (99, 100))
 # Control characters are invisible, and direction marks could make a name look like another one.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
@@ -71,15 +71,15 @@ def time_range(nodes: list[Node]) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def outliers(report: Report, limit: int = MAX_OUTLIERS) -> list[Node]:
-    """The nodes to look at first, at most `limit`, most important first."""
+def outliers(report: Report) -> list[Node]:
+    """The nodes to look at first, most important first."""
     by_name = {node.node: node for node in report.nodes}
     names = [link.node for link in reversed(report.critical_chain)]
     names += [straggler.node for straggler in sorted(report.stragglers, key=lambda s: -s.delay_s)]
     names += [node.node for node in ended_first(report.nodes)]
     names += [node.node for node in sorted(report.nodes, key=own_s, reverse=True)]
     chosen = [name for name in dict.fromkeys(names) if name in by_name]
-    return [by_name[name] for name in chosen[:limit]]
+    return [by_name[name] for name in chosen[:_MAX_OUTLIERS]]
 
 
 def in_order(nodes: list[Node]) -> list[Node]:

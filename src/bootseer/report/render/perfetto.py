@@ -2,8 +2,7 @@
 
 Each node is a process with one thread of nested slices; background work is async, because it overlaps. The critical
 chain is a process of its own. Viewers silently drop events that break the rules of the format: slices of a thread must
-nest, parents must come before children, ts is in microseconds. Viewers get slow with thousands of processes, so a large
-startup shows outliers and a sample of each band.
+nest, parents must come before children, ts is in microseconds.
 """
 
 from __future__ import annotations
@@ -14,12 +13,8 @@ from functools import partial
 from typing import Any
 
 from bootseer.report.model import UNTRACKED, WAIT, WORK, Link, Node, Report, Segment
-from bootseer.report.render.fold import bands, clean, in_order, outliers, time_range
+from bootseer.report.render.fold import clean, in_order, time_range
 
-MAX_NODES = 200
-"""From this many nodes on, only outliers and samples are written."""
-NUM_OUTLIERS = 60
-SAMPLE_PER_BAND = 10
 _CHAIN_PID = 1
 _FIRST_NODE_PID = 2
 
@@ -33,11 +28,10 @@ def render(report: Report) -> str:
 
 def trace(report: Report) -> dict[str, Any]:
     """The trace as the dict that `render` writes: `traceEvents` in the order that viewers need."""
-    nodes = _shown(report)
     us = partial(_microseconds, time_range(report.nodes)[0])
     events = _metadata(_CHAIN_PID, f"{clean(report.startup.job)}: critical chain", -1)
     timed = _chain(report.critical_chain, us)
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(in_order(report.nodes)):
         pid = _FIRST_NODE_PID + index
         rank = f" rank {node.rank}" if node.rank >= 0 else ""
         events += _metadata(pid, clean(node.node) + rank, index)
@@ -45,28 +39,10 @@ def trace(report: Report) -> dict[str, Any]:
         timed += _background(node, pid, us)
     # The sort is stable: with equal times, a parent stays before its children.
     timed.sort(key=lambda event: event["ts"])
-    return {"displayTimeUnit": "ms", "traceEvents": events + timed, "otherData": _about(report, nodes)}
+    return {"displayTimeUnit": "ms", "traceEvents": events + timed, "otherData": _about(report)}
 
 
-def _shown(report: Report) -> list[Node]:
-    if len(report.nodes) < MAX_NODES:
-        return in_order(report.nodes)
-    chosen = {node.node: node for node in outliers(report, NUM_OUTLIERS)}
-    for band in bands(report.nodes):
-        stride = max(1, len(band.nodes) // SAMPLE_PER_BAND)
-        for node in band.nodes[::stride][:SAMPLE_PER_BAND]:
-            chosen.setdefault(node.node, node)
-    return list(chosen.values())
-
-
-def _about(report: Report, nodes: list[Node]) -> dict[str, Any]:
-    total = len(report.nodes)
-    shown = f"all {total} nodes"
-    if len(nodes) < total:
-        shown = (
-            f"{len(nodes)} of {total} nodes: critical chain, stragglers, slowest, and {SAMPLE_PER_BAND} "
-            "of each percentile band of own time"
-        )
+def _about(report: Report) -> dict[str, Any]:
     startup = report.startup
     return {
         "job": clean(startup.job),
@@ -74,7 +50,6 @@ def _about(report: Report, nodes: list[Node]) -> dict[str, Any]:
         "restart": startup.restart,
         "kind": startup.kind,
         "verdict": clean(report.verdict),
-        "nodes_shown": shown,
         "zero_unix_ns": str(startup.zero_ns),
         "clock_error": "unobserved" if report.clock.max_error_s is None else f"{report.clock.max_error_s:.6f} s",
     }
