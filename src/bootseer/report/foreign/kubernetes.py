@@ -43,8 +43,6 @@ _IN_TIME = (
     rf"\\*\"{_IMAGE}(?: in (?P<pull>{DURATION}))?(?:\s*\((?P<took>{DURATION}) including waiting\))?"
     r"(?:\. Image size: (?P<bytes>\d{1,15}) bytes)?"
 )
-_PULLED = Rule(END, _PULL, "Successfully pulled image ", _IN_TIME, says="pulled")
-_PULLED_BY_AGES = Rule(END, _PULL, "", says="pulled, by ages of events: to {precision_s} s")
 # In the order in which they happen within one second, which is as fine as the times of most events are.
 _RULES = (
     # An earlier pod of this name may have been deleted.
@@ -53,7 +51,7 @@ _RULES = (
     Rule(END, _QUEUE, "Successfully assigned ", _ASSIGNED),
     Rule(BEGIN, _PULL, "Pulling image ", rf"\\*\"{_IMAGE}", restarts=True),
     Rule(BEGIN, _PULL, "pulling image ", rf"\\*\"(?<!-off pulling image \"){_IMAGE}", restarts=True),
-    _PULLED,
+    Rule(END, _PULL, "Successfully pulled image ", _IN_TIME, says="pulled"),
     Rule(
         END, _PULL, "Container image ", rf"\\*\"{_IMAGE} already present on machine", says="was already on the machine"
     ),
@@ -85,11 +83,10 @@ class _Moment:
     age_s: int = -1
     """How long before the log was printed, if only that is known, in units of `precision_s`; else -1."""
     precision_s: int = 0
-    took_s: int = -1
-    """The difference of two ages, where no time is known."""
 
-    def is_of(self, role: str, stage: str) -> bool:
-        return any((rule.role, rule.stage) == (role, stage) for rule, _ in self.found)
+    @property
+    def is_assigned(self) -> bool:
+        return any(rule.stage == _BOUND for rule, _ in self.found)
 
 
 class KubernetesParser(TableParser):
@@ -115,9 +112,9 @@ class KubernetesParser(TableParser):
         if moment.found:
             self._moments.append(moment)
         if moment.found and moment.age_s >= 0:
-            if moment.is_of(MARK, _BOUND):
+            if moment.is_assigned:
                 moment.pod = moment.found[0][1]["host"]
-                if any(other.is_of(MARK, _BOUND) for other in self._described):
+                if any(other.is_assigned for other in self._described):
                     self._end_description()
             self._described.append(moment)
 
@@ -125,21 +122,14 @@ class KubernetesParser(TableParser):
         """Give the events of a described pod their times: when it was assigned is known, and how long before."""
         described, started_ns = self._described, self._started_ns
         self._started_ns, self._described = None, []
-        assigned = next((moment for moment in described if moment.is_of(MARK, _BOUND)), None)
+        assigned = next((moment for moment in described if moment.is_assigned), None)
         if assigned is None:
             return
-        pulling: _Moment | None = None
         for moment in described:
             moment.pod = assigned.pod
-            if max(moment.precision_s, assigned.precision_s) > _WORST_S:
-                continue
-            if started_ns is not None:
+            if started_ns is not None and max(moment.precision_s, assigned.precision_s) <= _WORST_S:
                 wall_ns = started_ns + (assigned.age_s - moment.age_s) * NS_PER_S
                 moment.line = moment.line._replace(wall_ns=wall_ns)
-            elif moment.is_of(BEGIN, _PULL):
-                pulling = moment
-            elif moment.found[0][0] is _PULLED and pulling is not None:
-                moment.took_s = max(pulling.age_s - moment.age_s, 0)
 
     def finish(self) -> Findings:
         self._end_description()
@@ -150,11 +140,7 @@ class KubernetesParser(TableParser):
             groups = {name: value for name, value in known.items() if value} | fields
             if rule.stage == _PULL:
                 groups["key"] = f"{moment.pod} {fields['image']}"
-            by_ages = moment.took_s >= 0 and "took" not in fields and "pull" not in fields
-            if by_ages:
-                groups["s"] = str(moment.took_s)
-            line = moment.line._replace(node=moment.pod or moment.line.node)
-            self._record(line, _PULLED_BY_AGES if by_ages else rule, groups)
+            self._record(moment.line._replace(node=moment.pod or moment.line.node), rule, groups)
         return super().finish()
 
 
