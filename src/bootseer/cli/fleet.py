@@ -20,9 +20,8 @@ from bootseer.units import S_PER_H, format_bytes, format_hours, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection
-
     from bootseer.report.analysis.live import Moment
+    from bootseer.service.database import Database
 
 _ANSWER_S = 30
 _LOOK_EVERY_S = 1.0
@@ -225,19 +224,16 @@ def _ask(question: str, asked: Mapping[str, str | None], service: str | None, lo
     from bootseer.cli.serve import settings_of
 
     settings_of(Path(), None)  # raises an error with a hint if the libraries are missing
-    from bootseer.service import over_time
-    from bootseer.service.questions import Filter
+    from bootseer.service.over_time import OverTime, since_day
 
-    now_ns = time.time_ns()
-    where = Filter(over_time.since_day(asked["since"] or "", now_ns), team=asked.get("team"))
-    with _filled(logs, now_ns) as connection:
-        if question == "fleet":
-            return over_time.fleet(connection, where, now_ns)
-        return over_time.history(connection, asked["job"] or "", where)
+    given = {name: value for name, value in asked.items() if value}
+    since_day(asked["since"] or "", time.time_ns())  # before the logs are read
+    with _filled(logs) as database, database.read() as connection:
+        return OverTime(database).answer(connection, question, given)
 
 
 @contextmanager
-def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
+def _filled(logs: tuple[str, ...]) -> Iterator[Database]:
     """A temporary database with the starts of these logs."""
     import tempfile
 
@@ -252,10 +248,9 @@ def _filled(logs: tuple[str, ...], now_ns: int) -> Iterator[Connection]:
         tempfile.TemporaryDirectory(prefix="bootseer-") as folder,
         closing(Database.open(default_url(Path(folder)))) as database,
     ):
-        for day in derive_found(database, found, now_ns):
+        for day in derive_found(database, found, time.time_ns()):
             roll_up(database, day)
-        with database.read() as connection:
-            yield connection
+        yield database
 
 
 def _from_service(question: str, asked: Mapping[str, str | None], service: str) -> dict[str, Any]:
