@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from bootseer.cli.run_options import OPTIONS, SECTIONS, start
-from bootseer.cli.verb_parts import Count, WithCommand, command_of, with_options
+from bootseer.cli.verb_parts import Count, WithCommand, with_options
 from bootseer.errors import UsageError
 
 
@@ -40,7 +40,7 @@ def run_command(ctx: click.Context, /, **values: object) -> int:
     bootseer run --restarts 3 --restart-delay 10 -- torchrun train.py
     With BOOTSEER_DISABLE=1 nothing is measured; without setup, image and checkpoint it is a plain exec of COMMAND.
     """
-    return start(values, command_of(ctx))
+    return start(values, ctx.meta["command"])
 
 
 def _attr(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str | int]:
@@ -71,7 +71,7 @@ def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) ->
     """
     from bootseer.launch.command import run_stage
 
-    return run_stage(name, attrs, command_of(ctx), os.environ)
+    return run_stage(name, attrs, ctx.meta["command"], os.environ)
 
 
 @click.command("bench")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class MayHaveCommand(click.Command):
-    """Everything after the first `--` is the user's command; none of it is parsed as an option of ours."""
+    """Everything after the first `--` is the user's command, in `ctx.meta["command"]`; none of it is parsed as an option
+    of ours."""
 
     command_usage = "[-- COMMAND...]"
 
@@ -44,8 +45,11 @@ class WithCommand(MayHaveCommand):
     command_usage = "-- COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing and not {"--", "-h", "--help"}.intersection(args):  # resilient: shell completion
-            raise _no_command(ctx)
+        words = args[: args.index("--")] if "--" in args else args
+        is_help = {"-h", "--help"}.intersection(words)
+        if len(args) <= len(words) + 1 and not is_help and not ctx.resilient_parsing:  # the last: shell completion
+            example = f"`{ctx.command_path} ... -- python train.py`"
+            raise click.UsageError(f"no command: put it after --, as in {example}", ctx=ctx)
         return super().parse_args(ctx, args)
 
 
@@ -89,18 +93,6 @@ def json_option(schema: str) -> Callable[[Any], Any]:
         help=f"Print JSON (schema {schema}).",
         callback=lambda ctx, param, value: Output(schema, value),
     )
-
-
-def command_of(ctx: click.Context) -> tuple[str, ...]:
-    """The command after `--`; a usage error if there is none."""
-    command: tuple[str, ...] = ctx.meta.get("command", ())
-    if not command:
-        raise _no_command(ctx)
-    return command
-
-
-def _no_command(ctx: click.Context) -> click.UsageError:
-    return click.UsageError(f"no command: put it after --, as in `{ctx.command_path} ... -- python train.py`", ctx=ctx)
 
 
 class Group(click.Group):
