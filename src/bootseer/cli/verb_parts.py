@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class MayHaveCommand(click.Command):
-    """Everything after the first `--` is the user's command, in `ctx.meta["command"]`; none of it is parsed as an option
-    of ours."""
+    """Everything after the first `--` is the user's command, `ctx.meta["command"]`: no option in it is ours."""
 
     command_usage = "[-- COMMAND...]"
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bootseer.report.foreign.parser import MAX_RANK, Builder, Findings, Line, Parser, Place, plain
+from bootseer.report.foreign.parser import MAX_RANK, Findings, Line, Parser, Place, plain
 from bootseer.report.foreign.times import parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import NO_RANK
@@ -113,7 +113,7 @@ class NcclParser(Parser):
         return self._communicators[-1]
 
     def finish(self) -> Findings:
-        builder = Builder(self.name)
+        found = Findings(self.name)
         world = max((comm.size for comm in self._communicators), default=0)
         ranks = {(comm.host, comm.pid): comm.comm_rank for comm in self._communicators if comm.size == world}
         without_timings: dict[int, list[_Communicator]] = {}
@@ -123,17 +123,17 @@ class NcclParser(Parser):
             if comm.total_ns is not None and comm.end_ns is not None:
                 begin_ns = comm.end_ns - comm.total_ns
             place = Place(comm.host, rank=ranks.get((comm.host, comm.pid), NO_RANK), pid=comm.pid)
-            spanned = (comm.end_ns is not None or not comm.complete) and builder.span(
+            spanned = (comm.end_ns is not None or not comm.complete) and found.span(
                 comm.line, STAGE, begin_ns, comm.end_ns, place=place, attrs=attrs
             )
             if not spanned and comm.total_ns is not None:
-                builder.fact(comm.line, STAGE, _described(comm), comm.total_ns, node=comm.host)
+                found.fact(comm.line, STAGE, _described(comm), comm.total_ns, node=comm.host)
             elif not spanned and comm.complete:
                 without_timings.setdefault(comm.size, []).append(comm)
         for size, comms in without_timings.items():
             text = f"NCCL communicator of {size}: {plural(len(comms), 'rank')} complete, without timings"
-            builder.fact(comms[0].line, STAGE, text, None, node=comms[0].host)
-        return builder.finish()
+            found.fact(comms[0].line, STAGE, text, None, node=comms[0].host)
+        return found
 
 
 def _described(comm: _Communicator) -> str:

@@ -1,4 +1,4 @@
-"""The interface of parsers for logs of other programs, and the builder of their findings.
+"""The interface of parsers for logs of other programs, and what they find.
 
 `log_scan` searches raw bytes for each parser's clues and passes on only the lines that contain one: a parser sees a few
 lines of a log of gigabytes. Each log file has its own parser objects, because a stage may be spread over several lines.
@@ -49,14 +49,6 @@ class Line(NamedTuple):
     """The time at the start of the line, when there is one that `foreign.times` understands."""
     node: str
     """The node that the file is assumed to be from."""
-
-
-@dataclass(slots=True)
-class Findings:
-    """What was found in a log. Events need a time; what has only a duration is a fact."""
-
-    events: list[Event] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
 
 
 class Parser(Protocol):
@@ -113,14 +105,13 @@ class Place(NamedTuple):
 _ANYWHERE: Final = Place()
 
 
-class Builder:
-    """Collects what one parser finds in one file."""
+@dataclass(slots=True)
+class Findings:
+    """What one parser finds in one file. Events need a time; what has only a duration is a fact."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._findings = Findings()
-        self.job = UNKNOWN_JOB
-        """The job that the file names; given to all its events by `finish`."""
+    source: str
+    events: list[Event] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
 
     def instant(
         self,
@@ -163,18 +154,11 @@ class Builder:
         """A finding without a time. `text` may contain only validated parts, because it is shown to users."""
         duration_s = None if duration_ns is None else seconds(duration_ns)
         where = f"{line.file}:{line.number}"
-        self._findings.facts.append(Fact(self._source, stage, text, duration_s, node or line.node, where))
-
-    def finish(self) -> Findings:
-        """Everything, under the job that the file named."""
-        if self.job != UNKNOWN_JOB:
-            events = self._findings.events
-            events[:] = [event._replace(job=self.job) for event in events]
-        return self._findings
+        self.facts.append(Fact(self.source, stage, text, duration_s, node or line.node, where))
 
     def _event(self, line: Line, stage: str, place: Place, attrs: Mapping[str, Any] | None) -> Event:
         where = f"Place(node={place.node!r}, restart={place.restart}, rank={place.rank}, pid={place.pid})"
-        seed = f"{self._source}\0{line.file}\0{line.number}\0{stage}\0{where}"
+        seed = f"{self.source}\0{line.file}\0{line.number}\0{stage}\0{where}"
         return Event(
             wall_ns=0,
             mono_ns=0,
@@ -186,8 +170,8 @@ class Builder:
             restart=place.restart,
             rank=place.rank,
             pid=place.pid,
-            attrs={FOREIGN: self._source, **(attrs or {})},
+            attrs={FOREIGN: self.source, **(attrs or {})},
         )
 
     def _add(self, event: Event, phase: str, wall_ns: int) -> None:
-        self._findings.events.append(event._replace(phase=phase, wall_ns=wall_ns, mono_ns=wall_ns))
+        self.events.append(event._replace(phase=phase, wall_ns=wall_ns, mono_ns=wall_ns))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from bootseer.report.foreign.parser import Builder, Findings, Line, Parser, plain
+from bootseer.report.foreign.parser import Findings, Line, Parser, plain
 from bootseer.report.search import Clue
 from bootseer.units import NS_PER_S, plural
 
@@ -44,7 +44,7 @@ class PipParser(Parser):
     )
 
     def __init__(self) -> None:
-        self._builder = Builder(self.name)
+        self._findings = Findings(self.name)
         self._first: Line | None = None
         self._collected = 0
         self._sure = False
@@ -78,14 +78,14 @@ class PipParser(Parser):
         first = None if self._lone(line) else self._first
         begin_ns = first.wall_ns if first is not None else None
         attrs = {"packages": count}
-        if line.wall_ns is None or not self._builder.span(first or line, STAGE, begin_ns, line.wall_ns, attrs=attrs):
-            self._builder.fact(line, STAGE, f"pip installed {plural(count, 'package')}", None)
+        if line.wall_ns is None or not self._findings.span(first or line, STAGE, begin_ns, line.wall_ns, attrs=attrs):
+            self._findings.fact(line, STAGE, f"pip installed {plural(count, 'package')}", None)
         self._reset()
 
     def _close(self) -> None:
         """A burst whose end is not in the log."""
         if self._first is not None and self._sure:
-            self._builder.span(self._first, STAGE, self._first.wall_ns, None)
+            self._findings.span(self._first, STAGE, self._first.wall_ns, None)
         self._reset()
 
     def _reset(self) -> None:
@@ -93,4 +93,4 @@ class PipParser(Parser):
 
     def finish(self) -> Findings:
         self._close()
-        return self._builder.finish()
+        return self._findings

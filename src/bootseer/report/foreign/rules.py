@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from bootseer.report.foreign import parser as make
-from bootseer.report.foreign.parser import BY_LOG, NODES, Builder, Findings, Line, Parser, Place
+from bootseer.report.foreign.parser import BY_LOG, NODES, Findings, Line, Parser, Place
 from bootseer.report.foreign.times import LATEST_NS, line_time, parse_duration
 from bootseer.report.search import Clue
 from bootseer.trace.event import FAILED, OK, Event
@@ -95,7 +95,7 @@ class TableParser(Parser):
     def __init__(self, name: str, rules: tuple[Rule, ...]) -> None:
         self.name = name
         self._rules, self.clues = _compiled(rules)
-        self._builder = Builder(name)
+        self._findings = Findings(name)
         self._open: dict[tuple[str, str], _Open] = {}
         self._took: list[_Open] = []
         self._at: dict[str, list[tuple[int, int]]] = {}
@@ -149,7 +149,7 @@ class TableParser(Parser):
             self._record_first_step()
             self._steps.clear()
         elif rule.role == MARK:
-            self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
+            self._findings.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:
             self._took.append(now)
         else:
@@ -172,14 +172,14 @@ class TableParser(Parser):
             begin_ns = now.wall_ns - now.length_ns
         place = now.place if now.place.node else first.place
         outcome, attrs = FAILED if rule.role == FAIL else OK, {**first.attrs, **now.attrs}
-        if now.wall_ns is not None and self._builder.span(
+        if now.wall_ns is not None and self._findings.span(
             first.line, rule.stage, begin_ns, now.wall_ns, place=place, outcome=outcome, attrs=attrs
         ):
             return
         if rule.says:
             image = now.attrs.get("image")
             says = rule.says.format(**now.attrs)
-            self._builder.fact(now.line, rule.stage, f"{image}: {says}" if image else says, now.length_ns)
+            self._findings.fact(now.line, rule.stage, f"{image}: {says}" if image else says, now.length_ns)
 
     def finish(self) -> Findings:
         for now in self._took:
@@ -196,10 +196,10 @@ class TableParser(Parser):
         self._record_first_step()
         for begun in self._open.values():
             if not begun.rule.seldom_ended:
-                self._builder.span(
+                self._findings.span(
                     begun.line, begun.rule.stage, begun.wall_ns, None, place=begun.place, attrs=begun.attrs
                 )
-        return self._builder.finish()
+        return self._findings
 
     def _record_first_step(self) -> None:
         """Record the end of the first step.
@@ -216,7 +216,7 @@ class TableParser(Parser):
             one_ns = max(took_ns // grown if then.length_ns is None else then.length_ns, 1)
             steps = round(took_ns * min(grown, max(first, 1)) / grown / one_ns)
             end_ns -= max(steps - 1, 0) * one_ns
-        self._builder.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
+        self._findings.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
 
 
 class Site(TableParser):
@@ -234,7 +234,7 @@ class Site(TableParser):
 
     def taken(self) -> list[Event]:
         """The events since the last call."""
-        events = self._builder.finish().events
+        events = self._findings.events
         found, events[:] = events[:], []
         return found
 
@@ -244,9 +244,9 @@ class Site(TableParser):
         if self._ends_startup:
             self.done = True
             if line.wall_ns is None:
-                self._builder.fact(line, "training_began", "the line that ends the first step has no time", None)
+                self._findings.fact(line, "training_began", "the line that ends the first step has no time", None)
             attrs = {"by": "pattern", "line": line.text[:200]}
-            self._builder.instant(line, "training_began", line.wall_ns, attrs=attrs)
+            self._findings.instant(line, "training_began", line.wall_ns, attrs=attrs)
             return
         found = self.pattern.search(line.text.encode("utf-8", "replace"))
         if found is None:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from bootseer.report.foreign import parser as make
-from bootseer.report.foreign.parser import UNKNOWN_JOB, Builder, Findings, Line, Parser, Place
+from bootseer.report.foreign.parser import Findings, Line, Parser, Place
 from bootseer.report.search import Clue
 
 STAGE = "model_initialization.launcher_rendezvous"
@@ -76,7 +76,7 @@ class TorchElasticParser(Parser):
 
     def __init__(self) -> None:
         self._agents: dict[tuple[str, str], _Agent] = {}
-        self._job = UNKNOWN_JOB
+        self._job = ""
 
     def feed(self, line: Line) -> None:
         text = make.plain(line.text)
@@ -131,37 +131,35 @@ class TorchElasticParser(Parser):
     def _name_job(self, run_id: str) -> None:
         job = make.name(run_id)
         # None was given: the word "none", or with --standalone a random one for each launch.
-        if self._job == UNKNOWN_JOB and job and job != "none" and not _RANDOM_ID.fullmatch(job):
+        if not self._job and job and job != "none" and not _RANDOM_ID.fullmatch(job):
             self._job = job
 
     def finish(self) -> Findings:
-        builder = Builder(self.name)
-        builder.job = self._job
+        found = Findings(self.name)
         for agent in self._agents.values():
-            self._add(builder, agent)
-        return builder.finish()
+            self._add(found, agent)
+        return found
 
-    @staticmethod
-    def _add(builder: Builder, agent: _Agent) -> None:
+    def _add(self, found: Findings, agent: _Agent) -> None:
         if agent.launched is not None:
-            builder.instant(agent.launched, "launcher_start", agent.launched.wall_ns)
+            found.instant(agent.launched, "launcher_start", agent.launched.wall_ns, place=Place(job=self._job))
         for rendezvous in agent.all:
             attrs = {"barrier": _barrier(rendezvous.restart), **rendezvous.attrs}
-            builder.span(
+            found.span(
                 rendezvous.line,
                 STAGE,
                 rendezvous.begin_ns,
                 rendezvous.end_ns,
-                place=Place(restart=rendezvous.restart),
+                place=Place(restart=rendezvous.restart, job=self._job),
                 attrs=attrs,
             )
         known = {rendezvous.restart for rendezvous in agent.all}
         for (line, _, _), (_, restart, _) in pairwise(agent.failures):
             if restart not in known:
-                builder.instant(line, "launcher_start", line.wall_ns, place=Place(restart=restart))
+                found.instant(line, "launcher_start", line.wall_ns, place=Place(restart=restart, job=self._job))
         failed = [(line, "worker_failed", restart, attrs) for line, restart, attrs in agent.failures]
         for line, stage, restart, attrs in agent.instants + failed:
-            builder.instant(line, stage, line.wall_ns, place=Place(restart=restart), attrs=attrs)
+            found.instant(line, stage, line.wall_ns, place=Place(restart=restart, job=self._job), attrs=attrs)
 
 
 def _barrier(restart: int) -> str:
