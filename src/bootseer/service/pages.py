@@ -17,7 +17,6 @@ from urllib.parse import quote, unquote
 
 import msgspec
 import zstandard
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from sqlalchemy import Connection, select
 from starlette.requests import Request
@@ -70,14 +69,7 @@ class Pages:
         self._service = service
         self._changes = 0
         self._drawn = lru_cache(_DRAWN)(self._draw)
-        self._templates = Environment(
-            loader=PackageLoader("bootseer.service"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            auto_reload=False,
-            finalize=html.shown,
-        )
+        self._templates = html.templates_of("bootseer.service")
         settings = service.settings
         self._templates.globals["has_price"] = settings.price > 0
         self._templates.filters |= {
