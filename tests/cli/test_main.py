@@ -82,7 +82,7 @@ def test_completing_a_verb_imports_none(typed: str, verb: str) -> None:
     ran = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
     assert ran.stdout.split() == [f"plain,{verb}"], ran.stderr
     imported = set(re.findall(r"bootseer\.cli\.(\w+)", ran.stderr))
-    assert imported <= {"main", "verbs", "verb_parts", "options", "output", "groups"}
+    assert imported <= {"main", "verbs", "verb_parts", "options", "output"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -1,4 +1,4 @@
-"""`bootseer run`, `stage` and `bench`: verbs that start a program.
+"""`bootseer run`, `stage`, `restart` and `bench`: verbs that start a program.
 
 Like the tests, the benchmarks are in the source checkout and not part of the package; `make bench` runs them too.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import click
+from msgspec.structs import asdict
 
+from bootseer.cli.output import Output, Progress
 from bootseer.cli.run_options import OPTIONS, SECTIONS, start
-from bootseer.cli.verb_parts import Count, WithCommand, with_options
+from bootseer.cli.verb_parts import Count, Number, WithCommand, json_option, with_options
 from bootseer.errors import UsageError
 
 
@@ -72,6 +75,35 @@ def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) ->
     from bootseer.launch.command import run_stage
 
     return run_stage(name, attrs, ctx.meta["command"], os.environ)
+
+
+@click.command("restart")
+@click.argument("job", default="")
+@click.option("--within", type=Number(0), default=60.0, show_default=True, metavar="S",
+              help="How many seconds to wait for the command to start again.")  # fmt: skip
+@json_option("bootseer.restart/1")
+def restart_command(job: str, within: float, output: Output) -> None:
+    """Start the command of JOB on this node again in place: a hot update, after a change of its code.
+
+    The job runs under `bootseer run --restarts N` (`--restarts 0` allows only this). Image, environment, checkpoints
+    and warm parent stay; the command gets SIGTERM, and SIGKILL after 30 s. JOB may be left out if just one job runs. On
+    several nodes, call it on each.
+
+    \b
+    bootseer restart moe
+    srun --overlap --jobid 4711 --ntasks-per-node 1 bootseer restart moe     # on all nodes of a Slurm job
+    """
+    from bootseer.launch.restart_request import restart
+
+    began_s = time.monotonic()
+    with Progress("waiting for the command to start again", line=not output.as_json) as progress:
+        runs = restart(job, within, progress.wait)
+    took_s = time.monotonic() - began_s
+    lines = [
+        f"{run.job}: started again in {took_s:.1f} s (run {run.pid}, process {run.command}, restart {run.restart})"
+        for run in runs
+    ]
+    output({"took_s": took_s, "runs": [asdict(run) for run in runs]}, *lines)
 
 
 @click.command("bench")

@@ -126,7 +126,7 @@ class Group(click.Group):
         """ "Did you mean" with similar verbs, and with groups that have a verb of this name."""
         near = [f"{ctx.command_path} {verb}" for verb in difflib.get_close_matches(name, self.verbs)]
         for verb, (module, _) in self.verbs.items():
-            group = self.get_command(ctx, verb) if module in ("groups", "serve") else None  # others have no verbs
+            group = self.get_command(ctx, verb) if module in ("verbs", "serve") else None  # others have no verbs
             if isinstance(group, Group) and name in group.verbs:
                 near.append(f"{ctx.command_path} {verb} {name}")
         return f": did you mean `{'` or `'.join(near)}`?" if near else ""
