@@ -80,9 +80,9 @@ def image_command() -> None:
 
 
 _HOTSET_VERBS = {
-    "show": ("image_hotset", "List an image's hot sets on this node and in its store."),
-    "merge": ("image_hotset", "Merge hot sets from files and publish the result."),
-    "export": ("image_hotset", "Write a hot set to a file."),
+    "show": ("image_store", "List an image's hot sets on this node and in its store."),
+    "merge": ("image_store", "Merge hot sets from files and publish the result."),
+    "export": ("image_store", "Write a hot set to a file."),
 }
 
 
