@@ -1,5 +1,5 @@
-"""What a store has of images: `bootseer image remove` and `prune` for the converted form; the verbs of `image hotset` for
-the blocks that starts need, in order."""
+"""What a store has of images: `bootseer image remove` and `prune` for the converted form; the verbs of `image hotset`
+for the blocks that starts need."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
@@ -52,8 +52,6 @@ _LINKS: Final = [("/" + name * (name != "fleet"), name.capitalize())
 # Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
 _REPORT: Final = msgspec.json.Decoder(Report)
 _ROWS: Final = 100
-_DRAWN: Final = 8
-"""Number of cached pages of starts: one of 1,440 nodes takes seconds to render and has megabytes."""
 _EVENTS_S: Final = 1.0
 _QUIET_S: Final = 15.0
 """Interval of events without a change, which keep the connection alive."""
@@ -68,7 +66,6 @@ class Pages:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._changes = 0
-        self._drawn = lru_cache(_DRAWN)(self._draw)
         self._templates = html.templates_of("bootseer.service")
         settings = service.settings
         self._templates.globals["has_price"] = settings.price > 0
@@ -113,7 +110,7 @@ class Pages:
         one = "{attempt:int}/{restart:int}/{job:path}"
         return [
             *found,
-            Route(f"/start/{one}", self._guarded(self._start)),
+            Route(f"/start/{one}", self._guarded(self._start, of_weeks=True)),
             Route(f"/api/v1/start/{one}", self._guarded(self._start_json)),
             Route(f"/perfetto/{one}", self._guarded(self._perfetto)),
             Route("/api/v1/starts", self._json_of(self._starts)),
@@ -302,15 +299,9 @@ class Pages:
     def _start(self, request: Request) -> Response:
         with self._service.database.read() as connection:
             start = self._found(connection, request, **request.path_params)
-        return self._drawn(*(start[name] for name in ("id", "computed_ns", "state", "job", "attempt", "restart")))
-
-    def _draw(self, number: int, computed_ns: int, state: str, job: str, attempt: int, restart: int) -> Response:
-        """The page of a start; the arguments identify its state, as the key of the cache."""
-        with self._service.database.read() as connection:
-            report = _REPORT.decode(self._stored(connection, number))
-        start = {"state": state, "job": job, "attempt": attempt, "restart": restart}
+            report = _REPORT.decode(self._stored(connection, start["id"]))
         above = self._templates.get_template("above.html").render(start=start)
-        page = html.render(report, above=above, refresh_s=5 if state == schema.OPEN else None)
+        page = html.render(report, above=above, refresh_s=5 if start["state"] == schema.OPEN else None)
         return HTMLResponse(page, headers={"content-security-policy": html.policy()})
 
     def _start_json(self, request: Request) -> Response:
