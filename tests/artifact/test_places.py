@@ -43,23 +43,6 @@ def test_the_users_runtime_folder_is_used_where_it_exists_and_is_the_users(tmp_p
     assert runtime_root(environ, owner + 1) == Path(f"/tmp/bootseer-{owner + 1}")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of other users")
-def test_a_runtime_folder_that_another_user_took_is_replaced_by_one_in_the_cache() -> None:
-    uid = 2_000_000_000 + os.getpid()
-    taken = Path(f"/tmp/bootseer-{uid}")
-    taken.mkdir()
-    try:
-        folder = runtime_root({"BOOTSEER_CACHE": "/cache"}, uid)
-        assert folder.parent == Path("/cache/runtime")
-        os.chown(taken, uid, uid)
-        assert runtime_root({"BOOTSEER_CACHE": "/cache"}, uid) == taken
-        taken.rmdir()
-        taken.symlink_to("/cache")
-        assert runtime_root({"BOOTSEER_CACHE": "/cache"}, uid) == folder
-    finally:
-        taken.unlink() if taken.is_symlink() else taken.rmdir()
-
-
 def test_without_a_home_the_cache_is_in_that_of_the_user_database_or_nowhere() -> None:
     assert cache_root({}, 0) == Path("/var/cache/bootseer")
     assert cache_root({}, 1) == Path(pwd.getpwuid(1).pw_dir, ".cache", "bootseer")

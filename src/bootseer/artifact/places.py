@@ -14,7 +14,6 @@ from bootseer.io.trusted_folder import home_of
 CACHE = "BOOTSEER_CACHE"
 RUNTIME = "BOOTSEER_RUNTIME"
 STORE = "BOOTSEER_STORE"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cache_root(env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
@@ -62,7 +61,6 @@ watch_folder = _in_cache("watch")
 """States of watched repositories."""
 spool_folder = _in_cache("spool")
 """Files without names: parts of checkpoints that are being written."""
-_runtime_folder = _in_cache("runtime")
 _STORED = ("environments", "hotsets", "image-trash", "images", "layers", "peers", "sha256", ".uploads")
 
 
@@ -73,10 +71,7 @@ def folders_of(*, cache: Path, stores: Iterable[str]) -> list[Path]:
 
 
 def runtime_root(env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """The state of mounts: `$BOOTSEER_RUNTIME`, else a folder that is emptied at boot.
-
-    If another user has taken the name below `/tmp`, a folder in the cache is used.
-    """
+    """The state of mounts: `$BOOTSEER_RUNTIME`, else a folder that is emptied at boot."""
     uid = os.getuid() if uid is None else uid
     if env.get(RUNTIME):
         return Path(env[RUNTIME]).absolute()
@@ -88,9 +83,4 @@ def runtime_root(env: Mapping[str, str] = os.environ, uid: int | None = None) ->
         if folder.is_absolute() and folder.stat().st_uid == uid:
             return folder / "bootseer"
     # Directly below /tmp only: the owner of an intermediate folder could replace it.
-    found = Path(f"/tmp/bootseer-{uid}")  # noqa: S108
-    with contextlib.suppress(FileNotFoundError):
-        if found.lstat().st_uid != uid:
-            # A home may be shared by several nodes: separate them by boot id.
-            return _runtime_folder(cache_root(env, uid)) / _BOOT.read_text().strip()
-    return found
+    return Path(f"/tmp/bootseer-{uid}")  # noqa: S108
