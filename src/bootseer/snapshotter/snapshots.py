@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -132,20 +133,13 @@ class Snapshots:
         if record.kind == COMMITTED:
             return record.size_bytes, record.inodes
         seen: dict[tuple[int, int], int] = {}
-        folders = [self._files(record)]
-        while folders:  # `os.walk` of Python 3.11 ends at a thousand levels, which any container can make
+        waiting = [self._files(record)]
+        while waiting:  # `os.walk` of Python 3.11 ends at a thousand levels, which any container can make
+            path = waiting.pop()
             with contextlib.suppress(FileNotFoundError):  # a container may be changing the files
-                status = folders[-1].lstat()
+                status = path.lstat()
                 seen[status.st_dev, status.st_ino] = status.st_blocks
-            folder = folders.pop()
-            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(Path(entry.path))
-                        continue
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        seen[status.st_dev, status.st_ino] = status.st_blocks
+                waiting += path.iterdir() if stat.S_ISDIR(status.st_mode) else ()
         return sum(seen.values()) * _BLOCK_BYTES, len(seen)
 
     def remove(self, key: str) -> None:
