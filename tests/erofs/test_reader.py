@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from bootseer.erofs.format import BLOCK, DIRENT, INODE, Attributes, Superblock, file_type
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
-from bootseer.erofs.tree import ROOT
-from bootseer.erofs.writer import ErofsWriter
+from bootseer.erofs.writer import ROOT, ErofsWriter
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.erofs.format import Attributes
-from bootseer.erofs.tree import ROOT
-from bootseer.erofs.writer import ErofsWriter
+from bootseer.erofs.writer import ROOT, ErofsWriter
 from bootseer.errors import PermanentError
 from erofs_images import (
     Facts,

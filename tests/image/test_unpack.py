@@ -13,8 +13,7 @@ import pytest
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
-from bootseer.erofs.tree import ROOT
-from bootseer.erofs.writer import ErofsWriter
+from bootseer.erofs.writer import ROOT, ErofsWriter
 from bootseer.errors import CorruptError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference

@@ -39,8 +39,7 @@ from bootseer.env.snapshot.contents import (
 from bootseer.env.snapshot.manifest import MAX_ENTRIES, Entry, Manifest, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck, raise_if_secret
 from bootseer.erofs.format import BLOCK, Attributes
-from bootseer.erofs.tree import ROOT
-from bootseer.erofs.writer import ErofsWriter, Extent
+from bootseer.erofs.writer import ROOT, ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.io.retry import retrying
 from bootseer.logs import logger

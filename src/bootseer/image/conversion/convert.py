@@ -23,7 +23,7 @@ from bootseer.blocks.codec import decode
 from bootseer.blocks.index import Index
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader, Read
-from bootseer.erofs.tree import ROOT
+from bootseer.erofs.writer import ROOT
 from bootseer.errors import CorruptError
 from bootseer.image.catalog import images_in
 from bootseer.image.conversion.layer import CancelledError, ConvertOptions, LayerJob, write_erofs

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from bootseer.erofs.format import NO_XATTRS, Attributes, has_prefix
 from bootseer.erofs.merged import OPAQUE, WHITEOUT_MODE, MergedLayers, Node, escape_xattr
-from bootseer.erofs.tree import ROOT
-from bootseer.erofs.writer import ErofsWriter, Extent
+from bootseer.erofs.writer import ROOT, ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.image.conversion.tar import HARD_LINK, Member, shown
 
