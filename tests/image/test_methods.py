@@ -34,7 +34,7 @@ from bootseer.machine.kernel import Trial
 from bootseer.mounts import kernel, shared_layers, user_namespace
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.kernel import mount_table
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.store.open import open_store
 from bootseer.store.store import Store

@@ -14,7 +14,7 @@ import pytest
 import warm
 from bootseer.artifact.places import unpacked_folder
 from bootseer.image.mounting import trial
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 from bootseer.report.inputs import sources
 from bootseer.report.log_scan import scan
 from busybox import running

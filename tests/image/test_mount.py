@@ -31,8 +31,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import parse_reference
 from bootseer.mounts import kernel, shared_layers
-from bootseer.mounts.layers import mount_erofs
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod, mount_erofs
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store

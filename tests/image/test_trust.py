@@ -21,7 +21,7 @@ from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source, this_platform
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 from bootseer.store.open import open_store
 from image_node import Node, convert_box, have_converted, have_in_registry, push
 from oci_images import file, layer, write_docker_archive, write_layout

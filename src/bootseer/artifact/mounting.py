@@ -27,7 +27,7 @@ from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.io.files import lines_of
 from bootseer.mounts.control import LOG
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
 

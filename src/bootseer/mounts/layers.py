@@ -1,4 +1,4 @@
-"""Mount the layers of an image: each is an EROFS file, all together an overlay."""
+"""Mount the layers of an image: each is an EROFS file, all together an overlay. The other methods to mount them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError, os_errors_as
@@ -33,6 +34,20 @@ _LOOP_CONFIG = struct.Struct("=II52xI176x64x")
 _ATTEMPTS = 64
 _SPECIAL = re.compile(r".*[,:\\][^/]*", re.DOTALL)
 """The path as far as its last component with such a character."""
+
+
+class MountMethod(Enum):
+    """How layers become one file tree, the best method first. The value is the method's name in reports."""
+
+    EROFS_FILE = "EROFS from files"
+    """The kernel mounts EROFS directly from files: complete ones, or those that FUSE serves. Without FUSE, all layers
+    are fetched before they are mounted."""
+    EROFS_LOOP = "EROFS from loop devices"
+    """The same through a loop device, for kernels before 6.12."""
+    FUSE_TREE = "file trees through FUSE"
+    """The daemon serves the merged tree of all layers; an overlay for changes is mounted in a user namespace."""
+    UNPACK = "unpacked files"
+    """Everything is fetched and unpacked into a folder."""
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:

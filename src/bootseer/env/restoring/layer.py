@@ -28,7 +28,7 @@ from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import BootseerError, CorruptError, TooShortError
 from bootseer.mounts import shared_layers
 from bootseer.mounts.control import FILES
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState
 from bootseer.store.open import open_store

@@ -16,7 +16,7 @@ from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import number_of
 from bootseer.machine import kernel
 from bootseer.mounts import user_namespace
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 
 _NO_ROOT = "it needs root with CAP_SYS_ADMIN"
 _IN_NAMESPACE = "root of a user namespace may not mount EROFS"

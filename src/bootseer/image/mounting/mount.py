@@ -35,8 +35,7 @@ from bootseer.image.mounting.resolve import resolve_image
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.control import FILES
-from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod, mount_overlay
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.shared_layers import mount_layer, unmount_own
 from bootseer.mounts.state import MountState

@@ -15,7 +15,7 @@ from typing import Any
 from bootseer.errors import BootseerError
 from bootseer.machine import child
 from bootseer.machine.check import Check
-from bootseer.mounts.method import MountMethod
+from bootseer.mounts.layers import MountMethod
 
 CHECK = "lazy images"
 """Name of the check in `bootseer doctor`."""
