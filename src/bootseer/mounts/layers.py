@@ -1,4 +1,4 @@
-"""Mount the layers of an image: each is an EROFS file, all together an overlay. The other methods to mount them."""
+"""Mount the layers of an image: each is an EROFS file, all together an overlay."""
 
 from __future__ import annotations
 
