@@ -19,6 +19,7 @@ import zstandard
 from msgspec.structs import replace
 
 from bootseer.artifact.progress import no_progress
+from bootseer.artifact.unpacked import unpack
 from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
@@ -29,7 +30,6 @@ from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
-from bootseer.image.unpack import unpack
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
 from oci_images import (

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bootseer.artifact.objects import read_index
+from bootseer.artifact.unpacked import unpack
 from bootseer.errors import BootseerError
 from bootseer.image.conversion.convert import block_reader, convert
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
-from bootseer.image.unpack import unpack
 from bootseer.store.store import Store
 from erofs_images import Facts, Tree, facts_of_folder, fsck, mounted, needs_root, overlaid
 from oci_images import (

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bootseer.artifact.objects import read_all
+from bootseer.artifact.unpacked import unpack
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
@@ -21,7 +22,6 @@ from bootseer.image.reference import parse_reference
 from bootseer.image.sources.manifest import Platform, choose
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource, read_resumed
-from bootseer.image.unpack import unpack
 from bootseer.store.oci import tag_of
 from bootseer.store.open import open_registry, open_store
 from erofs_images import facts_of_folder, needs_root

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.unpacked import unpack
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.merged import Layer, MergedLayers
 from bootseer.erofs.reader import ErofsReader
@@ -18,7 +19,6 @@ from bootseer.errors import CorruptError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
-from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
 from erofs_images import needs_root
 from oci_images import device, directory, file, hard_link, layer, symlink, write_layout
@@ -43,7 +43,7 @@ import bootseer.store.file
 from bootseer.image.document import ImageDocument
 from bootseer.image.conversion.convert import open_layer
 from bootseer.erofs.merged import Layer, MergedLayers
-from bootseer.image.unpack import unpack
+from bootseer.artifact.unpacked import unpack
 from bootseer.store.open import open_store
 os.setgroups([]); os.setgid(65534); os.setuid(65534)  # after the imports: `nobody` may not be able to read them
 store = open_store(sys.argv[1])

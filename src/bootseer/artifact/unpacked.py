@@ -22,17 +22,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.artifact.owned_folder import is_ours, one_at_a_time
 from bootseer.artifact.places import own_folder, unpacked_folder
 from bootseer.artifact.progress import Say
 from bootseer.erofs.reader import ErofsReader, Inode
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.io import locks
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, is_host, may_mount, num_owners
+
+if TYPE_CHECKING:
+    from bootseer.erofs.merged import MergedLayers, Node
 
 UNPACKED = "unpacked"
 """Key in a mount's details: the name of its unpacked tree."""
@@ -176,6 +180,33 @@ def write_tree(
     except OSError as error:
         place = os.fsdecode(error.filename) if error.filename else folder
         raise PermanentError(f"{place}: {error.strerror}") from error
+
+
+def unpack(tree: MergedLayers, folder: Path) -> None:
+    """Write the merged tree of an image's layers into a folder; see `write_tree`. Attributes of overlayfs are left out,
+    and escaped ones get their real names."""
+    from bootseer.erofs.merged import is_mark, unescape_xattr
+
+    def visible(xattrs: Xattrs) -> Xattrs:
+        return {unescape_xattr(name): value for name, value in xattrs.items() if not is_mark(name)}
+
+    write_tree(_files(tree), folder, visible)
+
+
+def _files(tree: MergedLayers) -> Iterator[TreeFile]:
+    """All files, each folder before its entries."""
+    pending: list[tuple[bytes, Node]] = [(b"", tree.root)] if tree.root is not None else []
+    seen: set[str] = set()
+    while pending:
+        path, node = pending.pop()
+        layer, inode = node.parts[0]
+        yield path, layer.reader, inode
+        if not node.is_directory:
+            continue
+        if node.identity in seen:
+            raise CorruptError(f"{os.fsdecode(path)}: a directory contains itself or has two names")
+        seen.add(node.identity)
+        pending += [(path + b"/" + name if path else name, child) for name, child in node.children()]
 
 
 class _TreeWriter:

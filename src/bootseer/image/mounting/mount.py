@@ -22,7 +22,7 @@ from bootseer.artifact.materialize import Subject
 from bootseer.artifact.mounting import LazyMount
 from bootseer.artifact.objects import missing
 from bootseer.artifact.progress import Say, Show, Stage, no_progress, shown_while
-from bootseer.artifact.unpacked import UNPACKED, unpack_once
+from bootseer.artifact.unpacked import UNPACKED, unpack, unpack_once
 from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
@@ -226,12 +226,15 @@ class _ImageMount(LazyMount):
 
     def _mount_unpacked(self, reason: str) -> None:
         """Unpack the layers once for all containers, under an overlay for changes; if that fails, a private copy."""
-        from bootseer.image.unpack import unpack_layers
+        from bootseer.erofs.merged import Layer, MergedLayers
+        from bootseer.erofs.reader import ErofsReader
+
+        def write(folder: Path) -> None:
+            unpack(MergedLayers([Layer(ErofsReader(one.read), one.index.identity) for one in self.stack]), folder)
 
         if self.lifeline:
             user_namespace.enter()  # first: clients of object stores have threads for as long as this process lives
         self.pull_all(f"it is mounted {reason}")
-        write = partial(unpack_layers, self.stack)
         with self.stage("unpack"), shown_while(self.show, f"unpacking {self.subject.name}"):
             tree = unpack_once(self.options.cache, [layer.index.identity for layer in self.stack], write, self.say)
         try:
