@@ -62,17 +62,13 @@ def serve_one(listener: socket.socket, handle: Callable[[str], Answer]) -> None:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):
             response = _encode({"error": "malformed request"})
         else:
-            response = _response(handle, request)
+            try:
+                response = _encode(handle(request))
+            except Exception as error:  # a failed request must not end the daemon that others read from
+                response = _encode(as_message(error))
         with contextlib.suppress(OSError):
             link.settimeout(_CLIENT_TIMEOUT_S)
             link.sendall(response)
-
-
-def _response(handle: Callable[[str], Answer], request: str) -> bytes:
-    try:
-        return _encode(handle(request))
-    except Exception as error:  # a failed request must not end the daemon that others read from
-        return _encode(as_message(error))
 
 
 def _encode(message: Mapping[str, object]) -> bytes:

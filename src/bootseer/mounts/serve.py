@@ -115,7 +115,6 @@ def serve(
     daemon, and no parent waits for a report.
     """
     logs.set_up(os.environ, file=spec.folder / LOG)
-    log = _LOG.warning
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     protect_from_oom()
     # Each open file takes some descriptors; the usual soft limit of 1024 is for programs that use select().
@@ -124,10 +123,10 @@ def serve(
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         wake = catch_signals()
-        served = (spec.reopen or spec.open)(log) if restarts else spec.open(log)
+        served = (spec.reopen if restarts and spec.reopen else spec.open)(_LOG.warning)
         try:
             listener = control.listen(spec.folder)
-            session = served.mount(spec.at or spec.folder / FILES, spec.label, log, device)
+            session = served.mount(spec.at or spec.folder / FILES, spec.label, _LOG.warning, device)
             on_mounted(session.device)
         except BaseException:
             served.close()
@@ -138,13 +137,13 @@ def serve(
             send_line(report, as_message(error))
         return 1
     _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
-    daemon = _MountDaemon(spec, served, session, listener, log, restarts, served.recorder)
+    daemon = _MountDaemon(spec, served, session, listener, restarts, served.recorder)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if not restarts:
         is_connected = send_line(report, {"ready": True})
         os.close(report)
         if not is_connected:
-            log("the process that started this one was killed")
+            _LOG.warning("the process that started this one was killed")
             daemon.unmount(force=True)
             return daemon.finish()
     return daemon.run(wake, lifeline)
@@ -178,7 +177,6 @@ class _MountDaemon:
     _served: Served
     _session: Session
     _listener: socket.socket
-    _log: OnError
     _restarts: int
     _recorder: Recorder | None
     """None also when the record has ended."""
@@ -201,7 +199,7 @@ class _MountDaemon:
             if unmounted in ready:
                 break
             if wake in ready or (lifeline is not None and lifeline in ready):
-                self._log("stopped by a signal" if wake in ready else "the process that started this one has ended")
+                _LOG.warning("stopped by a signal" if wake in ready else "the process that started this one has ended")
                 self.unmount(force=True)
                 break
             if self._listener in ready:
@@ -218,9 +216,9 @@ class _MountDaemon:
         try:
             self._served.run_background()
         except BootseerError as error:
-            self._log(str(error))
+            _LOG.warning("%s", error)
         except Exception as error:  # without prefetching the mount works, only slower
-            self._log(f"cannot prefetch: {type(error).__name__}: {error}")
+            _LOG.warning("cannot prefetch: %s: %s", type(error).__name__, error)
 
     def _handle(self, request: str) -> control.Answer:
         match request:
@@ -262,7 +260,7 @@ class _MountDaemon:
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be started; the record stays on the disk
-            self._log(f"the record was not handed over: {error}")
+            _LOG.warning("the record was not handed over: %s", error)
         else:
             self._handing_over = thread
 
@@ -270,7 +268,7 @@ class _MountDaemon:
         try:
             recorder.close()
         except Exception as error:  # the record stays on the disk; the mount goes on
-            self._log(f"the record was not handed over: {type(error).__name__}: {error}")
+            _LOG.warning("the record was not handed over: %s: %s", type(error).__name__, error)
 
     def _detach(self) -> None:
         """Unmount lazily; the daemon ends with the last user of the mount."""
@@ -295,7 +293,7 @@ class _MountDaemon:
                     continue
                 if not force:
                     raise
-                self._log(f"{error}; its readers get errors from now on")
+                _LOG.warning("%s; its readers get errors from now on", error)
                 break
         with contextlib.suppress(BootseerError):
             self._session.close(force=True)
@@ -305,7 +303,7 @@ class _MountDaemon:
             try:
                 self._write_result = self._served.finish_writes()
             except Exception as error:  # the process has to end in any case
-                self._log(f"pending writes failed: {type(error).__name__}: {error}")
+                _LOG.warning("pending writes failed: %s: %s", type(error).__name__, error)
                 self._write_result = {}
         return self._write_result
 

@@ -35,7 +35,7 @@ from bootseer.image.mounting.resolve import resolve_image
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.control import FILES
-from bootseer.mounts.layers import MountMethod, mount_overlay
+from bootseer.mounts.layers import MountMethod, copy_attributes, mount_overlay
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.shared_layers import mount_layer, unmount_own
 from bootseer.mounts.state import MountState
@@ -254,7 +254,7 @@ class _ImageMount(LazyMount):
 
     def _mount_over(self, lowers: Sequence[Path], *, userxattr: bool = False) -> None:
         """Mount an overlay of these trees, the lowest first, and the layers above them. The root of changes gets the
-        owner and mode of the image's root. `userxattr`: see `mount_overlay`."""
+        attributes of the image's root. `userxattr`: see `mount_overlay`."""
         self.target.mkdir(parents=True, exist_ok=True)
         upper: Path | None = None
         work: Path | None = None
@@ -262,9 +262,7 @@ class _ImageMount(LazyMount):
             upper, work = self.writable / "upper", self.writable / "work"
             for folder in (upper, work):
                 folder.mkdir(parents=True, exist_ok=True)
-            status = lowers[-1].stat()
-            os.chown(upper, status.st_uid, status.st_gid)
-            upper.chmod(status.st_mode & 0o7777)
+            copy_attributes(lowers[-1], upper)
         stack = [*lowers, *self._layers_above]
         mount_overlay(stack, self.target, upper=upper, work=work, attributes=self.attributes, userxattr=userxattr)
 
