@@ -21,13 +21,12 @@ from pathlib import Path
 from bootseer.artifact.unpacked import write_sparse
 from bootseer.env.restoring.loose import Conflict, Plan, SourceOf, Step, plan
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
-from bootseer.env.snapshot.manifest import Entry
+from bootseer.env.snapshot.manifest import KINDS, Entry
 from bootseer.errors import PermanentError
 
 _NEW = ".bootseer-new-"
 _STALE_S = 3600.0
 _PIECE = 1 << 20
-_KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 # Hard links are refused by file systems without them (EPERM, ENOTSUP: FAT, some of FUSE and of shared disks), across
 # mounts (EXDEV), and beyond a file system's limit (EMLINK).
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
@@ -142,7 +141,7 @@ class _Writer:
         with _opened_path(folder, name) as opened_path:
             found = Path(opened_path).stat()
             ours = found.st_nlink == 1 and (found.st_uid == 0 or not self._is_root)
-            if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or not ours:
+            if KINDS.get(stat.S_IFMT(found.st_mode)) != entry.kind or not ours:
                 raise _replaced_meanwhile(entry)
             self._set_attributes(opened_path, entry)
             if entry.kind == "symlink":
@@ -153,7 +152,7 @@ class _Writer:
             found = Path(opened_path).stat()
             # A hard link may have been placed here by another user, to have root change the owner of a foreign file.
             linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
-            if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or (linked and self._is_root):
+            if KINDS.get(stat.S_IFMT(found.st_mode)) != entry.kind or (linked and self._is_root):
                 raise _replaced_meanwhile(entry)
             self._set_attributes(opened_path, entry)
 

@@ -19,17 +19,11 @@ from blake3 import blake3
 from bootseer.artifact.unpacked import read_sparse
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.bytecode import NS, source_of
-from bootseer.env.snapshot.manifest import Entry, Kind, path_bytes
+from bootseer.env.snapshot.manifest import KINDS, Entry, Kind, path_bytes
 from bootseer.erofs.format import NO_XATTRS, has_prefix
 from bootseer.erofs.merged import MARKS
 from bootseer.errors import PermanentError, os_errors_as
 
-KINDS: Mapping[int, Kind] = {
-    stat.S_IFREG: "file",
-    stat.S_IFDIR: "directory",
-    stat.S_IFLNK: "symlink",
-    stat.S_IFIFO: "fifo",
-}
 _NOT_KEPT = {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _INDIRECT = frozenset({b"redirect", b"metacopy"})
 # Labels and signatures that are valid only on the machine where the setup ran.

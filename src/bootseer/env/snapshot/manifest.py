@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -34,6 +35,13 @@ _MARKS = ("trusted.overlay.", "user.overlay.")  # overlayfs would interpret them
 
 
 Kind = Literal["file", "directory", "symlink", "fifo", "deleted"]
+KINDS: Mapping[int, Kind] = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symlink",
+    stat.S_IFIFO: "fifo",
+}
+"""By file type, as in `st_mode`."""
 _BEFORE = r"\A(file:sha256:[0-9a-f]{64}|symlink:[\s\S]{1,4095}|directory|other)?\Z"
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from bootseer.env.snapshot.contents import KINDS, digest_of_file, xattrs_of
-from bootseer.env.snapshot.manifest import Entry, path_bytes
+from bootseer.env.snapshot.contents import digest_of_file, xattrs_of
+from bootseer.env.snapshot.manifest import KINDS, Entry, path_bytes
 from bootseer.errors import PermanentError
-from bootseer.io.tasks import Tasks
 
 Tier = Literal["quick", "full"]
 MAX_DIFFERENCES = 1000
-_BATCH = 128
+_SHOWN_EVERY = 128
 _MARK = b"trusted.overlay.opaque"
 
 
@@ -63,16 +63,9 @@ def verify(
     Unreadable files are differences; nothing is raised for them.
     """
     run = _Comparison(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full", same_content)
-    found: list[Difference] = []
-    batches = [entries[at : at + _BATCH] for at in range(0, len(entries), _BATCH)]
-    with Tasks("bootseer-verify", min(len(os.sched_getaffinity(0)), 8)) as pool:
-        for number, differences in enumerate(pool.map(run.compare, batches)):
-            found += differences
-            progress(min((number + 1) * _BATCH, len(entries)), len(entries))
-            if len(found) >= MAX_DIFFERENCES:
-                break
+    found = list(islice(run.compare(entries, progress), MAX_DIFFERENCES))
     if layer:
-        found += run.unknown(entries)
+        found += islice(run.unknown(entries), MAX_DIFFERENCES)
     return sorted(found, key=lambda difference: path_bytes(difference.path))[:MAX_DIFFERENCES]
 
 
@@ -83,10 +76,14 @@ class _Comparison(NamedTuple):
     full: bool
     same_content: Callable[[str], bool] | None
 
-    def compare(self, entries: Sequence[Entry]) -> list[Difference]:
-        return [Difference(entry.path, words) for entry in entries if (words := self._describe(entry))]
+    def compare(self, entries: Sequence[Entry], progress: Callable[[int, int], None]) -> Iterator[Difference]:
+        for done, entry in enumerate(entries, 1):
+            if words := self._describe(entry):
+                yield Difference(entry.path, words)
+            if done % _SHOWN_EVERY == 0 or done == len(entries):
+                progress(done, len(entries))
 
-    def unknown(self, entries: Sequence[Entry]) -> list[Difference]:
+    def unknown(self, entries: Sequence[Entry]) -> Iterator[Difference]:
         """Paths of the layer that are neither entries nor their parent directories."""
         known = set()
         for entry in entries:
@@ -94,13 +91,10 @@ class _Comparison(NamedTuple):
             while path and path not in known:
                 known.add(path)
                 path = path.rpartition(b"/")[0]
-        found: list[Difference] = []
-        for path in _walk(self.tree):
-            if path not in known:
-                found.append(Difference(os.fsdecode(path), "in no manifest"))
-                if len(found) >= MAX_DIFFERENCES:
-                    break
-        return found
+        for folder, folders, files in os.walk(self.tree):  # unreadable directories were reported before
+            for path in (folder[len(self.tree) :] + b"/" + name for name in (*folders, *files)):
+                if path not in known:
+                    yield Difference(os.fsdecode(path), "in no manifest")
 
     def _describe(self, entry: Entry) -> str:
         path = self.tree + path_bytes(entry.path)
@@ -165,12 +159,6 @@ class _Comparison(NamedTuple):
             marks = {os.fsencode(name) for name in os.listxattr(path, follow_symlinks=False)}
             if (b"user.overlay.opaque" in marks or _MARK in marks) != entry.opaque:
                 yield "shows what lies below" if entry.opaque else "hides what lies below"
-
-
-def _walk(tree: bytes) -> Iterator[bytes]:
-    """All paths below a folder, relative to it. Unreadable directories were reported before."""
-    for folder, folders, files in os.walk(tree):
-        yield from (folder[len(tree) :] + b"/" + name for name in (*folders, *files))
 
 
 def _digest(path: bytes) -> str:
