@@ -84,7 +84,8 @@ class Requirements:
     """Values of variables in names of local files."""
 
     _named: dict[str, Requirement] = field(default_factory=dict)
-    _pins: set[str] = field(default_factory=set)
+    _pins: dict[str, bool] = field(default_factory=dict)
+    """Names with a version in a constraint file; True if it also has a digest."""
     _is_locked: bool = False
     """A lock file determines all dependencies."""
 
@@ -138,6 +139,8 @@ class Requirements:
         for name, wanted in self._named.items():
             if name not in self._pins:
                 self.unpinned[wanted.words] = None
+            elif not self._pins[name]:
+                self._dependencies(wanted.words)
         self._named.clear()
         if self._is_locked:
             for words in [words for words in self.unpinned if words.startswith(_DEPENDENCIES)]:
@@ -193,7 +196,7 @@ class Requirements:
                 continue
             if constraint:
                 if wanted.kind != "name" or wanted.pinned:
-                    self._pins.add(wanted.name)
+                    self._pins[wanted.name] = wanted.hashed
                 continue
             if not expanded.startswith("-"):
                 self.own_options.update(re.findall(r"\s--([a-z][\w-]*)", expanded))
