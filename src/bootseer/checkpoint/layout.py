@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from bootseer.blocks.codec import DIGEST_BYTES, RAW
 from bootseer.blocks.index import Index, encode_index
@@ -177,22 +179,20 @@ def encode_policy(policy: Policy) -> bytes:
     return json.dumps({"schema": SCHEMA, **asdict(policy)}, indent=1).encode() + b"\n"
 
 
+class _Schema(Struct):
+    schema: str
+
+
 def parse_policy(data: bytes) -> Policy:
     """Decode a policy. Raises `CorruptError`, or `PermanentError` for an unknown schema."""
     try:
-        values: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        raise CorruptError("the stripe policy is not JSON") from None
-    if not isinstance(values, dict) or not str(values.get("schema")).startswith("bootseer.stripes/"):
-        raise CorruptError("malformed stripe policy")
-    if values["schema"] != SCHEMA:
-        raise PermanentError(f"a stripe policy of {str(values['schema'])[:40]!r}; this BootSeer supports {SCHEMA}")
-    found = {field.name: values[field.name] for field in fields(Policy) if field.name in values}
-    for name, value in found.items():
-        wanted = (bool,) if name == "parity" else (int,)
-        if type(value) not in wanted and not (name == "replication" and value is None):
-            raise CorruptError(f"the stripe policy says {str(value)[:40]!r} for {name}")
-    try:
-        return Policy(**found)
+        schema = msgspec.json.decode(data, type=_Schema).schema
+        if schema == SCHEMA:
+            return msgspec.json.decode(data, type=Policy)
     except UsageError as error:
         raise CorruptError(f"the stripe policy: {error}; {error.hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"malformed stripe policy: {error}") from None
+    if not schema.startswith("bootseer.stripes/"):
+        raise CorruptError("malformed stripe policy")
+    raise PermanentError(f"a stripe policy of {schema[:40]!r}; this BootSeer supports {SCHEMA}")
