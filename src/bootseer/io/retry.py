@@ -24,10 +24,12 @@ _SHORTEST_S = 1.0
 """An attempt with less time would only time out, and its error would hide the one that says what is wrong."""
 
 
-def pause_s(failures: int, error: Exception | None = None, rng: random.Random | None = None) -> float:
+def pause_s(
+    failures: int, error: Exception | None = None, rng: random.Random | None = None, cap_s: float = CAP_S
+) -> float:
     """Seconds to wait after so many consecutive failures; `error` is the last one."""
     rng = rng or random.Random()  # noqa: S311 - spreads requests, keeps no secret
-    wait_s = rng.uniform(0, min(BASE_S * 2 ** (failures - 1), CAP_S))
+    wait_s = rng.uniform(0, min(BASE_S * 2 ** (failures - 1), cap_s))
     # All clients may have got the same time: spread them.
     return wait_s + (getattr(error, "retry_after_s", None) or 0.0)
 
@@ -37,6 +39,7 @@ def retrying(
     *,
     attempts: int | None = 5,
     deadline_s: float = 60.0,
+    cap_s: float = CAP_S,
     rng: random.Random | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
@@ -55,7 +58,7 @@ def retrying(
         try:
             return call(max(until - clock(), 0.0))
         except TransientError as error:
-            wait_s = pause_s(attempt, error, rng)
+            wait_s = pause_s(attempt, error, rng, cap_s)
             if attempt == attempts or clock() + wait_s >= latest:
                 raise
             _LOG.info("attempt %d failed, the next one in %.1f s: %s", attempt, wait_s, error)

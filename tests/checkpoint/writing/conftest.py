@@ -30,7 +30,7 @@ Restarts = Callable[[], int]
 @pytest.fixture
 def restarts(caplog: pytest.LogCaptureFixture) -> Restarts:
     caplog.set_level(logging.INFO, "bootseer")
-    again = re.compile("starts over|retry in")
+    again = re.compile("starts over|attempt . failed")
     return lambda: sum(bool(again.search(record.getMessage())) for record in caplog.records)
 
 

@@ -22,13 +22,11 @@ from msgspec import Struct
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
-from bootseer.io.retry import pause_s
-from bootseer.logs import logger
+from bootseer.io.retry import retrying
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.writing.segment import PartTask
 
-_LOG = logger(__name__)
 T = TypeVar("T")
 
 
@@ -44,7 +42,8 @@ class WritingSettings(Struct, frozen=True):
     retry_s: float = 5.0
     """The longest backoff; the first ones are shorter."""
     retry_for_s: float = 90.0
-    """No attempt starts this long after the first failure: a NameNode restarts or fails over in less."""
+    """No attempt starts this long after the first one (of a part: after its first failure): a NameNode restarts or
+    fails over in less."""
     excluded_s: float = 120.0
     """How long a node is excluded after a part on it failed."""
     spool_bytes: int = 2 << 30
@@ -59,24 +58,11 @@ class WritingSettings(Struct, frozen=True):
     end_s: float = 30.0
     """How long an abort waits for requests in flight."""
 
-    def pause_s(self, failures: int, error: TransientError) -> float:
-        """Backoff after so many failures: exponential, with jitter."""
-        return min(pause_s(failures, error), self.retry_s)
-
-    def retry(self, step: Callable[[], T], subject: str, sleep: Callable[[float], object] = time.sleep) -> T:
-        """Call `step` until it succeeds, with backoff; returns its result. `subject` is for the log."""
-        until = None
-        for failures in range(1, self.part_tries):
-            try:
-                return step()
-            except TransientError as error:
-                until = until or time.monotonic() + self.retry_for_s
-                wait_s = self.pause_s(failures, error)
-                if time.monotonic() + wait_s >= until:
-                    raise
-                _LOG.info("%s: retry in %.1f s: %s", subject, wait_s, error)
-                sleep(wait_s)
-        return step()
+    def retry(self, step: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+        """Call `step` until it succeeds, with backoff; returns its result."""
+        return retrying(
+            lambda _: step(), attempts=self.part_tries, deadline_s=self.retry_for_s, cap_s=self.retry_s, sleep=sleep
+        )
 
 
 class NodeLoad:

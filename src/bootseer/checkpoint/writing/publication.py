@@ -93,7 +93,7 @@ class Publication:
         """Check the lengths of the parts, publish the file in place of its predecessor, and remove other parts."""
         head = Head(self.id, sum(segment.size_bytes for segment in segments), tuple(segments))
         data = encode_head(head)
-        lost = self.settings.retry(lambda: self._files.lost_parts(self.path, head), self.path)
+        lost = self.settings.retry(lambda: self._files.lost_parts(self.path, head))
         if lost:
             raise TransientError(
                 f"{self.place.uri}/{self.folder}/{lost[0]} is missing, or not as long as written; write it again"
@@ -132,7 +132,7 @@ class Publication:
         """Run the step that publishes the file, and remove the parts of the version it replaces, unless that has the id
         `keep`. Returns what `step` returns."""
         replaced = self._files.replaced_id(self.path)
-        done = self.settings.retry(step, self.path)
+        done = self.settings.retry(step)
         if replaced is not None and replaced != keep:
             # No reader can find the old parts any more. If they cannot be removed, space is lost, but the file is safe.
             with contextlib.suppress(BootseerError):
@@ -248,7 +248,7 @@ def write_ordinary(
     step: Callable[[], None] = write
     try:
         if place.shows_unfinished:
-            publication.settings.retry(write, path)
+            publication.settings.retry(write)
             step = lambda: rename(place, names[-1], path, replace=True)  # noqa: E731
         publication.publish_step(step)
     finally:

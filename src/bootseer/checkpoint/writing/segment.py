@@ -28,6 +28,7 @@ from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, num_chunks, parity_chunk, part_size, row_of
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.io.retry import pause_s
 from bootseer.logs import logger
 from bootseer.places.place import PartWriter
 
@@ -188,7 +189,7 @@ class PartTask:
                 "%s: part %d starts over, attempt %d of %d: %s",
                 segment.publication.folder, self.number, self._failures + 1, settings.part_tries, error,
             )  # fmt: skip
-            segment.pause(settings.pause_s(self._failures, error))
+            segment.pause(pause_s(self._failures, error, cap_s=settings.retry_s))
             return True
         segment.fail(error)
         return False
@@ -368,7 +369,7 @@ class SegmentWriter:
             return self._begin_files(numbers, self.publication.excluded.names())
 
         try:
-            writers = self.publication.settings.retry(begin, self.publication.folder, self.pause)
+            writers = self.publication.settings.retry(begin, self.pause)
         except Exception as error:
             self.fail(error)
             return
