@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint import attempts
 from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect, lease_bytes
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.layout import Policy
@@ -93,8 +94,9 @@ def test_users_of_a_job_share_the_folder_of_attempts(place: Place, job: Path) ->
         assert (job / ".attempts").stat().st_mode & 0o7777 == 0o2775
 
 
-def test_a_lease_is_renewed(place: Place, job: Path) -> None:
-    with Attempt(place, "step-1", lease_s=0.5) as attempt:
+def test_a_lease_is_renewed(place: Place, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "LEASE_S", 0.5)
+    with Attempt(place, "step-1") as attempt:
         lease = job / f"{attempt.path}.lease"
         first = lease.stat().st_mtime_ns
         until_s = time.monotonic() + 120

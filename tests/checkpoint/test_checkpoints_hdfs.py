@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint import attempts
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.catalog import anatomy, checkpoints, missing_parts, newest_whole, remove
 from bootseer.checkpoint.download import get_checkpoint
@@ -115,7 +116,9 @@ def test_a_flipped_byte_on_a_disk_is_found_with_its_node(cluster: HdfsCluster, f
     assert problem.repairable
 
 
-def test_replacing_and_collecting_what_dead_writers_left(files: Files, source: Path) -> None:
+def test_replacing_and_collecting_what_dead_writers_left(
+    files: Files, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     (source / "model").write_bytes(b"small")
     put_checkpoint(files.place, source, "step-1", settings=PutSettings(replace=True))
@@ -124,7 +127,9 @@ def test_replacing_and_collecting_what_dead_writers_left(files: Files, source: P
     files.place.write_bytes(".attempts/1/file", b"x")
     files.place.make_folder(f".stripes/{'a' * 32}", parents=True)
     assert collect(files.place, "") == 1
-    assert collect(files.place, "", lease_s=-1.0, no_lease_s=-1.0) == 1
+    monkeypatch.setattr(attempts, "LEASE_S", -1.0)
+    monkeypatch.setattr(attempts, "_NO_LEASE_S", -1.0)
+    assert collect(files.place, "") == 1
     assert list(files.place.list(".attempts")) == []
 
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import pytest
 
+from bootseer.checkpoint import attempts
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.catalog import checkpoints, remove, walk
 from bootseer.checkpoint.download import get_checkpoint
@@ -152,7 +153,11 @@ def test_of_two_concurrent_puts_of_one_name_one_succeeds(files: Files, job: Path
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.slow
-def test_a_put_that_is_killed_at_any_step_keeps_a_checkpoint_and_is_collected(kind: str, tmp_path: Path) -> None:
+def test_a_put_that_is_killed_at_any_step_keeps_a_checkpoint_and_is_collected(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "LEASE_S", 0.0)
+    monkeypatch.setattr(attempts, "_NO_LEASE_S", 0.0)
     program = [sys.executable, Path(__file__).with_name("killed_put.py"), tmp_path, kind]
     subprocess.run(program, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(_TESTS)})
     runs = sorted((tmp_path / "runs").iterdir(), key=lambda path: int(path.name))
@@ -161,7 +166,7 @@ def test_a_put_that_is_killed_at_any_step_keeps_a_checkpoint_and_is_collected(ki
     for run in runs:
         files = Files(FolderPlace(run))
         before = state_of(files)
-        collect(files.place, "", lease_s=0.0, no_lease_s=0.0)
+        collect(files.place, "")
         after = state_of(files)
         # Only after moving the old one away and before publishing the new one there is none; then it is restored.
         assert before in (after, None)

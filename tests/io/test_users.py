@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from bootseer.cache.cache import Cache
+from bootseer.checkpoint import attempts
 from bootseer.checkpoint.attempts import Attempt
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part
@@ -158,10 +160,11 @@ def lease_of_an_attempt(tmp_path) -> Iterator[Run]:
 
     def run(job) -> None:
         if not made:
-            made.append(Attempt(place, "job", lease_s=0.01))
+            made.append(Attempt(place, "job"))
         place.job = job
 
-    yield run
+    with mock.patch.object(attempts, "LEASE_S", 0.01):
+        yield run
     made[0].__exit__(None, None, None)
 
 

@@ -48,7 +48,16 @@ from bootseer.errors import (
 from bootseer.io.executor import Executor, report_exception
 from bootseer.logs import logger
 from bootseer.mounts.process import ProcessId
-from bootseer.places.place import TEMPORARY_PREFIX, Entry, Place, folder_of, join, make_folder_like_parent, name_of
+from bootseer.places.place import (
+    TEMPORARY_PREFIX,
+    Entry,
+    Place,
+    exists,
+    folder_of,
+    join,
+    make_folder_like_parent,
+    name_of,
+)
 
 _LOG = logger(__name__)
 
@@ -108,12 +117,11 @@ def _has_ended(process: object) -> bool:
 class Attempt:
     """A hidden folder, `path`, that becomes the checkpoint `target` when it is published. Used in a `with` block."""
 
-    def __init__(self, place: Place, target: str, *, how: str = "", lease_s: float = LEASE_S) -> None:
+    def __init__(self, place: Place, target: str, *, how: str = "") -> None:
         """`how` it is written: only attempts of the same kind are taken over."""
         self._place = place
         self._target = target
         self._how = how
-        self._lease_s = lease_s
         attempts = join(folder_of(target), ATTEMPTS)
         self.path = f"{attempts}/{secrets.token_hex(8)}"
         self._ended = threading.Event()
@@ -162,7 +170,7 @@ class Attempt:
                     # An atomic rename: one of several takers gets it, and its writer cannot publish any more.
                     self._place.rename(path, inside, replace=False)
                     _delete(self._place, path + _LEASE)
-                    _LOG.info("%s: takes over %s of a dead writer", self._uri(), path)
+                    _LOG.info("%s: takes over %s of a dead writer", self._place.uri_of(self._target), path)
                     found.append(inside)
         for folder in found:  # including what that writer had taken over itself; the list grows meanwhile
             below = _listed(self._place, folder)
@@ -177,7 +185,7 @@ class Attempt:
         if said.get("how") != self._how or name_of(str(said.get("target"))) != name_of(self._target):
             return False
         age_s = self._place.now_s(folder_of(path)) - lease.mtime_ns / 1e9
-        return age_s > self._lease_s or _has_ended(said.get("process"))
+        return age_s > LEASE_S or _has_ended(said.get("process"))
 
     def publish(self, *, replace: bool = False) -> None:
         """Rename the folder to the target. Raises `AlreadyExistsError` if the target exists.
@@ -239,7 +247,7 @@ class Attempt:
                 self._place.rename(self._target, self.path + _OLD, replace=False)
             except NotFoundError:  # another writer has just moved it away
                 self._has_old = False
-        raise TransientError(f"{self._uri()}: others keep replacing it; try again")
+        raise TransientError(f"{self._place.uri_of(self._target)}: others keep replacing it; try again")
 
     def _put_back(self) -> None:
         if self._has_old:
@@ -255,9 +263,9 @@ class Attempt:
                 self._has_old = False
 
     def _renew_periodically(self) -> None:
-        while not self._ended.wait(min(_RENEW_S, self._lease_s / 5)):
+        while not self._ended.wait(min(_RENEW_S, LEASE_S / 5)):
             try:
-                if not _is_there(self._place, self.path + _LEASE):
+                if not exists(self._place.stat, self.path + _LEASE):
                     return  # the lease was collected as stale, and must not be renewed
                 self._renew()
             except BootseerError:
@@ -270,44 +278,38 @@ class Attempt:
 
     def _check_lease(self) -> None:
         """Fail if the lease went stale while the writer was stopped."""
-        if not (_is_there(self._place, self.path) and _is_there(self._place, self.path + _LEASE)):
+        if not (exists(self._place.stat, self.path) and exists(self._place.stat, self.path + _LEASE)):
+            what = self._place.uri_of(self._target)
             raise PermanentError(
-                f"{self._uri()} was not published: its writer was stopped for so long that its lease went stale"
+                f"{what} was not published: its writer was stopped for so long that its lease went stale"
             )
         self._renew()
 
-    def _uri(self) -> str:
-        return f"{self._place.uri}/{self._target}"
 
-
-def collect(
-    place: Place, folder: str, *, below: bool = False, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S
-) -> int:
+def collect(place: Place, folder: str, *, below: bool = False) -> int:
     """Remove what dead writers have left in a folder, with `below` also in those below it, where files are written in
     place; returns how many. What belongs to other users stays."""
     entries = list(place.list(folder))
     now_s = place.now_s(folder)
-    removed = _collect_in(place, folder, entries, now_s, lease_s, no_lease_s)
+    removed = _collect_in(place, folder, entries, now_s)
     while below and entries:
         entry = entries.pop()
         if entry.is_folder and not is_hidden(name_of(entry.path)):
             with contextlib.suppress(NotFoundError, AccessError):
                 inside = list(place.list(entry.path))
-                removed += _collect_in(place, entry.path, inside, now_s, lease_s, no_lease_s)
+                removed += _collect_in(place, entry.path, inside, now_s)
                 entries += inside
     if removed:
         _LOG.info("%s/%s: %d leftovers of dead writers removed", place.uri, folder, removed)
     return removed
 
 
-def _collect_in(
-    place: Place, folder: str, entries: Iterable[Entry], now_s: float, lease_s: float, no_lease_s: float
-) -> int:
-    removed = _collect_attempts(place, join(folder, ATTEMPTS), now_s - lease_s)
+def _collect_in(place: Place, folder: str, entries: Iterable[Entry], now_s: float) -> int:
+    removed = _collect_attempts(place, join(folder, ATTEMPTS), now_s - LEASE_S)
     for entry in entries:
-        if name_of(entry.path).startswith(TEMPORARY_PREFIX) and _is_dead_temporary(place, entry, now_s - lease_s):
+        if name_of(entry.path).startswith(TEMPORARY_PREFIX) and _is_dead_temporary(place, entry, now_s - LEASE_S):
             removed += _delete(place, entry.path)
-    return removed + _collect_parts(place, folder, now_s, lease_s, no_lease_s)
+    return removed + _collect_parts(place, folder, now_s)
 
 
 def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
@@ -324,7 +326,7 @@ def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
         if lease is not None and lease.mtime_ns / 1e9 >= oldest_s:
             continue
         path = f"{attempts}/{one}"
-        if lease is None and _is_there(place, path + _LEASE):
+        if lease is None and exists(place.stat, path + _LEASE):
             continue  # made after the listing had passed its name: an attempt that has just begun
         if one + _OLD in entries:
             _put_back(place, path)
@@ -374,13 +376,10 @@ def _is_dead_temporary(place: Place, entry: Entry, oldest_s: float) -> bool:
     return not entry.is_folder or all(is_hidden(name_of(below.path)) for below in _listed(place, entry.path))
 
 
-def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_lease_s: float) -> int:
+def _collect_parts(place: Place, folder: str, now_s: float) -> int:
     """Remove folders of parts that no head refers to and no writer fills."""
-    old = [
-        entry
-        for entry in _listed(place, join(folder, STRIPES))
-        if entry.is_folder and _is_abandoned(place, entry, now_s, lease_s, no_lease_s)
-    ]
+    parts = _listed(place, join(folder, STRIPES))
+    old = [entry for entry in parts if entry.is_folder and _is_abandoned(place, entry, now_s)]
     if not old:
         return 0
     try:
@@ -391,14 +390,14 @@ def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_l
     return sum(_delete(place, entry.path) for entry in old if name_of(entry.path) not in named)
 
 
-def _is_abandoned(place: Place, entry: Entry, now_s: float, lease_s: float, no_lease_s: float) -> bool:
-    if entry.mtime_ns / 1e9 >= now_s - lease_s:
+def _is_abandoned(place: Place, entry: Entry, now_s: float) -> bool:
+    if entry.mtime_ns / 1e9 >= now_s - LEASE_S:
         return False  # written to recently
     try:
         lease = place.stat(f"{entry.path}/{LEASE_NAME}")
     except NotFoundError:
-        return entry.mtime_ns / 1e9 < now_s - no_lease_s
-    return lease.mtime_ns / 1e9 < now_s - lease_s
+        return entry.mtime_ns / 1e9 < now_s - _NO_LEASE_S
+    return lease.mtime_ns / 1e9 < now_s - LEASE_S
 
 
 def _ids_of_heads(place: Place, entries: Iterable[Entry]) -> set[str]:
@@ -433,13 +432,5 @@ def rename(place: Place, source: str, target: str, *, replace: bool) -> None:
     except AlreadyExistsError:
         raise AlreadyExistsError(f"{place.uri}/{target} already exists; give another name, or replace it") from None
     except TransientError:
-        if _is_there(place, source) or not _is_there(place, target):
+        if exists(place.stat, source) or not exists(place.stat, target):
             raise
-
-
-def _is_there(place: Place, path: str) -> bool:
-    try:
-        place.stat(path)
-    except NotFoundError:
-        return False
-    return True

@@ -142,7 +142,7 @@ class Files:
         if not path:
             raise PermanentError(f"{self.place.uri} is the root and cannot be removed")
         if not self.place.stat(path).is_folder:
-            raise NotFolderError(f"{self._uri_of(path)} is not a folder")
+            raise NotFolderError(f"{self.place.uri_of(path)} is not a folder")
         if not recursive and not self._has_only_hidden(path):
             self.place.delete(path)
             return
@@ -151,7 +151,7 @@ class Files:
         # Checked again where no writer can add to it: a file that was added meanwhile must not be lost.
         if not recursive and any(not is_hidden(name_of(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
-            raise NotEmptyError(f"{self._uri_of(path)} is not empty")
+            raise NotEmptyError(f"{self.place.uri_of(path)} is not empty")
         try:
             # A collector may be deleting it too, and NFS keeps what this machine has open until that is closed.
             with contextlib.suppress(NotFoundError, NotEmptyError):
@@ -177,11 +177,11 @@ class Files:
         entry = self.place.stat(source)
         if not entry.is_folder and folder_of(source) != folder_of(target) and self._info(entry).is_striped:
             raise OtherFolderError(
-                f"{self._uri_of(source)} is striped: its parts stay in its folder; copy it to {target} and remove it"
+                f"{self.place.uri_of(source)} is striped: its parts stay in its folder; copy it to {target}, remove it"
             )
         most = self.place.max_rename_bytes(replace=True)
         if not entry.is_folder and most is not None and entry.size_bytes > most:
-            raise OtherFolderError(f"{self._uri_of(source)} is too large to be renamed there; copy it to {target}")
+            raise OtherFolderError(f"{self.place.uri_of(source)} is too large to be renamed there; copy it to {target}")
         replaced: str | None = None
         with contextlib.suppress(NotFoundError):
             existing = self.place.stat(target)
@@ -225,7 +225,7 @@ class Files:
         """Set the policy for new files in a folder and below; None removes the folder's own policy."""
         self._check_visible(path)
         if not self.place.stat(path).is_folder:
-            raise NotFolderError(f"{self._uri_of(path)} is not a folder")
+            raise NotFolderError(f"{self.place.uri_of(path)} is not a folder")
         self._policies.set(path, policy)
 
     def drop_parts(self, path: str, head_id: str | None) -> None:
@@ -305,14 +305,14 @@ class Files:
         try:
             return parse_head(self.place.read_bytes(entry.path, MAX_HEAD_BYTES))
         except CorruptError as error:
-            raise CorruptError(f"{self._uri_of(entry.path)}: {error}") from error
+            raise CorruptError(f"{self.place.uri_of(entry.path)}: {error}") from error
 
     def _file(self, path: str, entry: Entry | None = None) -> Entry:
         """The attributes of a visible file. Raises `IsFolderError`."""
         self._check_visible(path)
         entry = entry or self.place.stat(path)
         if entry.is_folder:
-            raise IsFolderError(f"{self._uri_of(path)} is a folder")
+            raise IsFolderError(f"{self.place.uri_of(path)} is a folder")
         return entry
 
     def _id_of(self, entry: Entry) -> str | None:
@@ -325,7 +325,7 @@ class Files:
         """Whether a folder has hidden entries only. Raises `NotEmptyError` if it has visible ones."""
         names = [name_of(entry.path) for entry in self.place.list(path)]
         if not all(map(is_hidden, names)):
-            raise NotEmptyError(f"{self._uri_of(path)} is not empty")
+            raise NotEmptyError(f"{self.place.uri_of(path)} is not empty")
         return bool(names)
 
     def _apply_to_parts(self, path: str, change: Callable[[str], None]) -> Head | None:
@@ -340,9 +340,6 @@ class Files:
                     pass
         change(path)
         return head
-
-    def _uri_of(self, path: str) -> str:
-        return f"{self.place.uri}/{path}" if path else self.place.uri
 
 
 def check_visible(path: str) -> None:
@@ -392,7 +389,7 @@ class FolderPolicies:
         if found is None or now_s - found[0] >= _CACHE_S:
             own = self._own_policy(folder)
             if own is not None:
-                found = now_s, (own, self._uri_of(folder))
+                found = now_s, (own, self._place.uri_of(folder))
             elif folder:
                 found = self._find(folder_of(folder), now_s)
             else:
@@ -407,8 +404,8 @@ class FolderPolicies:
             return None
         except PermanentError as error:
             raise type(error)(
-                f"{self._uri_of(_path(folder))}: {error}; "
-                f"`bootseer ckpt policy {self._uri_of(folder)} --inherit` removes it"
+                f"{self._place.uri_of(_path(folder))}: {error}; "
+                f"`bootseer ckpt policy {self._place.uri_of(folder)} --inherit` removes it"
             ) from error
 
     def _find_above(self) -> PolicyAndFolder:
@@ -418,9 +415,6 @@ class FolderPolicies:
             return Policy(), None
         with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
             return FolderPolicies(top).find(folder_of(root))
-
-    def _uri_of(self, path: str) -> str:
-        return f"{self._place.uri}/{path}" if path else self._place.uri
 
 
 def _path(folder: str) -> str:

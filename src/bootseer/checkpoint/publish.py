@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
+from bootseer.checkpoint.attempts import Attempt, collect
 from bootseer.checkpoint.catalog import is_job, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, check_size, is_head_size, is_hidden, parts_folder, peek
@@ -60,7 +60,6 @@ class PutSettings:
     """Afterwards remove older checkpoints of the same kind beyond this number, see `catalog.superseded`; None: none."""
     dry_run: bool = False
     """Check what can be checked; write and remove nothing."""
-    lease_s: float = LEASE_S
     writing: WritingSettings | None = None
 
 
@@ -115,9 +114,9 @@ def put_checkpoint(
     how = encode_policy(policy).decode()
     needed = found.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
     message = f"{place.uri}/{target} needs {format_bytes(needed)}"
-    with _with_needed_space(message), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
+    with _with_needed_space(message), Attempt(place, target, how=how) as attempt:
         leftovers = attempt.take_over()
-        collect(place, folder, lease_s=settings.lease_s)
+        collect(place, folder)
         _check_free(files, target, found, settings.replace)
         # Fail early if it cannot fit. Local file systems may compress, so their free space does not tell.
         if not leftovers and place.uri.startswith("hdfs://"):

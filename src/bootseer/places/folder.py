@@ -84,7 +84,7 @@ class FolderPlace(SmallReads):
         with self._parent(path) as (folder, name):
             entry = _entry(path, os.stat(name, dir_fd=folder, follow_symlinks=False))
         if entry is None:
-            raise NotFoundError(f"{self._uri_of(path)} is a symbolic link or special file, which is not read")
+            raise NotFoundError(f"{self.uri_of(path)} is a symbolic link or special file, which is not read")
         return entry
 
     def list(self, path: str) -> Iterator[Entry]:
@@ -102,7 +102,7 @@ class FolderPlace(SmallReads):
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
         with self._parent(path) as (folder, name):
-            return FolderFile(os.open(name, _READ, dir_fd=folder), self._uri_of(path), self._reads)
+            return FolderFile(os.open(name, _READ, dir_fd=folder), self.uri_of(path), self._reads)
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         with self._parent(path) as (folder, name):
@@ -167,7 +167,7 @@ class FolderPlace(SmallReads):
                     _check_deletable(name, folder)
                     shutil.rmtree(name, dir_fd=folder)
                 except RecursionError:
-                    raise PermanentError(f"{self._uri_of(path)} has folders nested too deeply") from None
+                    raise PermanentError(f"{self.uri_of(path)} has folders nested too deeply") from None
             else:
                 os.rmdir(name, dir_fd=folder)
             sync(folder)
@@ -259,15 +259,12 @@ class FolderPlace(SmallReads):
         finally:
             os.close(descriptor)
 
-    def _uri_of(self, path: str) -> str:
-        return f"{self.uri}/{path}" if path else self.uri
-
     @contextlib.contextmanager
     def _mapping(self, path: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise mapped(error, self._uri_of(path)) from error
+            raise mapped(error, self.uri_of(path)) from error
 
 
 class _FolderWriter:

@@ -62,7 +62,7 @@ class HdfsPlace(SmallReads):
         full = self._full(path)
         found = list(self._client.list(full))
         if len(found) == 1 and found[0].path == full:
-            raise NotFolderError(f"{self._uri_of(path)} is not a folder")
+            raise NotFolderError(f"{self.uri_of(path)} is not a folder")
         return map(self._entry, found)
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
@@ -99,10 +99,10 @@ class HdfsPlace(SmallReads):
             self._client.rename(self._full(source), self._full(target), overwrite=replace)
         except IsFolderError as error:  # "source and destination must both be directories"
             if not replace:
-                raise AlreadyExistsError(f"{self._uri_of(target)} already exists") from error
+                raise AlreadyExistsError(f"{self.uri_of(target)} already exists") from error
             if self.stat(source).is_folder:
-                raise NotFolderError(f"{self._uri_of(target)} is not a folder") from error
-            raise IsFolderError(f"{self._uri_of(target)} is a folder") from error
+                raise NotFolderError(f"{self.uri_of(target)} is not a folder") from error
+            raise IsFolderError(f"{self.uri_of(target)} is a folder") from error
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
@@ -163,7 +163,7 @@ class HdfsPlace(SmallReads):
             with contextlib.suppress(BootseerError):
                 self._client.delete(temporary)
             if isinstance(error, PermanentError) and folder and not self._client.stat(folder).is_folder:
-                raise NotFolderError(f"{self._uri_of(path)}: its folder is a file") from None
+                raise NotFolderError(f"{self.uri_of(path)}: its folder is a file") from None
             raise
 
     def _put(self, full: str, data: bytes, mode: int) -> FileStatus:
@@ -198,6 +198,3 @@ class HdfsPlace(SmallReads):
         if not is_utf8(full):
             raise NotFoundError(f"{full!r} is not a valid path: names in HDFS are UTF-8")
         return full
-
-    def _uri_of(self, path: str) -> str:
-        return f"{self._client.uri}{self._full(path)}"

@@ -145,8 +145,8 @@ class ObjectPlace(SmallReads):
         except NotFoundError:
             with suppress(NotFoundError):
                 self._folder(path, is_file=False)
-                raise IsFolderError(f"{self._what(path)} is a folder") from None
-            raise NotFoundError(f"{self._what(path)} does not exist") from None
+                raise IsFolderError(f"{self.uri_of(path)} is a folder") from None
+            raise NotFoundError(f"{self.uri_of(path)} does not exist") from None
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = FILE_MODE) -> Entry:
         self._put(self._key(path), data)
@@ -168,15 +168,15 @@ class ObjectPlace(SmallReads):
         entry = self.stat(source)
         _check_path(target)
         if not source or f"{target}/".startswith(f"{source}/"):
-            raise PermanentError(f"{self._what(source)} cannot be renamed to {target}, which is inside it")
+            raise PermanentError(f"{self.uri_of(source)} cannot be renamed to {target}, which is inside it")
         there: Entry | None = None
         with suppress(NotFoundError):
             there = self.stat(target)
         if there is not None and not replace:
-            raise AlreadyExistsError(f"{self._what(target)} already exists")
+            raise AlreadyExistsError(f"{self.uri_of(target)} already exists")
         if there is not None and there.is_folder != entry.is_folder:
             kind = IsFolderError if there.is_folder else NotFolderError
-            raise kind(f"{self._what(target)} is {'a' if there.is_folder else 'not a'} folder")
+            raise kind(f"{self.uri_of(target)} is {'a' if there.is_folder else 'not a'} folder")
         if not entry.is_folder:
             self._rename_file(source, entry, target, replace=replace)
             return
@@ -201,7 +201,7 @@ class ObjectPlace(SmallReads):
             self._remove_link(folder.link)
             return
         if not recursive and next(self.list(path), None) is not None:
-            raise NotEmptyError(f"{self._what(path)} is not empty")
+            raise NotEmptyError(f"{self.uri_of(path)} is not empty")
         self._erase(folder.prefix, whole=recursive)
         if folder.link != _plain_link(folder.prefix):
             self._remove_link(folder.link)
@@ -213,7 +213,7 @@ class ObjectPlace(SmallReads):
         with suppress(NotFoundError):
             if self.stat(path).is_folder and parents:
                 return
-            raise AlreadyExistsError(f"{self._what(path)} already exists")
+            raise AlreadyExistsError(f"{self.uri_of(path)} already exists")
         try:
             parent = self._folder(folder_of(path))
         except NotFoundError:
@@ -231,7 +231,7 @@ class ObjectPlace(SmallReads):
             if self._put(link, prefix.encode(), e_tag=e_tag) is not None:
                 return
         if not parents:
-            raise AlreadyExistsError(f"{self._what(path)} already exists")
+            raise AlreadyExistsError(f"{self.uri_of(path)} already exists")
 
     def set_mode(self, path: str, mode: int) -> None:
         self.stat(path)
@@ -345,14 +345,14 @@ class ObjectPlace(SmallReads):
                     made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
             if made is None:
                 self._claim(folder.prefix, folder.link, claim)
-                raise AlreadyExistsError(f"{self._what(target)} already exists")
+                raise AlreadyExistsError(f"{self.uri_of(target)} already exists")
             self._forget(source, target)
             if self._read_owner(folder.prefix)[0] == new:
                 self._remove_link(folder.link)
                 return
             self._remove_link(new)  # another process claimed the folder before the link was created
             time.sleep(pause_s(number + 1))
-        raise NotFoundError(f"{self._what(source)} does not exist")
+        raise NotFoundError(f"{self.uri_of(source)} does not exist")
 
     def _make_permanent(self, path: str) -> None:
         """Give a folder of another tool, which exists only by its objects, a link: it exists when empty."""
@@ -475,18 +475,15 @@ class ObjectPlace(SmallReads):
         key, new = self._key(source), self._key(target)
         most = self.max_rename_bytes(replace=replace)
         if most is not None and entry.size_bytes > most:
-            raise PermanentError(f"{self._what(source)}: the server cannot rename an object of this size; copy it")
+            raise PermanentError(f"{self.uri_of(source)}: the server cannot rename an object of this size; copy it")
         if entry.size_bytes <= _SMALL_BYTES:
             data = self.read_bytes(source, _SMALL_BYTES)
             if self._put(new, data, create=not replace) is None:
-                raise AlreadyExistsError(f"{self._what(target)} already exists")
+                raise AlreadyExistsError(f"{self.uri_of(target)} already exists")
         else:
             self._bucket.copy(key, new)
         self._make_permanent(folder_of(source))
         self._bucket.remove([key])
-
-    def _what(self, path: str) -> str:
-        return f"{self.uri}/{path}" if path else self.uri
 
 
 def _check_path(path: str) -> None:

@@ -163,6 +163,9 @@ class Place(Protocol):
     """How much of a large read is worth passing on at once, since the place joins what waits into larger requests; 0
     where it joins nothing."""
 
+    def uri_of(self, path: str) -> str:
+        """The address of a path, for messages."""
+
     def name_problem(self, name: str) -> str:
         """Why this name is invalid here, "" if it is valid. Needs no request: known before hours of writing."""
 
@@ -253,6 +256,9 @@ class SmallReads:
     queue_bytes = 0
     _clock: tuple[float, float] | None = None
 
+    def uri_of(self, path: str) -> str:
+        return f"{self.uri}/{path}" if path else self.uri
+
     def max_rename_bytes(self, *, replace: bool) -> int | None:
         return None
 
@@ -307,6 +313,15 @@ def read_blocking(
     if error is not None:
         raise error
     return data
+
+
+def exists(stat: Callable[[str], object], path: str) -> bool:
+    """Whether there is something at `path`, by the `stat` of a place or another tree."""
+    try:
+        stat(path)
+    except NotFoundError:
+        return False
+    return True
 
 
 def make_folder_like_parent(place: Place, path: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from bootseer.checkpoint import attempts
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES
@@ -192,7 +193,11 @@ def test_a_pipeline_of_two_datanodes_survives_a_kill_of_one(hdfs: Hdfs) -> None:
     assert read_by_format(hdfs.files, "file") == DATA
 
 
-def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_one(hdfs: Hdfs, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_one(
+    hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "LEASE_S", 0.0)
+    monkeypatch.setattr(attempts, "_NO_LEASE_S", 0.0)
     source = random.Random(7)
     for _ in range(6):
         before = set(hdfs.part_folders())
@@ -212,7 +217,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_on
         content = read_by_format(hdfs.files, "killed")
         assert len(content) == 12 * MIB
         assert content in (bytes([number]) * 12 * MIB, bytes([number + 1]) * 12 * MIB)
-        collect(hdfs.place, "", lease_s=0.0, no_lease_s=0.0)  # type: ignore[arg-type]
+        collect(hdfs.place, "")  # type: ignore[arg-type]
         head = hdfs.files.head("killed")
         assert head is not None
         assert set(hdfs.part_folders()) - before <= {f"{STRIPES}/{head.id}"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint import attempts
 from bootseer.checkpoint.attempts import collect
 
 from .conftest import Desk
@@ -18,7 +19,11 @@ _TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", ["replayed", "stream"])
-def test_a_writer_that_is_killed_at_any_step_leaves_a_whole_file_and_is_collected(kind: str, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_at_any_step_leaves_a_whole_file_and_is_collected(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "LEASE_S", 0.0)
+    monkeypatch.setattr(attempts, "_NO_LEASE_S", 0.0)
     program = [sys.executable, Path(__file__).with_name("killed.py"), tmp_path / "runs", kind]
     subprocess.run(program, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(_TESTS)})
     runs = sorted((tmp_path / "runs").iterdir(), key=lambda path: int(path.name))
@@ -28,7 +33,7 @@ def test_a_writer_that_is_killed_at_any_step_leaves_a_whole_file_and_is_collecte
         desk = Desk(run, tmp_path / "spool")
         before = desk.read("job/file")
         seen.append(before)
-        collect(desk.place, "job", lease_s=0.0, no_lease_s=0.0)  # type: ignore[arg-type]
+        collect(desk.place, "job")  # type: ignore[arg-type]
         assert desk.read("job/file") == before
         assert desk.leftovers() == []
     old, new = content(0), content(100)

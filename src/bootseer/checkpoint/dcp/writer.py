@@ -42,6 +42,7 @@ from bootseer.checkpoint.tensors import is_plain, memory_of
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
+from bootseer.places.place import exists
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -108,11 +109,7 @@ class StripedFileSystem(FileSystemBase):
 
     def exists(self, path: Path) -> bool:
         target = resolve(path)
-        try:
-            target.system.files.stat(target.path)
-        except NotFoundError:
-            return False
-        return True
+        return exists(target.system.files.stat, target.path)
 
     def rm_file(self, path: Path) -> None:
         target = resolve(path)

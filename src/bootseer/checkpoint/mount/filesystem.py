@@ -29,7 +29,7 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
 from bootseer.io.proc import is_dying
 from bootseer.places.local_files import group_of, owner_of, shown_gid, shown_uid
-from bootseer.places.place import Entry, folder_of, join
+from bootseer.places.place import Entry, exists, folder_of, join
 
 _MAX_NAME = 255
 _MAX_NAMES = 100
@@ -228,11 +228,7 @@ class CheckpointFiles:
             return True
         if node is None and self._listings.was_missing(path):
             return False
-        try:
-            self._files.stat(path)
-        except NotFoundError:
-            return False
-        return True
+        return exists(self._files.stat, path)
 
     def open(self, node: int, flags: int, caller: Caller) -> Opened:
         found = self._nodes.get(node)
