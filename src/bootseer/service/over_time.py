@@ -30,7 +30,7 @@ from bootseer.service.schema import OPEN, node_start, stage, stage_day, start
 from bootseer.units import NS_PER_S
 
 ADDRESS: Final = "/api/v1/over-time"
-QUESTIONS: Final = ("fleet", "history", "lemons", "now")
+QUESTIONS: Final = ("fleet", "history", "now")
 """The documents below `ADDRESS`."""
 _BASELINE: Final = 20
 """Number of earlier starts that a start is compared with."""
@@ -274,8 +274,6 @@ class OverTime:
             if not asked.get("job"):
                 raise UsageError("job= is missing")
             found = history(connection, asked["job"], _filter(asked, now_ns, "90d"))
-        elif question == "lemons":
-            found = {"nodes": lemons(connection, _filter(asked, now_ns))}
         else:
             rows = now(connection, self.deadlines(), asked.get("job") or None)
             found = {"starts": [row for row in rows if asked.get("team") in (None, "", row["team"])]}

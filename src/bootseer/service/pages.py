@@ -425,7 +425,6 @@ def openapi() -> Answer:
         f"{ADDRESS}/fleet": ("The data of `bootseer fleet`", weeks),
         f"{ADDRESS}/history": ("The data of `bootseer history`", [{**named, "required": True}, *weeks]),
         f"{ADDRESS}/now": ("The data of `bootseer watch`", [named, team]),
-        f"{ADDRESS}/lemons": ("Nodes that are last too often to be chance", [ago]),
     }
     content = {"application/json": {"schema": {"type": "object"}}}
     answers = {
